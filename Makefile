@@ -1,0 +1,58 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+BASE := $(VENV)/.installed-base
+DEV := $(VENV)/.installed-dev
+DOCS := $(VENV)/.installed-docs
+INPUTS := pyproject.toml constraints.txt
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
+
+.DELETE_ON_ERROR:
+.PHONY: demo test lint bench zoo docs clean
+
+demo: $(BASE)
+	$(BIN)/python examples/demo.py
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(DEV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+	$(BIN)/lint-imports
+
+bench: $(DEV)
+	@set -e; for file in benchmarks/*.py; do \
+		[ -e "$$file" ] || continue; \
+		echo "== $$file"; \
+		$(BIN)/python "$$file"; \
+	done
+
+zoo: $(DEV)
+	$(BIN)/python -m pytest tests/zoo -m zoo
+
+docs: $(DOCS)
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# A stamp is written only after its install has succeeded. A virtualenv without pip counts as none.
+ENSURE_VENV = $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+
+$(BASE): $(INPUTS)
+	$(ENSURE_VENV)
+	$(PIP_INSTALL) -e .
+	touch $@
+
+$(DEV): $(INPUTS)
+	$(ENSURE_VENV)
+	$(PIP_INSTALL) -e '.[dev,zoo]'
+	touch $@ $(BASE)
+
+$(DOCS): $(INPUTS)
+	$(ENSURE_VENV)
+	$(PIP_INSTALL) -e '.[docs]'
+	touch $@ $(BASE)

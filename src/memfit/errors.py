@@ -1,0 +1,17 @@
+"""The errors that memfit raises; all derive from MemfitError."""
+
+
+class MemfitError(Exception):
+    """Base of every error that memfit raises on purpose."""
+
+
+class InputError(MemfitError, ValueError):
+    """Something the user gave is wrong; the message says what, and what to write instead."""
+
+
+class StateError(MemfitError, RuntimeError):
+    """A call came at a moment when it cannot be answered."""
+
+
+class MissingFeatureError(MemfitError, NotImplementedError):
+    """The request makes sense, and memfit cannot do it yet."""

@@ -1,0 +1,137 @@
+"""What memfit knows of one device: memory, rates, links, allocator rules and fixed overheads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+DeviceType = Literal["cpu", "cuda"]
+
+_RATE_OF_DTYPE = {
+    "float32": "fp32",
+    "float": "fp32",
+    "complex64": "fp32",
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "int8": "int8",
+    "uint8": "int8",
+}
+RATE_NAMES = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A way for data to leave the device. Bandwidth is per direction, latency is per hop of a ring."""
+
+    name: str
+    kind: str
+    bandwidth_bytes_per_s: float
+    latency_ms: float
+    generation: int | None = None
+    lanes: int | None = None
+
+    def transfer_ms(self, n_bytes: int) -> float:
+        """Time to send `n_bytes` one way in one message."""
+        return self.latency_ms + n_bytes / self.bandwidth_bytes_per_s * 1e3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorRules:
+    """The constants of PyTorch's caching allocator, or of plain malloc when everything is 1."""
+
+    name: str
+    rounding_bytes: int
+    small_limit_bytes: int
+    small_segment_bytes: int
+    large_segment_bytes: int
+    large_limit_bytes: int
+    large_rounding_bytes: int
+    expandable_segments: bool
+
+    @property
+    def caches(self) -> bool:
+        """Whether freed memory stays with the allocator."""
+        return self.small_segment_bytes > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Dense peak operations per second by number format; None where the hardware has no such path."""
+
+    fp32: float
+    tf32: float | None = None
+    fp16: float | None = None
+    bf16: float | None = None
+    fp8: float | None = None
+    int8: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Provenance:
+    """Where one figure comes from."""
+
+    key: str
+    source: str
+    publisher: str
+    date: str
+    seen: str
+    estimate: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One device as a single rank sees it. Every figure's source is in `provenance`."""
+
+    name: str
+    title: str
+    vendor: str
+    type: DeviceType
+    aliases: tuple[str, ...]
+    memory_total_bytes: int
+    memory_bandwidth_bytes_per_s: float
+    flops_per_s: Rates
+    host_link: Link
+    peer_link: Link | None
+    inter_node_link: Link
+    ranks_per_node: int
+    allocator: AllocatorRules
+    context_bytes: int
+    blas_workspace_bytes: int
+    blaslt_workspace_bytes: int
+    compute_capability: tuple[int, int] | None = None
+    multiprocessors: int | None = None
+    shared_memory_per_block_bytes: int | None = None
+    threads: int | None = None
+    notes: str = ""
+    provenance: tuple[Provenance, ...] = ()
+
+    @property
+    def intra_node_link(self) -> Link:
+        """The link to the other devices of the node: the peer link, or the host link where there is none."""
+        return self.peer_link or self.host_link
+
+    @property
+    def overhead_bytes(self) -> int:
+        """What a process takes before the first tensor: context and library workspaces."""
+        return self.context_bytes + self.blas_workspace_bytes + self.blaslt_workspace_bytes
+
+    @property
+    def usable_bytes(self) -> int:
+        """Total memory less the fixed overheads."""
+        return self.memory_total_bytes - self.overhead_bytes
+
+    def peak_flops_per_s(self, dtype: object, *, tf32: bool = False) -> float:
+        """Peak rate for a dtype (`torch.bfloat16`, 'bfloat16', 'bf16'); the fp32 rate where it has none.
+
+        With `tf32`, float32 products run at the TF32 rate where the device has one.
+        """
+        name = str(dtype).removeprefix("torch.")
+        if name.startswith("float8"):
+            name = "fp8"
+        name = _RATE_OF_DTYPE.get(name, name)
+        if name == "fp32" and tf32:
+            name = "tf32"
+        rate = getattr(self.flops_per_s, name) if name in RATE_NAMES else None
+        return rate if rate is not None else self.flops_per_s.fp32

@@ -1,0 +1,312 @@
+"""The layout of device, allocator and link files, and how they become Device, AllocatorRules and Link."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from memfit.errors import InputError
+from memfit.hardware.device import AllocatorRules, Device, DeviceType, Link, Provenance, Rates
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class _Table(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    pass
+
+
+class Source(_Table, frozen=True):
+    """A document. `seen` is how its figure was read: installed, stored, measured or recalled."""
+
+    title: str
+    publisher: str
+    date: str
+    seen: str = "recalled"
+
+
+class Figure(_Table, frozen=True):
+    """One figure and where it comes from. An estimate says why it is one."""
+
+    value: int | float | str | bool
+    source: str = ""
+    estimate: bool = False
+    reason: str = ""
+
+
+Number = int | float | Figure
+Text = str | Figure
+
+
+class MemoryTable(_Table, frozen=True):
+    total_bytes: int | str | Figure
+    bandwidth_bytes_per_s: Number
+
+
+class FlopsTable(_Table, frozen=True):
+    fp32: Number
+    tf32: Number | None = None
+    fp16: Number | None = None
+    bf16: Number | None = None
+    fp8: Number | None = None
+    int8: Number | None = None
+
+
+class ComputeTable(_Table, frozen=True):
+    capability: Text | None = None
+    multiprocessors: int | Figure | None = None
+    shared_memory_per_block_bytes: int | Figure | None = None
+    threads: int | Figure | None = None
+
+
+class OverheadsTable(_Table, frozen=True):
+    context_bytes: int | Figure
+    blas_workspace_bytes: int | Figure
+    blaslt_workspace_bytes: int | Figure
+
+
+class LinkTable(_Table, frozen=True):
+    kind: str
+    bandwidth_bytes_per_s: Number
+    latency_ms: Number
+    generation: int | None = None
+    lanes: int | None = None
+
+
+class LinksTable(_Table, frozen=True):
+    host: str | LinkTable
+    inter_node: str | LinkTable
+    ranks_per_node: int | Figure
+    peer: str | LinkTable | None = None
+
+
+class AllocatorTable(_Table, frozen=True):
+    rounding_bytes: Number
+    small_limit_bytes: Number
+    small_segment_bytes: Number
+    large_segment_bytes: Number
+    large_limit_bytes: Number
+    large_rounding_bytes: Number
+    expandable_segments: bool | Figure
+
+
+class DeviceFile(_Table, frozen=True):
+    name: str
+    title: str
+    vendor: str
+    type: DeviceType
+    allocator: str
+    memory: MemoryTable
+    flops: FlopsTable
+    links: LinksTable
+    overheads: OverheadsTable
+    compute: ComputeTable = ComputeTable()
+    aliases: list[str] = []
+    notes: str = ""
+    sources: dict[str, Source] = {}
+
+
+class AllocatorsFile(_Table, frozen=True):
+    allocators: dict[str, AllocatorTable]
+    sources: dict[str, Source] = {}
+
+
+class LinksFile(_Table, frozen=True):
+    links: dict[str, LinkTable]
+    sources: dict[str, Source] = {}
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file, or say which file is not one."""
+    try:
+        return msgspec.toml.decode(path.read_bytes())
+    except OSError as error:
+        raise InputError(f"cannot read the device file {path}: {error.strerror or error}") from error
+    except msgspec.DecodeError as error:
+        raise InputError(f"{path} is not valid TOML: {error}") from error
+
+
+def convert(raw: Mapping[str, Any], kind: type[T], where: str) -> T:
+    """Check a decoded file against its layout; the error names the file, the key and what to write."""
+    try:
+        return msgspec.convert(raw, kind, strict=True)
+    except msgspec.ValidationError as error:
+        message = re.sub(r" - at `\$\.?(.*)`$", r" (key \1)", str(error)).replace("Struct", "table")
+        raise InputError(
+            f"{where}: {message}. A figure is a number or {{ value = ..., source = 'key of [sources]' }}; "
+            "docs/design/hardware.md has the whole layout"
+        ) from error
+
+
+class Reader:
+    """Takes figures out of one file and keeps where each came from."""
+
+    def __init__(self, where: str, sources: Mapping[str, Source]) -> None:
+        self.where = where
+        self.sources = sources
+        self.provenance: list[Provenance] = []
+
+    def value(self, key: str, figure: Any) -> Any:
+        """The figure's value; its source is recorded under `key`."""
+        if not isinstance(figure, Figure):
+            self._record(
+                key, Source(title="given without a source", publisher="the user", date=""), False, ""
+            )
+            return figure
+        if figure.estimate and not figure.reason:
+            raise InputError(f"{self.where}: {key} is an estimate without a reason; add reason = '...'")
+        if not figure.source and not figure.estimate:
+            raise InputError(
+                f"{self.where}: {key} has no source; add source = '...' or estimate = true with a reason"
+            )
+        if figure.source and figure.source not in self.sources:
+            known = ", ".join(sorted(self.sources)) or "none"
+            raise InputError(
+                f"{self.where}: {key} cites {figure.source!r}, which is not in [sources] (there: {known})"
+            )
+        source = self.sources.get(figure.source, Source(title="estimate", publisher="memfit", date=""))
+        self._record(key, source, figure.estimate, figure.reason)
+        return figure.value
+
+    def number(self, key: str, figure: Any) -> float:
+        """A figure that must be a number above zero."""
+        value = self.value(key, figure)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise InputError(f"{self.where}: {key} is {value!r}; write a number above zero")
+        return float(value)
+
+    def whole(self, key: str, figure: Any, *, least: int = 1) -> int:
+        """A figure that must be a whole number, such as bytes."""
+        value = self.value(key, figure)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InputError(f"{self.where}: {key} is {value!r}; write a whole number of at least {least}")
+        return value
+
+    def _record(self, key: str, source: Source, estimate: bool, reason: str) -> None:
+        self.provenance.append(
+            Provenance(
+                key=key,
+                source=source.title,
+                publisher=source.publisher,
+                date=source.date,
+                seen=source.seen,
+                estimate=estimate,
+                reason=reason,
+            )
+        )
+
+
+def build_allocators(raw: Mapping[str, Any], where: str) -> dict[str, AllocatorRules]:
+    """The allocator rules of a file, by name."""
+    file = convert(raw, AllocatorsFile, where)
+    reader = Reader(where, file.sources)
+    return {name: _allocator(name, table, reader) for name, table in file.allocators.items()}
+
+
+def build_links(raw: Mapping[str, Any], where: str) -> dict[str, Link]:
+    """The named links of a file."""
+    file = convert(raw, LinksFile, where)
+    reader = Reader(where, file.sources)
+    return {name: _link(name, table, reader) for name, table in file.links.items()}
+
+
+def build_device(
+    raw: Mapping[str, Any], where: str, links: Mapping[str, Link], allocators: Mapping[str, AllocatorRules]
+) -> Device:
+    """A device from its decoded file."""
+    file = convert(raw, DeviceFile, where)
+    reader = Reader(where, file.sources)
+    if file.allocator not in allocators:
+        raise InputError(
+            f"{where}: unknown allocator {file.allocator!r}; choose one of {', '.join(allocators)}"
+        )
+
+    def link(key: str, given: str | LinkTable) -> Link:
+        if isinstance(given, LinkTable):
+            return _link(f"{file.name} {key}", given, reader)
+        if given not in links:
+            raise InputError(
+                f"{where}: links.{key} is {given!r}; choose one of {', '.join(links)}, or write a table"
+            )
+        return links[given]
+
+    flops = {name: getattr(file.flops, name) for name in FlopsTable.__struct_fields__}
+    compute, overheads = file.compute, file.overheads
+    optional = {
+        name: None if figure is None else reader.whole(f"compute.{name}", figure)
+        for name in ("multiprocessors", "shared_memory_per_block_bytes", "threads")
+        for figure in [getattr(compute, name)]
+    }
+    return Device(
+        name=file.name,
+        title=file.title,
+        vendor=file.vendor,
+        type=file.type,
+        aliases=tuple(file.aliases),
+        memory_total_bytes=_total_bytes(reader, file.memory.total_bytes),
+        memory_bandwidth_bytes_per_s=reader.number(
+            "memory.bandwidth_bytes_per_s", file.memory.bandwidth_bytes_per_s
+        ),
+        flops_per_s=Rates(
+            **{name: reader.number(f"flops.{name}", f) for name, f in flops.items() if f is not None}
+        ),
+        host_link=link("host", file.links.host),
+        peer_link=None if file.links.peer is None else link("peer", file.links.peer),
+        inter_node_link=link("inter_node", file.links.inter_node),
+        ranks_per_node=reader.whole("links.ranks_per_node", file.links.ranks_per_node),
+        allocator=allocators[file.allocator],
+        context_bytes=reader.whole("overheads.context_bytes", overheads.context_bytes, least=0),
+        blas_workspace_bytes=reader.whole(
+            "overheads.blas_workspace_bytes", overheads.blas_workspace_bytes, least=0
+        ),
+        blaslt_workspace_bytes=reader.whole(
+            "overheads.blaslt_workspace_bytes", overheads.blaslt_workspace_bytes, least=0
+        ),
+        compute_capability=None if compute.capability is None else _capability(reader, compute.capability),
+        **optional,
+        notes=file.notes,
+        provenance=tuple(reader.provenance),
+    )
+
+
+def _allocator(name: str, table: AllocatorTable, reader: Reader) -> AllocatorRules:
+    sizes = [field for field in AllocatorTable.__struct_fields__ if field.endswith("_bytes")]
+    return AllocatorRules(
+        name=name,
+        **{field: reader.whole(f"allocators.{name}.{field}", getattr(table, field)) for field in sizes},
+        expandable_segments=bool(
+            reader.value(f"allocators.{name}.expandable_segments", table.expandable_segments)
+        ),
+    )
+
+
+def _link(name: str, table: LinkTable, reader: Reader) -> Link:
+    return Link(
+        name=name,
+        kind=table.kind,
+        generation=table.generation,
+        lanes=table.lanes,
+        bandwidth_bytes_per_s=reader.number(
+            f"links.{name}.bandwidth_bytes_per_s", table.bandwidth_bytes_per_s
+        ),
+        latency_ms=reader.number(f"links.{name}.latency_ms", table.latency_ms),
+    )
+
+
+def _total_bytes(reader: Reader, figure: Any) -> int:
+    if figure == "machine" or (isinstance(figure, Figure) and figure.value == "machine"):
+        reader.value("memory.total_bytes", figure)
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return reader.whole("memory.total_bytes", figure)
+
+
+def _capability(reader: Reader, figure: Text) -> tuple[int, int]:
+    value = reader.value("compute.capability", figure)
+    match = re.fullmatch(r"(\d+)\.(\d+)", str(value))
+    if match is None:
+        raise InputError(f"{reader.where}: compute.capability is {value!r}; write for example '9.0'")
+    return int(match[1]), int(match[2])

@@ -1,0 +1,34 @@
+"""Capture of one training step on meta tensors, faithful to the target's kernels."""
+
+from memfit.trace.capture import trace
+from memfit.trace.errors import CaptureError
+from memfit.trace.record import (
+    NEVER,
+    Category,
+    Module,
+    ModuleCall,
+    Op,
+    Parameter,
+    Phase,
+    Storage,
+    TensorRef,
+    Trace,
+)
+from memfit.trace.step import Step, spec
+
+__all__ = [
+    "NEVER",
+    "CaptureError",
+    "Category",
+    "Module",
+    "ModuleCall",
+    "Op",
+    "Parameter",
+    "Phase",
+    "Step",
+    "Storage",
+    "TensorRef",
+    "Trace",
+    "spec",
+    "trace",
+]

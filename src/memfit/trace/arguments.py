@@ -1,0 +1,92 @@
+"""An op's arguments as JSON, and back: enough to make the very same call again on other tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from memfit.trace.record import Op, TensorRef
+
+_ENCODER = msgspec.json.Encoder(enc_hook=str)
+
+
+def encode_arguments(args: Any, kwargs: dict[str, Any]) -> str:
+    """The call's arguments with `{"t": i}` in place of the i-th tensor; the order is that of `tensors_of`."""
+    count = 0
+
+    def encode(value: Any) -> Any:
+        nonlocal count
+        if isinstance(value, torch.Tensor):
+            count += 1
+            return {"t": count - 1}
+        if isinstance(value, (list, tuple)):
+            return [encode(item) for item in value]
+        if isinstance(value, dict):
+            return {key: encode(item) for key, item in value.items()}
+        if isinstance(value, float) and not math.isfinite(value):
+            return {"f": str(value)}
+        return value
+
+    return _ENCODER.encode([encode(args), encode(kwargs)]).decode()
+
+
+def tensors_of(values: Any) -> list[torch.Tensor]:
+    """The tensors among arguments or results, also those inside lists and tuples."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_of(value)
+    return found
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """The same nested arguments with the function applied to every tensor."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(item, function) for item in value)
+    if isinstance(value, dict):
+        return {key: map_tensors(item, function) for key, item in value.items()}
+    return value
+
+
+def call_of(op: Op, tensors: Sequence[torch.Tensor]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The function and arguments of a recorded op, with these tensors for its inputs."""
+
+    def decode(value: Any, key: str = "") -> Any:
+        if isinstance(value, dict):
+            if value.keys() == {"t"}:
+                return tensors[value["t"]]
+            if value.keys() == {"f"}:
+                return float(value["f"])
+            return {name: decode(item, name) for name, item in value.items()}
+        if isinstance(value, list):
+            return [decode(item) for item in value]
+        if isinstance(value, str) and value.startswith("torch."):
+            return getattr(torch, value[len("torch.") :])
+        if key == "device" and value is not None:
+            return tensors[0].device if tensors else torch.device("cpu")
+        return value
+
+    args, kwargs = msgspec.json.decode(op.arguments)
+    namespace, packet, overload = op.name.split(".")
+    function = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    return function, tuple(decode(args)), decode(kwargs)
+
+
+def real_tensor(ref: TensorRef) -> torch.Tensor:
+    """A CPU tensor of the same geometry. Integers are zeros, so that they are valid as indices."""
+    dtype = getattr(torch, ref.dtype)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(ref.shape, ref.stride, strict=True) if size > 0)
+    if 0 in ref.shape:
+        extent = 0
+    flat = torch.zeros(extent, dtype=dtype)
+    if dtype.is_floating_point:
+        flat.fill_(0.5)
+    return flat.as_strided(ref.shape, ref.stride)

@@ -1,0 +1,109 @@
+"""Which module call is running, told apart by call, through forward and backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from memfit.trace.record import NEVER, ModuleCall, Phase
+
+
+@dataclass(slots=True)
+class _OpenCall:
+    module: str
+    kind: str
+    index: int
+    parent: int
+    phase: Phase
+    begin: int
+    end: int = NEVER
+    backward_begin: int = NEVER
+    backward_end: int = NEVER
+
+
+@dataclass(slots=True)
+class CallTracker:
+    """Follows `nn.Module.__call__` and gives each execution a number."""
+
+    root: nn.Module
+    calls: list[_OpenCall] = field(default_factory=list)
+    current: int = NEVER
+    _paths: dict[int, list[str]] = field(default_factory=dict)
+    _counts: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for path, module in self.root.named_modules(remove_duplicate=False):
+            self._paths.setdefault(id(module), []).append(path)
+
+    def owns(self, module: nn.Module) -> bool:
+        """Whether the module is part of the model rather than, say, a loss made by the user."""
+        return id(module) in self._paths
+
+    @property
+    def path(self) -> str:
+        """The path of the module that runs now."""
+        return self.calls[self.current].module if self.current != NEVER else ""
+
+    def enter(self, module: nn.Module, phase: Phase, op: int) -> None:
+        """Open a call at op index `op`."""
+        path = self._path_of(module)
+        index = self._counts.get(path, 0)
+        self._counts[path] = index + 1
+        self.calls.append(_OpenCall(path, type(module).__name__, index, self.current, phase, op))
+        self.current = len(self.calls) - 1
+
+    def exit(self, op: int) -> None:
+        """Close the running call; `op` is the first op after it."""
+        call = self.calls[self.current]
+        call.end = op
+        self.current = call.parent
+
+    def backward(self, call: int, op: int) -> None:
+        """Note that backward op `op` belongs to `call` and to those that enclose it."""
+        while call != NEVER:
+            open_call = self.calls[call]
+            if open_call.backward_end == op + 1:
+                return
+            if open_call.backward_begin == NEVER:
+                open_call.backward_begin = op
+            open_call.backward_end = op + 1
+            call = open_call.parent
+
+    def freeze(self) -> tuple[ModuleCall, ...]:
+        """The calls as records."""
+        names = ModuleCall.__struct_fields__
+        return tuple(ModuleCall(**{name: getattr(call, name) for name in names}) for call in self.calls)
+
+    def _path_of(self, module: nn.Module) -> str:
+        paths = self._paths.get(id(module))
+        if paths is None:
+            prefix = self.path
+            return f"{prefix}.<{type(module).__name__}>" if prefix else f"<{type(module).__name__}>"
+        if len(paths) > 1 and self.path:
+            for path in paths:
+                if path.startswith(self.path + "."):
+                    return path
+        return paths[0]
+
+
+@contextlib.contextmanager
+def module_calls(enter: Any, leave: Any) -> Iterator[None]:
+    """Call `enter(module)` and `leave(module)` around every module execution, also when it raises."""
+    original = nn.Module.__call__
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        enter(self)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            leave(self)
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original  # type: ignore[method-assign]

@@ -1,0 +1,156 @@
+"""The function mode that makes the capture run what the target would run.
+
+It answers `tensor.device` with the target's device, sends tensors made or moved there to the capture, applies
+autocast, and hands the functions whose composition differs between devices to the rules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
+
+from memfit.trace.arguments import map_tensors
+from memfit.trace.autocast import Autocast
+from memfit.trace.recorder import Recorder
+from memfit.trace.rules import Rule, RuleContext
+
+_MOVES = frozenset(("to", "cuda", "cpu"))
+_SILENCED = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+class Emulation(TorchFunctionMode):
+    """Sees every torch function the step calls from Python."""
+
+    def __init__(self, recorder: Recorder, context: RuleContext, rules: dict[str, Rule]) -> None:
+        super().__init__()
+        self.recorder = recorder
+        self.autocast = Autocast(context.device_type)
+        self._device_type = context.device_type
+        self._device = torch.device("cpu") if context.device_type == "cpu" else torch.device("cuda", 0)
+        self._context = context
+        self._rules = rules
+        self._getters: dict[Any, Callable[[torch.Tensor], Any]] = {
+            torch.Tensor.device.__get__: self.device_of,
+            torch.Tensor.is_meta.__get__: lambda _: False,
+            torch.Tensor.is_cuda.__get__: lambda tensor: self.device_of(tensor).type == "cuda",
+            torch.Tensor.is_cpu.__get__: lambda tensor: self.device_of(tensor).type == "cpu",
+            torch.Tensor.get_device: lambda tensor: 0 if self.device_of(tensor).type == "cuda" else -1,
+        }
+        self._factories = _device_constructors()
+
+    def device_of(self, tensor: torch.Tensor) -> torch.device:
+        """The device the tensor would be on in the real run."""
+        return self._device if self.recorder.on_device(tensor) else torch.device("cpu")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        getter = self._getters.get(func)
+        if getter is not None:
+            return getter(args[0])
+        kwargs = kwargs or {}
+        name = func.__name__
+        if name == "__get__":
+            return func(*args, **kwargs)
+        try:
+            if func in self._factories:
+                return self._make(func, args, kwargs)
+            if name in _MOVES:
+                return self._move(func, args, kwargs)
+            if torch.is_autocast_enabled(self._device_type):
+                cast = self.autocast.apply(func, args, kwargs)
+                if cast is not None:
+                    args, kwargs = cast
+            rule = self._rules.get(name)
+            if rule is not None:
+                lift = self.recorder.lift
+                result = rule(self._context, *map_tensors(args, lift), **map_tensors(kwargs, lift))
+                if result is not NotImplemented:
+                    return result
+            return func(*args, **kwargs)
+        except Exception as error:
+            self.recorder.note_failure(error, name)
+            raise
+
+    def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A factory: on the target it makes a meta or a small real tensor, on the host a real one."""
+        device = kwargs.get("device")
+        if device is None:
+            place = torch.get_default_device().type
+        else:
+            place = torch.device(device).type if not isinstance(device, int) else "cuda"
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+        kwargs.pop("pin_memory", None)
+        previous, self.recorder.placing = self.recorder.placing, "cpu" if place == "cpu" else "cuda"
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.recorder.placing = previous
+
+    def _move(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """`Tensor.to`, `.cuda` and `.cpu`: a copy when the place changes, nothing when it does not."""
+        tensor = args[0]
+        name = func.__name__
+        device: Any = kwargs.pop("device", None) if "device" in kwargs else None
+        rest = [tensor]
+        dtype = kwargs.get("dtype")
+        if name != "to":
+            device = name
+        else:
+            for value in args[1:]:
+                if isinstance(value, (str, torch.device)) or (isinstance(value, int) and not isinstance(value, bool)):
+                    device = value
+                elif isinstance(value, torch.Tensor):
+                    device, dtype = self.device_of(value), value.dtype
+                    rest.append(value.dtype)
+                else:
+                    dtype = value if isinstance(value, torch.dtype) else dtype
+                    rest.append(value)
+        if device is None:
+            return func(*args, **kwargs)
+        place = "cuda" if isinstance(device, int) else torch.device(device).type
+        place = "cpu" if place == "cpu" else "cuda"
+        if self._device_type == "cpu" or (place == "cuda") == self.recorder.on_device(tensor):
+            if dtype is None and not kwargs.get("copy") and kwargs.get("memory_format") is None:
+                return tensor
+            rest = [value for value in rest if value is not None]
+            return torch.Tensor.to(*rest, **({"dtype": dtype} if dtype and dtype not in rest else {}), **{
+                key: value for key, value in kwargs.items() if key != "dtype"
+            })
+        previous, self.recorder.placing = self.recorder.placing, place
+        try:
+            return torch.ops.aten._to_copy(tensor, dtype=dtype)
+        finally:
+            self.recorder.placing = previous
+
+
+@contextlib.contextmanager
+def python_functions_open() -> Iterator[None]:
+    """Let the bodies of torch's Python functions run under the mode.
+
+    `F.multi_head_attention_forward` and its like would otherwise reach the mode as one call, inside which no mode is
+    active.
+    """
+    undo = []
+    for module_name, module in list(sys.modules.items()):
+        if module_name.split(".")[0] != "torch" or module_name == "torch.overrides":
+            continue
+        for name in _SILENCED:
+            original = vars(module).get(name)
+            if original is not None:
+                undo.append((module, name, original))
+    try:
+        for module, name, _ in undo:
+            setattr(module, name, _no_override)
+        yield
+    finally:
+        for module, name, original in undo:
+            setattr(module, name, original)
+
+
+def _no_override(*_: Any) -> bool:
+    return False

@@ -1,0 +1,28 @@
+"""What can go wrong while a step is captured, said with the op, the module and the user's line."""
+
+from __future__ import annotations
+
+from memfit.errors import InputError
+
+
+class CaptureError(InputError):
+    """A step that cannot be captured: names the op, the module and the line, and what to do."""
+
+    def __init__(self, problem: str, *, op: str, module: str, source: str, advice: str) -> None:
+        self.op = op
+        self.module = module
+        self.source = source
+        self.advice = advice
+        where = f"op {op} in module {module or '(root)'} at {source or 'an unknown line'}"
+        super().__init__(f"{problem}\n  where: {where}\n  what to do: {advice}")
+
+
+DATA_DEPENDENT = (
+    "the capture has shapes and no data, so nothing may depend on a tensor's values. Give the batch as real tensors if "
+    "the value comes from it alone; otherwise take the branch or the .item() out of the step, or choose an "
+    "implementation with fixed shapes (for mixtures of experts: grouped matrix products)"
+)
+NO_META_KERNEL = (
+    "register a shape function for it with torch.library.register_fake, or capture a version of the model without it"
+)
+BAD_SHAPES = "check the batch given to Step against what the model's forward expects"

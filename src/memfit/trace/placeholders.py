@@ -1,0 +1,171 @@
+"""Puts meta tensors in the place of a model's and an optimizer's own for the time of a capture, and takes them out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.errors import InputError
+from memfit.trace.recorder import KNOWN_VALUE_LIMIT
+
+_META = torch.device("meta")
+
+
+class Placeholders:
+    """Stand-ins by identity, so that tied tensors stay tied and an optimizer finds its parameters."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, torch.Tensor] = {}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._kept: list[torch.Tensor] = []
+
+    def parameter(self, tensor: nn.Parameter) -> nn.Parameter:
+        """The stand-in of a parameter, with its class, attributes and hooks."""
+        known = self.of.get(id(tensor))
+        if known is None:
+            known = torch.Tensor._make_subclass(type(tensor), self._empty(tensor), tensor.requires_grad)
+            known.__dict__.update(tensor.__dict__)
+            for hook in (tensor._backward_hooks or {}).values():
+                known.register_hook(hook)
+            for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
+                known.register_post_accumulate_grad_hook(hook)
+            self._remember(tensor, known)
+        return known  # type: ignore[return-value]
+
+    def buffer(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The stand-in of a buffer, a batch tensor or an optimizer's state; small values on the CPU are kept."""
+        known = self.of.get(id(tensor))
+        if known is None:
+            if tensor.device.type == "cpu" and tensor.numel() <= KNOWN_VALUE_LIMIT and type(tensor) is torch.Tensor:
+                known = tensor.detach().clone(memory_format=torch.preserve_format)
+            else:
+                known = self._empty(tensor)
+            if tensor.is_floating_point() or tensor.is_complex():
+                known.requires_grad_(tensor.requires_grad)
+            self._remember(tensor, known)
+        return known
+
+    def tree(self, value: Any) -> Any:
+        """The same structure with every tensor in it replaced."""
+        if isinstance(value, nn.Parameter):
+            return self.parameter(value)
+        if isinstance(value, torch.Tensor):
+            return self.buffer(value)
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self.tree(item) for item in value))
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.tree(item) for item in value)
+        if isinstance(value, Mapping):
+            items = {key: self.tree(item) for key, item in value.items()}
+            return items if type(value) is dict else _rebuilt(value, items)
+        return value
+
+    def _empty(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        twin = self._storages.get(storage._cdata)
+        if twin is None:
+            twin = torch.empty(storage.nbytes(), dtype=torch.uint8, device=_META).untyped_storage()
+            self._storages[storage._cdata] = twin
+            self._kept.append(tensor)
+        empty = torch.empty(0, dtype=tensor.dtype, device=_META)
+        return empty.set_(twin, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+    def _remember(self, tensor: torch.Tensor, known: torch.Tensor) -> None:
+        self.of[id(tensor)] = known
+        self._kept.append(tensor)
+
+
+def _rebuilt(value: Mapping, items: dict) -> Any:
+    try:
+        return type(value)(items)
+    except TypeError:
+        return items
+
+
+@contextlib.contextmanager
+def on_meta(model: nn.Module, placeholders: Placeholders) -> Iterator[None]:
+    """The model with stand-ins for its parameters and buffers; everything is put back, whatever happens."""
+    undo: list[tuple[dict, str, Any]] = []
+
+    def put(table: dict, key: str, value: Any) -> None:
+        undo.append((table, key, table[key]))
+        table[key] = value
+
+    try:
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    put(module._parameters, name, placeholders.parameter(parameter))
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    put(module._buffers, name, placeholders.buffer(buffer))
+        for module in model.modules():
+            for name, value in list(vars(module).items()):
+                if name not in _MODULE_TABLES and _mentions(value, placeholders):
+                    put(vars(module), name, _replaced(value, placeholders))
+        yield
+    finally:
+        for table, key, value in reversed(undo):
+            table[key] = value
+
+
+_MODULE_TABLES = frozenset(("_parameters", "_buffers", "_modules"))
+
+
+def _mentions(value: Any, placeholders: Placeholders) -> bool:
+    """Whether a plain attribute holds tensors that have a stand-in, as an RNN's list of flat weights does."""
+    if isinstance(value, torch.Tensor):
+        return id(value) in placeholders.of
+    if type(value) in (list, tuple):
+        return any(_mentions(item, placeholders) for item in value)
+    if type(value) is dict:
+        return any(_mentions(item, placeholders) for item in value.values())
+    return False
+
+
+def _replaced(value: Any, placeholders: Placeholders) -> Any:
+    if isinstance(value, torch.Tensor):
+        return placeholders.of.get(id(value), value)
+    if type(value) in (list, tuple):
+        return type(value)(_replaced(item, placeholders) for item in value)
+    if type(value) is dict:
+        return {key: _replaced(item, placeholders) for key, item in value.items()}
+    return value
+
+
+@contextlib.contextmanager
+def optimizer_on_meta(
+    optimizer: torch.optim.Optimizer | None, placeholders: Placeholders
+) -> Iterator[torch.optim.Optimizer | None]:
+    """An optimizer of the user's own model, working on the stand-ins; its groups and state are put back."""
+    if optimizer is None:
+        yield None
+        return
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in placeholders.of]
+    if strangers:
+        raise InputError(
+            f"the optimizer holds {len(strangers)} parameter(s) that are not the model's (the first has shape "
+            f"{tuple(strangers[0].shape)}); make it from this model's parameters, or give its class instead"
+        )
+    groups = [dict(group) for group in optimizer.param_groups]
+    state = optimizer.state
+    try:
+        for group in optimizer.param_groups:
+            group["params"] = [placeholders.of[id(p)] for p in group["params"]]
+            for key, value in group.items():
+                if isinstance(value, torch.Tensor):
+                    group[key] = placeholders.buffer(value)
+        optimizer.state = defaultdict(dict)
+        for parameter, entries in state.items():
+            optimizer.state[placeholders.of.get(id(parameter), parameter)] = placeholders.tree(entries)
+        yield optimizer
+    finally:
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+            group.clear()
+            group.update(saved)
+        optimizer.state = state

@@ -1,0 +1,63 @@
+"""The internal allocations of a CPU kernel, measured by running it once on tensors of its shapes.
+
+Only for kernels whose choice of layout is the vendor library's own and changes with the machine (oneDNN's
+convolutions, recurrent layers and low-precision products); what ATen allocates itself is in the rules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._C._profiler import _EventType
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memfit.trace.arguments import map_tensors, tensors_of
+
+
+@contextlib.contextmanager
+def real_execution() -> Iterator[None]:
+    """No mode of the capture applies: ops run for real, and autograd does not record them."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
+
+
+def probe_workspace(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+    """Bytes that the kernel holds at its highest beyond its results."""
+    with real_execution():
+        args, kwargs = map_tensors(args, real_like), map_tensors(kwargs, real_like)
+        func(*args, **kwargs)
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profiler:
+            result = func(*args, **kwargs)
+        events: list[tuple[int, int]] = []
+        stack = list(profiler.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+        while stack:
+            event = stack.pop()
+            stack.extend(event.children)
+            if event.tag == _EventType.Allocation:
+                events.append((event.start_time_ns, event.extra_fields.alloc_size))
+        del result
+    level = peak = 0
+    for _, size in sorted(events, key=lambda pair: pair[0]):
+        level += size
+        peak = max(peak, level)
+    return peak - level
+
+
+def signature(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What the internal allocations of a call depend on."""
+    tensors = tensors_of((*args, *kwargs.values()))
+    rest = repr(map_tensors((args, kwargs), lambda _: None))
+    return (func, rest, *((tuple(t.shape), t.stride(), t.dtype) for t in tensors))
+
+
+def real_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A real tensor of the same geometry; integers are zeros, so that they are valid as indices."""
+    if not tensor.is_meta:
+        return tensor
+    real = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return real.fill_(0.5) if real.is_floating_point() else real.zero_()

@@ -1,0 +1,173 @@
+"""The trace: an immutable record of one training step, the same for every budget."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from functools import cached_property
+
+import msgspec
+
+SCHEMA = 1
+NEVER = -1
+"""Marks a birth before the step, a death after it, or an index that does not apply."""
+
+
+class Phase(str, enum.Enum):
+    """The part of the step in which an op runs."""
+
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+class Category(str, enum.Enum):
+    """What a storage is for."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    GRADIENT = "gradient"
+    ACTIVATION = "activation"
+    TEMPORARY = "temporary"
+    OPTIMIZER_STATE = "optimizer state"
+    INPUT = "input"
+    GATHERED_PARAMETER = "gathered parameter"
+    COMMUNICATION = "communication"
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    pass
+
+
+class TensorRef(_Record):
+    """A tensor as an op saw it: a window onto a storage (`NEVER` for one that is not on the device)."""
+
+    storage: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: str
+
+
+class Op(_Record):
+    """One aten-level call.
+
+    `arguments` is JSON in which `{"t": i}` stands for the i-th input tensor, so that the call can be made again.
+    `forward_op` is, for a backward op, the forward op whose gradient it computes. `mutates` lists the storages an
+    in-place op writes to and `mutated_op` the op that made the value it overwrites. `workspace_bytes` is what the
+    kernel allocates and frees inside itself while its inputs and outputs are alive.
+    """
+
+    name: str
+    phase: Phase
+    call: int
+    inputs: tuple[TensorRef, ...]
+    outputs: tuple[TensorRef, ...]
+    arguments: str
+    flops: int
+    read_bytes: int
+    written_bytes: int
+    workspace_bytes: int
+    view: bool
+    random: bool
+    saved: bool
+    mutates: tuple[int, ...]
+    mutated_op: int
+    forward_op: int
+    source: int
+
+
+class Storage(_Record):
+    """One allocation. It is born by op `birth` and freed after op `death` has run and before the next one does."""
+
+    bytes: int
+    category: Category
+    birth: int
+    death: int
+    call: int
+    module: str
+    name: str
+    saved_by: tuple[int, ...]
+
+
+class ModuleCall(_Record):
+    """One execution of one module: forward ops `begin` up to (not including) `end`, and its backward counterpart."""
+
+    module: str
+    kind: str
+    index: int
+    parent: int
+    phase: Phase
+    begin: int
+    end: int
+    backward_begin: int
+    backward_end: int
+
+
+class Module(_Record):
+    """A module of the model with the storages that it owns itself, not through its children."""
+
+    path: str
+    kind: str
+    parameters: tuple[int, ...]
+    buffers: tuple[int, ...]
+
+
+class Parameter(_Record):
+    """A parameter, every name it goes by, and the storages of its gradient and optimizer state."""
+
+    names: tuple[str, ...]
+    storage: int
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    gradient: int
+    state: tuple[int, ...]
+
+
+class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """One step, as the target would run it."""
+
+    schema: int
+    memfit: str
+    torch: str
+    device: str
+    device_type: str
+    threads: int
+    autocast: str | None
+    optimizer: str
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    calls: tuple[ModuleCall, ...]
+    modules: tuple[Module, ...]
+    parameters: tuple[Parameter, ...]
+    sources: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of everything the step does; where its source lines are does not count."""
+        content = (
+            self.device,
+            self.autocast,
+            self.optimizer,
+            [msgspec.structs.replace(op, source=0) for op in self.ops],
+            self.storages,
+            self.calls,
+            self.modules,
+            self.parameters,
+        )
+        return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()
+
+    def ancestors(self, call: int) -> tuple[int, ...]:
+        """The module call and those that enclose it, innermost first."""
+        chain = []
+        while call != NEVER:
+            chain.append(call)
+            call = self.calls[call].parent
+        return tuple(chain)
+
+    def source_of(self, op: int) -> str:
+        """The user's line that made this op, as `file:line`."""
+        return self.sources[self.ops[op].source]

@@ -1,0 +1,52 @@
+"""Rules: where the target runs something else than meta tensors do, one small function each.
+
+A module of rules has up to three tables, each by device type and then by name:
+
+`FUNCTIONS`   torch functions whose composition differs. Called with the context and the function's arguments, a rule
+              makes the calls that the target would make, or returns `NotImplemented` to let the function run as it is.
+`KERNELS`     aten ops whose results have other sizes on the target than their meta kernel says. Called with the
+              context, the op and its arguments, a rule returns the results as meta tensors.
+`WORKSPACES`  aten ops that allocate and free memory inside themselves. Called with the context, the op, its arguments
+              and its results, a rule returns the bytes held at the highest point beyond the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+Rule = Callable[..., Any]
+Table = dict[str, dict[str, Rule]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleContext:
+    """What a rule may know of the target; `probed` remembers workspaces that were measured."""
+
+    device_type: str
+    compute_capability: tuple[int, int] | None
+    threads: int
+    multiprocessors: int = 0
+    probed: dict[Any, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """The rules of one device type."""
+
+    functions: dict[str, Rule]
+    kernels: dict[str, Rule]
+    workspaces: dict[str, Rule]
+
+
+def rules_for(device_type: str) -> Rules:
+    """Every rule of a device type."""
+    from memfit.trace.rules import attention, elementwise, normalization, recurrent, vendor
+
+    tables: tuple[dict[str, Rule], ...] = ({}, {}, {})
+    for module in (attention, elementwise, normalization, recurrent, vendor):
+        for table, name in zip(tables, ("FUNCTIONS", "KERNELS", "WORKSPACES"), strict=True):
+            table.update(getattr(module, name, {}).get(device_type, {}))
+    functions, kernels, workspaces = tables
+    return Rules(functions=functions, kernels=kernels, workspaces=workspaces)

@@ -1,0 +1,73 @@
+"""Element-wise kernels: what TensorIterator makes beside its operands."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memfit.trace.rules import RuleContext
+
+_PROMOTING = """add sub rsub mul div remainder fmod pow atan2 maximum minimum fmax fmin eq ne lt le gt ge where
+logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor hypot floor_divide
+true_divide add_ sub_ mul_ div_ remainder_ fmod_ pow_ eq_ ne_ lt_ le_ gt_ ge_ floor_divide_"""
+_OVERLOADS = ("Tensor", "Scalar", "self", "default", "Tensor_Tensor", "Tensor_mode", "Scalar_mode")
+_WRAPPED_BYTES = {bool: 1, int: 8, float: 8, complex: 16}
+_WRAPPED_DTYPE = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+_ARITHMETIC_ALPHA = 2
+
+
+def _operands(args: Any) -> list[Any]:
+    return [value for value in args if isinstance(value, (Tensor, bool, int, float, complex))]
+
+
+def _promoted_operands(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    """On CPU, operands of another dtype are copied to the common one (ATen/TensorIterator.cpp, `compute_types`).
+
+    A Python number is first a tensor of its own.
+    """
+    operands = _operands(args)
+    if func._schema.name == "aten::where":
+        operands = [value for value in operands[1:]]
+    types = [value for value in operands if not isinstance(value, Tensor)]
+    tensors = [value for value in operands if isinstance(value, Tensor)]
+    common = _common_dtype(tensors, types)
+    if func._schema.name.startswith(("aten::div", "aten::true_divide", "aten::atan2")) and not common.is_floating_point:
+        if "rounding_mode" not in kwargs:
+            common = torch.get_default_dtype()
+    size = torch.empty((), dtype=common, device="meta").element_size()
+    held = 0
+    for number in types:
+        held += _WRAPPED_BYTES[type(number)]
+        if _WRAPPED_DTYPE[type(number)] != common:
+            held += size
+    for tensor in tensors:
+        if tensor.dtype != common:
+            held += tensor.numel() * size
+    if func._schema.name.endswith("_") and isinstance(result, Tensor) and result.dtype not in (common, torch.bool):
+        held += result.numel() * size
+    return held
+
+
+def _common_dtype(tensors: list[Tensor], numbers: list[Any]) -> torch.dtype:
+    """`at::result_type` of the operands; each list is not empty together."""
+    values = [*tensors, *numbers]
+    common = torch.result_type(values[0], values[-1])
+    for value in values[1:-1]:
+        common = torch.promote_types(common, torch.result_type(value, values[0]))
+    return common
+
+
+def _scalar_division(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
+    """`mean` divides its sum by a number (ATen/native/ReduceOps.cpp, `mean_out` on CPU)."""
+    return 8 + result.element_size() if result.is_floating_point() else 0
+
+
+WORKSPACES = {
+    "cpu": {
+        **{f"aten.{name}.{overload}": _promoted_operands for name in _PROMOTING.split() for overload in _OVERLOADS},
+        "aten.mean.dim": _scalar_division,
+        "aten.mean.default": _scalar_division,
+    }
+}

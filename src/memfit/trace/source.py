@@ -1,0 +1,48 @@
+"""The user's source line behind an op."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+_OWN = (os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(torch.__file__) + os.sep)
+
+
+class SourceTable:
+    """Interns `file:line function` strings; a line is the innermost one outside torch and memfit."""
+
+    def __init__(self) -> None:
+        self.sources: list[str] = [""]
+        self._index: dict[tuple[str, int], int] = {}
+        self._foreign: dict[str, bool] = {}
+
+    def here(self, depth: int) -> int:
+        """The index of the user's line that is running now."""
+        frame = sys._getframe(depth)
+        foreign = self._foreign
+        while frame is not None:
+            code = frame.f_code
+            filename = code.co_filename
+            own = foreign.get(filename)
+            if own is None:
+                own = foreign[filename] = not filename.startswith((*_OWN, "<"))
+            if own:
+                key = (filename, frame.f_lineno)
+                index = self._index.get(key)
+                if index is None:
+                    index = self._index[key] = len(self.sources)
+                    self.sources.append(f"{_shorten(filename)}:{frame.f_lineno} {code.co_name}")
+                return index
+            frame = frame.f_back
+        return 0
+
+
+def _shorten(filename: str) -> str:
+    """Paths of installed packages from the package on, of the user's own files from the working folder on."""
+    for marker in (f"site-packages{os.sep}", f"dist-packages{os.sep}"):
+        if marker in filename:
+            return filename.split(marker, 1)[1]
+    relative = os.path.relpath(filename)
+    return filename if relative.startswith("..") else relative

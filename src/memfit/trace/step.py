@@ -1,0 +1,140 @@
+"""What one training step is: the user's side of a capture."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.errors import InputError
+
+OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | Callable[..., torch.optim.Optimizer]
+
+
+def spec(shape: tuple[int, ...] | list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor that has a shape and a dtype and no data, for a batch that doesn't exist yet."""
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training step: model, batch, loss and optimizer, or a callable `run(model, optimizer, batch)` of one's own.
+
+    `model` is a module on any device or a callable that builds one. `batch` is a dict of keyword inputs, a tuple of
+    positional ones, or the only one; several micro-batches are taken with `accumulation_steps`. `loss` is called with
+    the output and the batch and defaults to the output's `.loss`, or to the output when that is a scalar.
+    """
+
+    model: nn.Module | Callable[[], nn.Module]
+    batch: Any = None
+    _: KW_ONLY
+    loss: Callable[..., torch.Tensor] | None = None
+    optimizer: OptimizerLike | None = torch.optim.AdamW
+    autocast: torch.dtype | None = None
+    clip_grad_norm: float | None = None
+    accumulation_steps: int = 1
+    zero_grad: bool = True
+    set_to_none: bool = True
+    run: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module) and not callable(self.model):
+            raise InputError(
+                f"Step.model is a {type(self.model).__name__}; give an nn.Module or a callable that builds one"
+            )
+        if self.accumulation_steps < 1:
+            raise InputError(f"Step.accumulation_steps is {self.accumulation_steps}; it must be 1 or more")
+        if self.autocast not in (None, torch.bfloat16, torch.float16):
+            raise InputError(f"Step.autocast is {self.autocast}; give torch.bfloat16, torch.float16 or None")
+
+    def build_model(self) -> nn.Module:
+        """The model itself, built on meta when it was given as a callable."""
+        if isinstance(self.model, nn.Module):
+            return self.model
+        with torch.device("meta"):
+            model = self.model()
+        if not isinstance(model, nn.Module):
+            raise InputError(f"the model factory returned a {type(model).__name__}, not an nn.Module")
+        return model
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        """The optimizer, made for this model when a class or a factory was given."""
+        if self.optimizer is None or isinstance(self.optimizer, torch.optim.Optimizer):
+            return self.optimizer
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not trainable:
+            raise InputError("no parameter of the model requires a gradient: there is nothing to train")
+        optimizer = self.optimizer(trainable)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise InputError(f"Step.optimizer returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        return optimizer
+
+    def with_batch(self, batch: Any) -> Step:
+        """The same step on another batch."""
+        return replace(self, batch=batch)
+
+    def execute(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, device_type: str) -> None:
+        """Run the step once. Capture and measurement both run this very function, so they hold the same references."""
+        if self.run is not None:
+            self.run(*(model, optimizer, self.batch)[: _positional_arity(self.run)])
+            return
+        for _ in range(self.accumulation_steps):
+            with self._autocast(device_type):
+                output = call_model(model, self.batch)
+                loss = self._loss_of(output)
+            if self.accumulation_steps > 1:
+                loss = loss / self.accumulation_steps
+            loss.backward()
+        if self.clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), self.clip_grad_norm)
+        if optimizer is not None:
+            optimizer.step()
+        if self.zero_grad:
+            target = optimizer if optimizer is not None else model
+            target.zero_grad(set_to_none=self.set_to_none)
+
+    def _autocast(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(device_type, dtype=self.autocast)
+
+    def _loss_of(self, output: Any) -> torch.Tensor:
+        if self.loss is not None:
+            loss = self.loss(output, self.batch)
+        elif isinstance(output, Mapping) and "loss" in output:
+            loss = output["loss"]
+        else:
+            loss = getattr(output, "loss", output)
+        if not isinstance(loss, torch.Tensor):
+            raise InputError(
+                f"the loss is a {type(loss).__name__}, not a tensor; give Step.loss, called with the output and the "
+                "batch, or put labels into the batch so that the output has a .loss"
+            )
+        if loss.numel() != 1:
+            raise InputError(
+                f"the loss has shape {tuple(loss.shape)}, not one element; reduce it in Step.loss, "
+                "for example with .mean()"
+            )
+        return loss
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """Call the model on the batch: a dict is keyword inputs, a tuple positional ones, anything else the only input."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, tuple):
+        return model(*batch)
+    return model() if batch is None else model(batch)
+
+
+def _positional_arity(function: Callable[..., Any]) -> int:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        return 3
+    return sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)
