@@ -1,5 +1,6 @@
 """memfit makes PyTorch training fit in memory."""
 
 from memfit._version import __version__
+from memfit.trace import Step, Trace, spec, trace
 
-__all__ = ["__version__"]
+__all__ = ["Step", "Trace", "__version__", "spec", "trace"]

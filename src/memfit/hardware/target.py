@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from memfit.errors import InputError
 from memfit.hardware.device import Device, Link
@@ -45,14 +45,15 @@ class Target:
 
         Without them: one rank, the usual number to a node (fewer if need be), the device's own links.
         """
+        intra, inter = _link(intra_node_link), _link(inter_node_link)
         if isinstance(target, Target):
-            given = {
-                "ranks": ranks,
-                "ranks_per_node": ranks_per_node,
-                "intra_node_link": _link(intra_node_link),
-                "inter_node_link": _link(inter_node_link),
-            }
-            return replace(target, **{name: value for name, value in given.items() if value is not None})
+            return cls(
+                device=target.device,
+                ranks=target.ranks if ranks is None else ranks,
+                ranks_per_node=target.ranks_per_node if ranks_per_node is None else ranks_per_node,
+                intra_node_link=intra or target.intra_node_link,
+                inter_node_link=inter or target.inter_node_link,
+            )
         device = load_device(target) if isinstance(target, str) else target
         if not isinstance(device, Device):
             raise InputError(
@@ -63,8 +64,8 @@ class Target:
             device=device,
             ranks=ranks,
             ranks_per_node=_usual_per_node(device, ranks) if ranks_per_node is None else ranks_per_node,
-            intra_node_link=_link(intra_node_link) or device.intra_node_link,
-            inter_node_link=_link(inter_node_link) or device.inter_node_link,
+            intra_node_link=intra or device.intra_node_link,
+            inter_node_link=inter or device.inter_node_link,
         )
 
     @property
@@ -78,7 +79,7 @@ class Target:
         return self.device.usable_bytes
 
     def budget_bytes(self, budget: str | int | float | None = None) -> int:
-        """The budget of one rank in bytes. A fraction is of the device's total; None is all that is usable."""
+        """One rank's budget in bytes. A fraction is of the device's total; None, all that is usable."""
         if budget is None:
             return self.usable_bytes
         total = self.device.memory_total_bytes

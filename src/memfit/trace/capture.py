@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+import torch.utils.checkpoint
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memfit._version import __version__
 from memfit.errors import InputError, MemfitError
@@ -99,7 +100,10 @@ class _Capture:
         self.optimizer = step.build_optimizer(self.model)
         if self.optimizer is not None:
             self._register_state()
-        hook = register_optimizer_step_pre_hook(self._before_optimizer)
+        hooks = (
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        )
         try:
             with (
                 warnings.catch_warnings(),
@@ -107,6 +111,7 @@ class _Capture:
                 _patched(torch, "clear_autocast_cache", self._clear_autocast_cache),
                 _patched(torch.cuda.amp.common, "amp_definitely_not_available", lambda _: lambda: False),
                 _patched(torch.cuda, "is_bf16_supported", lambda _: lambda *a, **k: True),
+                _patched_item(_CHECKPOINT_CHECKS, "default", _shape_and_dtype),
                 _eager_stance(self.model),
                 module_calls(self._enter, self._leave),
                 torch.autograd.graph.saved_tensors_hooks(self.recorder.pack, _same),
@@ -123,7 +128,8 @@ class _Capture:
                 raise
             raise explained from error
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
     # -- what exists before the step --------------------------------------------------------------------------------
 
@@ -208,15 +214,20 @@ class _Capture:
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Give the optimizer its state with a step that is not recorded, when this would be its first."""
+        self.recorder.in_optimizer = True
         if self._warming or any(entries for entries in optimizer.state.values()):
             return
         self._warming = True
         with self.recorder.paused(Category.OPTIMIZER_STATE):
             optimizer.step()
         self._warming = False
+        self.recorder.in_optimizer = True
         self.optimizer = optimizer
         with torch._C.DisableTorchFunction():
             self._register_state()
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.recorder.in_optimizer = False
 
     def _clear_autocast_cache(self, original: Callable[[], None]) -> Callable[[], None]:
         def clear() -> None:
@@ -257,7 +268,7 @@ class _Capture:
             modules=tuple(self.modules),
             parameters=parameters,
             sources=tuple(self.sources.sources),
-            notes=tuple(notes),
+            notes=(*notes, *sorted(recorder.notes)),
         )
 
 
@@ -305,6 +316,24 @@ def _patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None
         yield
     finally:
         setattr(owner, name, original)
+
+
+_CHECKPOINT_CHECKS = torch.utils.checkpoint._allowed_determinism_checks_to_fns
+
+
+def _shape_and_dtype(tensor: torch.Tensor) -> dict[str, Any]:
+    """What checkpointing compares between forward and recomputation; the device is emulated in one of them only."""
+    return {"shape": tensor.shape, "dtype": tensor.dtype}
+
+
+@contextlib.contextmanager
+def _patched_item(table: dict[Any, Any], key: Any, value: Any) -> Iterator[None]:
+    original = table[key]
+    table[key] = value
+    try:
+        yield
+    finally:
+        table[key] = original
 
 
 def _eager_stance(model: nn.Module) -> contextlib.AbstractContextManager[Any]:

@@ -19,8 +19,8 @@ from memfit.trace.arguments import map_tensors, tensors_of
 
 @contextlib.contextmanager
 def real_execution() -> Iterator[None]:
-    """No mode of the capture applies: ops run for real, and autograd does not record them."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+    """No mode of the capture applies: ops run for real, in the grad mode of the moment."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
 

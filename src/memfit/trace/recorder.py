@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from memfit.trace.arguments import encode_arguments, map_tensors, tensors_of
 from memfit.trace.calls import CallTracker
+from memfit.trace.engine import adds_in_place, sole_owner_counts
 from memfit.trace.errors import BAD_SHAPES, DATA_DEPENDENT, NO_META_KERNEL, CaptureError
 from memfit.trace.record import NEVER, Category, Op, Phase, Storage, TensorRef
 from memfit.trace.rules import Rule, RuleContext, Rules
@@ -60,6 +61,7 @@ class _OpInfo:
     aliases: bool
     factory: bool
     flops: Callable[..., int] | None
+    saves_number: bool
     kernel: Rule | None
     workspace: Rule | None
 
@@ -77,6 +79,7 @@ class Recorder(TorchDispatchMode):
         self, *, context: RuleContext, rules: Rules, calls: CallTracker, sources: SourceTable
     ) -> None:
         super().__init__()
+        sole_owner_counts()
         self.context = context
         self.device_type = context.device_type
         self.rules = rules
@@ -88,6 +91,8 @@ class Recorder(TorchDispatchMode):
         self.saved_ops: set[int] = set()
         self.failure: tuple[BaseException, str, str, int] | None = None
         self.placing: str | None = None
+        self.in_optimizer = False
+        self.notes: set[str] = set()
         self.backward_began: list[int] = []
         self._known: dict[int, int] = {}
         self._refs: dict[int, _StorageRef] = {}
@@ -101,6 +106,12 @@ class Recorder(TorchDispatchMode):
         self._infos: dict[Any, _OpInfo] = {}
         self._paused: dict[int, _StorageRef] | None = None
         self._interned: dict[Any, Any] = {}
+        self._saved_numbers: dict[int, int] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Dynamo is never near a capture; its guard would cost every op some microseconds."""
+        return False
 
     # -- storages ---------------------------------------------------------------------------------------------------
 
@@ -220,6 +231,9 @@ class Recorder(TorchDispatchMode):
     def _run(self, func: Any, info: _OpInfo, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Any:
         if info.factory and not tensors:
             return self._make(func, info, args, kwargs)
+        if func is _aten._local_scalar_dense.default and self.in_optimizer and not self._has_value(tensors[0]):
+            self.notes.add("the optimizer reads values of tensors; no allocation depends on them")
+            return 1.0 if tensors[0].is_floating_point() else 1
         if all(tensor.is_meta for tensor in tensors):
             return self._call(func, info, args, kwargs)
         if func is _aten._local_scalar_dense.default and self._has_value(tensors[0]):
@@ -228,7 +242,6 @@ class Recorder(TorchDispatchMode):
         keeps_values = (
             all(self._has_value(tensor) for tensor in tensors)
             and not any(tensor.untyped_storage()._cdata in self._foreign for tensor in written)
-            and not info.random
         )
         aliasing = bool(written) or info.aliases
         if "device" in kwargs:
@@ -247,7 +260,7 @@ class Recorder(TorchDispatchMode):
     def _make(self, func: Any, info: _OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
         on_meta = {**kwargs, "device": _META}
         result = self._call(func, info, args, on_meta)
-        if info.random or not isinstance(result, torch.Tensor) or result.numel() > KNOWN_VALUE_LIMIT:
+        if not isinstance(result, torch.Tensor) or result.numel() > KNOWN_VALUE_LIMIT:
             return result
         return func(*args, **{**kwargs, "device": torch.device("cpu"), "pin_memory": False})
 
@@ -299,7 +312,11 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "profiler":
+            return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
+            if self.phase is Phase.BACKWARD and adds_in_place(func, args, kwargs, 1):
+                func = _aten.add_.Tensor
             info = self._infos.get(func) or self._describe(func)
             tensors = tensors_of(args)
             if kwargs:
@@ -375,6 +392,8 @@ class Recorder(TorchDispatchMode):
         if not view:
             read_bytes = sum(_touched_bytes(tensor) for tensor in tensors)
             written_bytes = sum(_touched_bytes(output) for output in outputs)
+        if self.device_type == "cpu" and info.saves_number:
+            self._save_number(index, call, args)
         self.ops.append(
             Op(
                 name=info.name,
@@ -397,6 +416,12 @@ class Recorder(TorchDispatchMode):
             )
         )
 
+    def _save_number(self, index: int, call: int, args: Any) -> None:
+        """`x * 2.0` keeps the number for its backward, as a tensor of eight bytes that no hook sees."""
+        if torch.is_grad_enabled() and args[0].requires_grad and not isinstance(args[1], torch.Tensor):
+            self._saved_numbers[index] = len(self.storages)
+            self.storages.append(StorageDraft(8, index, call, self.phase, saved_by={torch.autograd._get_sequence_nr() - 1}))
+
     def _attribute(self, index: int) -> tuple[int, int]:
         """The module call an op belongs to and, in backward, the forward op whose gradient it computes."""
         current = self.calls.current
@@ -414,6 +439,9 @@ class Recorder(TorchDispatchMode):
                 forward_op = self._op_of_sequence.get(node._sequence_nr(), NEVER)
         if forward_op == NEVER or forward_op >= index:
             return (self.ops[-1].call if self.ops and self.ops[-1].phase is Phase.BACKWARD else NEVER), NEVER
+        number = self._saved_numbers.get(forward_op)
+        if number is not None:
+            self.storages[number].death = index
         call = self.ops[forward_op].call
         self.calls.backward(call, index)
         return call, forward_op
@@ -448,6 +476,7 @@ class Recorder(TorchDispatchMode):
             aliases=aliases or func._overloadpacket in (_aten._unsafe_view, _aten._reshape_alias),
             factory=factory,
             flops=flops,
+            saves_number=func in (_aten.mul.Tensor, _aten.div.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor),
             kernel=self.rules.kernels.get(str(func)),
             workspace=self.rules.workspaces.get(str(func)),
         )

@@ -46,7 +46,7 @@ def math_attention(
     if dtype in _LOW and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
         query, key, value = query.float(), key.float(), value.float()
     factor = math.sqrt(abs(scale_of(query, scale)))
-    query = query * (-factor if scale is not None and scale < 0 else factor)
+    query = _aten.mul.Scalar(query, -factor if scale is not None and scale < 0 else factor)
     if is_causal:
         causal = torch.ones((query.size(-2), key.size(-2)), dtype=torch.bool, device=query.device)
         mask = float_mask(causal.tril(), query.dtype)
@@ -54,7 +54,7 @@ def math_attention(
     if enable_gqa:
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
-    weights = torch.matmul(query, key.transpose(-2, -1) * factor)
+    weights = torch.matmul(query, _aten.mul.Scalar(key.transpose(-2, -1), factor))
     if mask is not None:
         weights.add_(mask)
         weights = _aten._safe_softmax(weights, -1)

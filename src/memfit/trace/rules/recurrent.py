@@ -98,7 +98,7 @@ def _rnn_layer_backward_workspace(
     key = signature(func, args, kwargs)
     if key not in context.probed:
         reverse, mode, hidden, layers, biases, train, bidirectional, batch_sizes, batch_first = args[13:22]
-        with real_execution():
+        with real_execution(), torch.enable_grad():
             forward = map_tensors(args[:7], real_like)
             settings = (reverse, batch_sizes, mode, hidden, layers, biases, bidirectional, batch_first, train)
             output, state, cell, kept = _aten.mkldnn_rnn_layer(*forward, *settings)

@@ -1,0 +1,74 @@
+"""What autograd's engine does differently because a dispatch mode is looking.
+
+The engine adds gradients that meet at one input in place when it holds the last reference to the first of them
+(torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`), unless any dispatch mode is active, which it takes for a
+tensor subclass. The capture therefore sees `add` where a real run has `add_`, and puts that right here.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_add = torch.ops.aten.add.Tensor
+
+
+def adds_in_place(func: Any, args: Any, kwargs: dict[str, Any], depth: int) -> bool:
+    """Whether this call in backward is the engine's addition of two gradients that a real run does in place."""
+    if func is not _add or kwargs or len(args) != 2 or not isinstance(args[1], torch.Tensor):
+        return False
+    if sys._getframe(depth + 1).f_code.co_name != "_engine_run_backward":
+        return False
+    return reference_counts(args[0]) == sole_owner_counts() and _is_dense(args[0])
+
+
+def reference_counts(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many references there are to the tensor and to its storage."""
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one block of memory without gaps or overlap, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+@functools.lru_cache(1)
+def sole_owner_counts() -> tuple[int, int]:
+    """What `reference_counts` says in a dispatch handler of a gradient to which only the engine holds a reference.
+
+    Asked for the first time outside any capture."""
+    x = torch.zeros(2, device="meta", requires_grad=True)
+    with torch.enable_grad(), _Probe() as probe:
+        y = x * 2
+        (y * 2 + y * 3).sum().backward()
+    return probe.counts[-1]
+
+
+class _Probe(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[tuple[int, int]] = []
+        self.refs: list[Any] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _add:
+            self.counts.append(reference_counts(args[0]))
+        result = func(*args, **(kwargs or {}))
+        self.refs.append(weakref.ref(result.untyped_storage()))
+        return result
