@@ -109,6 +109,7 @@ class _Capture:
                 warnings.catch_warnings(),
                 _patched(torch.autograd, "backward", self._backward),
                 _patched(torch, "clear_autocast_cache", self._clear_autocast_cache),
+                _patched(torch, "get_rng_state", self._get_rng_state),
                 _patched(torch.cuda.amp.common, "amp_definitely_not_available", lambda _: lambda: False),
                 _patched(torch.cuda, "is_bf16_supported", lambda _: lambda *a, **k: True),
                 _patched_item(_CHECKPOINT_CHECKS, "default", _shape_and_dtype),
@@ -235,6 +236,17 @@ class _Capture:
             original()
 
         return clear
+
+    def _get_rng_state(self, original: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Checkpointing keeps the generator's state, which the generator allocates itself."""
+
+        def get_rng_state() -> torch.Tensor:
+            state = original()
+            with torch._C.DisableTorchFunction():
+                self.recorder.adopt_fresh(state)
+            return state
+
+        return get_rng_state
 
     # -- the result -------------------------------------------------------------------------------------------------
 

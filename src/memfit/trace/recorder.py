@@ -89,7 +89,7 @@ class Recorder(TorchDispatchMode):
         self.ops: list[Op] = []
         self.storages: list[StorageDraft] = []
         self.saved_ops: set[int] = set()
-        self.failure: tuple[BaseException, str, str, int] | None = None
+        self.failure: tuple[int, str, str, int] | None = None
         self.placing: str | None = None
         self.in_optimizer = False
         self.notes: set[str] = set()
@@ -183,8 +183,8 @@ class Recorder(TorchDispatchMode):
         self.storages[number].module = self.calls.path
         return number
 
-    def _adopt_fresh(self, tensor: torch.Tensor) -> None:
-        """A tensor that `torch.tensor` has just made from Python numbers."""
+    def adopt_fresh(self, tensor: torch.Tensor) -> None:
+        """Register a tensor that torch has just made outside the dispatcher, such as `torch.tensor` does."""
         storage = tensor.untyped_storage()
         if self.device_type == "cpu" or (self.placing or "cpu") != "cpu":
             self._new(storage, len(self.ops), self.calls.current)
@@ -296,12 +296,12 @@ class Recorder(TorchDispatchMode):
 
     def note_failure(self, error: BaseException, op: str) -> None:
         """Remember where an exception came from, in case nobody catches it."""
-        if self.failure is None or self.failure[0] is not error:
-            self.failure = (error, op, self.calls.path, self.sources.here(2))
+        if self.failure is None or self.failure[0] != id(error):  # the exception itself would keep its frames alive
+            self.failure = (id(error), op, self.calls.path, self.sources.here(2))
 
     def explain(self, error: BaseException) -> CaptureError | None:
         """The exception as an error about the user's step, when it came from an op."""
-        if self.failure is None or self.failure[0] is not error:
+        if self.failure is None or self.failure[0] != id(error):
             return None
         _, op, module, source = self.failure
         return CaptureError(
@@ -322,7 +322,7 @@ class Recorder(TorchDispatchMode):
             if kwargs:
                 tensors += tensors_of(kwargs.values())
             if func is _aten.lift_fresh.default:
-                self._adopt_fresh(tensors[0])
+                self.adopt_fresh(tensors[0])
             numbers = [self._classify(tensor) for tensor in tensors]
             result = self._run(func, info, args, kwargs, tensors)
             self._record(func, info, args, kwargs, tensors, numbers, result)
@@ -502,7 +502,10 @@ class Recorder(TorchDispatchMode):
             producer = self._producer(self._ref(tensor, number))
             if producer != NEVER:
                 self.saved_ops.add(producer)
-        return tensor
+            if tensor.is_leaf:
+                return tensor
+            with _disable_current_modes():  # kept as it is, a node's own result would hold the node in a cycle
+                return tensor.detach()
 
     # -- pausing ----------------------------------------------------------------------------------------------------
 

@@ -22,13 +22,18 @@ Table = dict[str, dict[str, Rule]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleContext:
-    """What a rule may know of the target; `probed` remembers workspaces that were measured."""
+    """What a rule may know of the target; `probed` remembers workspaces that were measured, `notes` what is estimated."""
 
     device_type: str
     compute_capability: tuple[int, int] | None
     threads: int
     multiprocessors: int = 0
     probed: dict[Any, int] = field(default_factory=dict)
+    notes: dict[str, None] = field(default_factory=dict)
+
+    def note(self, text: str) -> None:
+        """Say once, in the trace's notes, what is not exact."""
+        self.notes[text] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +47,13 @@ class Rules:
 
 def rules_for(device_type: str) -> Rules:
     """Every rule of a device type."""
-    from memfit.trace.rules import attention, elementwise, normalization, recurrent, vendor
+    from memfit.trace.rules import attention, elementwise, grouped, layout, normalization, recurrent, vendor
 
+    from memfit.trace.rules import cuda_attention, cuda_indexing, cuda_normalization, cuda_pointwise, cuda_recurrent
+
+    cuda = (cuda_attention, cuda_indexing, cuda_normalization, cuda_pointwise, cuda_recurrent)
     tables: tuple[dict[str, Rule], ...] = ({}, {}, {})
-    for module in (attention, elementwise, normalization, recurrent, vendor):
+    for module in (attention, elementwise, grouped, layout, normalization, recurrent, vendor, *cuda):
         for table, name in zip(tables, ("FUNCTIONS", "KERNELS", "WORKSPACES"), strict=True):
             table.update(getattr(module, name, {}).get(device_type, {}))
     functions, kernels, workspaces = tables

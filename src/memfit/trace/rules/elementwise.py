@@ -9,9 +9,9 @@ from torch import Tensor
 
 from memfit.trace.rules import RuleContext
 
-_PROMOTING = """add sub rsub mul div remainder fmod pow atan2 maximum minimum fmax fmin eq ne lt le gt ge where
+_PROMOTING = """add sub rsub mul div remainder fmod atan2 maximum minimum fmax fmin eq ne lt le gt ge where
 logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor hypot floor_divide
-true_divide add_ sub_ mul_ div_ remainder_ fmod_ pow_ eq_ ne_ lt_ le_ gt_ ge_ floor_divide_"""
+true_divide add_ sub_ mul_ div_ remainder_ fmod_ eq_ ne_ lt_ le_ gt_ ge_ floor_divide_"""
 _OVERLOADS = ("Tensor", "Scalar", "self", "default", "Tensor_Tensor", "Tensor_mode", "Scalar_mode")
 _WRAPPED_BYTES = {bool: 1, int: 8, float: 8, complex: 16}
 _WRAPPED_DTYPE = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}

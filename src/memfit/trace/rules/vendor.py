@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from memfit.trace.probe import probe_workspace, signature
 from memfit.trace.rules import RuleContext
 
@@ -16,6 +19,27 @@ def _probed(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], 
     return context.probed[key]
 
 
+def _convolution(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """Channels-last in, channels-last out (ATen/native/ConvUtils.h, `mkldnn_conv_use_channels_last`)."""
+    result = func(*args, **kwargs)
+    if any(map(_channels_last, args[:2])):
+        return torch.empty_like(result, memory_format=_FORMATS[result.dim()])
+    return torch.empty_like(result, memory_format=torch.contiguous_format)
+
+
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _channels_last(tensor: Tensor) -> bool:
+    memory_format = _FORMATS.get(tensor.dim())
+    return (
+        memory_format is not None
+        and not tensor.is_contiguous()
+        and tensor.is_contiguous(memory_format=memory_format)
+    )
+
+
+KERNELS = {"cpu": {"aten.convolution.default": _convolution}}
 WORKSPACES = {
     "cpu": {
         "aten.convolution.default": _probed,

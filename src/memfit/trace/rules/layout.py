@@ -1,0 +1,70 @@
+"""Copies that CPU kernels make of operands whose layout or dtype they cannot read, and plain scratch memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from memfit.trace.rules import RuleContext
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Bytes of the tensor's elements, wherever they are."""
+    return tensor.numel() * tensor.element_size()
+
+
+def contiguous_copy(tensor: Tensor) -> int:
+    """Bytes of the copy that `tensor.contiguous()` makes, 0 when it is contiguous already."""
+    return 0 if tensor.is_contiguous() else bytes_of(tensor)
+
+
+def _roll(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
+    """Several dimensions are rolled one after the other (ATen/native/TensorTransformations.h, `roll_common`)."""
+    dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
+    return result.numel() * result.element_size() if len(dims) > 1 else 0
+
+
+def _pointwise_loss(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
+    """The unreduced loss, then the reduction (ATen/native/BinaryOps.cpp, `mse_loss_out` and its like)."""
+    reduction = kwargs.get("reduction", args[2] if len(args) > 2 else 1)
+    if reduction == 0:
+        return 0
+    mean_divisor = 8 + result.element_size() if reduction == 1 else 0
+    return args[0].numel() * result.element_size() + mean_divisor
+
+
+def _reduced_loss(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """The result is first given the unreduced shape, and shrinking it to a scalar keeps that storage."""
+    result = func(*args, **kwargs)
+    if result.dim() == 0 and args[0].numel() > 1:
+        return result.new_empty(args[0].numel()).as_strided((), ())
+    return result
+
+
+def _cumulative(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
+    """The input in the dtype of the result (ATen/native/ReduceOps.cpp, `impl_func_cum_ops`)."""
+    return args[0].numel() * result.element_size() if args[0].dtype != result.dtype else 0
+
+
+def _embedding_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
+    """Gradient and indices are made contiguous (ATen/native/Embedding.cpp, `embedding_dense_backward_cpu`)."""
+    return contiguous_copy(args[0]) + contiguous_copy(args[1])
+
+
+_STRUCTURED_LOSSES = ("aten.mse_loss.default", "aten.smooth_l1_loss.default")
+
+KERNELS = {
+    device: {name: _reduced_loss for name in _STRUCTURED_LOSSES} for device in ("cpu", "cuda")
+}
+WORKSPACES = {
+    "cpu": {
+        "aten.roll.default": _roll,
+        "aten.mse_loss.default": _pointwise_loss,
+        "aten.smooth_l1_loss.default": _pointwise_loss,
+        "aten.huber_loss.default": _pointwise_loss,
+        "aten.cumsum.default": _cumulative,
+        "aten.cumprod.default": _cumulative,
+        "aten.embedding_dense_backward.default": _embedding_backward,
+    }
+}
