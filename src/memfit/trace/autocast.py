@@ -56,7 +56,6 @@ _WIDEST_CPU = "stack cat index_copy"
 
 # Functions of the Python bindings that reach a listed op only inside C++.
 _INNER = {"nll_loss_nd": "nll_loss", "__matmul__": "matmul", "__rmatmul__": "matmul", "__pow__": "pow"}
-_INNER_CUDA = {"cross_entropy_loss": Cast.FULL}
 
 
 def policies(device_type: str) -> dict[str, Cast]:
@@ -83,8 +82,6 @@ class Autocast:
         for name, listed in _INNER.items():
             if listed in self._policies:
                 self._policies[name] = self._policies[listed]
-        if device_type != "cpu":
-            self._policies |= _INNER_CUDA
         self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def clear(self) -> None:

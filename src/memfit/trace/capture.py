@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,10 +21,11 @@ from memfit.trace.calls import CallTracker, module_calls
 from memfit.trace.emulation import Emulation, python_functions_open
 from memfit.trace.placeholders import Placeholders, on_meta, optimizer_on_meta
 from memfit.trace.record import NEVER, SCHEMA, Category, Module, Parameter, Phase, Trace
-from memfit.trace.recorder import HOST, Recorder
+from memfit.trace.recorder import Recorder
 from memfit.trace.rules import RuleContext, rules_for
 from memfit.trace.source import SourceTable
 from memfit.trace.step import Step
+from memfit.trace.storages import HOST
 
 
 def trace(step: Step | Callable[..., Any], *, target: str | Target = "cpu") -> Trace:
@@ -40,6 +42,7 @@ def trace(step: Step | Callable[..., Any], *, target: str | Target = "cpu") -> T
         compute_capability=device.compute_capability,
         threads=device.threads or torch.get_num_threads(),
         multiprocessors=device.multiprocessors or 0,
+        vendor=device.vendor,
     )
     notes: list[str] = []
     model = _eager(step.build_model(), notes)
@@ -112,6 +115,9 @@ class _Capture:
                 _patched(torch, "get_rng_state", self._get_rng_state),
                 _patched(torch.cuda.amp.common, "amp_definitely_not_available", lambda _: lambda: False),
                 _patched(torch.cuda, "is_bf16_supported", lambda _: lambda *a, **k: True),
+                _patched(torch.cuda, "get_device_capability", self._get_device_capability),
+                _patched(sys.modules["torch.optim.optimizer"], "_group_tensors_by_device_and_dtype", self._grouped_on_target),
+                _patched(sys.modules["torch.nn.utils.clip_grad"], "_group_tensors_by_device_and_dtype", self._grouped_on_target),
                 _patched_item(_CHECKPOINT_CHECKS, "default", _shape_and_dtype),
                 _eager_stance(self.model),
                 module_calls(self._enter, self._leave),
@@ -135,7 +141,7 @@ class _Capture:
     # -- what exists before the step --------------------------------------------------------------------------------
 
     def _register(self, step: Step) -> None:
-        recorder = self.recorder
+        table = self.recorder.table
         for path, module in self.model.named_modules():
             owned: list[int] = []
             for name, parameter in module._parameters.items():
@@ -144,16 +150,16 @@ class _Capture:
                 full_name = f"{path}.{name}" if path else name
                 known = self.parameters.setdefault(id(parameter), (parameter, []))
                 known[1].append(full_name)
-                owned.append(recorder.adopt(parameter, Category.PARAMETER, module=path, name=full_name))
+                owned.append(table.adopt(parameter, Category.PARAMETER, module=path, name=full_name))
             buffers = [
-                recorder.adopt(buffer, Category.BUFFER, module=path, name=f"{path}.{name}" if path else name)
+                table.adopt(buffer, Category.BUFFER, module=path, name=f"{path}.{name}" if path else name)
                 for name, buffer in module._buffers.items()
                 if buffer is not None
             ]
             self.modules.append(
                 Module(path=path, kind=type(module).__name__, parameters=tuple(owned), buffers=tuple(buffers))
             )
-        _visit(step.batch, lambda tensor: recorder.adopt(tensor, Category.INPUT, name="batch"))
+        _visit(step.batch, lambda tensor: table.adopt(tensor, Category.INPUT, name="batch"))
 
     def _register_state(self) -> None:
         """Number the optimizer's state; 'step' counters of most optimizers are in host memory."""
@@ -162,16 +168,16 @@ class _Capture:
             numbers: list[int] = []
 
             def note(tensor: torch.Tensor, numbers: list[int] = numbers) -> None:
-                if self.recorder.device_type != "cpu" and not tensor.is_meta and self.recorder.number_of(tensor) == HOST:
-                    self.recorder.hold_host(tensor)
+                if self.recorder.device_type != "cpu" and not tensor.is_meta and self.recorder.table.number_of(tensor) == HOST:
+                    self.recorder.table.hold_host(tensor.untyped_storage())
                 else:
-                    numbers.append(self.recorder.adopt(tensor, Category.OPTIMIZER_STATE))
+                    numbers.append(self.recorder.table.adopt(tensor, Category.OPTIMIZER_STATE))
 
             _visit(entries, note)
             self.states[id(parameter)] = tuple(numbers)
             _, names = self.parameters.get(id(parameter), (None, [""]))
             for number in numbers:
-                draft = self.recorder.storages[number]
+                draft = self.recorder.table.drafts[number]
                 draft.name = draft.name or names[0]
                 draft.module = draft.module or names[0].rpartition(".")[0]
 
@@ -207,8 +213,8 @@ class _Capture:
         with torch._C.DisableTorchFunction():
             for key, (parameter, names) in self.parameters.items():
                 if parameter.grad is not None:
-                    number = self.recorder.number_of(parameter.grad)
-                    draft = self.recorder.storages[number]
+                    number = self.recorder.table.number_of(parameter.grad)
+                    draft = self.recorder.table.drafts[number]
                     draft.category, draft.name = Category.GRADIENT, names[0]
                     draft.module = names[0].rpartition(".")[0]
                     self.gradients[key] = number
@@ -219,7 +225,7 @@ class _Capture:
         if self._warming or any(entries for entries in optimizer.state.values()):
             return
         self._warming = True
-        with self.recorder.paused(Category.OPTIMIZER_STATE):
+        with self.recorder.table.pause(Category.OPTIMIZER_STATE):
             optimizer.step()
         self._warming = False
         self.recorder.in_optimizer = True
@@ -248,6 +254,20 @@ class _Capture:
 
         return get_rng_state
 
+    def _get_device_capability(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        capability = self.context.compute_capability
+        return original if capability is None else lambda *_, **__: capability
+
+    def _grouped_on_target(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Groups of tensors by device, which C++ asks of the stand-ins, named after the target's device."""
+
+        def grouped(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+            groups = original(*args, **kwargs)
+            device = self.emulation.device
+            return {(device if key[0].type == "meta" else key[0], *key[1:]): groups[key] for key in groups}
+
+        return grouped
+
     # -- the result -------------------------------------------------------------------------------------------------
 
     def result(self, device: str, notes: list[str]) -> Trace:
@@ -256,7 +276,7 @@ class _Capture:
         parameters = tuple(
             Parameter(
                 names=tuple(names),
-                storage=recorder.number_of(parameter),
+                storage=recorder.table.number_of(parameter),
                 shape=tuple(parameter.shape),
                 dtype=str(parameter.dtype)[6:],
                 trainable=parameter.requires_grad,
@@ -280,7 +300,7 @@ class _Capture:
             modules=tuple(self.modules),
             parameters=parameters,
             sources=tuple(self.sources.sources),
-            notes=(*notes, *sorted(recorder.notes)),
+            notes=(*notes, *sorted(recorder.notes), *self.context.notes),
         )
 
 

@@ -32,7 +32,7 @@ class Emulation(TorchFunctionMode):
         self.recorder = recorder
         self.autocast = Autocast(context.device_type)
         self._device_type = context.device_type
-        self._device = torch.device("cpu") if context.device_type == "cpu" else torch.device("cuda", 0)
+        self.device = torch.device("cpu") if context.device_type == "cpu" else torch.device("cuda", 0)
         self._context = context
         self._rules = rules
         self._getters: dict[Any, Callable[[torch.Tensor], Any]] = {
@@ -46,7 +46,7 @@ class Emulation(TorchFunctionMode):
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
         """The device the tensor would be on in the real run."""
-        return self._device if self.recorder.on_device(tensor) else torch.device("cpu")
+        return self.device if self.recorder.table.on_device(tensor) else torch.device("cpu")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         getter = self._getters.get(func)
@@ -67,14 +67,16 @@ class Emulation(TorchFunctionMode):
                     args, kwargs = cast
             rule = self._rules.get(name)
             if rule is not None:
-                lift = self.recorder.lift
-                result = rule(self._context, *map_tensors(args, lift), **map_tensors(kwargs, lift))
+                result = rule(self._context, *map_tensors(args, self._lift), **map_tensors(kwargs, self._lift))
                 if result is not NotImplemented:
                     return result
             return func(*args, **kwargs)
         except Exception as error:
             self.recorder.note_failure(error, name)
             raise
+
+    def _lift(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.recorder.executor.lift(tensor, self.recorder.calls.path)
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """A factory: on the target it makes a meta or a small real tensor, on the host a real one."""
@@ -114,7 +116,7 @@ class Emulation(TorchFunctionMode):
             return func(*args, **kwargs)
         place = "cuda" if isinstance(device, int) else torch.device(device).type
         place = "cpu" if place == "cpu" else "cuda"
-        if self._device_type == "cpu" or (place == "cuda") == self.recorder.on_device(tensor):
+        if self._device_type == "cpu" or (place == "cuda") == self.recorder.table.on_device(tensor):
             if dtype is None and not kwargs.get("copy") and kwargs.get("memory_format") is None:
                 return tensor
             rest = [value for value in rest if value is not None]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from memfit.errors import InputError
-from memfit.trace.recorder import KNOWN_VALUE_LIMIT
+from memfit.trace.execution import KNOWN_VALUE_LIMIT
 
 _META = torch.device("meta")
 

@@ -28,6 +28,7 @@ class RuleContext:
     compute_capability: tuple[int, int] | None
     threads: int
     multiprocessors: int = 0
+    vendor: str = "NVIDIA"
     probed: dict[Any, int] = field(default_factory=dict)
     notes: dict[str, None] = field(default_factory=dict)
 

@@ -57,9 +57,7 @@ def math_attention(
     weights = torch.matmul(query, _aten.mul.Scalar(key.transpose(-2, -1), factor))
     if mask is not None:
         weights.add_(mask)
-        weights = _aten._safe_softmax(weights, -1)
-    else:
-        weights = torch.softmax(weights, -1)
+    weights = _aten._safe_softmax(weights, -1)
     if dropout_p > 0.0:
         weights = dropout(weights, dropout_p, True)
     returned = weights.to(dtype)

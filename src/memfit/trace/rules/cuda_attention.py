@@ -23,6 +23,7 @@ _DEFAULT_ORDER = [_FLASH, _EFFICIENT, _MATH, _CUDNN]
 _CUDNN_ORDER = [_CUDNN, _FLASH, _EFFICIENT, _MATH]
 _LOW = (torch.float16, torch.bfloat16)
 _FLOAT_BYTES = 4
+_AMD_NOTE = "attention on AMD: the buffers inside the kernels are taken to be those of NVIDIA's"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,14 +186,14 @@ def can_use_cudnn(call: _Call, capability: tuple[int, int]) -> bool:
     )
 
 
-def choose_backend(call: _Call, capability: tuple[int, int]) -> int:
+def choose_backend(call: _Call, capability: tuple[int, int], *, has_cudnn: bool = True) -> int:
     """The first backend of the order that can run it (cuda/sdp_utils.cpp, `select_sdp_backend`)."""
     able = {_FLASH: can_use_flash, _EFFICIENT: can_use_efficient, _CUDNN: can_use_cudnn}
     for backend in priority_order(capability):
         if backend == _MATH:
             if torch.backends.cuda.math_sdp_enabled():
                 return _MATH
-        elif able[backend](call, capability):
+        elif (has_cudnn or backend != _CUDNN) and able[backend](call, capability):
             return backend
     raise RuntimeError("no attention backend that is enabled can run these arguments; see torch.nn.attention.sdpa_kernel")
 
@@ -234,7 +235,10 @@ def _attention(
 ) -> Tensor:
     """The calls of attention.cpp, `scaled_dot_product_attention`."""
     call = _Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    backend = choose_backend(call, context.compute_capability or (9, 0))
+    on_amd = context.vendor == "AMD"
+    if on_amd:
+        context.note(_AMD_NOTE)
+    backend = choose_backend(call, context.compute_capability or (9, 0), has_cudnn=not on_amd)
     mask = float_mask(attn_mask, query.dtype)
     if backend == _CUDNN:
         return _aten._scaled_dot_product_cudnn_attention(

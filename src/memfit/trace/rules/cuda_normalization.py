@@ -40,7 +40,27 @@ def _rms_norm(
     mixed = weight is not None and weight.dtype != input.dtype
     if mixed or input.is_complex() or memory_format_of(input) is not torch.contiguous_format:
         return NotImplemented
-    return _aten._fused_rms_norm(input, list(normalized_shape), weight, eps)[0]
+    return _FusedRmsNorm.apply(input, tuple(normalized_shape), weight, eps)
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """CUDA's own autograd formula: torch has one for `_fused_rms_norm` on CUDA only (tools/autograd/derivatives.yaml)."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, shape: tuple[int, ...], weight: Tensor | None, eps: float | None) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            output, factor = _aten._fused_rms_norm(input, shape, weight, eps)
+        ctx.save_for_backward(input, weight, factor)
+        ctx.shape = shape
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        input, weight, factor = ctx.saved_tensors
+        mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
+        with torch._C._AutoDispatchBelowAutograd():
+            gradients = _aten._fused_rms_norm_backward(grads[0], input, ctx.shape, factor, weight, mask)
+        return gradients[0], None, gradients[1], None
 
 
 def _fused_rms_norm(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -93,6 +113,16 @@ def _layer_norm_gradients(context: RuleContext, func: Any, args: Any, kwargs: di
     if gradient is not None:
         gradient = gradient.new_empty(gradient.shape)
     return (gradient, *others)
+
+
+def _rms_norm_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    """As layer norm, with one parameter (layer_norm_kernel.cu, `RMSNormBackwardKernelImpl`)."""
+    grad, source, shape, _, _, mask = args
+    width = math.prod(shape)
+    rows = source.numel() // max(1, width)
+    partial = gamma_beta_bytes(rows, width, context.multiprocessors, source.element_size(), int(mask[1]))
+    return contiguous_copy(grad) + contiguous_copy(source) + partial
+
 
 
 # -- group norm -------------------------------------------------------------------------------------------------------
@@ -194,6 +224,7 @@ KERNELS = {
 WORKSPACES = {
     "cuda": {
         "aten._fused_rms_norm.default": _contiguous_input,
+        "aten._fused_rms_norm_backward.default": _rms_norm_backward,
         "aten.native_layer_norm.default": _contiguous_input,
         "aten.native_layer_norm_backward.default": _layer_norm_backward,
         "aten.native_group_norm.default": _group_norm,
@@ -201,14 +232,3 @@ WORKSPACES = {
     }
 }
 
-
-def _rms_norm_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-    """As layer norm, with one parameter (layer_norm_kernel.cu, `RMSNormBackwardKernelImpl`)."""
-    grad, source, shape, _, _, mask = args
-    width = math.prod(shape)
-    rows = source.numel() // max(1, width)
-    partial = gamma_beta_bytes(rows, width, context.multiprocessors, source.element_size(), int(mask[1]))
-    return contiguous_copy(grad) + contiguous_copy(source) + partial
-
-
-WORKSPACES["cuda"]["aten._fused_rms_norm_backward.default"] = _rms_norm_backward

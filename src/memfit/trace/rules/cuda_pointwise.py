@@ -86,6 +86,12 @@ def _foreach_norm(context: RuleContext, func: Any, args: Any, kwargs: dict[str, 
     return len(tensors) * chunks * size
 
 
+def _in_place(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Nothing is made: the op only writes, and torch has no meta kernel for it (cuda/FusedSgdKernel.cu)."""
+
+
+_IN_PLACE = ("_fused_sgd_.default", "_fused_sgd_.tensor_lr", "_fused_adagrad_.default", "_fused_adagrad_.tensor_lr")
+
 FUNCTIONS = {
     "cuda": {
         "dropout": _dropout,
@@ -94,7 +100,12 @@ FUNCTIONS = {
         "cross_entropy_loss": _cross_entropy,
     }
 }
-KERNELS = {"cuda": {"aten.native_dropout.default": _native_dropout}}
+KERNELS = {
+    "cuda": {
+        "aten.native_dropout.default": _native_dropout,
+        **{f"aten.{name}": _in_place for name in _IN_PLACE},
+    }
+}
 WORKSPACES = {
     "cuda": {
         "aten.mse_loss.default": _unreduced,

@@ -1,0 +1,270 @@
+"""Runs the ops of a capture: on meta tensors, or for real where the values are known.
+
+Note [Values]: tensors of the capture are meta tensors, except small ones whose values are known (constants, a batch
+of real tensors and what is computed from these alone). Those stay real until they meet a meta tensor, so that a model
+may branch on them as it would in a real run. A real tensor that existed before the capture is never written to.
+
+Note [Shapes]: what a meta kernel returns depends only on the geometry of its inputs and on its other arguments. Results
+of ops that neither write to nor alias their inputs are therefore made again from the first call's geometry, which
+costs a tenth of the kernel; models consist of equal layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.flop_counter import flop_registry
+
+from memfit.trace.arguments import map_tensors, tensors_of
+from memfit.trace.record import TensorRef
+from memfit.trace.rules import Rule, RuleContext, Rules
+from memfit.trace.storages import StorageTable
+
+_WRITTEN = object()
+"""Stands for the result of an op that returns the tensor it wrote to."""
+
+KNOWN_VALUE_LIMIT = 1 << 16
+"""Tensors of more elements than this lose their values."""
+
+_META = torch.device("meta")
+_CPU = torch.device("cpu")
+_aten = torch.ops.aten
+_RESIZING = (_aten.set_, _aten.resize_, _aten.resize_as_)
+_SAVES_NUMBER = (_aten.mul.Tensor, _aten.div.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class OpInfo:
+    """What is known of an op before it is called."""
+
+    name: str
+    random: bool
+    writes: tuple[int | str, ...]
+    aliases: bool
+    factory: bool
+    resizes: bool
+    saves_number: bool
+    flops: Callable[..., int] | None
+    kernel: Rule | None
+    workspace: Rule | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A result to be made again."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    storage_bytes: int
+
+
+@dataclass(slots=True)
+class Outcome:
+    """A call's result and its price."""
+
+    result: Any
+    flops: int = 0
+    workspace_bytes: int = 0
+
+
+class Executor:
+    """Runs ops and remembers what they returned for which geometry."""
+
+    def __init__(self, context: RuleContext, rules: Rules, table: StorageTable) -> None:
+        self.context = context
+        self.rules = rules
+        self.table = table
+        self._infos: dict[Any, OpInfo] = {}
+        self._remembered: dict[Any, tuple[Any, int, int]] = {}
+
+    def describe(self, func: Any) -> OpInfo:
+        """The op's schema, as far as the capture needs it."""
+        info = self._infos.get(func)
+        if info is None:
+            info = self._infos[func] = self._describe(func)
+        return info
+
+    def _describe(self, func: Any) -> OpInfo:
+        schema = func._schema
+        writes = tuple(
+            argument.name if argument.kwarg_only else position
+            for position, argument in enumerate(schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+        aliases = not writes and any(returned.alias_info is not None for returned in schema.returns)
+        return OpInfo(
+            name=str(func),
+            random=torch.Tag.nondeterministic_seeded in func.tags,
+            writes=writes,
+            aliases=aliases or func._overloadpacket in (_aten._unsafe_view, _aten._reshape_alias),
+            factory=any(argument.name == "device" for argument in schema.arguments),
+            resizes=func._overloadpacket in _RESIZING,
+            saves_number=func in _SAVES_NUMBER,
+            flops=flop_registry.get(func._overloadpacket),
+            kernel=self.rules.kernels.get(str(func)),
+            workspace=self.rules.workspaces.get(str(func)),
+        )
+
+    def run(
+        self,
+        func: Any,
+        info: OpInfo,
+        args: Any,
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
+        inputs: Sequence[TensorRef],
+        arguments: str,
+    ) -> Outcome:
+        """Run an op. Raises what its kernel raises."""
+        if not tensors and info.factory:
+            return self._priced(func, info, args, kwargs, self._make(func, info, args, kwargs))
+        if not all(tensor.is_meta for tensor in tensors):
+            return self._priced(func, info, args, kwargs, self._run_mixed(func, info, args, kwargs, tensors))
+        if info.aliases:
+            return self._priced(func, info, args, kwargs, self._call(func, info, args, kwargs))
+        key = (func, arguments, *((ref.shape, ref.stride, ref.dtype) for ref in inputs))
+        remembered = self._remembered.get(key)
+        if remembered is not None:
+            made, flops, workspace_bytes = remembered
+            result = written_by(info, args, kwargs)[0] if made is _WRITTEN else _again(made)
+            return Outcome(result, flops, workspace_bytes)
+        outcome = self._priced(func, info, args, kwargs, self._call(func, info, args, kwargs))
+        self._remember(key, info, args, kwargs, tensors, outcome)
+        return outcome
+
+    def lift(self, tensor: torch.Tensor, module: str) -> torch.Tensor:
+        """The meta tensor that stands for a real one from now on; its values are no longer known."""
+        if tensor.is_meta:
+            return tensor
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            self.table.classify(tensor, module)
+            return self._twin(tensor, aliasing=True)
+
+    def has_value(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's values are known."""
+        return (
+            not tensor.is_meta
+            and tensor.device.type == "cpu"
+            and tensor.numel() <= KNOWN_VALUE_LIMIT
+            and tensor.untyped_storage()._cdata not in self.table.valueless
+        )
+
+    # -- Note [Shapes] ----------------------------------------------------------------------------------------------
+
+    def _remember(
+        self, key: Any, info: OpInfo, args: Any, kwargs: Any, tensors: list[torch.Tensor], outcome: Outcome
+    ) -> None:
+        price = outcome.flops, outcome.workspace_bytes
+        if info.writes:
+            written = written_by(info, args, kwargs)
+            if not info.resizes:
+                if outcome.result is None:
+                    self._remembered[key] = (None, *price)
+                elif len(written) == 1 and outcome.result is written[0]:
+                    self._remembered[key] = (_WRITTEN, *price)
+            return
+        outputs = tensors_of((outcome.result,))
+        storages = [tensor.untyped_storage()._cdata for tensor in (*tensors, *outputs)]
+        if outputs and len({*storages}) == len({*storages[: len(tensors)]}) + len(outputs):
+            self._remembered[key] = (map_tensors(outcome.result, _geometry), *price)
+
+    def _priced(self, func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any], result: Any) -> Outcome:
+        return Outcome(
+            result,
+            info.flops(*args, **kwargs, out_val=result) if info.flops is not None else 0,
+            info.workspace(self.context, func, args, kwargs, result) if info.workspace is not None else 0,
+        )
+
+    def _call(self, func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
+        if info.kernel is not None:
+            return info.kernel(self.context, func, args, kwargs)
+        return func(*args, **kwargs)
+
+    # -- Note [Values] ----------------------------------------------------------------------------------------------
+
+    def _make(self, func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
+        result = self._call(func, info, args, {**kwargs, "device": _META})
+        if not isinstance(result, torch.Tensor) or result.numel() > KNOWN_VALUE_LIMIT:
+            return result
+        return func(*args, **{**kwargs, "device": _CPU, "pin_memory": False})
+
+    def _run_mixed(
+        self, func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> Any:
+        if func is _aten._local_scalar_dense.default and self.has_value(tensors[0]):
+            return func(*args, **kwargs)
+        written = written_by(info, args, kwargs)
+        aliasing = bool(written) or info.aliases
+        meta_kwargs = {**kwargs, "device": _META} if "device" in kwargs else kwargs
+        meta_args = map_tensors(args, lambda tensor: self._twin(tensor, aliasing))
+        meta_kwargs = map_tensors(meta_kwargs, lambda tensor: self._twin(tensor, aliasing))
+        keeps_values = all(map(self.has_value, tensors)) and not any(
+            tensor.untyped_storage()._cdata in self.table.foreign for tensor in written
+        )
+        if keeps_values and (written or info.name == "aten.lift_fresh.default" or _is_small(func, meta_args, meta_kwargs)):
+            return func(*args, **({**kwargs, "device": _CPU} if "device" in kwargs else kwargs))
+        result = self._call(func, info, meta_args, meta_kwargs)
+        self.table.valueless.update(tensor.untyped_storage()._cdata for tensor in written if not tensor.is_meta)
+        return result
+
+    def _twin(self, tensor: torch.Tensor, aliasing: bool) -> torch.Tensor:
+        """A meta tensor of the same geometry; with `aliasing` one whose storage stands for the tensor's own."""
+        if tensor.is_meta:
+            return tensor
+        if not aliasing:
+            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
+        storage = tensor.untyped_storage()
+        twin = self.table.twins.get(storage._cdata)
+        if twin is None:
+            twin = torch.empty(storage.nbytes(), dtype=torch.uint8, device=_META).untyped_storage()
+            self.table.stand_in(storage, twin)
+        empty = torch.empty(0, dtype=tensor.dtype, device=_META)
+        return empty.set_(twin, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def written_by(info: OpInfo, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors an op writes to."""
+    values = []
+    for where in info.writes:
+        if isinstance(where, int):
+            if where < len(args):
+                values.append(args[where])
+        elif where in kwargs:
+            values.append(kwargs[where])
+    return tensors_of(values)
+
+
+def _is_small(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    try:
+        outputs = tensors_of((func(*args, **kwargs),))
+    except (NotImplementedError, RuntimeError):
+        return True
+    return all(output.numel() <= KNOWN_VALUE_LIMIT for output in outputs)
+
+
+def _geometry(tensor: torch.Tensor) -> _Made:
+    return _Made(
+        tuple(tensor.size()),
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.dtype,
+        tensor.untyped_storage().nbytes(),
+    )
+
+
+def _again(made: Any) -> Any:
+    if isinstance(made, _Made):
+        result = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device=_META)
+        if result.untyped_storage().nbytes() != made.storage_bytes:
+            storage = torch.empty(made.storage_bytes, dtype=torch.uint8, device=_META).untyped_storage()
+            result.set_(storage, made.offset, made.shape, made.stride)
+        return result
+    if isinstance(made, (list, tuple)):
+        return type(made)(_again(item) for item in made)
+    return made

@@ -1,0 +1,165 @@
+"""The life of every storage: born where it was first seen, dead when the last reference went.
+
+Note [Place]: on a CUDA target a real tensor may stand for a tensor on the device or for one in host memory. Every
+storage seen is known: by its number when it is on the device, as `HOST` when it is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from memfit.trace.record import NEVER, Category, Phase
+
+HOST = -1
+
+
+@dataclass(slots=True)
+class StorageDraft:
+    """A storage while the capture runs; `lives` counts the C++ storages that stand for it."""
+
+    bytes: int
+    birth: int
+    call: int
+    phase: Phase
+    death: int = NEVER
+    category: Category | None = None
+    module: str = ""
+    name: str = ""
+    saved_by: set[int] = field(default_factory=set)
+    lives: int = 1
+
+
+class _StorageRef(weakref.ref):
+    __slots__ = ("number", "pointer")
+    number: int
+    pointer: int
+
+
+class StorageTable:
+    """All storages of a capture. `now` is the number of ops recorded so far."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.drafts: list[StorageDraft] = []
+        self.now = 0
+        self.phase = Phase.FORWARD
+        self.known: dict[int, int] = {}
+        self.foreign: dict[int, torch.Tensor] = {}
+        self.valueless: set[int] = set()
+        self.twins: dict[int, torch.UntypedStorage] = {}
+        self._refs: dict[int, _StorageRef] = {}
+        self._paused: dict[int, _StorageRef] | None = None
+
+    @property
+    def paused(self) -> bool:
+        """Whether storages made now do not belong to the step."""
+        return self._paused is not None
+
+    def number_of(self, tensor: torch.Tensor) -> int:
+        """The number of the tensor's storage, or `HOST`."""
+        return self.known.get(tensor.untyped_storage()._cdata, HOST)
+
+    def on_device(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is, or stands for, one on the target device."""
+        if self.device_type == "cpu" or tensor.device.type != "cpu":
+            return True
+        return self.known.get(tensor.untyped_storage()._cdata, HOST) != HOST
+
+    def adopt(self, tensor: torch.Tensor, category: Category, *, module: str = "", name: str = "") -> int:
+        """Register a storage that exists before the step; gives its number."""
+        storage = tensor.untyped_storage()
+        number = self.known.get(storage._cdata)
+        if number is None:
+            number = self.new(storage, NEVER, NEVER)
+            draft = self.drafts[number]
+            draft.category, draft.module, draft.name = category, module, name
+        return number
+
+    def hold_host(self, storage: torch.UntypedStorage) -> int:
+        """Register a storage in host memory that the capture may write to."""
+        self.known[storage._cdata] = HOST
+        self._watch(storage, HOST)
+        return HOST
+
+    def classify(self, tensor: torch.Tensor, module: str) -> int:
+        """The number of an op's input; one never seen before existed before the step and is not the capture's own."""
+        storage = tensor.untyped_storage()
+        number = self.known.get(storage._cdata)
+        if number is not None:
+            return number
+        self.foreign[storage._cdata] = tensor
+        if self.device_type != "cpu" and tensor.device.type == "cpu":
+            self.known[storage._cdata] = HOST
+            return HOST
+        number = self.new(storage, NEVER, NEVER)
+        self.drafts[number].category = Category.BUFFER
+        self.drafts[number].module = module
+        return number
+
+    def made(self, storage: torch.UntypedStorage, call: int, *, on_device: bool) -> int:
+        """The number of an op's result."""
+        number = self.known.get(storage._cdata)
+        if number is not None:
+            return number
+        if self._paused is not None:
+            self.hold_host(storage)
+            if on_device:
+                self._paused[storage._cdata] = self._refs[storage._cdata]
+            return HOST
+        return self.new(storage, self.now, call) if on_device else self.hold_host(storage)
+
+    def new(self, storage: torch.UntypedStorage, birth: int, call: int) -> int:
+        """Number a storage of the device."""
+        number = len(self.drafts)
+        self.drafts.append(StorageDraft(storage.nbytes(), birth, call, self.phase))
+        self.known[storage._cdata] = number
+        self._watch(storage, number)
+        return number
+
+    def stand_in(self, storage: torch.UntypedStorage, twin: torch.UntypedStorage) -> None:
+        """Let a second storage stand for one already known: that one lives as long as either."""
+        number = self.known[storage._cdata]
+        self.twins[storage._cdata] = twin
+        self.known[twin._cdata] = number
+        if number != HOST:
+            self.drafts[number].lives += 1
+        self._watch(twin, number)
+
+    @contextlib.contextmanager
+    def pause(self, category: Category) -> Iterator[None]:
+        """What is made in the block and outlives it counts as having existed before the step."""
+        self._paused = {}
+        try:
+            yield
+        finally:
+            held, self._paused = self._paused, None
+            for ref in held.values():
+                storage = ref()
+                if storage is not None:
+                    number = self.new(storage, NEVER, NEVER)
+                    self.drafts[number].category = category
+
+    def _watch(self, storage: torch.UntypedStorage, number: int) -> None:
+        ref = _StorageRef(storage, self._on_death)
+        ref.number, ref.pointer = number, storage._cdata
+        self._refs[ref.pointer] = ref
+
+    def _on_death(self, ref: weakref.ref) -> None:
+        assert isinstance(ref, _StorageRef)
+        pointer, number = ref.pointer, ref.number
+        if self._refs.get(pointer) is ref:
+            del self._refs[pointer]
+            self.known.pop(pointer, None)
+            self.valueless.discard(pointer)
+            self.twins.pop(pointer, None)
+        if number == HOST:
+            return
+        draft = self.drafts[number]
+        draft.lives -= 1
+        if draft.lives == 0:
+            draft.death = self.now - 1
