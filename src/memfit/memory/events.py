@@ -117,28 +117,26 @@ class _Replay:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.size = [storage.bytes for storage in trace.storages]
-        timeline_end = len(trace.ops)
+        moments = len(trace.ops) + 1
         birth = np.array([storage.birth for storage in trace.storages], np.int64)
         death = np.array([storage.death for storage in trace.storages], np.int64)
         self.residents = np.flatnonzero(birth == NEVER).tolist()
         self.lost = np.flatnonzero((birth == NEVER) & (death != NEVER)).tolist()
         self.left = np.flatnonzero((birth != NEVER) & (death == NEVER)).tolist()
         unseen = (birth != NEVER) & (death != NEVER) & (death < birth)
-        self.born = _grouped(birth, (birth != NEVER) & ~unseen, timeline_end + 1)
-        self.freed = _grouped(death, (death != NEVER) & ~unseen, timeline_end + 1)
+        self.born = _grouped(birth, (birth != NEVER) & ~unseen, moments)
+        self.freed = _grouped(death, (death != NEVER) & ~unseen, moments)
 
     def first(self) -> Iterator[tuple[int, MemoryEvent]]:
         """The first step of a process: optimizer state is made when the optimizer first runs on it."""
-        states = [s for s in self.residents if self.trace.storages[s].category is Category.OPTIMIZER_STATE]
-        late = set(states)
-        yield from self._malloc(NEVER, [s for s in self.residents if s not in late])
-        waiting = self._state_by_first_use(late)
+        late = [s for s in self.residents if self.trace.storages[s].category is Category.OPTIMIZER_STATE]
+        early = [s for s in self.residents if self.trace.storages[s].category is not Category.OPTIMIZER_STATE]
+        yield from self._malloc(NEVER, early)
+        made_at = self._first_reader(set(late))
         for op in range(len(self.trace.ops)):
-            made = waiting.get(op, [])
-            yield from self._malloc(op, made)
-            late.difference_update(made)
+            if op == made_at:
+                yield from self._malloc(op, late)
             yield from self._op(op)
-        yield from self._malloc(len(self.trace.ops), sorted(late))
         yield from self._end()
 
     def steady(self, *, fresh: bool) -> Iterator[tuple[int, MemoryEvent]]:
@@ -175,17 +173,12 @@ class _Replay:
         for storage in storages:
             yield op, MemoryEvent(storage, self.size[storage])
 
-    def _state_by_first_use(self, states: set[int]) -> dict[int, list[int]]:
-        """All states of a parameter appear before the first op of the optimizer, parameter by parameter."""
-        first = next(
-            (index for index, op in enumerate(self.trace.ops) if op.phase is Phase.OPTIMIZER and _reads(op, states)),
-            None,
-        )
-        return {} if first is None else {first: sorted(states)}
-
-
-def _reads(op: object, states: set[int]) -> bool:
-    return any(ref.storage in states for ref in op.inputs)  # type: ignore[attr-defined]
+    def _first_reader(self, states: set[int]) -> int:
+        """The op before which torch's optimizers make the state of all their parameters; `NEVER` without state."""
+        for index, op in enumerate(self.trace.ops):
+            if op.phase is Phase.OPTIMIZER and any(ref.storage in states for ref in op.inputs):
+                return index
+        return len(self.trace.ops) - 1 if states else NEVER
 
 
 def _grouped(index: npt.NDArray[np.int64], chosen: npt.NDArray[np.bool_], count: int) -> list[list[int]]:

@@ -54,14 +54,15 @@ class Timeline:
         birth = np.fromiter((storage.birth for storage in trace.storages), np.int64, count)
         death = np.fromiter((storage.death for storage in trace.storages), np.int64, count)
         row = np.fromiter((_ROW[storage.category] for storage in trace.storages), np.int64, count)
-        # A storage may be noted after the op it was made by: it cannot outlive that and is never seen.
-        dies = death != NEVER
+        seen = (death == NEVER) | (death >= birth)  # what is made and freed between two ops is in neither
+        dies = seen & (death != NEVER)
+        born_here = seen & (birth != NEVER)
         born = np.zeros((len(CATEGORIES), ops + 1), np.int64)
         freed = np.zeros((len(CATEGORIES), ops + 1), np.int64)
         start = np.zeros(len(CATEGORIES), np.int64)
         resident = birth == NEVER
         np.add.at(start, row[resident], size[resident])
-        np.add.at(born, (row[~resident], birth[~resident]), size[~resident])
+        np.add.at(born, (row[born_here], birth[born_here]), size[born_here])
         np.add.at(freed, (row[dies], death[dies] + 1), size[dies])
         before = start[:, None] + np.cumsum(born, axis=1) - born - np.cumsum(freed, axis=1)
         during = before + born

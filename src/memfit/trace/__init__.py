@@ -1,7 +1,9 @@
 """Capture of one training step on meta tensors, faithful to the target's kernels."""
 
 from memfit.trace.capture import trace
+from memfit.trace.document import load_trace, save_trace
 from memfit.trace.errors import CaptureError
+from memfit.trace.grammar import check_trace
 from memfit.trace.record import (
     NEVER,
     Category,
@@ -29,6 +31,9 @@ __all__ = [
     "Storage",
     "TensorRef",
     "Trace",
+    "check_trace",
+    "load_trace",
+    "save_trace",
     "spec",
     "trace",
 ]

@@ -18,6 +18,7 @@ from memfit._version import __version__
 from memfit.errors import InputError, MemfitError
 from memfit.hardware import Target
 from memfit.trace.calls import CallTracker, module_calls
+from memfit.trace.discovery import step_of
 from memfit.trace.emulation import Emulation, python_functions_open
 from memfit.trace.placeholders import Placeholders, on_meta, optimizer_on_meta
 from memfit.trace.record import NEVER, SCHEMA, Category, Module, Parameter, Phase, Trace
@@ -34,8 +35,13 @@ def trace(step: Step | Callable[..., Any], *, target: str | Target = "cpu") -> T
     The optimizer's state exists already and gradients start as None, as in every step but the first. The model, the
     optimizer, the batch and the random state are left as they were found.
     """
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
     if not isinstance(step, Step):
-        raise InputError(f"trace takes a memfit.Step, not a {type(step).__name__}")
+        if not callable(step):
+            raise InputError(f"trace takes a memfit.Step or a function that runs one, not a {type(step).__name__}")
+        step, optimizers = step_of(step)
+    elif isinstance(step.optimizer, torch.optim.Optimizer):
+        optimizers = (step.optimizer,)
     device = Target.parse(target).device
     context = RuleContext(
         device_type=device.type,
@@ -46,7 +52,7 @@ def trace(step: Step | Callable[..., Any], *, target: str | Target = "cpu") -> T
     )
     notes: list[str] = []
     model = _eager(step.build_model(), notes)
-    capture = _Capture(step, model, context)
+    capture = _Capture(step, model, context, optimizers)
     with capture.running():
         capture.run()
     return capture.result(device.name, notes)
@@ -67,7 +73,13 @@ def _eager(model: nn.Module, notes: list[str]) -> nn.Module:
 class _Capture:
     """One capture: the model's stand-ins, the modes, and the phases of the step."""
 
-    def __init__(self, step: Step, model: nn.Module, context: RuleContext) -> None:
+    def __init__(
+        self,
+        step: Step,
+        model: nn.Module,
+        context: RuleContext,
+        optimizers: tuple[torch.optim.Optimizer, ...] = (),
+    ) -> None:
         self.step = step
         self.model = model
         self.context = context
@@ -77,7 +89,8 @@ class _Capture:
         rules = rules_for(context.device_type)
         self.recorder = Recorder(context=context, rules=rules, calls=self.calls, sources=self.sources)
         self.emulation = Emulation(self.recorder, context, rules.functions)
-        self.optimizer: torch.optim.Optimizer | None = None
+        self.optimizers = optimizers
+        self.optimizer_names: list[str] = []
         self.parameters: dict[int, tuple[torch.Tensor, list[str]]] = {}
         self.modules: list[Module] = []
         self.gradients: dict[int, int] = {}
@@ -91,18 +104,17 @@ class _Capture:
             stack.enter_context(_same_random_state())
             stack.enter_context(_no_garbage_collection())
             stack.enter_context(on_meta(self.model, self.placeholders))
-            given = self.step.optimizer
-            if isinstance(given, torch.optim.Optimizer):
-                stack.enter_context(optimizer_on_meta(given, self.placeholders))
+            for optimizer in self.optimizers:
+                stack.enter_context(optimizer_on_meta(optimizer, self.placeholders))
             yield
 
     def run(self) -> None:
         """Run the step once under the modes."""
         step = self.step.with_batch(self.placeholders.tree(self.step.batch))
         self._register(step)
-        self.optimizer = step.build_optimizer(self.model)
-        if self.optimizer is not None:
-            self._register_state()
+        optimizer = step.build_optimizer(self.model)
+        for each in self.optimizers:
+            self._register_state(each)
         hooks = (
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
@@ -126,7 +138,7 @@ class _Capture:
                 self.emulation,
                 self.recorder,
             ):
-                step.execute(self.model, self.optimizer, self.context.device_type)
+                step.execute(self.model, optimizer, self.context.device_type)
         except MemfitError:
             raise
         except Exception as error:
@@ -161,10 +173,9 @@ class _Capture:
             )
         _visit(step.batch, lambda tensor: table.adopt(tensor, Category.INPUT, name="batch"))
 
-    def _register_state(self) -> None:
+    def _register_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Number the optimizer's state; 'step' counters of most optimizers are in host memory."""
-        assert self.optimizer is not None
-        for parameter, entries in self.optimizer.state.items():
+        for parameter, entries in optimizer.state.items():
             numbers: list[int] = []
 
             def note(tensor: torch.Tensor, numbers: list[int] = numbers) -> None:
@@ -222,6 +233,8 @@ class _Capture:
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Give the optimizer its state with a step that is not recorded, when this would be its first."""
         self.recorder.in_optimizer = True
+        if not self._warming:
+            self.optimizer_names.append(type(optimizer).__name__)
         if self._warming or any(entries for entries in optimizer.state.values()):
             return
         self._warming = True
@@ -229,9 +242,8 @@ class _Capture:
             optimizer.step()
         self._warming = False
         self.recorder.in_optimizer = True
-        self.optimizer = optimizer
         with torch._C.DisableTorchFunction():
-            self._register_state()
+            self._register_state(optimizer)
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.recorder.in_optimizer = False
@@ -288,12 +300,12 @@ class _Capture:
         return Trace(
             schema=SCHEMA,
             memfit=__version__,
-            torch=torch.__version__,
+            torch=str(torch.__version__),
             device=device,
             device_type=self.context.device_type,
             threads=self.context.threads if self.context.device_type == "cpu" else 0,
             autocast=str(self.step.autocast)[6:] if self.step.autocast is not None else None,
-            optimizer=type(self.optimizer).__name__ if self.optimizer is not None else "",
+            optimizer=", ".join(self.optimizer_names),
             ops=recorder.frozen_ops(),
             storages=recorder.frozen_storages(),
             calls=self.calls.freeze(),

@@ -139,13 +139,8 @@ def _replaced(value: Any, placeholders: Placeholders) -> Any:
 
 
 @contextlib.contextmanager
-def optimizer_on_meta(
-    optimizer: torch.optim.Optimizer | None, placeholders: Placeholders
-) -> Iterator[torch.optim.Optimizer | None]:
+def optimizer_on_meta(optimizer: torch.optim.Optimizer, placeholders: Placeholders) -> Iterator[None]:
     """An optimizer of the user's own model, working on the stand-ins; its groups and state are put back."""
-    if optimizer is None:
-        yield None
-        return
     strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in placeholders.of]
     if strangers:
         raise InputError(
@@ -163,7 +158,7 @@ def optimizer_on_meta(
         optimizer.state = defaultdict(dict)
         for parameter, entries in state.items():
             optimizer.state[placeholders.of.get(id(parameter), parameter)] = placeholders.tree(entries)
-        yield optimizer
+        yield
     finally:
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.clear()

@@ -94,6 +94,18 @@ class Recorder(TorchDispatchMode):
         source = self.sources.sources[self.sources.here(3)]
         return CaptureError(problem, op=str(func), module=self.calls.path, source=source, advice=advice)
 
+    def _refuse_strangers(self, tensors: list[torch.Tensor], op: str) -> None:
+        """A leaf that takes gradients must be the model's: its own could not be told from the user's real one."""
+        for tensor in tensors:
+            if tensor.requires_grad and tensor.is_leaf and tensor.untyped_storage()._cdata in self.table.foreign:
+                raise CaptureError(
+                    f"a tensor of shape {tuple(tensor.shape)} takes gradients but is no parameter of the model",
+                    op=op,
+                    module=self.calls.path,
+                    source=self.sources.sources[self.sources.here(2)],
+                    advice="register it as a parameter of the model, or detach it",
+                )
+
     # -- recording --------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -115,6 +127,8 @@ class Recorder(TorchDispatchMode):
             info = self.executor.describe(func)
             path = self.calls.path
             inputs = [self._ref(tensor, self.table.classify(tensor, path)) for tensor in tensors]
+            if self.table.foreign and self.phase is not Phase.OPTIMIZER:
+                self._refuse_strangers(tensors, info.name)
             arguments = encode_arguments(args, kwargs)
             try:
                 outcome = self.executor.run(func, info, args, kwargs, tensors, inputs, arguments)

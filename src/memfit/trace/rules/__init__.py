@@ -48,13 +48,13 @@ class Rules:
 
 def rules_for(device_type: str) -> Rules:
     """Every rule of a device type."""
-    from memfit.trace.rules import attention, elementwise, grouped, layout, normalization, recurrent, vendor
+    from memfit.trace.rules import attention, elementwise, grouped, layout, normalization, recurrent, strides, vendor
 
     from memfit.trace.rules import cuda_attention, cuda_indexing, cuda_normalization, cuda_pointwise, cuda_recurrent
 
     cuda = (cuda_attention, cuda_indexing, cuda_normalization, cuda_pointwise, cuda_recurrent)
     tables: tuple[dict[str, Rule], ...] = ({}, {}, {})
-    for module in (attention, elementwise, grouped, layout, normalization, recurrent, vendor, *cuda):
+    for module in (attention, elementwise, grouped, layout, normalization, recurrent, strides, vendor, *cuda):
         for table, name in zip(tables, ("FUNCTIONS", "KERNELS", "WORKSPACES"), strict=True):
             table.update(getattr(module, name, {}).get(device_type, {}))
     functions, kernels, workspaces = tables
