@@ -113,8 +113,9 @@ class _Capture:
         step = self.step.with_batch(self.placeholders.tree(self.step.batch))
         self._register(step)
         optimizer = step.build_optimizer(self.model)
-        for each in self.optimizers:
-            self._register_state(each)
+        for each in dict.fromkeys((*self.optimizers, optimizer)):
+            if each is not None:
+                self._register_state(each)
         hooks = (
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),

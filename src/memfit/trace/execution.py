@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from memfit.trace.arguments import map_tensors, tensors_of
 from memfit.trace.record import TensorRef
 from memfit.trace.rules import Rule, RuleContext, Rules
+from memfit.trace.rules.flops import FLOPS
 from memfit.trace.storages import StorageTable
 
 _WRITTEN = object()
@@ -106,7 +107,7 @@ class Executor:
             factory=any(argument.name == "device" for argument in schema.arguments),
             resizes=func._overloadpacket in _RESIZING,
             saves_number=func in _SAVES_NUMBER,
-            flops=flop_registry.get(func._overloadpacket),
+            flops=flop_registry.get(func._overloadpacket) or FLOPS.get(str(func._overloadpacket)),
             kernel=self.rules.kernels.get(str(func)),
             workspace=self.rules.workspaces.get(str(func)),
         )

@@ -258,11 +258,7 @@ class Recorder(TorchDispatchMode):
         if self.table.paused:
             return tensor
         with torch._C.DisableTorchFunction():
-            storage = tensor.untyped_storage()
-            number = self.table.known.get(storage._cdata)
-            if number is None:
-                on_device = self.device_type == "cpu" or tensor.device.type != "cpu"
-                number = self.table.made(storage, self.calls.current, on_device=on_device)
+            number = self.table.classify(tensor, self.calls.path)
             if number == HOST:
                 return tensor
             self.table.drafts[number].saved_by.add(torch.autograd._get_sequence_nr() - 1)

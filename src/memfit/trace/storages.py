@@ -68,7 +68,10 @@ class StorageTable:
         """Whether the tensor is, or stands for, one on the target device."""
         if self.device_type == "cpu" or tensor.device.type != "cpu":
             return True
-        return self.known.get(tensor.untyped_storage()._cdata, HOST) != HOST
+        pointer = tensor.untyped_storage()._cdata
+        if self._paused is not None and pointer in self._paused:
+            return True
+        return self.known.get(pointer, HOST) != HOST
 
     def adopt(self, tensor: torch.Tensor, category: Category, *, module: str = "", name: str = "") -> int:
         """Register a storage that exists before the step; gives its number."""
@@ -87,7 +90,10 @@ class StorageTable:
         return HOST
 
     def classify(self, tensor: torch.Tensor, module: str) -> int:
-        """The number of an op's input; one never seen before existed before the step and is not the capture's own."""
+        """The number of an op's input. One never seen before is not the capture's own.
+
+        It existed before the step, unless it is a scalar: those are made outside the dispatcher, in scripted functions.
+        """
         storage = tensor.untyped_storage()
         number = self.known.get(storage._cdata)
         if number is not None:
@@ -96,6 +102,8 @@ class StorageTable:
         if self.device_type != "cpu" and tensor.device.type == "cpu":
             self.known[storage._cdata] = HOST
             return HOST
+        if tensor.dim() == 0:
+            return self.new(storage, self.now, NEVER)
         number = self.new(storage, NEVER, NEVER)
         self.drafts[number].category = Category.BUFFER
         self.drafts[number].module = module

@@ -1,0 +1,58 @@
+"""What fills the memory when Llama 3 8B trains on one H100, found without one: `make demo`.
+
+    python examples/demo.py --layers 16 --length 4096 --target a100-sxm-80gb
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from llama import Shape, training_step
+from rich.console import Console
+
+import memfit
+from memfit.memory import summarize
+from memfit.report import print_memory
+from memfit.units import display_ms
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="h100-sxm", help="a device: h100-sxm, a100-sxm-80gb, b200, …")
+    parser.add_argument("--layers", type=int, default=Shape().layers)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--length", type=int, default=8192)
+    options = parser.parse_args()
+    console = Console()
+    shape = Shape(layers=options.layers)
+    step = training_step(shape, batch=options.batch, length=options.length)
+    what = f"{options.layers} layers, batch {options.batch}, {options.length} tokens"
+
+    began = time.perf_counter()
+    with console.status(f"capturing one training step: {what} …"):
+        trace = memfit.trace(step, target=options.target)
+    captured = time.perf_counter()
+    with console.status("working out the timeline, the allocator and the modules …"):
+        summary = summarize(trace)
+    done = time.perf_counter()
+
+    elements = sum(_elements(parameter.shape) for parameter in trace.parameters)
+    console.print(f"Llama shape: {what}, {elements / 1e9:.2f} billion parameters in bfloat16, AdamW")
+    print_memory(summary, console)
+    console.print(
+        f"\n{len(trace.ops)} ops captured in {display_ms((captured - began) * 1e3)} without a GPU, "
+        f"weights or data; memory worked out in {display_ms((done - captured) * 1e3)}",
+        highlight=False,
+    )
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+if __name__ == "__main__":
+    main()

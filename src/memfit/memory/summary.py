@@ -1,0 +1,173 @@
+"""What a person wants to know about the memory of a step: how much, of what, where, and does it fit."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from memfit.hardware import Device, Target
+from memfit.memory.events import Reserved, reserved
+from memfit.memory.modules import ModuleMemory, module_memory
+from memfit.memory.timeline import Timeline
+from memfit.trace import NEVER, Category, Trace
+
+
+class Fit(str, enum.Enum):
+    """Whether the step runs on the device."""
+
+    FITS = "fits"
+    TIGHT = "fits only while the allocator keeps emptying its cache"
+    TOO_LARGE = "does not fit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """An op of the step as people find it: `op` may be the end of the step, and then has no name."""
+
+    op: int
+    name: str
+    phase: str
+    module: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StorageAtPeak:
+    """A storage alive at the peak. `name` is the parameter's it belongs to, or the op's that made it."""
+
+    storage: int
+    bytes: int
+    category: Category
+    name: str
+    module: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overhead:
+    """Device memory that no tensor of the step uses."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemorySummary:
+    """The memory of one step on one device.
+
+    `peak_bytes` is the sum of the tensors alive, rounded as the allocator rounds them, and `peak_by_category` adds up to it.
+    `peak_allocated_bytes` also counts the ends of blocks that the allocator does not split off, and `peak_reserved_bytes`
+    what it holds from the device (Note [Steady state] in events.py). Overheads are in none of them;
+    `needed_bytes` has them all.
+    """
+
+    device: str
+    device_title: str
+    device_bytes: int
+    usable_bytes: int
+    start_bytes: int
+    peak_bytes: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    peak_by_category: dict[Category, int]
+    peak: Place
+    overheads: tuple[Overhead, ...]
+    fit: Fit
+    retries: int
+    failing: Place | None
+    modules: tuple[ModuleMemory, ...]
+    largest: tuple[StorageAtPeak, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Context and library workspaces together."""
+        return sum(overhead.bytes for overhead in self.overheads)
+
+    @property
+    def needed_bytes(self) -> int:
+        """What the process takes of the device when nothing limits it."""
+        return self.peak_reserved_bytes + self.overhead_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """What is left of the device; negative by what is missing."""
+        return self.device_bytes - self.needed_bytes
+
+    def top_modules(self, count: int = 10) -> tuple[ModuleMemory, ...]:
+        """The modules that hold the most for backward."""
+        return tuple(sorted(self.modules, key=lambda m: -m.activation_bytes)[:count])
+
+
+def summarize(trace: Trace, *, target: str | Device | Target | None = None, largest: int = 10) -> MemorySummary:
+    """The summary of a trace on the device it was captured for, or on another of the same type."""
+    device = Target.parse(target if target is not None else trace.device).device
+    timeline = Timeline.of(trace, device.allocator.rounding_bytes)
+    free = reserved(trace, device)
+    fit, limited = _fit(trace, device, free)
+    return MemorySummary(
+        device=device.name,
+        device_title=device.title,
+        device_bytes=device.memory_total_bytes,
+        usable_bytes=device.usable_bytes,
+        start_bytes=timeline.start_bytes,
+        peak_bytes=timeline.peak_bytes,
+        peak_allocated_bytes=free.peak_allocated_bytes,
+        peak_reserved_bytes=free.peak_reserved_bytes,
+        peak_by_category=timeline.peak_by_category,
+        peak=place_of(timeline, timeline.peak_op),
+        overheads=_overheads(device),
+        fit=fit,
+        retries=limited.retries,
+        failing=None if limited.out_of_memory_op is None else place_of(timeline, limited.out_of_memory_op),
+        modules=tuple(module_memory(timeline).values()),
+        largest=tuple(_at_peak(timeline, int(storage)) for storage in timeline.largest_at(timeline.peak_op, largest)),
+        notes=trace.notes,
+    )
+
+
+def place_of(timeline: Timeline, op: int) -> Place:
+    """Where an op is; an index outside the ops is the start or the end of the step."""
+    trace = timeline.trace
+    if not 0 <= op < len(trace.ops):
+        return Place(op=op, name="", phase="before the step" if op < 0 else "end of the step", module="", source="")
+    return Place(
+        op=op,
+        name=trace.ops[op].name,
+        phase=trace.ops[op].phase.value,
+        module=timeline.module_of(op),
+        source=trace.source_of(op),
+    )
+
+
+def _fit(trace: Trace, device: Device, free: Reserved) -> tuple[Fit, Reserved]:
+    """Whether it fits, and the run under the device's limit that shows it."""
+    if free.peak_reserved_bytes <= device.usable_bytes:
+        return Fit.FITS, free
+    if not device.allocator.caches:
+        return Fit.TOO_LARGE, free
+    limited = reserved(trace, device, limit_bytes=device.usable_bytes)
+    return (Fit.TIGHT if limited.out_of_memory_op is None else Fit.TOO_LARGE), limited
+
+
+def _overheads(device: Device) -> tuple[Overhead, ...]:
+    named = (
+        ("context", device.context_bytes),
+        ("BLAS workspace", device.blas_workspace_bytes),
+        ("BLASLt workspace", device.blaslt_workspace_bytes),
+    )
+    return tuple(Overhead(name=name, bytes=n_bytes) for name, n_bytes in named if n_bytes)
+
+
+def _at_peak(timeline: Timeline, number: int) -> StorageAtPeak:
+    trace = timeline.trace
+    storage = trace.storages[number]
+    made = 0 <= storage.birth < len(trace.ops)
+    return StorageAtPeak(
+        storage=number,
+        bytes=int(timeline.storage_bytes[number]),
+        category=storage.category,
+        name=storage.name or (trace.ops[storage.birth].name if made else ""),
+        module=storage.module,
+        source=trace.source_of(storage.birth) if storage.birth != NEVER and made else "",
+    )

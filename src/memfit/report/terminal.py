@@ -1,0 +1,163 @@
+"""Rich tables of a memory summary."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from memfit.memory import Fit, MemorySummary, ModuleMemory
+from memfit.units import display_bytes
+
+_STYLE = {Fit.FITS: "green", Fit.TIGHT: "yellow", Fit.TOO_LARGE: "red"}
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def print_memory(summary: MemorySummary, console: Console | None = None) -> Group:
+    """Print the summary on the console, the standard one by default, and give what was printed."""
+    report = memory_report(summary)
+    (console or Console()).print(report)
+    return report
+
+
+def memory_report(summary: MemorySummary, *, modules: int = 12) -> Group:
+    """The verdict, the peak by category, the largest storages and the modules that hold most for backward."""
+    parts: list[RenderableType] = [
+        _verdict(summary),
+        _by_category(summary),
+        _largest(summary),
+        _by_module(summary, modules),
+    ]
+    parts.extend(Text(f"note: {note}", style="dim") for note in summary.notes)
+    return Group(*parts)
+
+
+def _verdict(summary: MemorySummary) -> Panel:
+    lines = Text()
+    lines.append(f"{summary.fit.value}", style=f"bold {_STYLE[summary.fit]}")
+    needed, total = display_bytes(summary.needed_bytes), display_bytes(summary.device_bytes)
+    lines.append(f": needs {needed} of {total}")
+    if summary.free_bytes >= 0:
+        lines.append(f", {display_bytes(summary.free_bytes)} to spare\n")
+    else:
+        lines.append(f", {display_bytes(-summary.free_bytes)} too much\n")
+    peak = summary.peak
+    lines.append("peak in ").append(peak.phase, style="bold").append(f" at op {peak.op} ")
+    lines.append(peak.name, style="cyan").append(f" of {peak.module or 'the step itself'}")
+    if peak.source:
+        lines.append(f"\n  {peak.source}", style="dim")
+    if summary.fit is Fit.TIGHT:
+        lines.append(f"\nthe allocator empties its cache {summary.retries} times; each stalls the device")
+    if summary.failing is not None and summary.failing.op != peak.op:
+        failing = summary.failing
+        lines.append(f"\nruns out of memory in {failing.phase} at op {failing.op} {failing.name}")
+        lines.append(f" of {failing.module}" if failing.module else "")
+    return Panel(lines, title=f"memory of one step on {summary.device_title}", title_align="left")
+
+
+def _by_category(summary: MemorySummary) -> Table:
+    table = Table(title="at the peak", title_justify="left", show_edge=False, pad_edge=False)
+    table.add_column("category")
+    table.add_column("bytes", justify="right")
+    table.add_column("share", justify="right")
+    for category, n_bytes in summary.peak_by_category.items():
+        table.add_row(category.value, display_bytes(n_bytes), _share(n_bytes, summary.peak_bytes))
+    table.add_section()
+    table.add_row("tensors", display_bytes(summary.peak_bytes), "", style="bold")
+    table.add_row("  of which resident at start", display_bytes(summary.start_bytes), "")
+    if summary.peak_reserved_bytes != summary.peak_bytes:
+        table.add_row("allocated, as torch counts it", display_bytes(summary.peak_allocated_bytes), "")
+        table.add_row("reserved by the allocator", display_bytes(summary.peak_reserved_bytes), "", style="bold")
+    for overhead in summary.overheads:
+        table.add_row(overhead.name, display_bytes(overhead.bytes), "")
+    if summary.overheads:
+        table.add_row("all of it", display_bytes(summary.needed_bytes), "", style="bold")
+    return table
+
+
+def _largest(summary: MemorySummary) -> Table:
+    table = Table(title="\nlargest storages at the peak", title_justify="left", show_edge=False, pad_edge=False)
+    table.add_column("bytes", justify="right")
+    table.add_column("category")
+    table.add_column("what")
+    table.add_column("where", overflow="fold")
+    for storage in summary.largest:
+        where = ", ".join(part for part in (storage.module, storage.source) if part and part != storage.name)
+        table.add_row(display_bytes(storage.bytes), storage.category.value, storage.name, where)
+    return table
+
+
+def _by_module(summary: MemorySummary, count: int) -> Table:
+    table = Table(
+        title="\nmodules that hold most for backward", title_justify="left", show_edge=False, pad_edge=False
+    )
+    table.add_column("module", overflow="fold")
+    table.add_column("kind")
+    for name in ("calls", "parameters", "gradients", "optimizer", "activations", "peak fwd", "peak bwd"):
+        table.add_column(name, justify="right")
+    rows = sorted(_alike(summary.modules), key=lambda row: -row.activation_bytes)
+    for row in rows[:count]:
+        table.add_row(
+            row.name,
+            row.kind,
+            str(row.calls),
+            display_bytes(row.parameter_bytes),
+            display_bytes(row.gradient_bytes),
+            display_bytes(row.optimizer_state_bytes),
+            display_bytes(row.activation_bytes),
+            display_bytes(row.forward_peak_bytes),
+            display_bytes(row.backward_peak_bytes),
+        )
+    if len(rows) > count:
+        table.caption = f"and {len(rows) - count} more"
+        table.caption_justify = "left"
+    return table
+
+
+@dataclass(slots=True)
+class _Row:
+    """Modules whose paths differ in numbers only, added up."""
+
+    name: str
+    kind: str
+    modules: int = 0
+    calls: int = 0
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_state_bytes: int = 0
+    activation_bytes: int = 0
+    forward_peak_bytes: int = 0
+    backward_peak_bytes: int = 0
+
+
+def _alike(modules: Iterable[ModuleMemory]) -> list[_Row]:
+    """`layers.0.norm` … `layers.31.norm` become one row `layers.*.norm`; modules never called have none."""
+    rows: dict[tuple[str, str], _Row] = {}
+    members: dict[tuple[str, str], str] = {}
+    for module in modules:
+        if not module.calls:
+            continue
+        key = (_NUMBER.sub("*", module.module), module.kind)
+        row = rows.setdefault(key, _Row(key[0] or "(model)", module.kind))
+        members[key] = module.module or "(model)"
+        row.modules += 1
+        row.calls += len(module.calls)
+        row.parameter_bytes += module.parameter_bytes
+        row.gradient_bytes += module.gradient_bytes
+        row.optimizer_state_bytes += module.optimizer_state_bytes
+        row.activation_bytes += module.activation_bytes
+        row.forward_peak_bytes = max(row.forward_peak_bytes, module.forward_peak_bytes)
+        row.backward_peak_bytes = max(row.backward_peak_bytes, module.backward_peak_bytes)
+    for key, row in rows.items():
+        if row.modules == 1:
+            row.name = members[key]
+    return list(rows.values())
+
+
+def _share(n_bytes: int, total_bytes: int) -> str:
+    return f"{100 * n_bytes / total_bytes:.1f}%" if total_bytes else ""
