@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from cuda_helpers import H100, made_bytes, names, only
 from torch import nn
 
 from memfit.trace.autocast import policies
 from memfit.trace.capture import trace
 from memfit.trace.record import Category
 from memfit.trace.step import Step, spec
-from tests.trace.cuda_helpers import H100, made_bytes, names, only
 
 REFUSED = {"binary_cross_entropy"}
 """Registered only to raise an error (ATen/autocast_mode.cpp)."""
@@ -89,7 +89,8 @@ def test_forward_under_autocast_is_what_the_lists_say() -> None:
 def test_backward_under_autocast_returns_float32_gradients() -> None:
     result = trace(STEP, target=H100)
     work = names(result, "backward")
-    # the loss's float32 copy, softmax's, three inputs of linears but the batch, layer norm's, and six parameters
+    # the loss's float32 copy, softmax's, three inputs of linears but the batch, layer norm's, and six
+    # parameters
     assert work.count("_to_copy") == 1 + 1 + 2 + 1 + 6
     assert [name for name in work if name not in ("_to_copy", "ones_like")] == [
         "nll_loss_backward",

@@ -1,14 +1,16 @@
-"""Attention on CUDA targets. Sources are files of torch 2.13 under aten/src/ATen/native/transformers unless said otherwise."""
+"""Attention on CUDA targets. Sources are files of torch 2.13 under aten/src/ATen/native/transformers unless
+said otherwise.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cuda_helpers import A100, B200, H100, RTX4090, T4, V100, captured, made_bytes, names, only
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memfit.trace.rules.cuda_attention import efficient_kernel, flash_splits
-from tests.trace.cuda_helpers import A100, B200, H100, RTX4090, T4, V100, captured, made_bytes, names, only
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FLASH = "_scaled_dot_product_flash_attention"
@@ -65,10 +67,13 @@ CHOICES = [
     # check_cudnn_dropout: a multiple of 1/16
     pytest.param(CUDNN, {"dropout_p": 0.25}, id="cudnn-dropout-in-sixteenths"),
     pytest.param(FLASH, {"dropout_p": 0.1}, id="other-dropout-is-flash"),
-    # check_batch_size_and_num_heads_dense: efficient has no grouped heads in 2.13, and math comes before cuDNN
+    # check_batch_size_and_num_heads_dense: efficient has no grouped heads in 2.13, and math comes before
+    # cuDNN
     pytest.param(CUDNN, {"key": GROUPED, "enable_gqa": True}, id="grouped-heads-on-hopper"),
     pytest.param(FLASH, {"key": GROUPED, "enable_gqa": True, "target": A100}, id="grouped-heads-on-ampere"),
-    pytest.param(MATH, {"key": GROUPED, "enable_gqa": True, "mask": MASK, "target": A100}, id="grouped-heads-masked"),
+    pytest.param(
+        MATH, {"key": GROUPED, "enable_gqa": True, "mask": MASK, "target": A100}, id="grouped-heads-masked"
+    ),
     # check_tensor_shapes: four dimensions
     pytest.param(MATH, {"shape": (4, 64, 64)}, id="three-dimensions-are-math"),
 ]
@@ -93,14 +98,19 @@ ROWS = B * H * L
 TENSOR = ROWS * D * 2
 
 RESULTS = [
-    # cuda/flash_attn/flash_api.cpp, mha_fwd: output, log-sum-exp [B,H,L] float32, rng_state uint64[2], unused uint64
+    # cuda/flash_attn/flash_api.cpp, mha_fwd: output, log-sum-exp [B,H,L] float32, rng_state uint64[2], unused
+    # uint64
     pytest.param(FLASH, {"target": A100}, [TENSOR, ROWS * 4, 16, 8, 0], id="flash"),
     # cudnn/MHA.cpp, run_cudnn_SDP_fprop and cuda/attention.cu: statistics [B,H,L,1], seed and offset int64
     pytest.param(CUDNN, {}, [TENSOR, ROWS * 4, 8, 8], id="cudnn"),
-    # cuda/attention.cu, _efficient_attention_forward: rows padded to kAlignLSE = 32; seed and offset on the host
+    # cuda/attention.cu, _efficient_attention_forward: rows padded to kAlignLSE = 32; seed and offset on the
+    # host
     pytest.param(EFFICIENT, {"dtype": FP32}, [2 * TENSOR, ROWS * 4, 0, 0], id="efficient"),
     pytest.param(
-        EFFICIENT, {"shape": (2, 4, 40, 64), "dtype": FP32}, [2 * 4 * 40 * 64 * 4, 2 * 4 * 64 * 4, 0, 0], id="padded-rows"
+        EFFICIENT,
+        {"shape": (2, 4, 40, 64), "dtype": FP32},
+        [2 * 4 * 40 * 64 * 4, 2 * 4 * 64 * 4, 0, 0],
+        id="padded-rows",
     ),
 ]
 
@@ -112,7 +122,8 @@ def test_forward_allocates_what_the_kernel_returns(backend: str, case: dict, exp
 
 
 WORKSPACES = [
-    # flash_api.cpp, mha_bwd: softmax_d and dq_accum, rows rounded to 128 and head size to 32; here gradient and output
+    # flash_api.cpp, mha_bwd: softmax_d and dq_accum, rows rounded to 128 and head size to 32; here gradient
+    # and output
     # are [B,H,L,D] in memory, and _flash_attention_backward copies both to [B,L,H,D]
     pytest.param(FLASH, {"target": A100}, B * H * 128 * 4 * (1 + 64) + 2 * TENSOR, id="flash"),
     pytest.param(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-
-from tests.trace.cuda_helpers import A100, H100, captured, made_bytes, names, only
+from cuda_helpers import A100, H100, captured, made_bytes, names, only
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -53,7 +52,9 @@ def test_rms_norm_of_mixed_dtypes_is_composed() -> None:
 
 
 def test_autocast_runs_rms_norm_in_float32() -> None:
-    """ATen/autocast_mode.h lists rms_norm as fp32: input and weight are converted, and the kernel still fuses."""
+    """ATen/autocast_mode.h lists rms_norm as fp32: input and weight are converted, and the kernel still
+    fuses.
+    """
     trace = captured(rms, (4, 32), (32,), autocast=BF16)
     assert names(trace)[:3] == ["_to_copy", "_to_copy", "_fused_rms_norm"]
     assert made_bytes(trace, only(trace, "_fused_rms_norm.default")) == [4 * 32 * 4, 4 * 4]
@@ -65,9 +66,15 @@ BLOCKS = 65 * 1024 // 32
 STATISTICS_AND_WORKSPACES = [
     # cuda/layer_norm_kernel.cu, layer_norm_cuda: mean and rstd in float32 for 16-bit inputs
     pytest.param(layer, (4, 32), "native_layer_norm", [4 * 32 * 2, 4 * 4, 4 * 4], 0, id="layer-norm"),
-    # cuda/group_norm_kernel.cu, GroupNormKernelImplInternal: statistics in the input's dtype; mean_acc, rstd_acc; a, b
+    # cuda/group_norm_kernel.cu, GroupNormKernelImplInternal: statistics in the input's dtype; mean_acc,
+    # rstd_acc; a, b
     pytest.param(
-        group, (2, 8, 5), "native_group_norm", [2 * 8 * 5 * 2, 2 * 4 * 2, 2 * 4 * 2], (2 * 2 * 4 + 2 * 2 * 8) * 4, id="group-norm"
+        group,
+        (2, 8, 5),
+        "native_group_norm",
+        [2 * 8 * 5 * 2, 2 * 4 * 2, 2 * 4 * 2],
+        (2 * 2 * 4 + 2 * 2 * 8) * 4,
+        id="group-norm",
     ),
 ]
 
@@ -84,8 +91,11 @@ def test_forward_statistics(function, shape, name, made, workspace) -> None:
 BACKWARDS = [
     # cuda/layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel: nothing but for many short rows
     pytest.param(layer, (4, 32), (32,), "native_layer_norm", 0, id="layer-norm"),
-    pytest.param(layer, LARGE, (32,), "native_layer_norm", (2 * BLOCKS + 1) * 32 * 2, id="layer-norm-many-rows"),
-    # cuda/group_norm_kernel.cu, GroupNormBackwardKernelImplInternal: ds, db, c1 [N,C] and c2, c3 [N,G] in float32
+    pytest.param(
+        layer, LARGE, (32,), "native_layer_norm", (2 * BLOCKS + 1) * 32 * 2, id="layer-norm-many-rows"
+    ),
+    # cuda/group_norm_kernel.cu, GroupNormBackwardKernelImplInternal: ds, db, c1 [N,C] and c2, c3 [N,G] in
+    # float32
     pytest.param(group, (2, 8, 5), (8,), "native_group_norm", (3 * 2 * 8 + 2 * 2 * 4) * 4, id="group-norm"),
     # GroupNorm1dBackward: c2 and c3 only
     pytest.param(group, (2, 8), (8,), "native_group_norm", 2 * 2 * 4 * 4, id="group-norm-of-vectors"),
@@ -127,7 +137,9 @@ def test_cudnn_normalizes_what_it_can(dtype, name) -> None:
 
 
 def test_cudnn_batch_norm_keeps_statistics_and_an_empty_reserve() -> None:
-    """cudnn/BatchNorm.cpp: save_mean and save_var in the weight's dtype; reserve is cuDNN's own, 0 for plain batch norm."""
+    """cudnn/BatchNorm.cpp: save_mean and save_var in the weight's dtype; reserve is cuDNN's own, 0 for plain
+    batch norm.
+    """
     trace = captured(batch, IMAGE, (8,), (8,), dtype=FP32)
     assert made_bytes(trace, only(trace, "cudnn_batch_norm.default")) == [256 * 4, 8 * 4, 8 * 4, 0]
     assert made_bytes(trace, only(trace, "cudnn_batch_norm_backward.default")) == [256 * 4, 8 * 4, 8 * 4]
@@ -155,7 +167,9 @@ def test_targets_differ_in_multiprocessors() -> None:
         return F.rms_norm(x, (width,), weight).square()
 
     found = [
-        only(captured(run, (rows, width), (width,), target=target), "_fused_rms_norm_backward.default").workspace_bytes
+        only(
+            captured(run, (rows, width), (width,), target=target), "_fused_rms_norm_backward.default"
+        ).workspace_bytes
         for target in (H100, A100)
     ]
     assert found == [(32 * 1024 // 60 + 1) * width * 2, 0]

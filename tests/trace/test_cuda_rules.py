@@ -10,17 +10,17 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from cuda_helpers import H100, captured, made_bytes, names, only
 from torch import nn
 
 from memfit.trace.capture import trace
 from memfit.trace.record import Category
 from memfit.trace.step import Step, spec
-from tests.trace.cuda_helpers import H100, captured, made_bytes, names, only
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-# -- dropout ----------------------------------------------------------------------------------------------------------
+# -- dropout -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_dropout_keeps_a_byte_mask() -> None:
     assert "native_dropout_backward" in names(trace, "backward")
 
 
-# -- softmax and losses -----------------------------------------------------------------------------------------------
+# -- softmax and losses --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,9 @@ def test_softmax_in_float32(function, dtype, expected) -> None:
             id="bfloat16-under-autocast",
         ),
         pytest.param(
-            {"dtype": FP32, "autocast": BF16}, [("_log_softmax", [128]), ("nll_loss_forward", [4, 4])], id="float32-under-autocast"
+            {"dtype": FP32, "autocast": BF16},
+            [("_log_softmax", [128]), ("nll_loss_forward", [4, 4])],
+            id="float32-under-autocast",
         ),
     ],
 )
@@ -99,7 +101,7 @@ def test_a_reduced_loss_holds_the_unreduced_one() -> None:
     assert only(trace, "mse_loss.default").workspace_bytes == 4 * 8 * 4
 
 
-# -- indexing ---------------------------------------------------------------------------------------------------------
+# -- indexing ------------------------------------------------------------------------------------------------
 
 
 def embed(count: int):
@@ -122,16 +124,38 @@ def test_many_embedded_tokens_are_sorted_and_summed_in_parts() -> None:
 
 
 def test_the_gradient_of_indexing_sorts_linear_indices() -> None:
-    """cuda/Indexing.cu, `index_put_with_sort_kernel`: four int64 buffers and cub's second copy of keys and values."""
+    """cuda/Indexing.cu, `index_put_with_sort_kernel`: four int64 buffers and cub's second copy of keys and
+    values.
+    """
 
     def run(x):
         return x[torch.zeros(50, dtype=torch.long, device="cuda")].square()
 
     trace = captured(run, (100, 8))
-    assert only(trace, "index_put.default").workspace_bytes == 50 * 8 * (4 + 2)
+    assert only(trace, "_index_put_impl_.default").workspace_bytes == 50 * 8 * (4 + 2)
 
 
-# -- recurrent layers -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [  # torch/csrc/autograd/FunctionsManual.cpp: into zeros in place, where a dispatch mode would see a second tensor
+        pytest.param(lambda x, i: x[i], "_index_put_impl_", id="index"),
+        pytest.param(lambda x, i: x.index_select(0, i), "index_add_", id="index-select"),
+        pytest.param(lambda x, i: x.gather(0, i[:, None]), "scatter_add_", id="gather"),
+        pytest.param(lambda x, i: x.topk(2)[0], "scatter_.src", id="topk"),
+        pytest.param(lambda x, i: x.max(-1)[0], "scatter_.src", id="max"),
+    ],
+)
+def test_gradients_of_selections_are_scattered_in_place(function, name) -> None:
+    trace = captured(
+        lambda x: function(x, torch.zeros(5, dtype=torch.long, device="cuda")).square(), (20, 8), dtype=FP32
+    )
+    assert name in names(trace, "backward")
+    work = [op for op in trace.ops if op.phase.value == "backward" and not op.view]
+    whole = [op for op in work if 20 * 8 * 4 in made_bytes(trace, op) and not op.mutates]
+    assert len(whole) == 1
+
+
+# -- recurrent layers ----------------------------------------------------------------------------------------
 
 
 class Recurrent(nn.Module):
@@ -161,7 +185,7 @@ def test_cudnn_runs_a_recurrent_layer_as_one_op(layer, kept, cell) -> None:
     assert any("reserve" in note for note in result.notes)
 
 
-# -- mixtures of experts ----------------------------------------------------------------------------------------------
+# -- mixtures of experts -------------------------------------------------------------------------------------
 
 
 def test_grouped_products_have_gradients_and_flops() -> None:
@@ -198,7 +222,7 @@ def test_transformers_experts_are_captured_as_grouped_products() -> None:
     assert "_scaled_dot_product_cudnn_attention" in names(result)
 
 
-# -- optimizers -------------------------------------------------------------------------------------------------------
+# -- optimizers ----------------------------------------------------------------------------------------------
 
 SIZES = [16 * 8, 16, 4 * 16, 4]
 
@@ -216,7 +240,11 @@ OPTIMIZERS = [  # torch/optim: foreach is the default on CUDA; the lists after t
     pytest.param(torch.optim.Adam, FOREACH_ADAM, 2, False, id="adam"),
     pytest.param(torch.optim.AdamW, ["_foreach_mul_.Scalar", *FOREACH_ADAM], 2, False, id="adamw"),
     pytest.param(
-        partial(torch.optim.AdamW, fused=True), ["_foreach_add_.Scalar", "_fused_adamw_"], 2, True, id="adamw-fused"
+        partial(torch.optim.AdamW, fused=True),
+        ["_foreach_add_.Scalar", "_fused_adamw_"],
+        2,
+        True,
+        id="adamw-fused",
     ),
     pytest.param(
         partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -225,17 +253,31 @@ OPTIMIZERS = [  # torch/optim: foreach is the default on CUDA; the lists after t
         False,
         id="sgd-momentum",
     ),
-    pytest.param(partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True), ["_fused_sgd_"], 1, False, id="sgd-fused"),
+    pytest.param(
+        partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True), ["_fused_sgd_"], 1, False, id="sgd-fused"
+    ),
     pytest.param(
         torch.optim.RMSprop,
-        ["_foreach_mul_.Scalar", "_foreach_addcmul_.Scalar", "_foreach_sqrt", "_foreach_add_.Scalar", "_foreach_addcdiv_.Scalar"],
+        [
+            "_foreach_mul_.Scalar",
+            "_foreach_addcmul_.Scalar",
+            "_foreach_sqrt",
+            "_foreach_add_.Scalar",
+            "_foreach_addcdiv_.Scalar",
+        ],
         1,
         False,
         id="rmsprop",
     ),
     pytest.param(
         torch.optim.Adagrad,
-        ["_foreach_addcmul_.Scalar", "_foreach_sqrt", "_foreach_add_.Scalar", "_foreach_mul.ScalarList", "_foreach_addcdiv_.Scalar"],
+        [
+            "_foreach_addcmul_.Scalar",
+            "_foreach_sqrt",
+            "_foreach_add_.Scalar",
+            "_foreach_mul.ScalarList",
+            "_foreach_addcdiv_.Scalar",
+        ],
         1,
         False,
         id="adagrad",
@@ -262,7 +304,9 @@ def test_capturable_adam_keeps_its_step_on_the_device() -> None:
 
 
 def test_clipping_takes_the_foreach_path() -> None:
-    """torch/nn/utils/clip_grad.py; cuda/ForeachReduceOp.cu, `foreach_tensor_norm_cuda`: a float32 per chunk and tensor."""
+    """torch/nn/utils/clip_grad.py; cuda/ForeachReduceOp.cu, `foreach_tensor_norm_cuda`: a float32 per chunk
+    and tensor.
+    """
     result = trained(torch.optim.AdamW, clip_grad_norm=1.0)
     assert names(result, "optimizer")[:7] == [
         "_foreach_norm.Scalar", "stack", "linalg_vector_norm", "add.Tensor", "reciprocal", "mul.Tensor", "clamp",

@@ -7,7 +7,7 @@ taken from a sparse table. Nothing here scans the ops or the storages once for e
 
 Note [Inputs and outputs]: a trace has no arguments of modules. A call's inputs are the storages that its ops read, that
 are older than the call, and that are not parameters, buffers or optimizer state; its outputs are those born in it that
-a later op outside of it reads in forward, and those that its last op made and left.
+a later op outside of it reads in forward or, when there are none, those that its last op made and left.
 """
 
 from __future__ import annotations
@@ -291,21 +291,28 @@ def _outputs(timeline: Timeline, nesting: _Nesting) -> Bytes:
     last_read = np.full(count, NEVER, np.int64)
     np.maximum.at(last_read, storage[forward], op[forward])
     born = _born(timeline)
-    pairs = [
+    pairs = [np.empty(0, np.int64)]
+    pairs += [
         call * count + born[item] for item, call in nesting.outlived(timeline.birth[born], last_read[born])
     ]
-    alive_until = np.where(timeline.death == NEVER, len(trace.ops), timeline.death)
+    pairs.append(_left_by_last_op(timeline, without=set((np.concatenate(pairs) // max(count, 1)).tolist())))
+    return _sum_pairs(timeline, pairs)
+
+
+def _left_by_last_op(timeline: Timeline, without: set[int]) -> Bytes:
+    """Pairs of the other calls and the storages that their last ops made and that outlive them."""
+    trace = timeline.trace
+    birth, death = timeline.birth, timeline.death
     left = [
-        number * count + ref.storage
+        number * len(trace.storages) + ref.storage
         for number, call in enumerate(trace.calls)
-        if call.begin < call.end
+        if call.begin < call.end and number not in without
         for ref in trace.ops[call.end - 1].outputs
         if ref.storage != NEVER
-        and call.begin <= timeline.birth[ref.storage]
-        and alive_until[ref.storage] >= call.end
+        and birth[ref.storage] >= call.begin
+        and (death[ref.storage] == NEVER or death[ref.storage] >= call.end)
     ]
-    pairs.append(np.array(left, np.int64))
-    return _sum_pairs(timeline, pairs)
+    return np.array(left, np.int64)
 
 
 def _reads(trace: Trace) -> tuple[Bytes, Bytes]:

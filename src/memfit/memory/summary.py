@@ -22,12 +22,15 @@ class Fit(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """An op of the step as people find it: `op` may be the end of the step, and then has no name."""
+    """An op of the step as people find it; `module` is None outside any module call, as in a loss function.
+
+    `op` may be before or after those of the step, and then has no name.
+    """
 
     op: int
     name: str
     phase: str
-    module: str
+    module: str | None
     source: str
 
 
@@ -130,12 +133,12 @@ def place_of(timeline: Timeline, op: int) -> Place:
     """Where an op is; an index outside the ops is the start or the end of the step."""
     trace = timeline.trace
     if not 0 <= op < len(trace.ops):
-        return Place(op=op, name="", phase="before the step" if op < 0 else "end of the step", module="", source="")
+        return Place(op=op, name="", phase="before the step" if op < 0 else "end of the step", module=None, source="")
     return Place(
         op=op,
         name=trace.ops[op].name,
         phase=trace.ops[op].phase.value,
-        module=timeline.module_of(op),
+        module=timeline.module_of(op) if trace.ops[op].call != NEVER else None,
         source=trace.source_of(op),
     )
 

@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from memfit.memory import Fit, MemorySummary, ModuleMemory
+from memfit.memory import Fit, MemorySummary, ModuleMemory, Place
 from memfit.units import display_bytes
 
 _STYLE = {Fit.FITS: "green", Fit.TIGHT: "yellow", Fit.TOO_LARGE: "red"}
@@ -48,16 +48,21 @@ def _verdict(summary: MemorySummary) -> Panel:
         lines.append(f", {display_bytes(-summary.free_bytes)} too much\n")
     peak = summary.peak
     lines.append("peak in ").append(peak.phase, style="bold").append(f" at op {peak.op} ")
-    lines.append(peak.name, style="cyan").append(f" of {peak.module or 'the step itself'}")
+    lines.append(peak.name, style="cyan").append(_module(peak))
     if peak.source:
         lines.append(f"\n  {peak.source}", style="dim")
     if summary.fit is Fit.TIGHT:
         lines.append(f"\nthe allocator empties its cache {summary.retries} times; each stalls the device")
     if summary.failing is not None and summary.failing.op != peak.op:
         failing = summary.failing
-        lines.append(f"\nruns out of memory in {failing.phase} at op {failing.op} {failing.name}")
-        lines.append(f" of {failing.module}" if failing.module else "")
+        lines.append(f"\nruns out of memory in {failing.phase} at op {failing.op} {failing.name}{_module(failing)}")
     return Panel(lines, title=f"memory of one step on {summary.device_title}", title_align="left")
+
+
+def _module(place: Place) -> str:
+    if place.module is None:
+        return ", outside any module"
+    return f" of {place.module or 'the model itself'}"
 
 
 def _by_category(summary: MemorySummary) -> Table:

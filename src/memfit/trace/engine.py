@@ -72,3 +72,30 @@ class _Probe(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self.refs.append(weakref.ref(result.untyped_storage()))
         return result
+
+
+_aten = torch.ops.aten
+_WRITTEN_IN_PLACE = {
+    _aten.index_put.default: _aten._index_put_impl_.default,
+    _aten.index_add.default: _aten.index_add_.default,
+    _aten.scatter_add.default: _aten.scatter_add_.default,
+    _aten.scatter.src: _aten.scatter_.src,
+}
+_SCATTERING_NODES = ("Index", "Gather", "TakeAlongDim", "Topk", "Sort", "Max", "Min", "Kthvalue", "Median", "Mode")
+
+
+def in_place_in_backward(func: Any, args: Any) -> tuple[Any, Any]:
+    """The call that a gradient formula makes when no mode is looking.
+
+    Gradients of indexing are scattered into fresh zeros in place, unless any dispatch mode is active (FunctionsManual.cpp,
+    `areAnyTensorSubclassLike` in `index_backward`, `gather_backward` and `value_selecting_reduction_backward`).
+    """
+    written = _WRITTEN_IN_PLACE.get(func)
+    if written is None or torch.is_grad_enabled():
+        return func, args
+    node = torch._C._current_autograd_node()
+    if node is None or not node.name().startswith(_SCATTERING_NODES):
+        return func, args
+    if written is _aten._index_put_impl_.default:
+        args = (*args, *(False,) * (4 - len(args)), True)
+    return written, args

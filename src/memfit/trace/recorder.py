@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from memfit.trace.arguments import encode_arguments, tensors_of
 from memfit.trace.calls import CallTracker
-from memfit.trace.engine import adds_in_place, sole_owner_counts
+from memfit.trace.engine import adds_in_place, in_place_in_backward, sole_owner_counts
 from memfit.trace.errors import BAD_SHAPES, DATA_DEPENDENT, NO_META_KERNEL, CaptureError
 from memfit.trace.execution import Executor, OpInfo, Outcome, written_by
 from memfit.trace.record import NEVER, Category, Op, Phase, Storage, TensorRef
@@ -113,8 +113,11 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "profiler":
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            if self.phase is Phase.BACKWARD and adds_in_place(func, args, kwargs, 1):
-                func = _aten.add_.Tensor
+            if self.phase is Phase.BACKWARD:
+                if adds_in_place(func, args, kwargs, 1):
+                    func = _aten.add_.Tensor
+                else:
+                    func, args = in_place_in_backward(func, args)
             tensors = tensors_of(args)
             if kwargs:
                 tensors += tensors_of(kwargs.values())

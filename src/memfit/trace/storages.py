@@ -49,7 +49,7 @@ class StorageTable:
         self.now = 0
         self.phase = Phase.FORWARD
         self.known: dict[int, int] = {}
-        self.foreign: dict[int, torch.Tensor] = {}
+        self.foreign: set[int] = set()
         self.valueless: set[int] = set()
         self.twins: dict[int, torch.UntypedStorage] = {}
         self._refs: dict[int, _StorageRef] = {}
@@ -98,10 +98,9 @@ class StorageTable:
         number = self.known.get(storage._cdata)
         if number is not None:
             return number
-        self.foreign[storage._cdata] = tensor
+        self.foreign.add(storage._cdata)
         if self.device_type != "cpu" and tensor.device.type == "cpu":
-            self.known[storage._cdata] = HOST
-            return HOST
+            return self.hold_host(storage)
         if tensor.dim() == 0:
             return self.new(storage, self.now, NEVER)
         number = self.new(storage, NEVER, NEVER)
@@ -163,6 +162,7 @@ class StorageTable:
         if self._refs.get(pointer) is ref:
             del self._refs[pointer]
             self.known.pop(pointer, None)
+            self.foreign.discard(pointer)
             self.valueless.discard(pointer)
             self.twins.pop(pointer, None)
         if number == HOST:

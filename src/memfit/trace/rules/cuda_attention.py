@@ -45,7 +45,7 @@ class _Call:
         return wanted and torch.is_grad_enabled()
 
 
-# -- which backend ----------------------------------------------------------------------------------------------------
+# -- which backend -------------------------------------------------------------------------------------------
 
 
 def _rounded(size: int, multiple: int) -> int:
@@ -53,7 +53,8 @@ def _rounded(size: int, multiple: int) -> int:
 
 
 def priority_order(capability: tuple[int, int]) -> list[int]:
-    """cuDNN goes first on Hopper and datacentre Blackwell (cuda/sdp_utils.cpp, `check_prefer_cudnn_attention`).
+    """cuDNN goes first on Hopper and datacentre Blackwell (cuda/sdp_utils.cpp,
+    `check_prefer_cudnn_attention`).
 
     An order that the user has set with `sdpa_kernel(..., set_priority=True)` stays as it is.
     """
@@ -64,7 +65,9 @@ def priority_order(capability: tuple[int, int]) -> list[int]:
 
 
 def _fits_every_kernel(call: _Call) -> bool:
-    """What all fused kernels ask for (sdp_utils_cpp.h, `check_tensor_shapes`, `check_nonzero_sequence_lengths_dense`)."""
+    """What all fused kernels ask for (sdp_utils_cpp.h, `check_tensor_shapes`,
+    `check_nonzero_sequence_lengths_dense`).
+    """
     query, key, value = call.query, call.key, call.value
     return (
         query.dim() == key.dim() == value.dim() == 4
@@ -195,10 +198,12 @@ def choose_backend(call: _Call, capability: tuple[int, int], *, has_cudnn: bool 
                 return _MATH
         elif (has_cudnn or backend != _CUDNN) and able[backend](call, capability):
             return backend
-    raise RuntimeError("no attention backend that is enabled can run these arguments; see torch.nn.attention.sdpa_kernel")
+    raise RuntimeError(
+        "no attention backend that is enabled can run these arguments; see torch.nn.attention.sdpa_kernel"
+    )
 
 
-# -- the calls --------------------------------------------------------------------------------------------------------
+# -- the calls -----------------------------------------------------------------------------------------------
 
 
 def _fused_dropout(weights: Tensor, p: float, _: bool) -> Tensor:
@@ -247,7 +252,13 @@ def _attention(
     if backend == _FLASH:
         width = query.size(-1)
         output = _aten._scaled_dot_product_flash_attention(
-            _padded(query), _padded(key), _padded(value), dropout_p, is_causal, False, scale=scale_of(query, scale)
+            _padded(query),
+            _padded(key),
+            _padded(value),
+            dropout_p,
+            is_causal,
+            False,
+            scale=scale_of(query, scale),
         )[0]
         return output[..., :width] if output.size(-1) != width else output
     if backend == _EFFICIENT:
@@ -260,7 +271,7 @@ def _attention(
     )
 
 
-# -- results ----------------------------------------------------------------------------------------------------------
+# -- results -------------------------------------------------------------------------------------------------
 
 
 def _efficient_results(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -277,7 +288,7 @@ def _cudnn_results(context: RuleContext, func: Any, args: Any, kwargs: dict[str,
     return tuple(results)
 
 
-# -- workspaces -------------------------------------------------------------------------------------------------------
+# -- workspaces ----------------------------------------------------------------------------------------------
 
 
 def _copied(tensor: Tensor) -> int:
@@ -286,13 +297,17 @@ def _copied(tensor: Tensor) -> int:
 
 
 def flash_splits(blocks: int, multiprocessors: int, key_blocks: int) -> int:
-    """How many ways the keys are split when heads alone do not fill the device (flash_api.cpp, `num_splits_heuristic`)."""
+    """How many ways the keys are split when heads alone do not fill the device (flash_api.cpp,
+    `num_splits_heuristic`).
+    """
     slots = multiprocessors * 2
     if not slots or blocks >= 0.8 * slots:
         return 1
     limit = min(128, slots, key_blocks)
     eligible = [
-        split for split in range(1, limit + 1) if split == 1 or -(-key_blocks // split) != -(-key_blocks // (split - 1))
+        split
+        for split in range(1, limit + 1)
+        if split == 1 or -(-key_blocks // split) != -(-key_blocks // (split - 1))
     ]
     efficiency = {}
     for split in eligible:
@@ -310,9 +325,7 @@ def _flash_forward(context: RuleContext, func: Any, args: Any, kwargs: dict[str,
         return 0
     batch, heads, length, width = query.shape
     block = 256 if width <= 64 else 128 if width <= 128 else 64
-    splits = flash_splits(
-        batch * heads * -(-length // 64), context.multiprocessors, -(-key.size(2) // block)
-    )
+    splits = flash_splits(batch * heads * -(-length // 64), context.multiprocessors, -(-key.size(2) // block))
     if splits == 1:
         return 0
     return splits * batch * heads * length * (1 + _flash_width(width)) * _FLOAT_BYTES
@@ -332,7 +345,10 @@ def _flash_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str
     batch, heads, length, width = query.shape
     rows = batch * heads * _rounded(length, 128)
     splits = 1
-    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+    if (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    ):
         splits = -(-max(1, context.multiprocessors) // (batch * heads))
     held = rows * _FLOAT_BYTES + splits * rows * _flash_width(width) * _FLOAT_BYTES
     if key.size(1) != heads:
@@ -340,8 +356,12 @@ def _flash_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str
     return held + _copied(grad) + _copied(output)
 
 
-def _efficient_forward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-    """Heads over 128 wide accumulate in float32 (mem_eff_attention/kernel_forward.h, `kNeedsOutputAccumulatorBuffer`)."""
+def _efficient_forward(
+    context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any
+) -> int:
+    """Heads over 128 wide accumulate in float32 (mem_eff_attention/kernel_forward.h,
+    `kNeedsOutputAccumulatorBuffer`).
+    """
     query, value = args[0], args[2]
     if query.dtype not in _LOW or max(query.size(-1), value.size(-1)) <= 128:
         return 0
@@ -363,7 +383,9 @@ _BIG_SHARED_MEMORY = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
 
 
 def efficient_kernel(dtype: torch.dtype, width: int, dropout: bool, capability: tuple[int, int]) -> _Kernel:
-    """The first compiled kernel that takes these arguments (mem_eff_attention/kernels/cutlassB.h, `dispatch_cutlassB`)."""
+    """The first compiled kernel that takes these arguments (mem_eff_attention/kernels/cutlassB.h,
+    `dispatch_cutlassB`).
+    """
     half = dtype in _LOW
     big = capability in _BIG_SHARED_MEMORY
     for limit in (32, 64):
@@ -377,7 +399,9 @@ def efficient_kernel(dtype: torch.dtype, width: int, dropout: bool, capability: 
     return _Kernel(tall, 64, _ANY_WIDTH)
 
 
-def _efficient_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+def _efficient_backward(
+    context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any
+) -> int:
     """`delta` and the accumulators of the gradients (mem_eff_attention/kernel_backward.h, `workspace_size`)."""
     grad, query, key, value = args[:4]
     dropout_p = args[9]
@@ -395,7 +419,9 @@ def _efficient_backward(context: RuleContext, func: Any, args: Any, kwargs: dict
         splits = max(1, min(splits, 200 // (batch * heads)))
     elements = 0
     if accumulates:
-        elements += splits * kernel.keys * (_rounded(width, kernel.queries) + _rounded(value_width, kernel.queries))
+        elements += (
+            splits * kernel.keys * (_rounded(width, kernel.queries) + _rounded(value_width, kernel.queries))
+        )
     if half or capability >= (7, 0):
         tiles = -(-queries // kernel.queries) * -(-width // kernel.keys)
         elements += tiles * (4 + kernel.queries * kernel.keys)
@@ -407,7 +433,8 @@ def _efficient_backward(context: RuleContext, func: Any, args: Any, kwargs: dict
 
 
 def _cudnn_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-    """`dQ_accum` and the softmax sum (cudnn-frontend, `CompositeSDPABackwardNode::get_fe_workspace_size_node`).
+    """`dQ_accum` and the softmax sum (cudnn-frontend,
+    `CompositeSDPABackwardNode::get_fe_workspace_size_node`).
 
     What the cuDNN engine adds for itself is not public.
     """

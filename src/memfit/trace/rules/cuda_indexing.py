@@ -23,8 +23,12 @@ def sort_bytes(items: int, key_bytes: int, value_bytes: int) -> int:
     return items * (key_bytes + value_bytes)
 
 
-def _embedding_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
-    """Sorted indices and a float32 row per partial segment (cuda/Embedding.cu, cuda/EmbeddingBackwardKernel.cu)."""
+def _embedding_backward(
+    context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor
+) -> int:
+    """Sorted indices and a float32 row per partial segment (cuda/Embedding.cu,
+    cuda/EmbeddingBackwardKernel.cu).
+    """
     grad, indices, rows, _, by_frequency = args
     count = indices.numel()
     copies = contiguous_copy(grad) + contiguous_copy(indices)

@@ -1,4 +1,6 @@
-"""Normalization layers on CUDA: the fused RMS norm, cuDNN's batch norm, and the buffers of the backward kernels."""
+"""Normalization layers on CUDA: the fused RMS norm, cuDNN's batch norm, and the buffers of the backward
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,19 @@ def _accumulator_bytes(tensor: Tensor) -> int:
     return max(4, tensor.element_size())
 
 
-# -- RMS norm ---------------------------------------------------------------------------------------------------------
+# -- RMS norm ------------------------------------------------------------------------------------------------
 
 
 def _rms_norm(
-    context: RuleContext, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+    context: RuleContext,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    eps: float | None = None,
 ) -> Any:
-    """One fused kernel, unless dtypes differ or the layout is channels-last (layer_norm.cpp, `rms_norm_symint`)."""
+    """One fused kernel, unless dtypes differ or the layout is channels-last (layer_norm.cpp,
+    `rms_norm_symint`).
+    """
     mixed = weight is not None and weight.dtype != input.dtype
     if mixed or input.is_complex() or memory_format_of(input) is not torch.contiguous_format:
         return NotImplemented
@@ -44,10 +52,14 @@ def _rms_norm(
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """CUDA's own autograd formula: torch has one for `_fused_rms_norm` on CUDA only (tools/autograd/derivatives.yaml)."""
+    """CUDA's own autograd formula: torch has one for `_fused_rms_norm` on CUDA only
+    (tools/autograd/derivatives.yaml).
+    """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, shape: tuple[int, ...], weight: Tensor | None, eps: float | None) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, shape: tuple[int, ...], weight: Tensor | None, eps: float | None
+    ) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
             output, factor = _aten._fused_rms_norm(input, shape, weight, eps)
         ctx.save_for_backward(input, weight, factor)
@@ -72,13 +84,15 @@ def _fused_rms_norm(context: RuleContext, func: Any, args: Any, kwargs: dict[str
 
 
 def _fused_rms_norm_gradients(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Contiguous gradients of the input and the weight (cuda/layer_norm_kernel.cu, `_fused_rms_norm_backward_cuda`)."""
+    """Contiguous gradients of the input and the weight (cuda/layer_norm_kernel.cu,
+    `_fused_rms_norm_backward_cuda`).
+    """
     _, source, shape, _, weight, mask = args
     wanted = mask[1] and weight is not None
     return (source.new_empty(source.shape) if mask[0] else None, weight.new_empty(shape) if wanted else None)
 
 
-# -- layer norm -------------------------------------------------------------------------------------------------------
+# -- layer norm ----------------------------------------------------------------------------------------------
 
 
 def _contiguous_input(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
@@ -95,7 +109,9 @@ def gamma_beta_bytes(rows: int, width: int, multiprocessors: int, element_size: 
     return (gradients * blocks + 1) * width * element_size
 
 
-def _layer_norm_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+def _layer_norm_backward(
+    context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any
+) -> int:
     """Copies of strided operands, and partial sums of the parameters' gradients."""
     grad, source, shape = args[:3]
     mask = args[-1]
@@ -115,7 +131,9 @@ def _layer_norm_gradients(context: RuleContext, func: Any, args: Any, kwargs: di
     return (gradient, *others)
 
 
-def _rms_norm_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+def _rms_norm_backward(
+    context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any
+) -> int:
     """As layer norm, with one parameter (layer_norm_kernel.cu, `RMSNormBackwardKernelImpl`)."""
     grad, source, shape, _, _, mask = args
     width = math.prod(shape)
@@ -124,8 +142,7 @@ def _rms_norm_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[
     return contiguous_copy(grad) + contiguous_copy(source) + partial
 
 
-
-# -- group norm -------------------------------------------------------------------------------------------------------
+# -- group norm ----------------------------------------------------------------------------------------------
 
 
 def _group_norm(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
@@ -142,7 +159,9 @@ def _group_norm(context: RuleContext, func: Any, args: Any, kwargs: dict[str, An
     return held
 
 
-def _group_norm_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+def _group_norm_backward(
+    context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any
+) -> int:
     """`ds` and `db`, then `c1`, `c2` and `c3` (group_norm_kernel.cu, `GroupNormBackwardKernelImplInternal`)."""
     _, source, _, _, weight, samples, channels, positions, groups, mask = args
     size = _accumulator_bytes(source)
@@ -154,11 +173,16 @@ def _group_norm_backward(context: RuleContext, func: Any, args: Any, kwargs: dic
     return 2 * samples * channels * size + per_group + scale
 
 
-# -- batch norm -------------------------------------------------------------------------------------------------------
+# -- batch norm ----------------------------------------------------------------------------------------------
 
 
 def uses_cudnn(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None, training: bool, eps: float
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    training: bool,
+    eps: float,
 ) -> bool:
     """Whether cuDNN normalizes (ATen/native/Normalization.cpp, `_select_batch_norm_backend`)."""
     return (
@@ -195,7 +219,9 @@ def _batch_norm(
 
 
 def _cudnn_batch_norm(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Statistics only in training; the reserve is 0 for plain batch norm (cudnn/BatchNorm.cpp, `cudnn_batch_norm`)."""
+    """Statistics only in training; the reserve is 0 for plain batch norm (cudnn/BatchNorm.cpp,
+    `cudnn_batch_norm`).
+    """
     source, weight = args[:2]
     training = args[5]
     output = torch.empty_like(source, memory_format=memory_format_of(source))
@@ -231,4 +257,3 @@ WORKSPACES = {
         "aten.native_group_norm_backward.default": _group_norm_backward,
     }
 }
-

@@ -54,7 +54,11 @@ def _cross_entropy(
     its float32 list.
     """
     plain = label_smoothing == 0 and target.shape != input.shape
-    if not torch.is_autocast_enabled("cuda") or not plain or input.dtype not in (torch.float16, torch.bfloat16):
+    if (
+        not torch.is_autocast_enabled("cuda")
+        or not plain
+        or input.dtype not in (torch.float16, torch.bfloat16)
+    ):
         return NotImplemented
     logarithms = torch.log_softmax(input, 0 if input.dim() == 1 else 1).float()
     weight = None if weight is None else weight.float()
@@ -62,7 +66,9 @@ def _cross_entropy(
 
 
 def _unreduced(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
-    """The loss of each element, before it is reduced (ATen/native/BinaryOps.cpp, `mse_loss_out` and its like)."""
+    """The loss of each element, before it is reduced (ATen/native/BinaryOps.cpp, `mse_loss_out` and its
+    like).
+    """
     reduction = kwargs.get("reduction", args[2] if len(args) > 2 else 1)
     return args[0].numel() * result.element_size() if reduction else 0
 
@@ -79,7 +85,9 @@ def _roll(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], re
 
 
 def _foreach_norm(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-    """A float32 sum per chunk of the largest tensor, for every tensor (cuda/ForeachReduceOp.cu, `foreach_tensor_norm_cuda`)."""
+    """A float32 sum per chunk of the largest tensor, for every tensor (cuda/ForeachReduceOp.cu,
+    `foreach_tensor_norm_cuda`).
+    """
     tensors = args[0]
     chunks = max((-(-tensor.numel() // _FOREACH_CHUNK) for tensor in tensors), default=0)
     size = 8 if any(tensor.dtype == torch.float64 for tensor in tensors) else 4
@@ -90,7 +98,12 @@ def _in_place(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]
     """Nothing is made: the op only writes, and torch has no meta kernel for it (cuda/FusedSgdKernel.cu)."""
 
 
-_IN_PLACE = ("_fused_sgd_.default", "_fused_sgd_.tensor_lr", "_fused_adagrad_.default", "_fused_adagrad_.tensor_lr")
+_IN_PLACE = (
+    "_fused_sgd_.default",
+    "_fused_sgd_.tensor_lr",
+    "_fused_adagrad_.default",
+    "_fused_adagrad_.tensor_lr",
+)
 
 FUNCTIONS = {
     "cuda": {

@@ -15,9 +15,7 @@ _GATES = {0: 1, 1: 1, 2: 4, 3: 3}
 _RESERVED = {0: 1, 1: 1, 2: 6, 3: 5}
 """Values kept per hidden unit and step: gates, cell and hidden states."""
 
-_NOTE = (
-    "recurrent layers: cuDNN's reserve space is its own; it is estimated as the gates and states of every layer and step"
-)
+_NOTE = "recurrent layers: cuDNN's reserve space is its own; it is estimated as the gates and states of every layer and step"
 
 
 def _recurrent(name: str) -> Any:
@@ -53,7 +51,14 @@ def _recurrent(name: str) -> Any:
 def _cudnn_rnn(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Torch's meta kernel has no reserve space; the weights are one buffer already (`try_get_weight_buf`)."""
     output, state, cell, reserve, weights = func(*args, **kwargs)
-    source, mode, hidden, layers, train, bidirectional = args[0], args[6], args[7], args[9], args[12], args[13]
+    source, mode, hidden, layers, train, bidirectional = (
+        args[0],
+        args[6],
+        args[7],
+        args[9],
+        args[12],
+        args[13],
+    )
     if train:
         context.note(_NOTE)
         steps = source.numel() // source.size(-1)

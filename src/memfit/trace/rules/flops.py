@@ -12,7 +12,9 @@ _MATRIX_DIMS = 2
 
 
 def grouped_mm_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """Each row of `a`, or of the summed dimension, is in one group, so the total does not depend on the offsets."""
+    """Each row of `a`, or of the summed dimension, is in one group, so the total does not depend on the
+    offsets.
+    """
     if a.dim() > b.dim():
         return 2 * a.size(1) * b.numel()
     return 2 * a.numel() * b.size(-1)

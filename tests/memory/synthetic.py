@@ -1,0 +1,166 @@
+"""Traces made by hand or by hypothesis, with no capture behind them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from memfit.trace import NEVER, Category, Module, ModuleCall, Op, Parameter, Phase, Storage, TensorRef, Trace
+
+
+def ref(storage: int) -> TensorRef:
+    return TensorRef(storage=storage, shape=(1,), stride=(1,), offset=0, dtype="float32")
+
+
+def op(
+    phase: Phase = Phase.FORWARD,
+    *,
+    reads: tuple[int, ...] = (),
+    makes: tuple[int, ...] = (),
+    call: int = NEVER,
+    workspace: int = 0,
+    source: int = 0,
+    name: str = "aten.op.default",
+) -> Op:
+    return Op(
+        name=name,
+        phase=phase,
+        call=call,
+        inputs=tuple(map(ref, reads)),
+        outputs=tuple(map(ref, makes)),
+        arguments="",
+        flops=0,
+        read_bytes=0,
+        written_bytes=0,
+        workspace_bytes=workspace,
+        view=False,
+        random=False,
+        saved=False,
+        mutates=(),
+        mutated_op=NEVER,
+        forward_op=NEVER,
+        source=source,
+    )
+
+
+def storage(
+    size: int,
+    birth: int = NEVER,
+    death: int = NEVER,
+    category: Category = Category.ACTIVATION,
+    *,
+    name: str = "",
+    module: str = "",
+) -> Storage:
+    return Storage(
+        bytes=size, category=category, birth=birth, death=death, call=NEVER, module=module, name=name, saved_by=()
+    )
+
+
+def call(
+    module: str,
+    begin: int,
+    end: int,
+    backward: tuple[int, int] = (NEVER, NEVER),
+    *,
+    parent: int = NEVER,
+    index: int = 0,
+    phase: Phase = Phase.FORWARD,
+) -> ModuleCall:
+    return ModuleCall(
+        module=module,
+        kind="Kind",
+        index=index,
+        parent=parent,
+        phase=phase,
+        begin=begin,
+        end=end,
+        backward_begin=backward[0],
+        backward_end=backward[1],
+    )
+
+
+def module(path: str, parameters: tuple[int, ...] = (), buffers: tuple[int, ...] = ()) -> Module:
+    return Module(path=path, kind="Kind", parameters=parameters, buffers=buffers)
+
+
+def parameter(name: str, storage: int, gradient: int = NEVER, state: tuple[int, ...] = ()) -> Parameter:
+    return Parameter(
+        names=(name,), storage=storage, shape=(1,), dtype="float32", trainable=True, gradient=gradient, state=state
+    )
+
+
+def make(ops: Any = (), storages: Any = (), calls: Any = (), **more: Any) -> Trace:
+    settings: dict[str, Any] = {
+        "schema": 1,
+        "memfit": "0",
+        "torch": "0",
+        "device": "cpu",
+        "device_type": "cpu",
+        "threads": 1,
+        "autocast": None,
+        "optimizer": "",
+        "modules": (),
+        "parameters": (),
+        "sources": ("",),
+        "notes": (),
+    }
+    return Trace(ops=tuple(ops), storages=tuple(storages), calls=tuple(calls), **(settings | more))
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> Trace:
+    """Any trace whose indices make sense: nested calls, lives of every kind, reads of what is alive."""
+    count = draw(st.integers(0, 14))
+    backward_from = draw(st.integers(0, count))
+    storages = []
+    for _ in range(draw(st.integers(0, 16))):
+        birth = draw(st.integers(NEVER, count))
+        # From birth - 1 on: a storage may be noted after the op before its birth and die at once.
+        death = draw(st.one_of(st.just(NEVER), st.integers(max(birth - 1, 0), max(count - 1, 0))))
+        death = death if death < count else NEVER
+        category = draw(st.sampled_from(list(Category)))
+        storages.append(storage(draw(st.integers(0, 2000)), birth, death, category))
+    calls: list[ModuleCall] = []
+    if count:
+        _draw_calls(draw, calls, NEVER, "", 0, backward_from, depth=0)
+        _draw_calls(draw, calls, NEVER, "again", backward_from, count, depth=2)
+    innermost = [NEVER] * count
+    for number, each in enumerate(calls):
+        for index in range(each.begin, each.end):
+            innermost[index] = number
+    ops = []
+    for index in range(count):
+        alive = [
+            number
+            for number, each in enumerate(storages)
+            if each.birth < index and (each.death == NEVER or each.death >= index)
+        ]
+        ops.append(
+            op(
+                Phase.FORWARD if index < backward_from else Phase.BACKWARD,
+                reads=tuple(draw(st.lists(st.sampled_from(alive), max_size=3))) if alive else (),
+                makes=tuple(number for number, each in enumerate(storages) if each.birth == index),
+                call=innermost[index],
+                workspace=draw(st.sampled_from((0, 0, 100, 5000))),
+            )
+        )
+    return make(ops, storages, calls)
+
+
+def _draw_calls(
+    draw: st.DrawFn, calls: list[ModuleCall], parent: int, path: str, begin: int, end: int, depth: int
+) -> None:
+    last = max((each.begin for each in calls), default=0)
+    backward = draw(st.one_of(st.just((NEVER, NEVER)), st.just((last, max(end, last)))))
+    number = len(calls)
+    index = sum(each.module == path for each in calls)
+    calls.append(call(path, begin, end, backward, parent=parent, index=index))
+    if depth == 3:
+        return
+    edges = sorted(draw(st.lists(st.integers(begin, end), max_size=4)))
+    for i in range(0, len(edges) - 1, 2):
+        name = draw(st.sampled_from(("a", "b")))
+        inner = f"{path}.{name}" if path else name
+        _draw_calls(draw, calls, number, inner, edges[i], edges[i + 1], depth + 1)
