@@ -1,6 +1,6 @@
 """What fills the memory when Llama 3 8B trains on one H100, found without one: `make demo`.
 
-    python examples/demo.py --layers 16 --length 4096 --target a100-sxm-80gb
+python examples/demo.py --layers 16 --length 4096 --target a100-sxm-80gb
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from memfit.units import display_ms
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", default="h100-sxm", help="a device: h100-sxm, a100-sxm-80gb, b200, …")
     parser.add_argument("--layers", type=int, default=Shape().layers)
     parser.add_argument("--batch", type=int, default=1)
@@ -38,11 +40,11 @@ def main() -> None:
     done = time.perf_counter()
 
     elements = sum(_elements(parameter.shape) for parameter in trace.parameters)
-    console.print(f"Llama shape: {what}, {elements / 1e9:.2f} billion parameters in bfloat16, AdamW")
+    console.print(f"Llama: {what}, {elements / 1e9:.2f} billion parameters in bfloat16, AdamW")
     print_memory(summary, console)
     console.print(
-        f"\n{len(trace.ops)} ops captured in {display_ms((captured - began) * 1e3)} without a GPU, "
-        f"weights or data; memory worked out in {display_ms((done - captured) * 1e3)}",
+        f"\n{len(trace.ops)} ops captured in {display_ms((captured - began) * 1e3)} without a GPU, weights or data"
+        f"\nmemory worked out in {display_ms((done - captured) * 1e3)}",
         highlight=False,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from hypothesis import strategies as st
 
 from memfit.trace import NEVER, Category, Module, ModuleCall, Op, Parameter, Phase, Storage, TensorRef, Trace
@@ -50,11 +51,19 @@ def storage(
     death: int = NEVER,
     category: Category = Category.ACTIVATION,
     *,
+    call: int = NEVER,
     name: str = "",
     module: str = "",
 ) -> Storage:
     return Storage(
-        bytes=size, category=category, birth=birth, death=death, call=NEVER, module=module, name=name, saved_by=()
+        bytes=size,
+        category=category,
+        birth=birth,
+        death=death,
+        call=call,
+        module=module,
+        name=name,
+        saved_by=(),
     )
 
 
@@ -87,7 +96,13 @@ def module(path: str, parameters: tuple[int, ...] = (), buffers: tuple[int, ...]
 
 def parameter(name: str, storage: int, gradient: int = NEVER, state: tuple[int, ...] = ()) -> Parameter:
     return Parameter(
-        names=(name,), storage=storage, shape=(1,), dtype="float32", trainable=True, gradient=gradient, state=state
+        names=(name,),
+        storage=storage,
+        shape=(1,),
+        dtype="float32",
+        trainable=True,
+        gradient=gradient,
+        state=state,
     )
 
 
@@ -130,6 +145,12 @@ def traces(draw: st.DrawFn) -> Trace:
     for number, each in enumerate(calls):
         for index in range(each.begin, each.end):
             innermost[index] = number
+    for number, each in enumerate(storages):
+        if 0 <= each.birth < count and innermost[each.birth] != NEVER:
+            maker = innermost[each.birth]
+            if calls[maker].begin == each.birth and draw(st.booleans()):
+                maker = calls[maker].parent  # made just before the call began
+            storages[number] = msgspec.structs.replace(each, call=maker)
     ops = []
     for index in range(count):
         alive = [

@@ -24,7 +24,12 @@ CPU = Target.parse("cpu").device
 def test_events_come_as_residents_outputs_workspace_deaths() -> None:
     step = make(
         ops=(op(workspace=7), op()),
-        storages=(storage(1), storage(2, birth=0, death=1), storage(3, birth=0, death=0), storage(4, birth=2)),
+        storages=(
+            storage(1),
+            storage(2, birth=0, death=1),
+            storage(3, birth=0, death=0),
+            storage(4, birth=2),
+        ),
     )
     assert [tuple(event) for event in events(step)] == [
         (0, 1),

@@ -159,7 +159,7 @@ def test_backward_needs_the_accumulators_of_the_kernel(backend: str, case: dict,
 
 
 def test_a_packed_projection_is_not_copied_in_backward() -> None:
-    """Heads split from [B,L,3,H,D] are [B,L,H,D] in memory, as `_flash_attention_backward` wants its output."""
+    """Heads split from [B,L,3,H,D] are [B,L,H,D] in memory, as `_flash_attention_backward` wants."""
 
     def run(projected):
         query, key, value = (part.view(B, L, H, D).transpose(1, 2) for part in projected.unbind(2))

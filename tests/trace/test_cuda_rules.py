@@ -15,6 +15,7 @@ from torch import nn
 
 from memfit.trace.capture import trace
 from memfit.trace.record import Category
+from memfit.trace.rules.cuda_copies import blas_copy
 from memfit.trace.step import Step, spec
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -72,7 +73,7 @@ def test_softmax_in_float32(function, dtype, expected) -> None:
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [  # LossNLL.cpp, cross_entropy_loss: log_softmax with an explicit dtype, which autocast leaves; nll_loss in float32
+    [  # LossNLL.cpp, cross_entropy_loss: log_softmax is given its dtype, which autocast leaves
         pytest.param({"dtype": BF16}, [("_log_softmax", [64]), ("nll_loss_forward", [2, 2])], id="bfloat16"),
         pytest.param(
             {"dtype": BF16, "autocast": BF16},
@@ -137,7 +138,7 @@ def test_the_gradient_of_indexing_sorts_linear_indices() -> None:
 
 @pytest.mark.parametrize(
     ("function", "name"),
-    [  # torch/csrc/autograd/FunctionsManual.cpp: into zeros in place, where a dispatch mode would see a second tensor
+    [  # torch/csrc/autograd/FunctionsManual.cpp: in place, unless a dispatch mode is active
         pytest.param(lambda x, i: x[i], "_index_put_impl_", id="index"),
         pytest.param(lambda x, i: x.index_select(0, i), "index_add_", id="index-select"),
         pytest.param(lambda x, i: x.gather(0, i[:, None]), "scatter_add_", id="gather"),
@@ -185,6 +186,43 @@ def test_cudnn_runs_a_recurrent_layer_as_one_op(layer, kept, cell) -> None:
     assert any("reserve" in note for note in result.notes)
 
 
+# -- copies -----------------------------------------------------------------------------------------------
+
+
+def meta(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("matrix", "copied"),
+    [  # cuda/Blas.cpp, prepare_matrix_for_cublas and prepare_batch_matrix_for_cublas
+        pytest.param(meta(4, 8), False, id="contiguous"),
+        pytest.param(meta(4, 8).t(), False, id="transposed"),
+        pytest.param(meta(4, 16)[:, :8], False, id="rows-with-gaps"),
+        pytest.param(meta(4, 16)[:, ::2], True, id="columns-with-gaps"),
+        pytest.param(meta(1, 1).expand(4, 8), True, id="expanded"),
+        pytest.param(meta(1, 4, 8).expand(3, 4, 8), False, id="expanded-batch"),
+        pytest.param(meta(3, 4, 1).expand(3, 4, 8), True, id="expanded-columns"),
+        pytest.param(meta(3, 4, 2, 8).transpose(1, 2)[:, 0], False, id="heads"),
+    ],
+)
+def test_matrices_that_cublas_cannot_read_are_copied(matrix, copied) -> None:
+    assert blas_copy(matrix) == (matrix.numel() * 4 if copied else 0)
+
+
+def test_the_gradient_of_a_sum_is_copied_for_each_product() -> None:
+    trace = captured(lambda x, w: (x @ w).sum(), (4, 8), (8, 16))
+    products = [op for op in trace.ops if op.name == "aten.mm.default" and op.phase.value == "backward"]
+    assert [op.workspace_bytes for op in products] == [4 * 16 * 2, 4 * 16 * 2]
+
+
+def test_softmax_of_a_strided_input_copies_it() -> None:
+    """cuda/SoftMax.cu, `host_softmax` and `host_softmax_backward`."""
+    trace = captured(lambda x: F.softmax(x.t(), -1).sum(), (4, 8))
+    assert only(trace, "_softmax.default").workspace_bytes == 4 * 8 * 2
+    assert only(trace, "_softmax_backward_data.default").workspace_bytes == 4 * 8 * 2
+
+
 # -- mixtures of experts -------------------------------------------------------------------------------------
 
 
@@ -199,6 +237,26 @@ def test_grouped_products_have_gradients_and_flops() -> None:
     products = [op for op in trace.ops if op.name == "aten._grouped_mm.default"]
     assert sorted(made_bytes(trace, op)[0] for op in products) == [16 * 32 * 2, 16 * 64 * 2, 2 * 32 * 64 * 2]
     assert [op.flops for op in products] == [2 * 16 * 32 * 64] * 3
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(BF16, 64), (FP32, 62), (BF16, 60)])
+def test_grouped_products_pad_rows_to_sixteen_bytes(dtype, width) -> None:
+    """GroupedMMUtils.h, `create_grouped_gemm_output_tensor`; float32 runs as one product after the other."""
+
+    def run(x, w):
+        offsets = torch.tensor([8, 16], dtype=torch.int32, device="cuda")
+        return F.grouped_mm(x, w[..., :width], offs=offsets).detach() * x.sum()
+
+    trace = captured(run, (16, 32), (2, 32, 64), dtype=dtype)
+    output = only(trace, "_grouped_mm.default").outputs[0]
+    assert output.shape == (16, width)
+    assert output.stride == (64, 1)
+
+
+def test_what_cudnn_decides_by_itself_is_in_the_notes() -> None:
+    trace = captured(lambda x, w: F.conv2d(x, w).square(), (2, 3, 8, 8), (4, 3, 3, 3))
+    assert any("cuDNN chooses its workspace" in note for note in trace.notes)
+    assert only(trace, "convolution.default").workspace_bytes == 0
 
 
 def test_transformers_experts_are_captured_as_grouped_products() -> None:
@@ -309,7 +367,8 @@ def test_clipping_takes_the_foreach_path() -> None:
     """
     result = trained(torch.optim.AdamW, clip_grad_norm=1.0)
     assert names(result, "optimizer")[:7] == [
-        "_foreach_norm.Scalar", "stack", "linalg_vector_norm", "add.Tensor", "reciprocal", "mul.Tensor", "clamp",
+        "_foreach_norm.Scalar", "stack", "linalg_vector_norm", "add.Tensor", "reciprocal", "mul.Tensor",
+        "clamp",
     ]  # fmt: skip
     assert names(result, "optimizer")[7] == "_foreach_mul_.Tensor"
     assert only(result, "_foreach_norm.Scalar").workspace_bytes == len(SIZES) * 4

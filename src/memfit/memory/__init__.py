@@ -1,4 +1,4 @@
-"""Memory of a step: its timeline, peaks by category and module, what the allocator reserves, and measured truth."""
+"""Memory of a step: timeline, peaks by category and module, what the allocator reserves, measured truth."""
 
 from memfit.memory.events import Reserved, allocator_config, events, reserved
 from memfit.memory.measured import Measurement, measured
@@ -11,8 +11,8 @@ __all__ = [
     "CATEGORIES",
     "CallMemory",
     "Fit",
-    "MemTracker",
     "Measurement",
+    "MemTracker",
     "MemorySummary",
     "ModMemStats",
     "ModState",

@@ -1,9 +1,10 @@
 """A step as mallocs and frees, and what the caching allocator of the target reserves for it.
 
-Note [Steady state]: reserved memory depends on history. A process makes parameters, buffers and the batch; its first
-optimizer step makes the optimizer state, and takes it from blocks that activations have just freed; later steps
-find those blocks taken and may have to reserve more. So the step is run more than once: the first time with the state
-born where the optimizer first uses it, then again with everything in place until a step reserves nothing more.
+Note [Steady state]: reserved memory depends on history. A process makes parameters, buffers and the batch;
+its first optimizer step makes the optimizer state, and takes it from blocks that activations have just freed;
+later steps find those blocks taken and may have to reserve more. So the step is run more than once: the first
+time with the state born where the optimizer first uses it, then again with everything in place until a step
+reserves nothing more.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ _MOST_STEPS = 8
 class Reserved:
     """Peaks of a process that has run the step until it settled.
 
-    `peak_allocated_bytes` and `peak_reserved_bytes` are `torch.cuda.max_memory_allocated` and `max_memory_reserved`.
-    `steps` is how many steps it took until one reserved nothing more. `retries` counts how often the allocator had to
-    give its cache back to the device. `out_of_memory_op` is the op that failed under the limit, None when none did.
+    `peak_allocated_bytes` and `peak_reserved_bytes` are `torch.cuda.max_memory_allocated` and
+    `max_memory_reserved`. `steps` is how many steps it took until one reserved nothing more. `retries` counts
+    how often the allocator had to give its cache back to the device. `out_of_memory_op` is the op that failed
+    under the limit, None when none did.
     """
 
     peak_requested_bytes: int
@@ -56,7 +58,7 @@ def allocator_config(device: Device, *, limit_bytes: int | None = None) -> Alloc
 
 
 def events(trace: Trace) -> Iterator[MemoryEvent]:
-    """One steady step from nothing: residents, then what each op allocates, its workspace, and what dies after it.
+    """One steady step from nothing: residents, then each op's outputs, its workspace, and what dies after it.
 
     The key of a storage is its number; that of the workspace of op k is `len(trace.storages) + k`.
     """
@@ -65,7 +67,7 @@ def events(trace: Trace) -> Iterator[MemoryEvent]:
 
 
 def reserved(trace: Trace, device: Device, *, limit_bytes: int | None = None) -> Reserved:
-    """Peaks of the allocator on this device (Note [Steady state]); without a cache, reserved is what is allocated."""
+    """Peaks of the device's allocator (Note [Steady state]); without a cache, reserved equals allocated."""
     if not device.allocator.caches:
         peak_bytes = Timeline.of(trace, device.allocator.rounding_bytes).peak_bytes
         return Reserved(
@@ -129,14 +131,17 @@ class _Replay:
 
     def first(self) -> Iterator[tuple[int, MemoryEvent]]:
         """The first step of a process: optimizer state is made when the optimizer first runs on it."""
-        late = [s for s in self.residents if self.trace.storages[s].category is Category.OPTIMIZER_STATE]
-        early = [s for s in self.residents if self.trace.storages[s].category is not Category.OPTIMIZER_STATE]
-        yield from self._malloc(NEVER, early)
-        made_at = self._first_reader(set(late))
+        storages = self.trace.storages
+        states = [s for s in self.residents if storages[s].category is Category.OPTIMIZER_STATE]
+        made_at = self._first_reader(set(states))
+        late = [s for s in states if storages[s].death == NEVER or storages[s].death >= made_at]
+        yield from self._malloc(NEVER, sorted(set(self.residents).difference(late)))
         for op in range(len(self.trace.ops)):
             if op == made_at:
                 yield from self._malloc(op, late)
             yield from self._op(op)
+        if made_at == len(self.trace.ops):
+            yield from self._malloc(made_at, late)
         yield from self._end()
 
     def steady(self, *, fresh: bool) -> Iterator[tuple[int, MemoryEvent]]:
@@ -174,11 +179,11 @@ class _Replay:
             yield op, MemoryEvent(storage, self.size[storage])
 
     def _first_reader(self, states: set[int]) -> int:
-        """The op before which torch's optimizers make the state of all their parameters; `NEVER` without state."""
+        """The op before which an optimizer makes all its state; the end of the step when none reads it."""
         for index, op in enumerate(self.trace.ops):
             if op.phase is Phase.OPTIMIZER and any(ref.storage in states for ref in op.inputs):
                 return index
-        return len(self.trace.ops) - 1 if states else NEVER
+        return len(self.trace.ops)
 
 
 def _grouped(index: npt.NDArray[np.int64], chosen: npt.NDArray[np.bool_], count: int) -> list[list[int]]:

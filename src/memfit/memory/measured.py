@@ -71,7 +71,10 @@ def _collect(root: Any, found: list[tuple[int, AllocatorEvent]]) -> None:
             fields = event.extra_fields
             if fields.device.type == "cpu":
                 found.append(
-                    (event.start_time_ns, AllocatorEvent(bytes=fields.alloc_size, address=fields.ptr or 0, ops=ops))
+                    (
+                        event.start_time_ns,
+                        AllocatorEvent(bytes=fields.alloc_size, address=fields.ptr or 0, ops=ops),
+                    )
                 )
         inner = (*ops, event.name) if event.tag == _EventType.TorchOp else ops
         stack.extend((child, inner) for child in event.children)

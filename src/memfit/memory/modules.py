@@ -1,13 +1,15 @@
-"""Memory by module and by module call: what a module owns, what its forward leaves for backward, its own peaks.
+"""Memory by module and by call: what a module owns, what its forward leaves for backward, its peaks.
 
-Note [Calls]: calls nest, so the calls that enclose an op are a chain from the innermost one outwards, with growing ends.
-A sum over "the calls in which storage s was born and which it outlives" is therefore a walk up that chain, made for
-all storages at once, one numpy operation for each level of nesting. The highest point of a call is a range maximum,
-taken from a sparse table. Nothing here scans the ops or the storages once for each call.
+Note [Calls]: calls nest, so the calls that enclose an op are a chain from the innermost one outwards, with
+growing ends. A sum over "the calls in which storage s was born and which it outlives" is therefore a walk up
+that chain, made for all storages at once, one numpy operation for each level of nesting. The highest point of
+a call is a range maximum, taken from a sparse table. Nothing here scans the ops or the storages once for each
+call.
 
-Note [Inputs and outputs]: a trace has no arguments of modules. A call's inputs are the storages that its ops read, that
-are older than the call, and that are not parameters, buffers or optimizer state; its outputs are those born in it that
-a later op outside of it reads in forward or, when there are none, those that its last op made and left.
+Note [Inputs and outputs]: a trace has no arguments of modules. A call's inputs are the storages that its ops
+read, that are older than the call, and that are not parameters, buffers or optimizer state; its outputs are
+those born in it that a later op outside of it reads in forward or, when there are none, those that its last
+op made and left.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallMemory:
-    """One module call. `activation_bytes` is what its forward leaves for backward; snapshots count everything alive.
+    """One module call. `activation_bytes` is what its forward leaves for backward; snapshots count all alive.
 
-    The snapshots of backward are None when nothing of the call runs in backward. A call in phase BACKWARD is a
-    recomputation by activation checkpointing.
+    The snapshots of backward are None when nothing of the call runs in backward. A call in phase BACKWARD is
+    a recomputation by activation checkpointing.
     """
 
     call: int
@@ -73,7 +75,8 @@ class ModuleMemory:
     """One module: what it owns, alone (`own_`) and with its children, and all its calls.
 
     `activation_bytes` is the sum over its calls of one forward pass, the largest such sum when gradients are
-    accumulated over several passes. A storage that several modules share counts once for each that encloses it.
+    accumulated over several passes. A storage that several modules share counts once for each that encloses
+    it.
     """
 
     module: str
@@ -106,12 +109,12 @@ class ModuleMemory:
 
     @property
     def forward_peak_bytes(self) -> int:
-        """The highest point of the device's memory during any forward of this module; 0 when it is never called."""
+        """The highest point of the device's memory in any forward of this module; 0 when never called."""
         return max((call.forward_peak.total_bytes for call in self.calls), default=0)
 
     @property
     def backward_peak_bytes(self) -> int:
-        """The highest point of the device's memory during any backward of this module; 0 when it has none."""
+        """The highest point of the device's memory in any backward of this module; 0 when it has none."""
         return max((call.backward_peak.total_bytes for call in self.calls if call.backward_peak), default=0)
 
 
@@ -153,8 +156,9 @@ def call_memory(timeline: Timeline) -> tuple[CallMemory, ...]:
         return ()
     nesting = _Nesting(trace)
     held = _held(timeline, nesting)
-    inputs = _inputs(timeline, nesting)
-    outputs = _outputs(timeline, nesting)
+    reads = _reads(trace)
+    inputs = _inputs(timeline, nesting, reads)
+    outputs = _outputs(timeline, nesting, reads)
     begin, end = nesting.begin, nesting.end
     back, back_end = nesting.backward_begin, nesting.backward_end
     peaks = RangePeak(timeline.during_bytes)
@@ -226,10 +230,18 @@ class _Nesting:
         for number, call in enumerate(calls):  # a parent's number is below those of its children
             self.innermost[call.begin : call.end] = number
 
-    def outlived(self, first: Bytes, until: Bytes) -> Iterable[tuple[Bytes, Bytes]]:
-        """Pairs (item, call) for the calls around op `first[item]` that end at or before op `until[item]`."""
-        item = np.arange(len(first))
-        call = self.innermost[first]
+        # A storage made between two ops, such as a saved random state, belongs to the call that was running
+        # then. One of a backward op names the call of its forward op, in which it was not born.
+        self.maker = np.fromiter((storage.call for storage in trace.storages), np.int64, len(trace.storages))
+        birth = np.fromiter((storage.birth for storage in trace.storages), np.int64, len(trace.storages))
+        named = self.maker != NEVER
+        within = (self.begin[self.maker] <= birth) & (birth <= self.end[self.maker])
+        self.maker = np.where(named & ~within, self.innermost[birth], self.maker)
+
+    def outlived(self, storages: Bytes, until: Bytes) -> Iterable[tuple[Bytes, Bytes]]:
+        """Pairs (item, call) of the calls that made `storages[item]` and end by op `until[item]`."""
+        item = np.arange(len(storages))
+        call = self.maker[storages]
         while True:
             keep = call != NEVER
             keep[keep] = self.end[call[keep]] <= until[item[keep]]
@@ -257,16 +269,16 @@ def _held(timeline: Timeline, nesting: _Nesting) -> Bytes:
     death = timeline.death[chosen]
     until = np.where(death == NEVER, len(trace.ops), death)
     held = np.zeros(len(trace.calls), np.int64)
-    for item, call in nesting.outlived(timeline.birth[chosen], until):
+    for item, call in nesting.outlived(chosen, until):
         np.add.at(held, call, timeline.storage_bytes[chosen[item]])
     return held
 
 
-def _inputs(timeline: Timeline, nesting: _Nesting) -> Bytes:
+def _inputs(timeline: Timeline, nesting: _Nesting, reads: tuple[Bytes, Bytes]) -> Bytes:
     """For each call, the bytes of its inputs (Note [Inputs and outputs])."""
     trace = timeline.trace
     owned = np.fromiter((s.category in _OWNED for s in trace.storages), np.bool_, len(trace.storages))
-    op, storage = _reads(trace)
+    op, storage = reads
     call = nesting.innermost[op]
     keep = (call != NEVER) & ~owned[storage]
     call, storage = call[keep], storage[keep]
@@ -280,21 +292,21 @@ def _inputs(timeline: Timeline, nesting: _Nesting) -> Bytes:
     return _sum_pairs(timeline, pairs)
 
 
-def _outputs(timeline: Timeline, nesting: _Nesting) -> Bytes:
+def _outputs(timeline: Timeline, nesting: _Nesting, reads: tuple[Bytes, Bytes]) -> Bytes:
     """For each call, the bytes of its outputs (Note [Inputs and outputs])."""
     trace = timeline.trace
     count = len(trace.storages)
-    op, storage = _reads(trace)
-    in_forward = np.fromiter((o.phase in (Phase.FORWARD, Phase.LOSS) for o in trace.ops), np.bool_, len(trace.ops))
+    op, storage = reads
+    in_forward = np.fromiter(
+        (o.phase in (Phase.FORWARD, Phase.LOSS) for o in trace.ops), np.bool_, len(trace.ops)
+    )
     recomputes = nesting.innermost[:-1] != NEVER
     forward = (in_forward | recomputes)[op]
     last_read = np.full(count, NEVER, np.int64)
     np.maximum.at(last_read, storage[forward], op[forward])
     born = _born(timeline)
     pairs = [np.empty(0, np.int64)]
-    pairs += [
-        call * count + born[item] for item, call in nesting.outlived(timeline.birth[born], last_read[born])
-    ]
+    pairs += [call * count + born[item] for item, call in nesting.outlived(born, last_read[born])]
     pairs.append(_left_by_last_op(timeline, without=set((np.concatenate(pairs) // max(count, 1)).tolist())))
     return _sum_pairs(timeline, pairs)
 
@@ -317,9 +329,10 @@ def _left_by_last_op(timeline: Timeline, without: set[int]) -> Bytes:
 
 def _reads(trace: Trace) -> tuple[Bytes, Bytes]:
     """Every reading of a storage by an op, as (op, storage)."""
-    pairs = [(i, ref.storage) for i, op in enumerate(trace.ops) for ref in op.inputs if ref.storage != NEVER]
-    op, storage = np.array(pairs, np.int64).reshape(-1, 2).T
-    return op, storage
+    counts = np.fromiter((len(op.inputs) for op in trace.ops), np.int64, len(trace.ops))
+    op = np.repeat(np.arange(len(trace.ops)), counts)
+    storage = np.fromiter((ref.storage for op in trace.ops for ref in op.inputs), np.int64, len(op))
+    return op[storage != NEVER], storage[storage != NEVER]
 
 
 def _sum_pairs(timeline: Timeline, pairs: list[Bytes]) -> Bytes:
@@ -388,7 +401,7 @@ class _Owned:
     """What modules own, by kind and path: alone, and with their children, a shared storage once for each."""
 
     def __init__(self, timeline: Timeline) -> None:
-        self._bytes = timeline.storage_bytes
+        self._bytes: list[int] = timeline.storage_bytes.tolist()
         self.own: dict[Category, dict[str, int]] = {}
         self.total: dict[Category, dict[str, int]] = {}
         trace = timeline.trace
@@ -399,7 +412,10 @@ class _Owned:
         for category, belonging in ((Category.GRADIENT, gradients), (Category.OPTIMIZER_STATE, states)):
             self._add(
                 category,
-                [(m.path, tuple(s for p in m.parameters for s in belonging.get(p, ()))) for m in trace.modules],
+                [
+                    (m.path, tuple(s for p in m.parameters for s in belonging.get(p, ())))
+                    for m in trace.modules
+                ],
             )
 
     def _add(self, category: Category, owners: list[tuple[str, tuple[int, ...]]]) -> None:
@@ -413,7 +429,7 @@ class _Owned:
         self.total[category] = {path: self._sum(storages) for path, storages in total.items()}
 
     def _sum(self, storages: set[int]) -> int:
-        return int(self._bytes[list(storages)].sum()) if storages else 0
+        return sum(self._bytes[storage] for storage in storages)
 
 
 def enclosing(path: str) -> Iterable[str]:

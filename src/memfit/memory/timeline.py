@@ -1,8 +1,8 @@
 """Memory over the ops of a step, by category: Trace -> Timeline.
 
-Note [Moments]: with n ops there are n + 1 moments of two kinds. `before[k]` is what is alive between op k-1 and op k,
-when nothing runs; `during[k]` is that, and what op k allocates, and its workspace. Index n is the end of the step:
-`before[n]` is what op n-1 left, `during[n]` adds storages that were noted after the last op.
+Note [Moments]: with n ops there are n + 1 moments of two kinds. `before[k]` is what is alive between op k-1
+and op k, when nothing runs; `during[k]` is that, and what op k allocates, and its workspace. Index n is the
+end of the step: `before[n]` is what op n-1 left, `during[n]` adds storages that were noted after the last op.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class PhaseSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """What is allocated at every moment of the step (Note [Moments]); rows of the tables follow `CATEGORIES`."""
+    """What is allocated at every moment of the step (Note [Moments]); rows of tables follow `CATEGORIES`."""
 
     trace: Trace
     rounding_bytes: int
@@ -46,7 +46,7 @@ class Timeline:
 
     @classmethod
     def of(cls, trace: Trace, rounding_bytes: int = 1) -> Timeline:
-        """The timeline of a trace, every storage and workspace rounded up to `rounding_bytes` (512 on CUDA)."""
+        """The timeline of a trace, storages and workspaces rounded up to `rounding_bytes` (512 on CUDA)."""
         if rounding_bytes < 1:
             raise InputError(f"rounding_bytes is {rounding_bytes}; give 1 for none, 512 for CUDA's allocator")
         count, ops = len(trace.storages), len(trace.ops)
@@ -119,7 +119,7 @@ class Timeline:
 
     @property
     def peak_module(self) -> str:
-        """The path of the module whose call the peak is in; empty for the model itself and outside any call."""
+        """The path of the module that the peak is in; empty for the model itself and outside any call."""
         return self.module_of(self.peak_op)
 
     @property
@@ -158,13 +158,15 @@ class Timeline:
         return np.flatnonzero((self.birth <= op) & ((self.death == NEVER) | (self.death >= op)))
 
     def largest_at(self, op: int, count: int = 10) -> npt.NDArray[np.intp]:
-        """The `count` largest storages alive while the op runs, largest first, the older first among equals."""
+        """The `count` largest storages alive while the op runs, largest first, older first among equals."""
         alive = self.alive_at(op)
         return alive[np.argsort(-self.storage_bytes[alive], kind="stable")[:count]]
 
     def _check(self, op: int) -> None:
         if not 0 <= op <= len(self.trace.ops):
-            raise InputError(f"op {op} is not in the step; give 0 to {len(self.trace.ops)}, the end of the step")
+            raise InputError(
+                f"op {op} is not in the step; give 0 to {len(self.trace.ops)}, the end of the step"
+            )
 
 
 def _rounded(sizes: Iterable[int], count: int, rounding_bytes: int) -> Bytes:

@@ -1,12 +1,14 @@
 """`MemTracker`, a name that users of `torch.distributed._tools` know, answered from a trace.
 
-The prototype watches code as it runs. memfit captures a whole step first, without a GPU, and this class gives the
-prototype's snapshots of it: the same keys, states and units. docs/design/memory.md says where the numbers differ and why.
+The prototype watches code as it runs. memfit captures a whole step first, without a GPU, and this class gives
+the prototype's snapshots of it: the same keys, states and units. docs/design/memory.md says where the numbers
+differ and why.
 """
 
 from __future__ import annotations
 
 import enum
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -72,11 +74,11 @@ class MemTracker:
             tracker.display_snapshot("peak", units="GiB")
             tracker.display_modulewise_snapshots(depth=2, units="MiB")
 
-    or, for a loop of one's own, `track_external(model, optimizer)` and then `run(function)`; or `MemTracker.of(trace)`.
-    `memory_tracking` holds a `ModMemStats` for every module that was called, by the module's path in the model.
+    or `tracker.run(function)` for a loop of one's own, or `MemTracker.of(trace)`. `memory_tracking` holds a
+    `ModMemStats` for every module that was called, by the module's path in the model.
     """
 
-    def __init__(self, step: Step | None = None, *, target: str | Target = "cpu") -> None:
+    def __init__(self, step: Step | Callable[[], Any] | None = None, *, target: str | Target = "cpu") -> None:
         self.target = target
         self.memory_tracking: dict[str, ModMemStats] = {}
         self._step = step
@@ -94,9 +96,9 @@ class MemTracker:
         if self._timeline is None:
             if self._step is None:
                 raise StateError(
-                    "MemTracker captures a whole step before it can answer, so it cannot watch the code of a `with` "
-                    "block; write `with MemTracker(memfit.Step(...)) as tracker`, or track_external(model, optimizer) "
-                    "and then run(function)"
+                    "MemTracker captures a whole step before it can answer, so it cannot watch the code of a"
+                    " `with` block; put that code into a function and write `MemTracker().run(function)`,"
+                    " or `with MemTracker(memfit.Step(...)) as tracker`"
                 )
             self._take(trace(self._step, target=self.target))
         return self
@@ -105,7 +107,7 @@ class MemTracker:
         pass
 
     def track_external(self, *external: nn.Module | torch.optim.Optimizer | torch.Tensor | None) -> None:
-        """Name the model, its optimizer and the tensors of the batch that the function given to `run` works with."""
+        """Name the model, its optimizer and the batch for a function that takes them as arguments."""
         for each in external:
             if each is not None and not isinstance(each, (nn.Module, torch.optim.Optimizer, torch.Tensor)):
                 raise InputError(
@@ -114,16 +116,23 @@ class MemTracker:
         self._external.extend(each for each in external if each is not None)
 
     def run(self, function: Callable[..., Any]) -> MemTracker:
-        """Capture one step made by `function(model, optimizer, batch)`, or as many of the three as it takes."""
+        """Capture one step made by a function without arguments, which has its model and optimizer itself.
+
+        Or by `function(model, optimizer, batch)`, or the first of these, given what `track_external` was.
+        """
+        if not inspect.signature(function).parameters:
+            self._take(trace(function, target=self.target))
+            return self
         models = [each for each in self._external if isinstance(each, nn.Module)]
         optimizers = [each for each in self._external if isinstance(each, torch.optim.Optimizer)]
         tensors = tuple(each for each in self._external if isinstance(each, torch.Tensor))
         if len(models) != 1 or len(optimizers) > 1:
             raise InputError(
-                f"MemTracker.run needs one model and at most one optimizer, and has {len(models)} and "
-                f"{len(optimizers)}; name them with track_external(model, optimizer)"
+                "MemTracker.run needs one model and at most one optimizer for a function with arguments, and"
+                f" has {len(models)} and {len(optimizers)}; name them with track_external(model, optimizer)"
             )
-        step = Step(models[0], tensors, optimizer=optimizers[0] if optimizers else None, run=function)
+        batch = tensors[0] if len(tensors) == 1 else tensors
+        step = Step(models[0], batch, optimizer=optimizers[0] if optimizers else None, run=function)
         self._take(trace(step, target=self.target))
         return self
 
@@ -177,11 +186,15 @@ class MemTracker:
 
     @property
     def _device(self) -> torch.device:
-        return torch.device("cuda", 0) if self._captured().trace.device_type == "cuda" else torch.device("cpu")
+        return (
+            torch.device("cuda", 0) if self._captured().trace.device_type == "cuda" else torch.device("cpu")
+        )
 
     def _captured(self) -> Timeline:
         if self._timeline is None:
-            raise StateError("MemTracker has captured nothing yet; enter it with a step, or call run(function)")
+            raise StateError(
+                "MemTracker has captured nothing yet; enter it with a step, or call run(function)"
+            )
         return self._timeline
 
     def _take(self, trace: Trace, rounding_bytes: int | None = None) -> None:

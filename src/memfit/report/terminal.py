@@ -15,23 +15,26 @@ from memfit.memory import Fit, MemorySummary, ModuleMemory, Place
 from memfit.units import display_bytes
 
 _STYLE = {Fit.FITS: "green", Fit.TIGHT: "yellow", Fit.TOO_LARGE: "red"}
+_WIDE = 130
+"""Columns from which every column of the table of modules has room."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def print_memory(summary: MemorySummary, console: Console | None = None) -> Group:
     """Print the summary on the console, the standard one by default, and give what was printed."""
-    report = memory_report(summary)
-    (console or Console()).print(report)
+    console = console or Console()
+    report = memory_report(summary, wide=console.width >= _WIDE)
+    console.print(report)
     return report
 
 
-def memory_report(summary: MemorySummary, *, modules: int = 12) -> Group:
+def memory_report(summary: MemorySummary, *, modules: int = 12, wide: bool = True) -> Group:
     """The verdict, the peak by category, the largest storages and the modules that hold most for backward."""
     parts: list[RenderableType] = [
         _verdict(summary),
         _by_category(summary),
         _largest(summary),
-        _by_module(summary, modules),
+        _by_module(summary, modules, wide),
     ]
     parts.extend(Text(f"note: {note}", style="dim") for note in summary.notes)
     return Group(*parts)
@@ -48,15 +51,22 @@ def _verdict(summary: MemorySummary) -> Panel:
         lines.append(f", {display_bytes(-summary.free_bytes)} too much\n")
     peak = summary.peak
     lines.append("peak in ").append(peak.phase, style="bold").append(f" at op {peak.op} ")
-    lines.append(peak.name, style="cyan").append(_module(peak))
+    lines.append(_short(peak.name), style="cyan").append(_module(peak))
     if peak.source:
         lines.append(f"\n  {peak.source}", style="dim")
     if summary.fit is Fit.TIGHT:
         lines.append(f"\nthe allocator empties its cache {summary.retries} times; each stalls the device")
     if summary.failing is not None and summary.failing.op != peak.op:
         failing = summary.failing
-        lines.append(f"\nruns out of memory in {failing.phase} at op {failing.op} {failing.name}{_module(failing)}")
+        lines.append(
+            f"\nruns out of memory in {failing.phase} at op {failing.op} {_short(failing.name)}{_module(failing)}"
+        )
     return Panel(lines, title=f"memory of one step on {summary.device_title}", title_align="left")
+
+
+def _short(name: str) -> str:
+    """An op's name without what all of them have."""
+    return name.removeprefix("aten.").removesuffix(".default")
 
 
 def _module(place: Place) -> str:
@@ -77,7 +87,9 @@ def _by_category(summary: MemorySummary) -> Table:
     table.add_row("  of which resident at start", display_bytes(summary.start_bytes), "")
     if summary.peak_reserved_bytes != summary.peak_bytes:
         table.add_row("allocated, as torch counts it", display_bytes(summary.peak_allocated_bytes), "")
-        table.add_row("reserved by the allocator", display_bytes(summary.peak_reserved_bytes), "", style="bold")
+        table.add_row(
+            "reserved by the allocator", display_bytes(summary.peak_reserved_bytes), "", style="bold"
+        )
     for overhead in summary.overheads:
         table.add_row(overhead.name, display_bytes(overhead.bytes), "")
     if summary.overheads:
@@ -86,37 +98,40 @@ def _by_category(summary: MemorySummary) -> Table:
 
 
 def _largest(summary: MemorySummary) -> Table:
-    table = Table(title="\nlargest storages at the peak", title_justify="left", show_edge=False, pad_edge=False)
+    table = Table(
+        title="\nlargest storages at the peak", title_justify="left", show_edge=False, pad_edge=False
+    )
     table.add_column("bytes", justify="right")
     table.add_column("category")
-    table.add_column("what")
+    table.add_column("what", overflow="fold")
     table.add_column("where", overflow="fold")
     for storage in summary.largest:
-        where = ", ".join(part for part in (storage.module, storage.source) if part and part != storage.name)
-        table.add_row(display_bytes(storage.bytes), storage.category.value, storage.name, where)
+        where = storage.source.partition(" ")[0] or storage.module
+        table.add_row(display_bytes(storage.bytes), storage.category.value, _short(storage.name), where)
     return table
 
 
-def _by_module(summary: MemorySummary, count: int) -> Table:
+def _by_module(summary: MemorySummary, count: int, wide: bool) -> Table:
     table = Table(
         title="\nmodules that hold most for backward", title_justify="left", show_edge=False, pad_edge=False
     )
     table.add_column("module", overflow="fold")
-    table.add_column("kind")
-    for name in ("calls", "parameters", "gradients", "optimizer", "activations", "peak fwd", "peak bwd"):
-        table.add_column(name, justify="right")
+    if wide:
+        table.add_column("kind")
+    names = ("calls", "parameters", "gradients", "optimizer", "activations", "peak fwd", "peak bwd")
+    for name in names:
+        if wide or name not in ("gradients", "optimizer"):
+            table.add_column(name, justify="right", no_wrap=True)
     rows = sorted(_alike(summary.modules), key=lambda row: -row.activation_bytes)
     for row in rows[:count]:
+        owned = [row.parameter_bytes, row.gradient_bytes, row.optimizer_state_bytes]
+        held = [row.activation_bytes, row.forward_peak_bytes, row.backward_peak_bytes]
         table.add_row(
             row.name,
-            row.kind,
+            *((row.kind,) if wide else ()),
             str(row.calls),
-            display_bytes(row.parameter_bytes),
-            display_bytes(row.gradient_bytes),
-            display_bytes(row.optimizer_state_bytes),
-            display_bytes(row.activation_bytes),
-            display_bytes(row.forward_peak_bytes),
-            display_bytes(row.backward_peak_bytes),
+            *(display_bytes(n_bytes) for n_bytes in (owned if wide else owned[:1])),
+            *(display_bytes(n_bytes) for n_bytes in held),
         )
     if len(rows) > count:
         table.caption = f"and {len(rows) - count} more"

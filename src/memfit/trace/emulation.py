@@ -67,7 +67,8 @@ class Emulation(TorchFunctionMode):
                     args, kwargs = cast
             rule = self._rules.get(name)
             if rule is not None:
-                result = rule(self._context, *map_tensors(args, self._lift), **map_tensors(kwargs, self._lift))
+                args, kwargs = map_tensors(args, self._lift), map_tensors(kwargs, self._lift)
+                result = rule(self._context, *args, **kwargs)
                 if result is not NotImplemented:
                     return result
             return func(*args, **kwargs)

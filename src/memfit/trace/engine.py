@@ -81,14 +81,15 @@ _WRITTEN_IN_PLACE = {
     _aten.scatter_add.default: _aten.scatter_add_.default,
     _aten.scatter.src: _aten.scatter_.src,
 }
-_SCATTERING_NODES = ("Index", "Gather", "TakeAlongDim", "Topk", "Sort", "Max", "Min", "Kthvalue", "Median", "Mode")
+_SCATTERING_NODES = ("Index", "Gather", "Topk", "Sort", "Max", "Min", "Kthvalue", "Median", "Mode")
 
 
 def in_place_in_backward(func: Any, args: Any) -> tuple[Any, Any]:
     """The call that a gradient formula makes when no mode is looking.
 
-    Gradients of indexing are scattered into fresh zeros in place, unless any dispatch mode is active (FunctionsManual.cpp,
-    `areAnyTensorSubclassLike` in `index_backward`, `gather_backward` and `value_selecting_reduction_backward`).
+    Gradients of indexing are scattered into fresh zeros in place, unless any dispatch mode is active
+    (FunctionsManual.cpp, `areAnyTensorSubclassLike` in `index_backward`, `gather_backward` and
+    `value_selecting_reduction_backward`).
     """
     written = _WRITTEN_IN_PLACE.get(func)
     if written is None or torch.is_grad_enabled():

@@ -125,6 +125,8 @@ class Executor:
         """Run an op. Raises what its kernel raises."""
         if not tensors and info.factory:
             return self._priced(func, info, args, kwargs, self._make(func, info, args, kwargs))
+        if not tensors:
+            return self._priced(func, info, args, kwargs, self._call(func, info, args, kwargs))
         if not all(tensor.is_meta for tensor in tensors):
             return self._priced(func, info, args, kwargs, self._run_mixed(func, info, args, kwargs, tensors))
         if info.aliases:

@@ -33,17 +33,22 @@ def probe_workspace(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
             activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
         ) as profiler:
             result = func(*args, **kwargs)
-        events: list[tuple[int, int]] = []
+        events: list[tuple[int, int, int]] = []
         stack = list(profiler.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
         while stack:
             event = stack.pop()
             stack.extend(event.children)
             if event.tag == _EventType.Allocation:
-                events.append((event.start_time_ns, event.extra_fields.alloc_size))
+                events.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr or 0))
         del result
+    alive: dict[int, int] = {}
     level = peak = 0
-    for _, size in sorted(events, key=lambda pair: pair[0]):
-        level += size
+    for _, size, address in sorted(events, key=lambda event: event[0]):
+        if size > 0:
+            alive[address] = size
+            level += size
+        else:  # what was allocated earlier, and is only freed here, is not the kernel's
+            level -= alive.pop(address, 0)
         peak = max(peak, level)
     return peak - level
 

@@ -22,7 +22,7 @@ Table = dict[str, dict[str, Rule]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleContext:
-    """What a rule may know of the target; `probed` remembers workspaces that were measured, `notes` what is estimated."""
+    """What a rule may know of the target, workspaces measured for it, and notes of what is estimated."""
 
     device_type: str
     compute_capability: tuple[int, int] | None
@@ -48,11 +48,24 @@ class Rules:
 
 def rules_for(device_type: str) -> Rules:
     """Every rule of a device type."""
-    from memfit.trace.rules import attention, elementwise, grouped, layout, normalization, recurrent, strides, vendor
+    from memfit.trace.rules import (
+        attention,
+        cuda_attention,
+        cuda_copies,
+        cuda_indexing,
+        cuda_normalization,
+        cuda_pointwise,
+        cuda_recurrent,
+        elementwise,
+        grouped,
+        layout,
+        normalization,
+        recurrent,
+        strides,
+        vendor,
+    )
 
-    from memfit.trace.rules import cuda_attention, cuda_indexing, cuda_normalization, cuda_pointwise, cuda_recurrent
-
-    cuda = (cuda_attention, cuda_indexing, cuda_normalization, cuda_pointwise, cuda_recurrent)
+    cuda = (cuda_attention, cuda_copies, cuda_indexing, cuda_normalization, cuda_pointwise, cuda_recurrent)
     tables: tuple[dict[str, Rule], ...] = ({}, {}, {})
     for module in (attention, elementwise, grouped, layout, normalization, recurrent, strides, vendor, *cuda):
         for table, name in zip(tables, ("FUNCTIONS", "KERNELS", "WORKSPACES"), strict=True):

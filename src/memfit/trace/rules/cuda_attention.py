@@ -23,6 +23,9 @@ _DEFAULT_ORDER = [_FLASH, _EFFICIENT, _MATH, _CUDNN]
 _CUDNN_ORDER = [_CUDNN, _FLASH, _EFFICIENT, _MATH]
 _LOW = (torch.float16, torch.bfloat16)
 _FLOAT_BYTES = 4
+_CUDNN_NOTE = (
+    "attention with grouped heads by cuDNN: what its engine holds beyond dQ in float32 is not counted"
+)
 _AMD_NOTE = "attention on AMD: the buffers inside the kernels are taken to be those of NVIDIA's"
 
 
@@ -341,7 +344,7 @@ def _flash_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str
 
     attention_backward.cu, `_flash_attention_backward` makes the output and its gradient contiguous first.
     """
-    grad, query, key, value, output = args[:5]
+    grad, query, key, _, output = args[:5]
     batch, heads, length, width = query.shape
     rows = batch * heads * _rounded(length, 128)
     splits = 1
@@ -402,14 +405,16 @@ def efficient_kernel(dtype: torch.dtype, width: int, dropout: bool, capability: 
 def _efficient_backward(
     context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any
 ) -> int:
-    """`delta` and the accumulators of the gradients (mem_eff_attention/kernel_backward.h, `workspace_size`)."""
+    """`delta` and accumulators of gradients (mem_eff_attention/kernel_backward.h, `workspace_size`)."""
     grad, query, key, value = args[:4]
     dropout_p = args[9]
     batch, heads, queries, width = query.shape
     value_width, keys = value.size(-1), key.size(2)
-    capability = context.compute_capability or (9, 0)
+    capability: tuple[int, ...] = context.compute_capability or (9, 0)
     half = query.dtype in _LOW
-    kernel = efficient_kernel(query.dtype, max(width, value_width), dropout_p > 0, capability)
+    kernel = efficient_kernel(
+        query.dtype, max(width, value_width), dropout_p > 0, (capability[0], capability[1])
+    )
     in_registers = half and kernel.width <= kernel.queries
     accumulates = half and not in_registers
     splits = -(-keys // kernel.keys)
@@ -438,8 +443,10 @@ def _cudnn_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str
 
     What the cuDNN engine adds for itself is not public.
     """
-    grad, query = args[:2]
+    grad, query, key = args[:3]
     batch, heads, length, width = query.shape
+    if key.size(1) != heads:
+        context.note(_CUDNN_NOTE)
     held = batch * heads * length * (width + 1) * _FLOAT_BYTES
     return held + (0 if grad.stride(-1) == 1 else bytes_of(grad))
 

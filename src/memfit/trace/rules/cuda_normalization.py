@@ -20,7 +20,7 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def memory_format_of(tensor: Tensor) -> torch.memory_format:
-    """Channels-last for a tensor that is, else contiguous (c10/core/TensorImpl.h, `suggest_memory_format`)."""
+    """Channels-last for what is, else contiguous (c10/core/TensorImpl.h, `suggest_memory_format`)."""
     layout = _CHANNELS_LAST.get(tensor.dim())
     if layout is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=layout):
         return torch.contiguous_format
@@ -101,7 +101,7 @@ def _contiguous_input(context: RuleContext, func: Any, args: Any, kwargs: dict[s
 
 
 def gamma_beta_bytes(rows: int, width: int, multiprocessors: int, element_size: int, gradients: int) -> int:
-    """Partial sums when rows are many and narrow (layer_norm_kernel.cu, `LaunchGammaBetaBackwardCUDAKernel`)."""
+    """Partial sums of many short rows (layer_norm_kernel.cu, `LaunchGammaBetaBackwardCUDAKernel`)."""
     if not gradients or rows <= 64 * 1024 or width // 32 >= multiprocessors // 2:
         return 0
     columns = -(-width // 32)
@@ -162,7 +162,7 @@ def _group_norm(context: RuleContext, func: Any, args: Any, kwargs: dict[str, An
 def _group_norm_backward(
     context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any
 ) -> int:
-    """`ds` and `db`, then `c1`, `c2` and `c3` (group_norm_kernel.cu, `GroupNormBackwardKernelImplInternal`)."""
+    """`ds`, `db`, `c1`, `c2` and `c3` (group_norm_kernel.cu, `GroupNormBackwardKernelImplInternal`)."""
     _, source, _, _, weight, samples, channels, positions, groups, mask = args
     size = _accumulator_bytes(source)
     per_group = 2 * samples * groups * size if mask[0] else 0

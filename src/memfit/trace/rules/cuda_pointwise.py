@@ -31,7 +31,7 @@ def _softmax_as(name: str) -> Any:
     fused = getattr(_aten, name)
 
     def rule(context: RuleContext, input: Tensor, dim: Any = None, dtype: Any = None, **_: Any) -> Any:
-        """float16 to float32 is part of the kernel, bfloat16 is copied (ATen/native/SoftMax.cpp, `softmax`)."""
+        """float16 to float32 is part of the kernel, bfloat16 is copied (SoftMax.cpp, `softmax`)."""
         if input.dtype != torch.float16 or dtype != torch.float32 or not isinstance(dim, int):
             return NotImplemented
         return fused(input, dim, True)
@@ -50,8 +50,8 @@ def _cross_entropy(
 ) -> Any:
     """Under autocast, log-softmax stays in the input's dtype and only the loss is float32 (LossNLL.cpp).
 
-    `cross_entropy_loss` calls `log_softmax` with an explicit dtype, which autocast does not touch; `nll_loss` is on
-    its float32 list.
+    `cross_entropy_loss` calls `log_softmax` with an explicit dtype, which autocast does not touch; `nll_loss`
+    is on its float32 list.
     """
     plain = label_smoothing == 0 and target.shape != input.shape
     if (
@@ -62,7 +62,7 @@ def _cross_entropy(
         return NotImplemented
     logarithms = torch.log_softmax(input, 0 if input.dim() == 1 else 1).float()
     weight = None if weight is None else weight.float()
-    return torch._C._nn.nll_loss_nd(logarithms, target, weight, reduction, ignore_index)
+    return _aten.nll_loss_nd(logarithms, target, weight, reduction, ignore_index)
 
 
 def _unreduced(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
@@ -79,7 +79,7 @@ def _cumulative(context: RuleContext, func: Any, args: Any, kwargs: dict[str, An
 
 
 def _roll(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
-    """Several dimensions are rolled one after the other (ATen/native/TensorTransformations.h, `roll_common`)."""
+    """Several dimensions are rolled one after the other (TensorTransformations.h, `roll_common`)."""
     dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
     return bytes_of(result) if len(dims) > 1 else 0
 
@@ -92,6 +92,12 @@ def _foreach_norm(context: RuleContext, func: Any, args: Any, kwargs: dict[str, 
     chunks = max((-(-tensor.numel() // _FOREACH_CHUNK) for tensor in tensors), default=0)
     size = 8 if any(tensor.dtype == torch.float64 for tensor in tensors) else 4
     return len(tensors) * chunks * size
+
+
+def _convolution(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    """cuDNN's workspace is chosen at run time (cudnn/Conv_v8.cpp, `get_plans_from_find` and heuristics)."""
+    context.note("convolutions: cuDNN chooses its workspace at run time, and it is not counted")
+    return 0
 
 
 def _in_place(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -124,6 +130,7 @@ WORKSPACES = {
         "aten.mse_loss.default": _unreduced,
         "aten.smooth_l1_loss.default": _unreduced,
         "aten.huber_loss.default": _unreduced,
+        "aten.convolution.default": _convolution,
         "aten.cumsum.default": _cumulative,
         "aten.cumprod.default": _cumulative,
         "aten.roll.default": _roll,

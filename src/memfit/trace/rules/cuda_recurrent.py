@@ -15,7 +15,10 @@ _GATES = {0: 1, 1: 1, 2: 4, 3: 3}
 _RESERVED = {0: 1, 1: 1, 2: 6, 3: 5}
 """Values kept per hidden unit and step: gates, cell and hidden states."""
 
-_NOTE = "recurrent layers: cuDNN's reserve space is its own; it is estimated as the gates and states of every layer and step"
+_NOTE = (
+    "recurrent layers: cuDNN's reserve space is its own choice; "
+    "it is estimated as the gates and states of every layer and step"
+)
 
 
 def _recurrent(name: str) -> Any:
@@ -40,8 +43,8 @@ def _recurrent(name: str) -> Any:
             params = [param.to(low) for param in params]
             buffer = params[0]
         output, state_out, cell_out, _, _ = _aten._cudnn_rnn(
-            input, list(params), per_layer, buffer.detach(), state, cell, mode, hidden, projection, layers, batch_first,
-            dropout, train, bidirectional, [], None,
+            input, list(params), per_layer, buffer.detach(), state, cell, mode, hidden, projection, layers,
+            batch_first, dropout, train, bidirectional, [], None,
         )  # fmt: skip
         return (output, state_out, cell_out) if mode == 2 else (output, state_out)
 

@@ -64,9 +64,23 @@ def _scalar_division(context: RuleContext, func: Any, args: Any, kwargs: dict[st
     return 8 + result.element_size() if result.is_floating_point() else 0
 
 
+def _foreach_numbers(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    """CPU goes from tensor to tensor, each time making the number a tensor (ATen/native/ForeachOpsKernels.cpp)."""
+    return 8 + max(tensor.element_size() for tensor in args[0])
+
+
+_FOREACH = [
+    f"aten._foreach_{name}.{overload}"
+    for name in ("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_")
+    for overload in ("Scalar", "ScalarList")
+]
+
 WORKSPACES = {
     "cpu": {
         **{f"aten.{name}.{overload}": _promoted_operands for name in _PROMOTING.split() for overload in _OVERLOADS},
+        "aten.pow.Scalar": _promoted_operands,
+        "aten.pow.Tensor_Tensor": _promoted_operands,
+        **dict.fromkeys(_FOREACH, _foreach_numbers),
         "aten.mean.dim": _scalar_division,
         "aten.mean.default": _scalar_division,
     }

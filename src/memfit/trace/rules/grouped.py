@@ -30,4 +30,15 @@ def _cpu_grouped_mm(context: RuleContext, func: Any, args: Any, kwargs: dict[str
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-KERNELS = {"cpu": {"aten._grouped_mm.default": _cpu_grouped_mm}}
+def _cuda_grouped_mm(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """CUDA pads rows to 16 bytes and takes every float dtype; torch's meta kernel takes bfloat16 only."""
+    dense = _cpu_grouped_mm(context, func, args, kwargs)
+    row = -(-dense.size(-1) * dense.element_size() // 16) * 16 // dense.element_size()
+    strides = (row, 1) if dense.dim() == 2 else (dense.size(1) * row, row, 1)
+    return torch.empty_strided(dense.size(), strides, dtype=dense.dtype, device="meta")
+
+
+KERNELS = {
+    "cpu": {"aten._grouped_mm.default": _cpu_grouped_mm},
+    "cuda": {"aten._grouped_mm.default": _cuda_grouped_mm},
+}

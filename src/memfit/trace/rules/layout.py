@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from memfit.trace.rules import RuleContext
@@ -17,6 +18,18 @@ def bytes_of(tensor: Tensor) -> int:
 def contiguous_copy(tensor: Tensor) -> int:
     """Bytes of the copy that `tensor.contiguous()` makes, 0 when it is contiguous already."""
     return 0 if tensor.is_contiguous() else bytes_of(tensor)
+
+
+def _pool_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
+    """The gradient, and the indices, in the input's memory format (ATen/native/AdaptiveMaxPooling2d.cpp and its like)."""
+    if args[1].dim() != 4:
+        return contiguous_copy(args[0])
+    wanted = torch.contiguous_format if args[1].is_contiguous() else torch.channels_last
+    operands = (args[0], *(value for value in args[2:] if isinstance(value, Tensor)))
+    return sum(
+        0 if tensor.is_contiguous(memory_format=wanted) else tensor.numel() * tensor.element_size()
+        for tensor in operands
+    )
 
 
 def _roll(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
@@ -47,6 +60,21 @@ def _cumulative(context: RuleContext, func: Any, args: Any, kwargs: dict[str, An
     return args[0].numel() * result.element_size() if args[0].dtype != result.dtype else 0
 
 
+def _contiguous_input(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
+    """ATen/native/SoftMax.cpp, `softmax_cpu_out`: the input is made contiguous."""
+    return contiguous_copy(args[0])
+
+
+def _embedding(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
+    """ATen/native/Embedding.cpp, `embedding_symint`: the indices are flattened."""
+    return contiguous_copy(args[1])
+
+
+def _sum(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
+    """The input in the dtype of the result (ATen/native/ReduceOps.cpp through ReduceOpsUtils.h, `make_reduction`)."""
+    return args[0].numel() * result.element_size() if args[0].dtype != result.dtype else 0
+
+
 def _embedding_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
     """Gradient and indices are made contiguous (ATen/native/Embedding.cpp, `embedding_dense_backward_cpu`)."""
     return contiguous_copy(args[0]) + contiguous_copy(args[1])
@@ -59,10 +87,19 @@ KERNELS = {
 }
 WORKSPACES = {
     "cpu": {
+        "aten.adaptive_max_pool2d_backward.default": _pool_backward,
+        "aten.max_pool2d_with_indices_backward.default": _pool_backward,
+        "aten.avg_pool2d_backward.default": _pool_backward,
+        "aten._adaptive_avg_pool2d_backward.default": _pool_backward,
         "aten.roll.default": _roll,
         "aten.mse_loss.default": _pointwise_loss,
         "aten.smooth_l1_loss.default": _pointwise_loss,
         "aten.huber_loss.default": _pointwise_loss,
+        "aten._softmax.default": _contiguous_input,
+        "aten._log_softmax.default": _contiguous_input,
+        "aten.embedding.default": _embedding,
+        "aten.sum.default": _sum,
+        "aten.sum.dim_IntList": _sum,
         "aten.cumsum.default": _cumulative,
         "aten.cumprod.default": _cumulative,
         "aten.embedding_dense_backward.default": _embedding_backward,

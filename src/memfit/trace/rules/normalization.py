@@ -33,8 +33,19 @@ def _group_norm_backward(context: RuleContext, func: Any, args: Any, kwargs: dic
 
 
 def _batch_norm(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-    """Mean and variance sums (ATen/native/Normalization.cpp, `batch_norm_cpu_update_stats_template`)."""
-    return 2 * result[1].numel() * result[1].element_size()
+    """Mean and variance sums (ATen/native/Normalization.cpp, `batch_norm_cpu_update_stats_template`).
+
+    Channels-last inputs have a second pair of them for the transform.
+    """
+    pairs = 1 if args[0].is_contiguous() else 2
+    return 2 * pairs * result[1].numel() * max(4, result[1].element_size())
+
+
+def _batch_norm_results(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The saved statistics have the dtype of the weight (Normalization.cpp, `batch_norm_cpu`)."""
+    result, mean, deviation = func(*args, **kwargs)
+    dtype = next((tensor.dtype for tensor in args[1:4] if tensor is not None), result.dtype)
+    return result, mean.to(dtype), deviation.to(dtype)
 
 
 def _batch_norm_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
@@ -51,7 +62,12 @@ def _layer_norm_gradients(context: RuleContext, func: Any, args: Any, kwargs: di
     return (gradient, *others)
 
 
-KERNELS = {"cpu": {"aten.native_layer_norm_backward.default": _layer_norm_gradients}}
+KERNELS = {
+    "cpu": {
+        "aten.native_layer_norm_backward.default": _layer_norm_gradients,
+        "aten.native_batch_norm.default": _batch_norm_results,
+    }
+}
 WORKSPACES = {
     "cpu": {
         "aten.native_layer_norm.default": _layer_norm,

@@ -2,75 +2,171 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from memfit.trace.arguments import map_tensors
 from memfit.trace.probe import probe_workspace, real_execution, real_like, signature
-from memfit.trace.rules import RuleContext
+from memfit.trace.rules import Rule, RuleContext
 
 _aten = torch.ops.aten
 _LSTM = 2
 
 
-def _cpu_lstm(
-    context: RuleContext,
-    input: Tensor,
-    hx: Any,
-    params: Any,
-    has_biases: Any,
-    num_layers: Any,
-    dropout: Any,
-    train: Any,
-    bidirectional: Any,
-    batch_first: Any = None,
-) -> Any:
+@dataclass(frozen=True, slots=True)
+class _Network:
+    """The arguments that `torch.lstm`, `gru` and `rnn_*` share."""
+
+    params: Sequence[Tensor]
+    has_biases: bool
+    num_layers: int
+    dropout: float
+    train: bool
+    bidirectional: bool
+    batch_first: bool
+
+    @property
+    def directions(self) -> int:
+        return 2 if self.bidirectional else 1
+
+    def weights(self, index: int) -> Sequence[Tensor]:
+        """The weights, and biases, of one direction of one layer."""
+        count = 4 if self.has_biases else 2
+        return self.params[index * count : (index + 1) * count]
+
+    @property
+    def projected(self) -> bool:
+        return len(self.params) != self.num_layers * self.directions * (4 if self.has_biases else 2)
+
+    def run(
+        self, inputs: Tensor, layer: Callable[[Tensor, int, bool], Tensor], *, contiguous: bool = False
+    ) -> Tensor:
+        """Stack layers (ATen/native/RNN.cpp, `apply_layer_stack`); a layer is called with its input and number."""
+        if self.batch_first:
+            inputs = inputs.transpose(0, 1)
+        if contiguous:
+            inputs = inputs.contiguous()
+        for number in range(self.num_layers):
+            first = number * self.directions
+            outputs = [layer(inputs, first + direction, direction == 1) for direction in range(self.directions)]
+            inputs = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+            del outputs
+            if self.dropout != 0 and self.train and number < self.num_layers - 1:
+                inputs = torch.dropout(inputs, self.dropout, True)
+        return inputs.transpose(0, 1) if self.batch_first else inputs
+
+
+def _network(arguments: Sequence[Any]) -> _Network | None:
+    """The arguments after input and state, or None when the sequences are packed."""
+    if len(arguments) != 7 or not isinstance(arguments[0], (list, tuple)):
+        return None
+    return _Network(*arguments)
+
+
+def _cpu_lstm(context: RuleContext, inputs: Tensor, hx: Any, *rest: Any) -> Any:
     """oneDNN runs float layers without projections (ATen/native/RNN.cpp, `use_mkldnn`; mkldnn/RNN.cpp)."""
-    state, cell = hx if isinstance(hx, (list, tuple)) else (None, None)
-    batched = isinstance(params, (list, tuple)) and batch_first is not None
-    projected = batched and len(params) != num_layers * (2 if bidirectional else 1) * (4 if has_biases else 2)
-    if not batched or projected or input.dtype != torch.float32 or input.numel() == 0:
+    network = _network(rest)
+    if network is None or network.projected or inputs.numel() == 0:
         return NotImplemented
-    if batch_first:
-        input = input.transpose(0, 1)
-    layer_input = input.contiguous()
-    directions = 2 if bidirectional else 1
-    per_layer = 4 if has_biases else 2
-    states, cells = [], []
-    for layer in range(num_layers):
+    if inputs.dtype != torch.float32:
+        return _composed_lstm(network, inputs, hx)
+    state, cell = hx
+    states: list[Tensor] = []
+    cells: list[Tensor] = []
+
+    def layer(layer_input: Tensor, index: int, reverse: bool) -> Tensor:
+        weights = network.weights(index)
+        if not network.has_biases:
+            weights = (*weights, *map(torch.zeros_like, weights))
+        settings = (_LSTM, state.size(2), network.num_layers, network.has_biases, network.bidirectional, False)
+        output, last_state, last_cell, _ = _aten.mkldnn_rnn_layer(
+            layer_input, *weights, state[index], cell[index], reverse, [], *settings, network.train
+        )
+        states.append(last_state)
+        cells.append(last_cell)
+        return output
+
+    return network.run(inputs, layer, contiguous=True), torch.stack(states, 0), torch.stack(cells, 0)
+
+
+def _unrolled(
+    network: _Network, inputs: Tensor, states: list[Any], cell: Callable[[Tensor, Any, Sequence[Tensor]], Any]
+) -> tuple[Tensor, list[Any]]:
+    """On CPU the inputs of all steps are multiplied at once (ATen/native/RNN.cpp, `FullLayer`)."""
+    finals: list[Any] = []
+
+    def layer(layer_input: Tensor, index: int, reverse: bool) -> Tensor:
+        weights = network.weights(index)
+        bias = weights[2] if network.has_biases else None
+        steps = torch.unbind(F.linear(layer_input, weights[0], bias), 0)
+        state = states[index]
         outputs = []
-        for direction in range(directions):
-            index = layer * directions + direction
-            weights = params[index * per_layer : (index + 1) * per_layer]
-            if not has_biases:
-                zeros = torch.zeros(weights[0].size(0), dtype=input.dtype, device=input.device)
-                weights = (*weights, zeros, zeros)
-            output, state_out, cell_out, _ = _aten.mkldnn_rnn_layer(
-                layer_input,
-                *weights,
-                state[index],
-                cell[index],
-                direction == 1,
-                [],
-                _LSTM,
-                state.size(2),
-                num_layers,
-                has_biases,
-                bidirectional,
-                False,
-                train,
-            )
-            outputs.append(output)
-            states.append(state_out)
-            cells.append(cell_out)
-        layer_input = outputs[0] if directions == 1 else torch.cat(outputs, -1)
-        del outputs, output
-        if dropout != 0 and train and layer < num_layers - 1:
-            layer_input = torch.dropout(layer_input, dropout, True)
-    result = layer_input.transpose(0, 1) if batch_first else layer_input
-    return result, torch.stack(states, 0), torch.stack(cells, 0)
+        for step in reversed(steps) if reverse else steps:
+            state = cell(step, state, weights)
+            outputs.append(state[0] if isinstance(state, tuple) else state)
+        finals.append(state)
+        return torch.stack(outputs[::-1] if reverse else outputs, 0)
+
+    return network.run(inputs, layer), finals
+
+
+def _hidden_product(state: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    return F.linear(state, weights[1], weights[3] if len(weights) == 4 else None)
+
+
+def _lstm_cell(step: Tensor, state: tuple[Tensor, Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """RNN.cpp, `LSTMCell`."""
+    hidden, cell = state
+    gates = _hidden_product(hidden, weights).add_(step).unsafe_chunk(4, 1)
+    entry, forget, candidate, exit_ = gates[0].sigmoid_(), gates[1].sigmoid_(), gates[2].tanh_(), gates[3].sigmoid_()
+    cell = (forget * cell).add_(entry * candidate)
+    return exit_ * cell.tanh(), cell
+
+
+def _gru_cell(step: Tensor, state: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """RNN.cpp, `GRUCell`."""
+    inputs = step.unsafe_chunk(3, 1)
+    hidden = _hidden_product(state, weights).unsafe_chunk(3, 1)
+    reset = hidden[0].add_(inputs[0]).sigmoid_()
+    update = hidden[1].add_(inputs[1]).sigmoid_()
+    candidate = inputs[2].add(hidden[2].mul_(reset)).tanh_()
+    return (state - candidate).mul_(update).add_(candidate)
+
+
+def _composed_lstm(network: _Network, inputs: Tensor, hx: Any) -> Any:
+    pairs = list(zip(hx[0].unbind(0), hx[1].unbind(0), strict=True))
+    output, finals = _unrolled(network, inputs, pairs, _lstm_cell)
+    return output, torch.stack([state for state, _ in finals], 0), torch.stack([cell for _, cell in finals], 0)
+
+
+def _cpu_gru(context: RuleContext, inputs: Tensor, hx: Tensor, *rest: Any) -> Any:
+    """RNN.cpp, `gru`: composed on CPU."""
+    network = _network(rest)
+    if network is None:
+        return NotImplemented
+    output, finals = _unrolled(network, inputs, list(hx.unbind(0)), _gru_cell)
+    return output, torch.stack(finals, 0)
+
+
+def _cpu_rnn(activation: Callable[[Tensor], Tensor]) -> Rule:
+    """RNN.cpp, `SimpleCell`: composed on CPU."""
+
+    def cell(step: Tensor, state: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        return activation(_hidden_product(state, weights).add_(step))
+
+    def rule(context: RuleContext, inputs: Tensor, hx: Tensor, *rest: Any) -> Any:
+        network = _network(rest)
+        if network is None:
+            return NotImplemented
+        output, finals = _unrolled(network, inputs, list(hx.unbind(0)), cell)
+        return output, torch.stack(finals, 0)
+
+    return rule
 
 
 def _rnn_layer(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -87,8 +183,9 @@ def _rnn_layer(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any
 
 def _rnn_layer_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Gradients of the input, the two weights, the two biases, the state and the cell."""
-    made = [args[0], *args[1:5], args[5], args[6]]
-    return tuple(tensor.new_empty(tensor.shape) for tensor in made)
+    biases = [args[1].new_empty(args[1].size(0)) for _ in range(2)]
+    made = [tensor.new_empty(tensor.shape) for tensor in (*args[:3], *args[5:7])]
+    return (*made[:3], *biases, *made[3:])
 
 
 def _rnn_layer_backward_workspace(
@@ -109,7 +206,14 @@ def _rnn_layer_backward_workspace(
     return context.probed[key]
 
 
-FUNCTIONS = {"cpu": {"lstm": _cpu_lstm}}
+FUNCTIONS = {
+    "cpu": {
+        "lstm": _cpu_lstm,
+        "gru": _cpu_gru,
+        "rnn_tanh": _cpu_rnn(torch.tanh),
+        "rnn_relu": _cpu_rnn(torch.relu),
+    }
+}
 KERNELS = {
     "cpu": {
         "aten.mkldnn_rnn_layer.default": _rnn_layer,

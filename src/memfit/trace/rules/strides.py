@@ -26,7 +26,8 @@ def _widened(value: Any) -> Any:
 def _binary(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
     """An expanded operand has no say in the result's layout (ATen/TensorIterator.cpp, `reorder_dimensions`).
 
-    The meta kernel converts 16-bit operands to float32, which makes an expanded one contiguous, and lets it decide.
+    The meta kernel converts 16-bit operands to float32, which makes an expanded one contiguous, and lets it
+    decide.
     """
     result = func(*args, **kwargs)
     operands = [value for value in args if isinstance(value, Tensor)]

@@ -1,4 +1,4 @@
-"""CPU kernels whose internal allocations are the vendor library's own choice: measured once on this machine."""
+"""CPU kernels whose internal allocations change with the machine: measured once on this one."""
 
 from __future__ import annotations
 
@@ -45,6 +45,12 @@ WORKSPACES = {
         "aten.convolution.default": _probed,
         "aten.convolution_backward.default": _probed,
         "aten.mkldnn_rnn_layer.default": _probed,
+        "aten.upsample_bilinear2d.default": _probed,
+        "aten.upsample_bicubic2d.default": _probed,
+        "aten._upsample_bilinear2d_aa.default": _probed,
+        "aten._upsample_bicubic2d_aa.default": _probed,
+        "aten.sort.default": _probed,
+        "aten.sort.stable": _probed,
         "aten._scaled_dot_product_flash_attention_for_cpu.default": _probed,
         "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _probed,
     }

@@ -1,0 +1,88 @@
+"""The summary that people read: totals that add up, verdicts, places and names."""
+
+from __future__ import annotations
+
+from synthetic import call, make, op, parameter, storage
+
+from memfit.hardware import Target
+from memfit.memory import Fit, MemorySummary, summarize
+from memfit.trace import Category, Phase, Trace
+
+GIB = 1 << 30
+H100 = Target.parse("h100-sxm").device
+
+
+def step(activation_bytes: int) -> Trace:
+    return make(
+        ops=(
+            op(makes=(1,), call=1, source=1, name="aten.mm.default"),
+            op(Phase.BACKWARD, reads=(1,), makes=(2,), call=1, source=2, name="aten.mm.default"),
+            op(Phase.OPTIMIZER),
+        ),
+        storages=(
+            storage(10 * GIB, category=Category.PARAMETER, name="a.weight", module="a"),
+            storage(activation_bytes, birth=0, death=1, call=1, module="a"),
+            storage(10 * GIB, birth=1, death=2, category=Category.GRADIENT, name="a.weight", module="a"),
+        ),
+        calls=(call("", 0, 1, (1, 2)), call("a", 0, 1, (1, 2), parent=0)),
+        parameters=(parameter("a.weight", 0, 2),),
+        sources=("", "model.py:1 forward", "model.py:2 forward"),
+        device="h100-sxm",
+        device_type="cuda",
+    )
+
+
+def test_parts_add_up_and_overheads_stay_apart() -> None:
+    summary = summarize(step(5 * GIB))
+    assert isinstance(summary, MemorySummary)
+    assert sum(summary.peak_by_category.values()) == summary.peak_bytes == 25 * GIB
+    assert summary.start_bytes == 10 * GIB
+    assert summary.peak_reserved_bytes == 25 * GIB
+    assert summary.overhead_bytes == H100.overhead_bytes > 0
+    assert summary.needed_bytes == 25 * GIB + H100.overhead_bytes
+    assert summary.free_bytes == H100.memory_total_bytes - summary.needed_bytes
+    assert (summary.fit, summary.failing) == (Fit.FITS, None)
+
+
+def test_peak_and_largest_have_places_and_names() -> None:
+    summary = summarize(step(5 * GIB))
+    assert (summary.peak.op, summary.peak.phase, summary.peak.module) == (1, "backward", "a")
+    assert (summary.peak.name, summary.peak.source) == ("aten.mm.default", "model.py:2 forward")
+    assert [(each.name, each.category) for each in summary.largest] == [
+        ("a.weight", Category.PARAMETER),
+        ("a.weight", Category.GRADIENT),
+        ("aten.mm.default", Category.ACTIVATION),
+    ]
+    assert (summary.largest[2].module, summary.largest[2].source) == ("a", "model.py:1 forward")
+    assert [each.module for each in summary.top_modules(1)] == [""]
+
+
+def test_step_that_is_too_large_names_the_op_that_fails() -> None:
+    summary = summarize(step(65 * GIB))
+    assert summary.fit is Fit.TOO_LARGE
+    assert summary.failing is not None
+    assert summary.failing.op == 1
+    assert summary.free_bytes < 0
+
+
+def test_same_trace_fits_a_larger_device() -> None:
+    assert summarize(step(65 * GIB), target="b200").fit is Fit.FITS
+
+
+def test_step_that_lives_on_emptying_the_cache_is_tight() -> None:
+    trace = make(
+        ops=(op(makes=(0,)), op(makes=(1,))),
+        storages=(storage(40 * GIB, birth=0, death=0), storage(50 * GIB, birth=1, death=1)),
+        device="h100-sxm",
+        device_type="cuda",
+    )
+    summary = summarize(trace)
+    assert summary.peak_bytes == 50 * GIB
+    assert summary.fit is Fit.TIGHT
+    assert summary.retries > 0
+
+
+def test_cpu_has_no_overheads_and_reserves_what_it_allocates() -> None:
+    summary = summarize(make(ops=(op(),), storages=(storage(3),)))
+    assert summary.overheads == ()
+    assert summary.peak_reserved_bytes == summary.peak_allocated_bytes == summary.needed_bytes == 3
