@@ -18,9 +18,7 @@ from memfit.units import display_ms
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="h100-sxm", help="a device: h100-sxm, a100-sxm-80gb, b200, …")
     parser.add_argument("--layers", type=int, default=Shape().layers)
     parser.add_argument("--batch", type=int, default=1)
@@ -42,11 +40,9 @@ def main() -> None:
     elements = sum(_elements(parameter.shape) for parameter in trace.parameters)
     console.print(f"Llama: {what}, {elements / 1e9:.2f} billion parameters in bfloat16, AdamW")
     print_memory(summary, console)
-    console.print(
-        f"\n{len(trace.ops)} ops captured in {display_ms((captured - began) * 1e3)} without a GPU, weights or data"
-        f"\nmemory worked out in {display_ms((done - captured) * 1e3)}",
-        highlight=False,
-    )
+    took, then = display_ms((captured - began) * 1e3), display_ms((done - captured) * 1e3)
+    console.print(f"\n{len(trace.ops)} ops captured in {took} without a GPU, weights or data", highlight=False)
+    console.print(f"memory worked out in {then}", highlight=False)
 
 
 def _elements(shape: tuple[int, ...]) -> int:

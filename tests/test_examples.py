@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+WIDE = {**os.environ, "COLUMNS": "140"}
 
 
 def test_demo_tells_whether_the_step_fits() -> None:
     command = [sys.executable, str(EXAMPLES / "demo.py"), "--layers", "2", "--length", "1024"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=WIDE)
     assert result.returncode == 0, result.stderr
     assert "fits: needs" in result.stdout
     assert "layers.*.feed_forward" in result.stdout

@@ -88,9 +88,7 @@ def _fraction_of(fraction: float | Fraction, total_bytes: int | None, written: o
     if not 0 < fraction <= 1:
         raise InputError(f"{written!r} is not a fraction above 0 and at most 1; {_HOW}")
     if total_bytes is None:
-        raise InputError(
-            f"{written!r} is a fraction of a total that is not known here; write bytes, such as '72GiB'"
-        )
+        raise InputError(f"{written!r} is a fraction of a total that is not known here; write bytes, such as '72GiB'")
     return math.floor(Fraction(fraction) * total_bytes)
 
 

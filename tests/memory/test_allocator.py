@@ -454,10 +454,7 @@ class NaiveAllocator:
     @property
     def allocated(self):
         return sum(
-            size
-            for segment in self.segments
-            for size, who in segment["runs"]
-            if who not in ("free", "unmapped")
+            size for segment in self.segments for size, who in segment["runs"] if who not in ("free", "unmapped")
         )
 
     def _fits(self, more):

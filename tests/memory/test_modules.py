@@ -120,9 +120,7 @@ def test_calls_equal_a_brute_force_computation(trace: Trace) -> None:
         outlives = [
             n
             for n, s in enumerate(trace.storages)
-            if s.birth != NEVER
-            and number in trace.ancestors(s.call)
-            and (s.death == NEVER or s.death >= each.end)
+            if s.birth != NEVER and number in trace.ancestors(s.call) and (s.death == NEVER or s.death >= each.end)
             if s.death == NEVER or s.death >= s.birth
         ]
         held = [n for n in outlives if trace.storages[n].category is Category.ACTIVATION]
@@ -139,9 +137,7 @@ def test_calls_equal_a_brute_force_computation(trace: Trace) -> None:
         outputs = {n for n in outlives if n in later}
         if not outputs and inside:
             last = {ref.storage for ref in trace.ops[each.end - 1].outputs}
-            outputs = {
-                n for n in last if trace.storages[n].death == NEVER or trace.storages[n].death >= each.end
-            }
+            outputs = {n for n in last if trace.storages[n].death == NEVER or trace.storages[n].death >= each.end}
         assert got.output_bytes == _sum(trace, outputs)
         assert got.before_forward.total_bytes == timeline.before_bytes[each.begin]
         assert got.after_forward.total_bytes == timeline.before_bytes[each.end]

@@ -97,9 +97,7 @@ def test_step_without_ops_has_its_residents_as_peak() -> None:
 
 
 def test_largest_storages_come_first_and_older_before_equal() -> None:
-    timeline = Timeline.of(
-        make(ops=(op(),), storages=(storage(5), storage(9), storage(5), storage(99, birth=1)))
-    )
+    timeline = Timeline.of(make(ops=(op(),), storages=(storage(5), storage(9), storage(5), storage(99, birth=1))))
     assert timeline.largest_at(0, 2).tolist() == [1, 0]
     with pytest.raises(InputError, match="op 7"):
         timeline.largest_at(7)
@@ -136,9 +134,7 @@ def test_timeline_is_a_replay_of_births_and_deaths(trace: Trace, rounding: int) 
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64), nn.Dropout(0.1)
-    )
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64), nn.Dropout(0.1))
 
 
 def transformer() -> nn.Module:
@@ -160,9 +156,7 @@ def test_captured_peak_is_the_measured_one_to_the_byte(build: object, optimizer:
     assert timeline.peak_bytes - timeline.start_bytes == truth.peak_bytes
 
 
-@pytest.mark.xfail(
-    reason="the capture lets go of the optimizer that it built while it still watches storages"
-)
+@pytest.mark.xfail(reason="the capture lets go of the optimizer that it built while it still watches storages")
 @pytest.mark.parametrize("target", ["cpu", "h100-sxm"])
 def test_captured_step_ends_with_what_it_began_with(target: str) -> None:
     """Parameters, optimizer state and the batch outlive the step; gradients were set to None."""

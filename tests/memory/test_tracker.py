@@ -198,10 +198,7 @@ def test_current_is_the_end_of_the_step() -> None:
 def test_rounding_follows_the_device() -> None:
     step = make(ops=(op(),), storages=(storage(5),), device="h100-sxm", device_type="cuda")
     assert MemTracker.of(step).get_tracker_snapshot("peak")[torch.device("cuda", 0)]["Total"] == 512
-    assert (
-        MemTracker.of(step, rounding_bytes=1).get_tracker_snapshot("peak")[torch.device("cuda", 0)]["Total"]
-        == 5
-    )
+    assert MemTracker.of(step, rounding_bytes=1).get_tracker_snapshot("peak")[torch.device("cuda", 0)]["Total"] == 5
 
 
 def test_tracking_a_function_is_tracking_its_step() -> None:

@@ -18,9 +18,7 @@ H100, A100, V100, T4, RTX4090, B200 = "h100-sxm", "a100-sxm-80gb", "v100-sxm2-32
 class Calls(nn.Module):
     """A module whose forward is one function of its parameters."""
 
-    def __init__(
-        self, function: Callable[..., torch.Tensor], *shapes: tuple[int, ...], dtype: torch.dtype
-    ) -> None:
+    def __init__(self, function: Callable[..., torch.Tensor], *shapes: tuple[int, ...], dtype: torch.dtype) -> None:
         super().__init__()
         self.function = function
         self.values = nn.ParameterList([torch.empty(shape, dtype=dtype, device="meta") for shape in shapes])

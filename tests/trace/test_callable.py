@@ -100,7 +100,9 @@ def test_peak_equals_the_measured_one() -> None:
     with measured() as truth:
         train()
     trace = memfit.trace(train, target="cpu")
-    assert memfit.memory.Timeline.of(trace).peak_bytes - memfit.memory.Timeline.of(trace).start_bytes == truth.peak_bytes
+    assert (
+        memfit.memory.Timeline.of(trace).peak_bytes - memfit.memory.Timeline.of(trace).start_bytes == truth.peak_bytes
+    )
 
 
 def test_no_model_to_be_found() -> None:

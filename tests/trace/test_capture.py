@@ -83,7 +83,7 @@ def test_source_lines_are_the_users() -> None:
 
 def test_categories_of_a_linear_layer() -> None:
     trace = traced(nn.Linear(8, 4), torch.randn(2, 8), loss=lambda output, _: output.sum())
-    total = {category: 0 for category in Category}
+    total = dict.fromkeys(Category, 0)
     for storage in trace.storages:
         total[storage.category] += storage.bytes
     parameters = 4 * (8 * 4 + 4)
@@ -197,12 +197,12 @@ def test_recomputation_of_a_checkpointed_block_is_in_backward() -> None:
 def test_custom_autograd_function_is_attributed() -> None:
     class Double(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x):  # noqa: ANN001, ANN205
+        def forward(ctx, x):
             ctx.save_for_backward(x)
             return x.exp()
 
         @staticmethod
-        def backward(ctx, grad):  # noqa: ANN001, ANN205
+        def backward(ctx, grad):
             (x,) = ctx.saved_tensors
             return grad * x.exp()
 
@@ -230,7 +230,11 @@ def test_compiled_models_are_captured_as_eager() -> None:
 
 def test_factory_costs_nothing() -> None:
     terabyte = 1 << 20
-    step = Step(lambda: nn.Linear(terabyte, terabyte, bias=False), memfit.spec((1, terabyte)), loss=lambda o, _: o.sum())
+    step = Step(
+        lambda: nn.Linear(terabyte, terabyte, bias=False),
+        memfit.spec((1, terabyte)),
+        loss=lambda o, _: o.sum(),
+    )
     trace = memfit.trace(step, target="h100-sxm")
     assert max(storage.bytes for storage in trace.storages) == 4 * terabyte * terabyte
 
@@ -264,7 +268,14 @@ def test_emulated_device_is_the_targets() -> None:
             self.weight = nn.Parameter(torch.ones(4))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append((x.device.type, x.is_cuda, self.weight.device.type, torch.zeros(2, device=x.device).device.type))
+            seen.append(
+                (
+                    x.device.type,
+                    x.is_cuda,
+                    self.weight.device.type,
+                    torch.zeros(2, device=x.device).device.type,
+                )
+            )
             return (x * self.weight + torch.arange(4, device=x.device)).sum()
 
     memfit.trace(Step(Model(), torch.randn(2, 4)), target="cpu")

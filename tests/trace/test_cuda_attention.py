@@ -71,9 +71,7 @@ CHOICES = [
     # cuDNN
     pytest.param(CUDNN, {"key": GROUPED, "enable_gqa": True}, id="grouped-heads-on-hopper"),
     pytest.param(FLASH, {"key": GROUPED, "enable_gqa": True, "target": A100}, id="grouped-heads-on-ampere"),
-    pytest.param(
-        MATH, {"key": GROUPED, "enable_gqa": True, "mask": MASK, "target": A100}, id="grouped-heads-masked"
-    ),
+    pytest.param(MATH, {"key": GROUPED, "enable_gqa": True, "mask": MASK, "target": A100}, id="grouped-heads-masked"),
     # check_tensor_shapes: four dimensions
     pytest.param(MATH, {"shape": (4, 64, 64)}, id="three-dimensions-are-math"),
 ]

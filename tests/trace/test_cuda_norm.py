@@ -91,9 +91,7 @@ def test_forward_statistics(function, shape, name, made, workspace) -> None:
 BACKWARDS = [
     # cuda/layer_norm_kernel.cu, LaunchGammaBetaBackwardCUDAKernel: nothing but for many short rows
     pytest.param(layer, (4, 32), (32,), "native_layer_norm", 0, id="layer-norm"),
-    pytest.param(
-        layer, LARGE, (32,), "native_layer_norm", (2 * BLOCKS + 1) * 32 * 2, id="layer-norm-many-rows"
-    ),
+    pytest.param(layer, LARGE, (32,), "native_layer_norm", (2 * BLOCKS + 1) * 32 * 2, id="layer-norm-many-rows"),
     # cuda/group_norm_kernel.cu, GroupNormBackwardKernelImplInternal: ds, db, c1 [N,C] and c2, c3 [N,G] in
     # float32
     pytest.param(group, (2, 8, 5), (8,), "native_group_norm", (3 * 2 * 8 + 2 * 2 * 4) * 4, id="group-norm"),
@@ -167,9 +165,7 @@ def test_targets_differ_in_multiprocessors() -> None:
         return F.rms_norm(x, (width,), weight).square()
 
     found = [
-        only(
-            captured(run, (rows, width), (width,), target=target), "_fused_rms_norm_backward.default"
-        ).workspace_bytes
+        only(captured(run, (rows, width), (width,), target=target), "_fused_rms_norm_backward.default").workspace_bytes
         for target in (H100, A100)
     ]
     assert found == [(32 * 1024 // 60 + 1) * width * 2, 0]

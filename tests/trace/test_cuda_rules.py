@@ -88,9 +88,7 @@ def test_softmax_in_float32(function, dtype, expected) -> None:
     ],
 )
 def test_cross_entropy(options, expected) -> None:
-    trace = captured(
-        lambda x: F.cross_entropy(x, torch.zeros(4, dtype=torch.long, device="cuda")), (4, 8), **options
-    )
+    trace = captured(lambda x: F.cross_entropy(x, torch.zeros(4, dtype=torch.long, device="cuda")), (4, 8), **options)
     ops = [op for op in trace.ops if op.phase.value == "forward" and not op.view and "zeros" not in op.name]
     found = [(op.name.removeprefix("aten.").removesuffix(".default"), made_bytes(trace, op)) for op in ops]
     assert found == expected
@@ -311,9 +309,7 @@ OPTIMIZERS = [  # torch/optim: foreach is the default on CUDA; the lists after t
         False,
         id="sgd-momentum",
     ),
-    pytest.param(
-        partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True), ["_fused_sgd_"], 1, False, id="sgd-fused"
-    ),
+    pytest.param(partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True), ["_fused_sgd_"], 1, False, id="sgd-fused"),
     pytest.param(
         torch.optim.RMSprop,
         [

@@ -82,12 +82,14 @@ def test_pickles_are_refused_and_not_run(tmp_path: Path) -> None:
     [
         lambda t: msgspec.structs.replace(t, storages=t.storages[:-1]),
         lambda t: msgspec.structs.replace(t, ops=(msgspec.structs.replace(t.ops[0], call=99), *t.ops[1:])),
-        lambda t: msgspec.structs.replace(t, storages=(msgspec.structs.replace(t.storages[0], bytes=-1), *t.storages[1:])),
+        lambda t: msgspec.structs.replace(
+            t, storages=(msgspec.structs.replace(t.storages[0], bytes=-1), *t.storages[1:])
+        ),
         lambda t: msgspec.structs.replace(t, calls=(msgspec.structs.replace(t.calls[0], parent=0), *t.calls[1:])),
         lambda t: msgspec.structs.replace(t, ops=(msgspec.structs.replace(t.ops[0], source=10**6), *t.ops[1:])),
     ],
 )
-def test_inconsistent_content_is_refused(trace: Trace, tmp_path: Path, break_it) -> None:  # noqa: ANN001
+def test_inconsistent_content_is_refused(trace: Trace, tmp_path: Path, break_it) -> None:
     path = tmp_path / "step.memfit"
     rewrite(path, break_it(trace))
     with pytest.raises(InputError, match="inconsistent"):

@@ -12,7 +12,7 @@ from memfit.trace import CaptureError, Step
 
 
 class Inner(nn.Module):
-    def __init__(self, function) -> None:  # noqa: ANN001
+    def __init__(self, function) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.function = function
@@ -22,7 +22,7 @@ class Inner(nn.Module):
 
 
 class Outer(nn.Module):
-    def __init__(self, function) -> None:  # noqa: ANN001
+    def __init__(self, function) -> None:
         super().__init__()
         self.inner = Inner(function)
 
@@ -30,7 +30,7 @@ class Outer(nn.Module):
         return self.inner(x).sum()
 
 
-def refused(function, target: str = "cpu") -> CaptureError:  # noqa: ANN001
+def refused(function, target: str = "cpu") -> CaptureError:
     with pytest.raises(CaptureError) as caught:
         memfit.trace(Step(Outer(function), torch.randn(2, 4)), target=target)
     error = caught.value
@@ -53,7 +53,7 @@ def refused(function, target: str = "cpu") -> CaptureError:  # noqa: ANN001
         (lambda x: torch.unique(x), "aten._unique2.default"),
     ],
 )
-def test_data_dependence_is_refused(function, op: str, target: str) -> None:  # noqa: ANN001
+def test_data_dependence_is_refused(function, op: str, target: str) -> None:
     error = refused(function, target)
     assert error.op in (op, "aten.index.Tensor")
     assert "values" in str(error)
@@ -123,7 +123,7 @@ def test_bad_options_of_a_step(options: dict, message: str) -> None:
 
 
 def test_model_that_is_no_model() -> None:
-    with pytest.raises(InputError, match="Step.model is a str"):
+    with pytest.raises(InputError, match=r"Step\.model is a str"):
         Step("llama", None)
     with pytest.raises(InputError, match="returned a int"):
         memfit.trace(Step(lambda: 3, None), target="cpu")

@@ -31,7 +31,9 @@ class Model(nn.Module):
 def snapshot(model: nn.Module) -> dict[str, object]:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {
-        "identity": {name: (id(t), t.data_ptr(), t._version, t.requires_grad, t.grad is None) for name, t in tensors.items()},
+        "identity": {
+            name: (id(t), t.data_ptr(), t._version, t.requires_grad, t.grad is None) for name, t in tensors.items()
+        },
         "flat weights": [id(weight) for weight in model.lstm._flat_weights],
         "training": [module.training for module in model.modules()],
         "hooks": [len(module._forward_hooks) for module in model.modules()],
@@ -67,7 +69,10 @@ def test_optimizer_and_gradients_are_untouched() -> None:
     assert after["param_groups"] == state["param_groups"]
     for number, entries in state["state"].items():
         assert all(torch.equal(value, after["state"][number][name]) for name, value in entries.items())
-    assert [p is q for p, q in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True)] == [True, True]
+    assert [p is q for p, q in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True)] == [
+        True,
+        True,
+    ]
 
 
 def test_a_step_after_a_capture_equals_one_without() -> None:

@@ -42,7 +42,7 @@ def resident_bytes(*values: object) -> int:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.zoo_slice] if name in SLICE else []) for name in STEPS]
 )
-def test_captured_peak_equals_the_measured_one(name: str, record_property) -> None:  # noqa: ANN001
+def test_captured_peak_equals_the_measured_one(name: str, record_property) -> None:
     torch.manual_seed(0)
     step = STEPS[name]()
     model = step.build_model().train()

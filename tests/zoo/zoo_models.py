@@ -95,7 +95,11 @@ def llama_accumulated() -> Step:
 
 @zoo("gpt2")
 def gpt2() -> Step:
-    return Step(causal_model("gpt2", n_embd=128, n_layer=3, n_head=4, use_cache=False), language_batch(), optimizer=ADAMW)
+    return Step(
+        causal_model("gpt2", n_embd=128, n_layer=3, n_head=4, use_cache=False),
+        language_batch(),
+        optimizer=ADAMW,
+    )
 
 
 @zoo("gpt2-autocast")
@@ -122,7 +126,11 @@ def bert() -> Step:
     import transformers
 
     config = transformers.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=3, num_attention_heads=4, intermediate_size=512
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=512,
     )
     batch = language_batch(attention_mask=torch.ones(BATCH, LENGTH, dtype=torch.long))
     return Step(transformers.BertForMaskedLM(config), batch, optimizer=SGD)
@@ -133,7 +141,13 @@ def t5() -> Step:
     import transformers
 
     config = transformers.T5Config(
-        vocab_size=VOCABULARY, d_model=128, d_kv=32, d_ff=256, num_layers=2, num_heads=4, decoder_start_token_id=0
+        vocab_size=VOCABULARY,
+        d_model=128,
+        d_kv=32,
+        d_ff=256,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
     )
     return Step(transformers.T5ForConditionalGeneration(config), language_batch(), optimizer=ADAFACTOR)
 
@@ -210,7 +224,13 @@ def swin() -> Step:
     import transformers
 
     config = transformers.SwinConfig(
-        image_size=64, patch_size=4, embed_dim=32, depths=[2, 2], num_heads=[2, 4], window_size=4, drop_path_rate=0.1
+        image_size=64,
+        patch_size=4,
+        embed_dim=32,
+        depths=[2, 2],
+        num_heads=[2, 4],
+        window_size=4,
+        drop_path_rate=0.1,
     )
     config.num_labels = 10
     batch = {"pixel_values": image(64), "labels": torch.randint(0, 10, (BATCH,))}
@@ -233,7 +253,12 @@ def clip() -> Step:
 
     common = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = transformers.CLIPConfig(
-        text_config={**common, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "eos_token_id": 2},
+        text_config={
+            **common,
+            "vocab_size": VOCABULARY,
+            "max_position_embeddings": LENGTH,
+            "eos_token_id": 2,
+        },
         vision_config={**common, "image_size": 32, "patch_size": 8},
         projection_dim=32,
     )

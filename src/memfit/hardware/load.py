@@ -110,9 +110,7 @@ def _unknown(name: str, users: list[RawFile]) -> str:
     close = difflib.get_close_matches(_normal(name), names, n=5, cutoff=0.5)
     nearest = list(dict.fromkeys(names[key] for key in close))[:3]
     hint = (
-        f"did you mean {' or '.join(nearest)}?"
-        if nearest
-        else f"known are {', '.join(sorted(set(names.values())))}."
+        f"did you mean {' or '.join(nearest)}?" if nearest else f"known are {', '.join(sorted(set(names.values())))}."
     )
     return f"unknown device {name!r}; {hint} Or give the path of a device file (.toml)"
 

@@ -153,21 +153,15 @@ class Reader:
     def value(self, key: str, figure: Any) -> Any:
         """The figure's value; its source is recorded under `key`."""
         if not isinstance(figure, Figure):
-            self._record(
-                key, Source(title="given without a source", publisher="the user", date=""), False, ""
-            )
+            self._record(key, Source(title="given without a source", publisher="the user", date=""), False, "")
             return figure
         if figure.estimate and not figure.reason:
             raise InputError(f"{self.where}: {key} is an estimate without a reason; add reason = '...'")
         if not figure.source and not figure.estimate:
-            raise InputError(
-                f"{self.where}: {key} has no source; add source = '...' or estimate = true with a reason"
-            )
+            raise InputError(f"{self.where}: {key} has no source; add source = '...' or estimate = true with a reason")
         if figure.source and figure.source not in self.sources:
             known = ", ".join(sorted(self.sources)) or "none"
-            raise InputError(
-                f"{self.where}: {key} cites {figure.source!r}, which is not in [sources] (there: {known})"
-            )
+            raise InputError(f"{self.where}: {key} cites {figure.source!r}, which is not in [sources] (there: {known})")
         source = self.sources.get(figure.source, Source(title="estimate", publisher="memfit", date=""))
         self._record(key, source, figure.estimate, figure.reason)
         return figure.value
@@ -221,17 +215,13 @@ def build_device(
     file = convert(raw, DeviceFile, where)
     reader = Reader(where, file.sources)
     if file.allocator not in allocators:
-        raise InputError(
-            f"{where}: unknown allocator {file.allocator!r}; choose one of {', '.join(allocators)}"
-        )
+        raise InputError(f"{where}: unknown allocator {file.allocator!r}; choose one of {', '.join(allocators)}")
 
     def link(key: str, given: str | LinkTable) -> Link:
         if isinstance(given, LinkTable):
             return _link(f"{file.name} {key}", given, reader)
         if given not in links:
-            raise InputError(
-                f"{where}: links.{key} is {given!r}; choose one of {', '.join(links)}, or write a table"
-            )
+            raise InputError(f"{where}: links.{key} is {given!r}; choose one of {', '.join(links)}, or write a table")
         return links[given]
 
     flops = {name: getattr(file.flops, name) for name in FlopsTable.__struct_fields__}
@@ -248,21 +238,15 @@ def build_device(
         type=file.type,
         aliases=tuple(file.aliases),
         memory_total_bytes=_total_bytes(reader, file.memory.total_bytes),
-        memory_bandwidth_bytes_per_s=reader.number(
-            "memory.bandwidth_bytes_per_s", file.memory.bandwidth_bytes_per_s
-        ),
-        flops_per_s=Rates(
-            **{name: reader.number(f"flops.{name}", f) for name, f in flops.items() if f is not None}
-        ),
+        memory_bandwidth_bytes_per_s=reader.number("memory.bandwidth_bytes_per_s", file.memory.bandwidth_bytes_per_s),
+        flops_per_s=Rates(**{name: reader.number(f"flops.{name}", f) for name, f in flops.items() if f is not None}),
         host_link=link("host", file.links.host),
         peer_link=None if file.links.peer is None else link("peer", file.links.peer),
         inter_node_link=link("inter_node", file.links.inter_node),
         ranks_per_node=reader.whole("links.ranks_per_node", file.links.ranks_per_node),
         allocator=allocators[file.allocator],
         context_bytes=reader.whole("overheads.context_bytes", overheads.context_bytes, least=0),
-        blas_workspace_bytes=reader.whole(
-            "overheads.blas_workspace_bytes", overheads.blas_workspace_bytes, least=0
-        ),
+        blas_workspace_bytes=reader.whole("overheads.blas_workspace_bytes", overheads.blas_workspace_bytes, least=0),
         blaslt_workspace_bytes=reader.whole(
             "overheads.blaslt_workspace_bytes", overheads.blaslt_workspace_bytes, least=0
         ),
@@ -278,9 +262,7 @@ def _allocator(name: str, table: AllocatorTable, reader: Reader) -> AllocatorRul
     return AllocatorRules(
         name=name,
         **{field: reader.whole(f"allocators.{name}.{field}", getattr(table, field)) for field in sizes},
-        expandable_segments=bool(
-            reader.value(f"allocators.{name}.expandable_segments", table.expandable_segments)
-        ),
+        expandable_segments=bool(reader.value(f"allocators.{name}.expandable_segments", table.expandable_segments)),
     )
 
 
@@ -290,9 +272,7 @@ def _link(name: str, table: LinkTable, reader: Reader) -> Link:
         kind=table.kind,
         generation=table.generation,
         lanes=table.lanes,
-        bandwidth_bytes_per_s=reader.number(
-            f"links.{name}.bandwidth_bytes_per_s", table.bandwidth_bytes_per_s
-        ),
+        bandwidth_bytes_per_s=reader.number(f"links.{name}.bandwidth_bytes_per_s", table.bandwidth_bytes_per_s),
         latency_ms=reader.number(f"links.{name}.latency_ms", table.latency_ms),
     )
 

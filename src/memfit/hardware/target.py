@@ -56,9 +56,7 @@ class Target:
             )
         device = load_device(target) if isinstance(target, str) else target
         if not isinstance(device, Device):
-            raise InputError(
-                f"a target cannot be {target!r}; give a device name such as 'h100-sxm', or a Device"
-            )
+            raise InputError(f"a target cannot be {target!r}; give a device name such as 'h100-sxm', or a Device")
         ranks = 1 if ranks is None else ranks
         return cls(
             device=device,

@@ -81,9 +81,7 @@ class AllocatorConfig:
                 f" large_segment_bytes ({self.large_segment_bytes}), or None to let every block be split"
             )
         if self.limit_bytes is not None and self.limit_bytes < 0:
-            raise InputError(
-                f"AllocatorConfig.limit_bytes is {self.limit_bytes}; give bytes, or None for no limit"
-            )
+            raise InputError(f"AllocatorConfig.limit_bytes is {self.limit_bytes}; give bytes, or None for no limit")
         divisions = self.roundup_power2_divisions
         if len(divisions) not in (0, 1, _ROUNDUP_INTERVALS) or any(d < 0 or d & (d - 1) for d in divisions):
             raise InputError(
@@ -241,9 +239,7 @@ class CachingAllocator:
         if requested_bytes < 0:
             raise InputError(f"malloc of {requested_bytes} bytes for key {key}; give zero or more")
         if key in self._live:
-            raise StateError(
-                f"malloc for key {key}, which is still allocated; free it first or use another key"
-            )
+            raise StateError(f"malloc for key {key}, which is still allocated; free it first or use another key")
         if requested_bytes == 0:
             self._live[key] = None
             return
@@ -260,9 +256,7 @@ class CachingAllocator:
             block = self._alloc_block(pool, size_bytes)
         if block is None:
             tried_bytes = self.config.allocation_size(size_bytes)
-            raise AllocatorOutOfMemory(
-                tried_bytes, self._limit_bytes, self._allocated_bytes, self._reserved_bytes
-            )
+            raise AllocatorOutOfMemory(tried_bytes, self._limit_bytes, self._allocated_bytes, self._reserved_bytes)
         self._alloc_found_block(key, requested_bytes, block, size_bytes)
 
     def free(self, key: int) -> None:

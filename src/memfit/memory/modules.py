@@ -297,9 +297,7 @@ def _outputs(timeline: Timeline, nesting: _Nesting, reads: tuple[Bytes, Bytes]) 
     trace = timeline.trace
     count = len(trace.storages)
     op, storage = reads
-    in_forward = np.fromiter(
-        (o.phase in (Phase.FORWARD, Phase.LOSS) for o in trace.ops), np.bool_, len(trace.ops)
-    )
+    in_forward = np.fromiter((o.phase in (Phase.FORWARD, Phase.LOSS) for o in trace.ops), np.bool_, len(trace.ops))
     recomputes = nesting.innermost[:-1] != NEVER
     forward = (in_forward | recomputes)[op]
     last_read = np.full(count, NEVER, np.int64)
@@ -412,10 +410,7 @@ class _Owned:
         for category, belonging in ((Category.GRADIENT, gradients), (Category.OPTIMIZER_STATE, states)):
             self._add(
                 category,
-                [
-                    (m.path, tuple(s for p in m.parameters for s in belonging.get(p, ())))
-                    for m in trace.modules
-                ],
+                [(m.path, tuple(s for p in m.parameters for s in belonging.get(p, ()))) for m in trace.modules],
             )
 
     def _add(self, category: Category, owners: list[tuple[str, tuple[int, ...]]]) -> None:

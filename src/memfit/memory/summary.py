@@ -61,7 +61,8 @@ class MemorySummary:
     `peak_bytes` is the sum of the tensors alive, rounded as the allocator rounds them, and `peak_by_category`
     adds up to it. `peak_allocated_bytes` also counts the ends of blocks that the allocator does not split
     off, and `peak_reserved_bytes` what it holds from the device (Note [Steady state] in events.py). Overheads
-    are in none of them; `needed_bytes` has them all.
+    are in none of them; `needed_bytes` has them all. When the step does not fit, `failing` is the op that runs out of
+    memory and `failing_step` the step of the process that it does so in, counted from 1.
     """
 
     device: str
@@ -78,6 +79,7 @@ class MemorySummary:
     fit: Fit
     retries: int
     failing: Place | None
+    failing_step: int | None
     modules: tuple[ModuleMemory, ...]
     largest: tuple[StorageAtPeak, ...]
     notes: tuple[str, ...]
@@ -102,9 +104,7 @@ class MemorySummary:
         return tuple(sorted(self.modules, key=lambda m: -m.activation_bytes)[:count])
 
 
-def summarize(
-    trace: Trace, *, target: str | Device | Target | None = None, largest: int = 10
-) -> MemorySummary:
+def summarize(trace: Trace, *, target: str | Device | Target | None = None, largest: int = 10) -> MemorySummary:
     """The summary of a trace on the device it was captured for, or on another of the same type."""
     device = Target.parse(target if target is not None else trace.device).device
     timeline = Timeline.of(trace, device.allocator.rounding_bytes)
@@ -125,10 +125,9 @@ def summarize(
         fit=fit,
         retries=limited.retries,
         failing=None if limited.out_of_memory_op is None else place_of(timeline, limited.out_of_memory_op),
+        failing_step=None if limited.out_of_memory_op is None else limited.steps,
         modules=tuple(module_memory(timeline).values()),
-        largest=tuple(
-            _at_peak(timeline, int(storage)) for storage in timeline.largest_at(timeline.peak_op, largest)
-        ),
+        largest=tuple(_at_peak(timeline, int(storage)) for storage in timeline.largest_at(timeline.peak_op, largest)),
         notes=trace.notes,
     )
 
@@ -137,9 +136,7 @@ def place_of(timeline: Timeline, op: int) -> Place:
     """Where an op is; an index outside the ops is the start or the end of the step."""
     trace = timeline.trace
     if not 0 <= op < len(trace.ops):
-        return Place(
-            op=op, name="", phase="before the step" if op < 0 else "end of the step", module=None, source=""
-        )
+        return Place(op=op, name="", phase="before the step" if op < 0 else "end of the step", module=None, source="")
     return Place(
         op=op,
         name=trace.ops[op].name,

@@ -164,9 +164,7 @@ class Timeline:
 
     def _check(self, op: int) -> None:
         if not 0 <= op <= len(self.trace.ops):
-            raise InputError(
-                f"op {op} is not in the step; give 0 to {len(self.trace.ops)}, the end of the step"
-            )
+            raise InputError(f"op {op} is not in the step; give 0 to {len(self.trace.ops)}, the end of the step")
 
 
 def _rounded(sizes: Iterable[int], count: int, rounding_bytes: int) -> Bytes:

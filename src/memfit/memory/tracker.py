@@ -110,9 +110,7 @@ class MemTracker:
         """Name the model, its optimizer and the batch for a function that takes them as arguments."""
         for each in external:
             if each is not None and not isinstance(each, (nn.Module, torch.optim.Optimizer, torch.Tensor)):
-                raise InputError(
-                    f"track_external got a {type(each).__name__}; give a module, an optimizer or tensors"
-                )
+                raise InputError(f"track_external got a {type(each).__name__}; give a module, an optimizer or tensors")
         self._external.extend(each for each in external if each is not None)
 
     def run(self, function: Callable[..., Any]) -> MemTracker:
@@ -186,15 +184,11 @@ class MemTracker:
 
     @property
     def _device(self) -> torch.device:
-        return (
-            torch.device("cuda", 0) if self._captured().trace.device_type == "cuda" else torch.device("cpu")
-        )
+        return torch.device("cuda", 0) if self._captured().trace.device_type == "cuda" else torch.device("cpu")
 
     def _captured(self) -> Timeline:
         if self._timeline is None:
-            raise StateError(
-                "MemTracker has captured nothing yet; enter it with a step, or call run(function)"
-            )
+            raise StateError("MemTracker has captured nothing yet; enter it with a step, or call run(function)")
         return self._timeline
 
     def _take(self, trace: Trace, rounding_bytes: int | None = None) -> None:

@@ -56,11 +56,10 @@ def _verdict(summary: MemorySummary) -> Panel:
         lines.append(f"\n  {peak.source}", style="dim")
     if summary.fit is Fit.TIGHT:
         lines.append(f"\nthe allocator empties its cache {summary.retries} times; each stalls the device")
-    if summary.failing is not None and summary.failing.op != peak.op:
+    if summary.failing is not None:
         failing = summary.failing
-        lines.append(
-            f"\nruns out of memory in {failing.phase} at op {failing.op} {_short(failing.name)}{_module(failing)}"
-        )
+        lines.append(f"\nruns out of memory in step {summary.failing_step}, in {failing.phase} at op {failing.op} ")
+        lines.append(_short(failing.name), style="cyan").append(_module(failing))
     return Panel(lines, title=f"memory of one step on {summary.device_title}", title_align="left")
 
 
@@ -87,9 +86,7 @@ def _by_category(summary: MemorySummary) -> Table:
     table.add_row("  of which resident at start", display_bytes(summary.start_bytes), "")
     if summary.peak_reserved_bytes != summary.peak_bytes:
         table.add_row("allocated, as torch counts it", display_bytes(summary.peak_allocated_bytes), "")
-        table.add_row(
-            "reserved by the allocator", display_bytes(summary.peak_reserved_bytes), "", style="bold"
-        )
+        table.add_row("reserved by the allocator", display_bytes(summary.peak_reserved_bytes), "", style="bold")
     for overhead in summary.overheads:
         table.add_row(overhead.name, display_bytes(overhead.bytes), "")
     if summary.overheads:
@@ -98,9 +95,7 @@ def _by_category(summary: MemorySummary) -> Table:
 
 
 def _largest(summary: MemorySummary) -> Table:
-    table = Table(
-        title="\nlargest storages at the peak", title_justify="left", show_edge=False, pad_edge=False
-    )
+    table = Table(title="\nlargest storages at the peak", title_justify="left", show_edge=False, pad_edge=False)
     table.add_column("bytes", justify="right")
     table.add_column("category")
     table.add_column("what", overflow="fold")
@@ -112,9 +107,7 @@ def _largest(summary: MemorySummary) -> Table:
 
 
 def _by_module(summary: MemorySummary, count: int, wide: bool) -> Table:
-    table = Table(
-        title="\nmodules that hold most for backward", title_justify="left", show_edge=False, pad_edge=False
-    )
+    table = Table(title="\nmodules that hold most for backward", title_justify="left", show_edge=False, pad_edge=False)
     table.add_column("module", overflow="fold")
     if wide:
         table.add_column("kind")

@@ -37,21 +37,23 @@ upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubi
 _FULL_RESULT_CUDA = "prod softmax log_softmax cumprod cumsum linalg_vector_norm linalg_matrix_norm sum"
 _WIDEST_CUDA = "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add"
 
-_LOW_CPU = """conv1d conv2d conv3d bmm mm linalg_vecdot baddbmm addmm _addmm_activation addbmm linear _convolution matmul
-conv_tbc mkldnn_rnn_layer conv_transpose1d conv_transpose2d conv_transpose3d prelu scaled_dot_product_attention
+_LOW_CPU = """conv1d conv2d conv3d bmm mm linalg_vecdot baddbmm addmm _addmm_activation addbmm linear _convolution
+matmul conv_tbc mkldnn_rnn_layer conv_transpose1d conv_transpose2d conv_transpose3d prelu scaled_dot_product_attention
 _native_multi_head_attention"""
-_FULL_CPU = """avg_pool3d binary_cross_entropy grid_sampler grid_sampler_2d _grid_sampler_2d_cpu_fallback grid_sampler_3d
-polar prod quantile nanquantile stft cdist trace view_as_complex cholesky cholesky_inverse cholesky_solve inverse
-lu_solve orgqr ormqr pinverse max_pool3d max_unpool2d max_unpool3d adaptive_avg_pool3d reflection_pad1d
-reflection_pad2d replication_pad1d replication_pad2d replication_pad3d mse_loss cosine_embedding_loss nll_loss
-nll_loss2d hinge_embedding_loss poisson_nll_loss smooth_l1_loss cross_entropy_loss l1_loss huber_loss
-margin_ranking_loss soft_margin_loss triplet_margin_loss multi_margin_loss ctc_loss kl_div multilabel_margin_loss
-binary_cross_entropy_with_logits fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft fft_rfft2
-fft_irfft2 fft_rfftn fft_irfftn fft_hfft fft_ihfft linalg_cond linalg_matrix_rank linalg_solve linalg_cholesky
-linalg_svdvals linalg_eigvals linalg_eigvalsh linalg_inv linalg_householder_product linalg_tensorinv
-linalg_tensorsolve fake_quantize_per_tensor_affine geqrf _lu_with_info qr svd triangular_solve fractional_max_pool2d
-fractional_max_pool3d adaptive_max_pool3d multilabel_margin_loss_forward linalg_qr linalg_cholesky_ex linalg_svd
-linalg_eig linalg_eigh linalg_lstsq linalg_inv_ex"""
+_FULL_CPU = """avg_pool3d binary_cross_entropy grid_sampler grid_sampler_2d _grid_sampler_2d_cpu_fallback
+grid_sampler_3d polar prod quantile nanquantile stft cdist trace view_as_complex cholesky
+cholesky_inverse cholesky_solve inverse lu_solve orgqr ormqr pinverse max_pool3d max_unpool2d
+max_unpool3d adaptive_avg_pool3d reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
+replication_pad3d mse_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss
+poisson_nll_loss smooth_l1_loss cross_entropy_loss l1_loss huber_loss margin_ranking_loss
+soft_margin_loss triplet_margin_loss multi_margin_loss ctc_loss kl_div multilabel_margin_loss
+binary_cross_entropy_with_logits fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft
+fft_irfft fft_rfft2 fft_irfft2 fft_rfftn fft_irfftn fft_hfft fft_ihfft linalg_cond linalg_matrix_rank
+linalg_solve linalg_cholesky linalg_svdvals linalg_eigvals linalg_eigvalsh linalg_inv
+linalg_householder_product linalg_tensorinv linalg_tensorsolve fake_quantize_per_tensor_affine geqrf
+_lu_with_info qr svd triangular_solve fractional_max_pool2d fractional_max_pool3d adaptive_max_pool3d
+multilabel_margin_loss_forward linalg_qr linalg_cholesky_ex linalg_svd linalg_eig linalg_eigh
+linalg_lstsq linalg_inv_ex"""
 _WIDEST_CPU = "stack cat index_copy"
 
 # Functions of the Python bindings that reach a listed op only inside C++.
@@ -102,9 +104,9 @@ class Autocast:
             widest = self._widest((args, kwargs))
             return self._cast(args, widest), self._cast(kwargs, widest)
         takes_dtype = kwargs.get("dtype") is None and not any(isinstance(a, torch.dtype) for a in args)
-        if takes_dtype and args and isinstance(args[0], torch.Tensor) and _eligible(args[0]):
-            if policy is Cast.FULL_RESULT or args[0].dtype != torch.float32:
-                return args, {**kwargs, "dtype": torch.float32}
+        eligible = bool(args) and isinstance(args[0], torch.Tensor) and _eligible(args[0])
+        if takes_dtype and eligible and (policy is Cast.FULL_RESULT or args[0].dtype != torch.float32):
+            return args, {**kwargs, "dtype": torch.float32}
         return args, kwargs
 
     def _cast(self, value: Any, dtype: torch.dtype) -> Any:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 import torch.utils.checkpoint
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memfit._version import __version__
@@ -129,8 +129,16 @@ class _Capture:
                 _patched(torch.cuda.amp.common, "amp_definitely_not_available", lambda _: lambda: False),
                 _patched(torch.cuda, "is_bf16_supported", lambda _: lambda *a, **k: True),
                 _patched(torch.cuda, "get_device_capability", self._get_device_capability),
-                _patched(sys.modules["torch.optim.optimizer"], "_group_tensors_by_device_and_dtype", self._grouped_on_target),
-                _patched(sys.modules["torch.nn.utils.clip_grad"], "_group_tensors_by_device_and_dtype", self._grouped_on_target),
+                _patched(
+                    sys.modules["torch.optim.optimizer"],
+                    "_group_tensors_by_device_and_dtype",
+                    self._grouped_on_target,
+                ),
+                _patched(
+                    sys.modules["torch.nn.utils.clip_grad"],
+                    "_group_tensors_by_device_and_dtype",
+                    self._grouped_on_target,
+                ),
                 _patched_item(_CHECKPOINT_CHECKS, "default", _shape_and_dtype),
                 _eager_stance(self.model),
                 module_calls(self._enter, self._leave),
@@ -180,7 +188,11 @@ class _Capture:
             numbers: list[int] = []
 
             def note(tensor: torch.Tensor, numbers: list[int] = numbers) -> None:
-                if self.recorder.device_type != "cpu" and not tensor.is_meta and self.recorder.table.number_of(tensor) == HOST:
+                if (
+                    self.recorder.device_type != "cpu"
+                    and not tensor.is_meta
+                    and self.recorder.table.number_of(tensor) == HOST
+                ):
                     self.recorder.table.hold_host(tensor.untyped_storage())
                 else:
                     numbers.append(self.recorder.table.adopt(tensor, Category.OPTIMIZER_STATE))

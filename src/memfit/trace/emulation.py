@@ -36,10 +36,10 @@ class Emulation(TorchFunctionMode):
         self._context = context
         self._rules = rules
         self._getters: dict[Any, Callable[[torch.Tensor], Any]] = {
-            torch.Tensor.device.__get__: self.device_of,
-            torch.Tensor.is_meta.__get__: lambda _: False,
-            torch.Tensor.is_cuda.__get__: lambda tensor: self.device_of(tensor).type == "cuda",
-            torch.Tensor.is_cpu.__get__: lambda tensor: self.device_of(tensor).type == "cpu",
+            _getter("device"): self.device_of,
+            _getter("is_meta"): lambda _: False,
+            _getter("is_cuda"): lambda tensor: self.device_of(tensor).type == "cuda",
+            _getter("is_cpu"): lambda tensor: self.device_of(tensor).type == "cpu",
             torch.Tensor.get_device: lambda tensor: 0 if self.device_of(tensor).type == "cuda" else -1,
         }
         self._factories = _device_constructors()
@@ -97,38 +97,41 @@ class Emulation(TorchFunctionMode):
     def _move(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """`Tensor.to`, `.cuda` and `.cpu`: a copy when the place changes, nothing when it does not."""
         tensor = args[0]
-        name = func.__name__
-        device: Any = kwargs.pop("device", None) if "device" in kwargs else None
-        rest = [tensor]
-        dtype = kwargs.get("dtype")
-        if name != "to":
-            device = name
+        if func.__name__ != "to":
+            device, dtype, options = func.__name__, None, {}
         else:
-            for value in args[1:]:
-                if isinstance(value, (str, torch.device)) or (isinstance(value, int) and not isinstance(value, bool)):
-                    device = value
-                elif isinstance(value, torch.Tensor):
-                    device, dtype = self.device_of(value), value.dtype
-                    rest.append(value.dtype)
-                else:
-                    dtype = value if isinstance(value, torch.dtype) else dtype
-                    rest.append(value)
+            device, dtype, options = self._destination(args[1:], dict(kwargs))
         if device is None:
             return func(*args, **kwargs)
-        place = "cuda" if isinstance(device, int) else torch.device(device).type
-        place = "cpu" if place == "cpu" else "cuda"
+        place = "cpu" if not isinstance(device, int) and torch.device(device).type == "cpu" else "cuda"
         if self._device_type == "cpu" or (place == "cuda") == self.recorder.table.on_device(tensor):
-            if dtype is None and not kwargs.get("copy") and kwargs.get("memory_format") is None:
-                return tensor
-            rest = [value for value in rest if value is not None]
-            return torch.Tensor.to(*rest, **({"dtype": dtype} if dtype and dtype not in rest else {}), **{
-                key: value for key, value in kwargs.items() if key != "dtype"
-            })
+            return tensor.to(dtype or tensor.dtype, **options)
         previous, self.recorder.placing = self.recorder.placing, place
         try:
             return torch.ops.aten._to_copy(tensor, dtype=dtype)
         finally:
             self.recorder.placing = previous
+
+    def _destination(self, values: Any, kwargs: dict[str, Any]) -> tuple[Any, torch.dtype | None, dict[str, Any]]:
+        """Device, dtype and other options of `Tensor.to`, in any of its three forms."""
+        device, dtype = kwargs.pop("device", None), kwargs.pop("dtype", None)
+        other = kwargs.pop("other", None)
+        flags = ["non_blocking", "copy"]
+        for value in (*values, other):
+            if isinstance(value, torch.Tensor):
+                device, dtype = self.device_of(value), value.dtype
+            elif isinstance(value, torch.dtype):
+                dtype = value
+            elif isinstance(value, bool):
+                kwargs[flags.pop(0)] = value
+            elif value is not None:
+                device = value
+        return device, dtype, kwargs
+
+
+def _getter(name: str) -> Any:
+    """What a function mode is called with when the attribute of a tensor is read."""
+    return vars(torch._C.TensorBase)[name].__get__
 
 
 @contextlib.contextmanager

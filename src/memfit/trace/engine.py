@@ -1,8 +1,8 @@
 """What autograd's engine does differently because a dispatch mode is looking.
 
 The engine adds gradients that meet at one input in place when it holds the last reference to the first of them
-(torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`), unless any dispatch mode is active, which it takes for a
-tensor subclass. The capture therefore sees `add` where a real run has `add_`, and puts that right here.
+(torch/csrc/autograd/input_buffer.cpp, `can_accumulate_inplace`), unless any dispatch mode is active, which it takes
+for a tensor subclass. The capture therefore sees `add` where a real run has `add_`, and puts that right here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def adds_in_place(func: Any, args: Any, kwargs: dict[str, Any], depth: int) -> b
 
 def reference_counts(tensor: torch.Tensor) -> tuple[int, int]:
     """How many references there are to the tensor and to its storage."""
-    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -210,7 +210,9 @@ class Executor:
         keeps_values = all(map(self.has_value, tensors)) and not any(
             tensor.untyped_storage()._cdata in self.table.foreign for tensor in written
         )
-        if keeps_values and (written or info.name == "aten.lift_fresh.default" or _is_small(func, meta_args, meta_kwargs)):
+        if keeps_values and (
+            written or info.name == "aten.lift_fresh.default" or _is_small(func, meta_args, meta_kwargs)
+        ):
             return func(*args, **({**kwargs, "device": _CPU} if "device" in kwargs else kwargs))
         result = self._call(func, info, meta_args, meta_kwargs)
         self.table.valueless.update(tensor.untyped_storage()._cdata for tensor in written if not tensor.is_meta)
@@ -255,7 +257,7 @@ def _geometry(tensor: torch.Tensor) -> _Made:
     return _Made(
         tuple(tensor.size()),
         tensor.stride(),
-        tensor.storage_offset(),
+        int(tensor.storage_offset()),
         tensor.dtype,
         tensor.untyped_storage().nbytes(),
     )

@@ -82,7 +82,7 @@ class Placeholders:
 
 def _rebuilt(value: Mapping, items: dict) -> Any:
     try:
-        return type(value)(items)
+        return type(value)(items)  # type: ignore[call-arg]
     except TypeError:
         return items
 

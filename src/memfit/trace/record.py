@@ -40,7 +40,7 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
     pass
 
 
-class TensorRef(_Record):
+class TensorRef(_Record, frozen=True):
     """A tensor as an op saw it: a window onto a storage (`NEVER` for one that is not on the device)."""
 
     storage: int
@@ -50,7 +50,7 @@ class TensorRef(_Record):
     dtype: str
 
 
-class Op(_Record):
+class Op(_Record, frozen=True):
     """One aten-level call.
 
     `arguments` is JSON in which `{"t": i}` stands for the i-th input tensor, so that the call can be made again.
@@ -78,7 +78,7 @@ class Op(_Record):
     source: int
 
 
-class Storage(_Record):
+class Storage(_Record, frozen=True):
     """One allocation. It is born by op `birth` and freed after op `death` has run and before the next one does."""
 
     bytes: int
@@ -91,7 +91,7 @@ class Storage(_Record):
     saved_by: tuple[int, ...]
 
 
-class ModuleCall(_Record):
+class ModuleCall(_Record, frozen=True):
     """One execution of one module: forward ops `begin` up to (not including) `end`, and its backward counterpart."""
 
     module: str
@@ -105,7 +105,7 @@ class ModuleCall(_Record):
     backward_end: int
 
 
-class Module(_Record):
+class Module(_Record, frozen=True):
     """A module of the model with the storages that it owns itself, not through its children."""
 
     path: str
@@ -114,7 +114,7 @@ class Module(_Record):
     buffers: tuple[int, ...]
 
 
-class Parameter(_Record):
+class Parameter(_Record, frozen=True):
     """A parameter, every name it goes by, and the storages of its gradient and optimizer state."""
 
     names: tuple[str, ...]

@@ -79,7 +79,11 @@ class Recorder(TorchDispatchMode):
             return None
         _, op, module, source = self._failure
         return CaptureError(
-            str(error).split("\n")[0], op=op, module=module, source=self.sources.sources[source], advice=BAD_SHAPES
+            str(error).split("\n")[0],
+            op=op,
+            module=module,
+            source=self.sources.sources[source],
+            advice=BAD_SHAPES,
         )
 
     def _refusal(self, func: Any, error: Exception) -> CaptureError | None:
@@ -123,10 +127,8 @@ class Recorder(TorchDispatchMode):
                 tensors += tensors_of(kwargs.values())
             if func is _aten.lift_fresh.default:
                 self.adopt_fresh(tensors[0])
-            elif func is _aten._local_scalar_dense.default and self.in_optimizer:
-                if not self.executor.has_value(tensors[0]):
-                    self.notes.add("the optimizer reads values of tensors; no allocation depends on them")
-                    return 1.0 if tensors[0].is_floating_point() else 1
+            elif func is _aten._local_scalar_dense.default and self._is_unread(tensors[0]):
+                return 1.0 if tensors[0].is_floating_point() else 1
             info = self.executor.describe(func)
             path = self.calls.path
             inputs = [self._ref(tensor, self.table.classify(tensor, path)) for tensor in tensors]
@@ -147,6 +149,13 @@ class Recorder(TorchDispatchMode):
             if len(written) == 1 and outcome.result is not None:
                 return written[0]
             return outcome.result
+
+    def _is_unread(self, tensor: torch.Tensor) -> bool:
+        """Whether an optimizer asks for a value that is not known; it only scales an update with it."""
+        if not self.in_optimizer or self.executor.has_value(tensor):
+            return False
+        self.notes.add("the optimizer reads values of tensors; no allocation depends on them")
+        return True
 
     def _record(
         self,
@@ -245,7 +254,7 @@ class Recorder(TorchDispatchMode):
             storage=number,
             shape=tuple(tensor.shape),
             stride=tensor.stride(),
-            offset=tensor.storage_offset(),
+            offset=int(tensor.storage_offset()),
             dtype=str(tensor.dtype)[6:],
         )
         return self._interned.setdefault(ref, ref)
@@ -273,9 +282,7 @@ class Recorder(TorchDispatchMode):
             with _disable_current_modes():  # kept as it is, a node's own result would hold the node in a cycle
                 return tensor.detach()
 
-    def _save_number(
-        self, index: int, call: int, inputs: Sequence[TensorRef], needs_grad: bool
-    ) -> None:
+    def _save_number(self, index: int, call: int, inputs: Sequence[TensorRef], needs_grad: bool) -> None:
         """`x * 2.0` keeps the number for its backward, as a tensor of eight bytes that no hook sees."""
         if len(inputs) == 1 and needs_grad and torch.is_grad_enabled():
             self._saved_numbers[index] = len(self.table.drafts)

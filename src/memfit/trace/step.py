@@ -69,7 +69,8 @@ class Step:
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not trainable:
             raise InputError("no parameter of the model requires a gradient: there is nothing to train")
-        optimizer = self.optimizer(trainable)
+        make: Callable[..., torch.optim.Optimizer] = self.optimizer
+        optimizer = make(trainable)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise InputError(f"Step.optimizer returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
         return optimizer

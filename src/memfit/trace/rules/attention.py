@@ -80,7 +80,7 @@ def _cpu_attention(
 ) -> Tensor:
     """CPU asks `_fused_sdp_choice`: 0 is math, 1 flash (ATen/native/transformers/sdp_utils_cpp.cpp)."""
 
-    def stand_in(tensor: Tensor | None) -> Tensor | None:
+    def stand_in(tensor: Tensor | None) -> Any:
         if tensor is None:
             return None
         empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
@@ -88,7 +88,10 @@ def _cpu_attention(
 
     with torch.utils._python_dispatch._disable_current_modes():
         choice = torch._fused_sdp_choice(
-            *(stand_in(tensor) for tensor in (query, key, value, attn_mask)),
+            stand_in(query),
+            stand_in(key),
+            stand_in(value),
+            stand_in(attn_mask),
             dropout_p,
             is_causal,
             scale=scale,

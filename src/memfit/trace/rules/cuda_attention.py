@@ -23,9 +23,7 @@ _DEFAULT_ORDER = [_FLASH, _EFFICIENT, _MATH, _CUDNN]
 _CUDNN_ORDER = [_CUDNN, _FLASH, _EFFICIENT, _MATH]
 _LOW = (torch.float16, torch.bfloat16)
 _FLOAT_BYTES = 4
-_CUDNN_NOTE = (
-    "attention with grouped heads by cuDNN: what its engine holds beyond dQ in float32 is not counted"
-)
+_CUDNN_NOTE = "attention with grouped heads by cuDNN: what its engine holds beyond dQ in float32 is not counted"
 _AMD_NOTE = "attention on AMD: the buffers inside the kernels are taken to be those of NVIDIA's"
 
 
@@ -269,9 +267,7 @@ def _attention(
         return _aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, call.needs_grad, dropout_p, is_causal, scale=scale
         )[0]
-    return math_attention(
-        query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, dropout=_fused_dropout
-    )
+    return math_attention(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, dropout=_fused_dropout)
 
 
 # -- results -------------------------------------------------------------------------------------------------
@@ -308,9 +304,7 @@ def flash_splits(blocks: int, multiprocessors: int, key_blocks: int) -> int:
         return 1
     limit = min(128, slots, key_blocks)
     eligible = [
-        split
-        for split in range(1, limit + 1)
-        if split == 1 or -(-key_blocks // split) != -(-key_blocks // (split - 1))
+        split for split in range(1, limit + 1) if split == 1 or -(-key_blocks // split) != -(-key_blocks // (split - 1))
     ]
     efficiency = {}
     for split in eligible:
@@ -348,10 +342,7 @@ def _flash_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str
     batch, heads, length, width = query.shape
     rows = batch * heads * _rounded(length, 128)
     splits = 1
-    if (
-        torch.are_deterministic_algorithms_enabled()
-        and not torch.is_deterministic_algorithms_warn_only_enabled()
-    ):
+    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         splits = -(-max(1, context.multiprocessors) // (batch * heads))
     held = rows * _FLOAT_BYTES + splits * rows * _flash_width(width) * _FLOAT_BYTES
     if key.size(1) != heads:
@@ -359,9 +350,7 @@ def _flash_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str
     return held + _copied(grad) + _copied(output)
 
 
-def _efficient_forward(
-    context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any
-) -> int:
+def _efficient_forward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     """Heads over 128 wide accumulate in float32 (mem_eff_attention/kernel_forward.h,
     `kNeedsOutputAccumulatorBuffer`).
     """
@@ -402,9 +391,7 @@ def efficient_kernel(dtype: torch.dtype, width: int, dropout: bool, capability: 
     return _Kernel(tall, 64, _ANY_WIDTH)
 
 
-def _efficient_backward(
-    context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any
-) -> int:
+def _efficient_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     """`delta` and accumulators of gradients (mem_eff_attention/kernel_backward.h, `workspace_size`)."""
     grad, query, key, value = args[:4]
     dropout_p = args[9]
@@ -412,9 +399,7 @@ def _efficient_backward(
     value_width, keys = value.size(-1), key.size(2)
     capability: tuple[int, ...] = context.compute_capability or (9, 0)
     half = query.dtype in _LOW
-    kernel = efficient_kernel(
-        query.dtype, max(width, value_width), dropout_p > 0, (capability[0], capability[1])
-    )
+    kernel = efficient_kernel(query.dtype, max(width, value_width), dropout_p > 0, (capability[0], capability[1]))
     in_registers = half and kernel.width <= kernel.queries
     accumulates = half and not in_registers
     splits = -(-keys // kernel.keys)
@@ -424,9 +409,7 @@ def _efficient_backward(
         splits = max(1, min(splits, 200 // (batch * heads)))
     elements = 0
     if accumulates:
-        elements += (
-            splits * kernel.keys * (_rounded(width, kernel.queries) + _rounded(value_width, kernel.queries))
-        )
+        elements += splits * kernel.keys * (_rounded(width, kernel.queries) + _rounded(value_width, kernel.queries))
     if half or capability >= (7, 0):
         tiles = -(-queries // kernel.queries) * -(-width // kernel.keys)
         elements += tiles * (4 + kernel.queries * kernel.keys)

@@ -23,9 +23,7 @@ def sort_bytes(items: int, key_bytes: int, value_bytes: int) -> int:
     return items * (key_bytes + value_bytes)
 
 
-def _embedding_backward(
-    context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor
-) -> int:
+def _embedding_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
     """Sorted indices and a float32 row per partial segment (cuda/Embedding.cu,
     cuda/EmbeddingBackwardKernel.cu).
     """

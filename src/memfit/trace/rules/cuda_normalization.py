@@ -57,9 +57,7 @@ class _FusedRmsNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, shape: tuple[int, ...], weight: Tensor | None, eps: float | None
-    ) -> Tensor:
+    def forward(ctx: Any, input: Tensor, shape: tuple[int, ...], weight: Tensor | None, eps: float | None) -> Tensor:
         with torch._C._AutoDispatchBelowAutograd():
             output, factor = _aten._fused_rms_norm(input, shape, weight, eps)
         ctx.save_for_backward(input, weight, factor)
@@ -109,17 +107,13 @@ def gamma_beta_bytes(rows: int, width: int, multiprocessors: int, element_size: 
     return (gradients * blocks + 1) * width * element_size
 
 
-def _layer_norm_backward(
-    context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any
-) -> int:
+def _layer_norm_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     """Copies of strided operands, and partial sums of the parameters' gradients."""
     grad, source, shape = args[:3]
     mask = args[-1]
     width = math.prod(shape)
     rows = source.numel() // max(1, width)
-    partial = gamma_beta_bytes(
-        rows, width, context.multiprocessors, source.element_size(), sum(map(bool, mask[1:3]))
-    )
+    partial = gamma_beta_bytes(rows, width, context.multiprocessors, source.element_size(), sum(map(bool, mask[1:3])))
     return contiguous_copy(grad) + contiguous_copy(source) + partial
 
 
@@ -131,9 +125,7 @@ def _layer_norm_gradients(context: RuleContext, func: Any, args: Any, kwargs: di
     return (gradient, *others)
 
 
-def _rms_norm_backward(
-    context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any
-) -> int:
+def _rms_norm_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     """As layer norm, with one parameter (layer_norm_kernel.cu, `RMSNormBackwardKernelImpl`)."""
     grad, source, shape, _, _, mask = args
     width = math.prod(shape)
@@ -159,9 +151,7 @@ def _group_norm(context: RuleContext, func: Any, args: Any, kwargs: dict[str, An
     return held
 
 
-def _group_norm_backward(
-    context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any
-) -> int:
+def _group_norm_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     """`ds`, `db`, `c1`, `c2` and `c3` (group_norm_kernel.cu, `GroupNormBackwardKernelImplInternal`)."""
     _, source, _, _, weight, samples, channels, positions, groups, mask = args
     size = _accumulator_bytes(source)

@@ -54,11 +54,7 @@ def _cross_entropy(
     is on its float32 list.
     """
     plain = label_smoothing == 0 and target.shape != input.shape
-    if (
-        not torch.is_autocast_enabled("cuda")
-        or not plain
-        or input.dtype not in (torch.float16, torch.bfloat16)
-    ):
+    if not torch.is_autocast_enabled("cuda") or not plain or input.dtype not in (torch.float16, torch.bfloat16):
         return NotImplemented
     logarithms = torch.log_softmax(input, 0 if input.dim() == 1 else 1).float()
     weight = None if weight is None else weight.float()

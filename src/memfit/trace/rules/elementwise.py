@@ -15,7 +15,6 @@ true_divide add_ sub_ mul_ div_ remainder_ fmod_ eq_ ne_ lt_ le_ gt_ ge_ floor_d
 _OVERLOADS = ("Tensor", "Scalar", "self", "default", "Tensor_Tensor", "Tensor_mode", "Scalar_mode")
 _WRAPPED_BYTES = {bool: 1, int: 8, float: 8, complex: 16}
 _WRAPPED_DTYPE = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
-_ARITHMETIC_ALPHA = 2
 
 
 def _operands(args: Any) -> list[Any]:
@@ -29,13 +28,13 @@ def _promoted_operands(context: RuleContext, func: Any, args: Any, kwargs: dict[
     """
     operands = _operands(args)
     if func._schema.name == "aten::where":
-        operands = [value for value in operands[1:]]
+        operands = operands[1:]
     types = [value for value in operands if not isinstance(value, Tensor)]
     tensors = [value for value in operands if isinstance(value, Tensor)]
     common = _common_dtype(tensors, types)
-    if func._schema.name.startswith(("aten::div", "aten::true_divide", "aten::atan2")) and not common.is_floating_point:
-        if "rounding_mode" not in kwargs:
-            common = torch.get_default_dtype()
+    divides = func._schema.name.startswith(("aten::div", "aten::true_divide", "aten::atan2"))
+    if divides and not common.is_floating_point and "rounding_mode" not in kwargs:
+        common = torch.get_default_dtype()
     size = torch.empty((), dtype=common, device="meta").element_size()
     held = 0
     for number in types:

@@ -23,8 +23,8 @@ def _result_shape(a: Tensor, b: Tensor, groups: int) -> tuple[int, ...]:
 
 def _cpu_grouped_mm(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
     """CPU takes every float dtype and pads nothing; torch's meta kernel knows CUDA's rules only."""
-    a, b, offsets, *_ = (*args, None, None)
-    offsets = kwargs.get("offs", offsets)
+    a, b = args[:2]
+    offsets = args[2] if len(args) > 2 else kwargs.get("offs")
     dtype = kwargs.get("out_dtype") or a.dtype
     shape = _result_shape(a, b, offsets.size(0) if offsets is not None else 0)
     return torch.empty(shape, dtype=dtype, device="meta")

@@ -21,7 +21,7 @@ def contiguous_copy(tensor: Tensor) -> int:
 
 
 def _pool_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
-    """The gradient, and the indices, in the input's memory format (ATen/native/AdaptiveMaxPooling2d.cpp and its like)."""
+    """The gradient, and the indices, in the input's memory format (ATen/native/AdaptiveMaxPooling2d.cpp, ...)."""
     if args[1].dim() != 4:
         return contiguous_copy(args[0])
     wanted = torch.contiguous_format if args[1].is_contiguous() else torch.channels_last
@@ -82,9 +82,7 @@ def _embedding_backward(context: RuleContext, func: Any, args: Any, kwargs: dict
 
 _STRUCTURED_LOSSES = ("aten.mse_loss.default", "aten.smooth_l1_loss.default")
 
-KERNELS = {
-    device: {name: _reduced_loss for name in _STRUCTURED_LOSSES} for device in ("cpu", "cuda")
-}
+KERNELS = {device: dict.fromkeys(_STRUCTURED_LOSSES, _reduced_loss) for device in ("cpu", "cuda")}
 WORKSPACES = {
     "cpu": {
         "aten.adaptive_max_pool2d_backward.default": _pool_backward,

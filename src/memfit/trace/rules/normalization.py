@@ -27,7 +27,7 @@ def _layer_norm(context: RuleContext, func: Any, args: Any, kwargs: dict[str, An
 
 
 def _group_norm_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-    """Two sums per sample and channel (ATen/native/cpu/group_norm_kernel.cpp, `GroupNormBackwardKernelImplInternal`)."""
+    """Two sums per sample and channel (cpu/group_norm_kernel.cpp, `GroupNormBackwardKernelImplInternal`)."""
     samples, channels = args[5], args[6]
     return 2 * samples * channels * max(4, args[0].element_size())
 

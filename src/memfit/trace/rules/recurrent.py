@@ -43,9 +43,7 @@ class _Network:
     def projected(self) -> bool:
         return len(self.params) != self.num_layers * self.directions * (4 if self.has_biases else 2)
 
-    def run(
-        self, inputs: Tensor, layer: Callable[[Tensor, int, bool], Tensor], *, contiguous: bool = False
-    ) -> Tensor:
+    def run(self, inputs: Tensor, layer: Callable[[Tensor, int, bool], Tensor], *, contiguous: bool = False) -> Tensor:
         """Stack layers (ATen/native/RNN.cpp, `apply_layer_stack`); a layer is called with its input and number."""
         if self.batch_first:
             inputs = inputs.transpose(0, 1)
@@ -83,7 +81,14 @@ def _cpu_lstm(context: RuleContext, inputs: Tensor, hx: Any, *rest: Any) -> Any:
         weights = network.weights(index)
         if not network.has_biases:
             weights = (*weights, *map(torch.zeros_like, weights))
-        settings = (_LSTM, state.size(2), network.num_layers, network.has_biases, network.bidirectional, False)
+        settings = (
+            _LSTM,
+            state.size(2),
+            network.num_layers,
+            network.has_biases,
+            network.bidirectional,
+            False,
+        )
         output, last_state, last_cell, _ = _aten.mkldnn_rnn_layer(
             layer_input, *weights, state[index], cell[index], reverse, [], *settings, network.train
         )
@@ -123,7 +128,12 @@ def _lstm_cell(step: Tensor, state: tuple[Tensor, Tensor], weights: Sequence[Ten
     """RNN.cpp, `LSTMCell`."""
     hidden, cell = state
     gates = _hidden_product(hidden, weights).add_(step).unsafe_chunk(4, 1)
-    entry, forget, candidate, exit_ = gates[0].sigmoid_(), gates[1].sigmoid_(), gates[2].tanh_(), gates[3].sigmoid_()
+    entry, forget, candidate, exit_ = (
+        gates[0].sigmoid_(),
+        gates[1].sigmoid_(),
+        gates[2].tanh_(),
+        gates[3].sigmoid_(),
+    )
     cell = (forget * cell).add_(entry * candidate)
     return exit_ * cell.tanh(), cell
 
@@ -141,7 +151,11 @@ def _gru_cell(step: Tensor, state: Tensor, weights: Sequence[Tensor]) -> Tensor:
 def _composed_lstm(network: _Network, inputs: Tensor, hx: Any) -> Any:
     pairs = list(zip(hx[0].unbind(0), hx[1].unbind(0), strict=True))
     output, finals = _unrolled(network, inputs, pairs, _lstm_cell)
-    return output, torch.stack([state for state, _ in finals], 0), torch.stack([cell for _, cell in finals], 0)
+    return (
+        output,
+        torch.stack([state for state, _ in finals], 0),
+        torch.stack([cell for _, cell in finals], 0),
+    )
 
 
 def _cpu_gru(context: RuleContext, inputs: Tensor, hx: Tensor, *rest: Any) -> Any:

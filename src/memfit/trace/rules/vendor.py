@@ -33,9 +33,7 @@ _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 def _channels_last(tensor: Tensor) -> bool:
     memory_format = _FORMATS.get(tensor.dim())
     return (
-        memory_format is not None
-        and not tensor.is_contiguous()
-        and tensor.is_contiguous(memory_format=memory_format)
+        memory_format is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=memory_format)
     )
 
 
