@@ -34,6 +34,34 @@ def encode_arguments(args: Any, kwargs: dict[str, Any]) -> str:
     return _ENCODER.encode([encode(args), encode(kwargs)]).decode()
 
 
+class ArgumentTable:
+    """Encodes arguments, looking up those seen before."""
+
+    def __init__(self) -> None:
+        self._encoded: dict[Any, str] = {}
+
+    def encode(self, args: Any, kwargs: dict[str, Any]) -> str:
+        """What `encode_arguments` returns, from memory where the arguments other than tensors are the same."""
+        key: list[Any] = list(kwargs)
+        for value in (*args, *kwargs.values()):
+            kind = type(value)
+            if isinstance(value, torch.Tensor):
+                key.append(torch.Tensor)
+            elif kind is list or kind is tuple:
+                if any(isinstance(item, (torch.Tensor, list, tuple)) for item in value):
+                    return encode_arguments(args, kwargs)
+                key += (kind, *map(type, value), *value)
+            else:
+                key += (kind, value)
+        try:
+            encoded = self._encoded.get(tuple(key))
+        except TypeError:
+            return encode_arguments(args, kwargs)
+        if encoded is None:
+            encoded = self._encoded[tuple(key)] = encode_arguments(args, kwargs)
+        return encoded
+
+
 def tensors_of(values: Any) -> list[torch.Tensor]:
     """The tensors among arguments or results, also those inside lists and tuples."""
     found: list[torch.Tensor] = []

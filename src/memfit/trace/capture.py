@@ -148,6 +148,7 @@ class _Capture:
                 self.recorder,
             ):
                 step.execute(self.model, optimizer, self.context.device_type)
+            self.recorder.table.close()
         except MemfitError:
             raise
         except Exception as error:
@@ -163,7 +164,7 @@ class _Capture:
 
     def _register(self, step: Step) -> None:
         table = self.recorder.table
-        for path, module in self.model.named_modules():
+        for path, module in self.model.named_modules(remove_duplicate=False):
             owned: list[int] = []
             for name, parameter in module._parameters.items():
                 if parameter is None:

@@ -81,6 +81,9 @@ _WRITTEN_IN_PLACE = {
     _aten.scatter_add.default: _aten.scatter_add_.default,
     _aten.scatter.src: _aten.scatter_.src,
 }
+SEEN_DIFFERENTLY = frozenset(map(id, (_add, *_WRITTEN_IN_PLACE)))
+"""Ops, by identity, that a mode may see in backward in place of those of a real run."""
+
 _SCATTERING_NODES = ("Index", "Gather", "Topk", "Sort", "Max", "Min", "Kthvalue", "Median", "Mode")
 
 

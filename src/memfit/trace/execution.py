@@ -11,7 +11,7 @@ costs a tenth of the kernel; models consist of equal layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from memfit.trace.arguments import map_tensors, tensors_of
-from memfit.trace.record import TensorRef
 from memfit.trace.rules import Rule, RuleContext, Rules
 from memfit.trace.rules.flops import FLOPS
 from memfit.trace.storages import StorageTable
@@ -81,14 +80,14 @@ class Executor:
         self.context = context
         self.rules = rules
         self.table = table
-        self._infos: dict[Any, OpInfo] = {}
+        self._infos: dict[int, OpInfo] = {}
         self._remembered: dict[Any, tuple[Any, int, int]] = {}
 
     def describe(self, func: Any) -> OpInfo:
         """The op's schema, as far as the capture needs it."""
-        info = self._infos.get(func)
+        info = self._infos.get(id(func))  # an op's own hash is computed in Python; ops live as long as torch does
         if info is None:
-            info = self._infos[func] = self._describe(func)
+            info = self._infos[id(func)] = self._describe(func)
         return info
 
     def _describe(self, func: Any) -> OpInfo:
@@ -119,10 +118,9 @@ class Executor:
         args: Any,
         kwargs: dict[str, Any],
         tensors: list[torch.Tensor],
-        inputs: Sequence[TensorRef],
-        arguments: str,
+        geometry: Any,
     ) -> Outcome:
-        """Run an op. Raises what its kernel raises."""
+        """Run an op; raises what its kernel raises. `geometry` is all that its results depend on."""
         if not tensors and info.factory:
             return self._priced(func, info, args, kwargs, self._make(func, info, args, kwargs))
         if not tensors:
@@ -130,15 +128,14 @@ class Executor:
         if not all(tensor.is_meta for tensor in tensors):
             return self._priced(func, info, args, kwargs, self._run_mixed(func, info, args, kwargs, tensors))
         if info.aliases:
-            return self._priced(func, info, args, kwargs, self._call(func, info, args, kwargs))
-        key = (func, arguments, *((ref.shape, ref.stride, ref.dtype) for ref in inputs))
-        remembered = self._remembered.get(key)
+            return Outcome(self._call(func, info, args, kwargs))
+        remembered = self._remembered.get(geometry)
         if remembered is not None:
             made, flops, workspace_bytes = remembered
             result = written_by(info, args, kwargs)[0] if made is _WRITTEN else _again(made)
             return Outcome(result, flops, workspace_bytes)
         outcome = self._priced(func, info, args, kwargs, self._call(func, info, args, kwargs))
-        self._remember(key, info, args, kwargs, tensors, outcome)
+        self._remember(geometry, info, args, kwargs, tensors, outcome)
         return outcome
 
     def lift(self, tensor: torch.Tensor, module: str) -> torch.Tensor:

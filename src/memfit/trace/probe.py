@@ -7,7 +7,7 @@ convolutions, recurrent layers and low-precision products); what ATen allocates 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -51,6 +51,17 @@ def probe_workspace(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
             level -= alive.pop(address, 0)
         peak = max(peak, level)
     return peak - level
+
+
+_PROBED: dict[Any, int] = {}
+
+
+def remembered(key: Any, probe: Callable[[], int]) -> int:
+    """A measurement made once in the life of the process for each signature and number of threads."""
+    full = (torch.get_num_threads(), key)
+    if full not in _PROBED:
+        _PROBED[full] = probe()
+    return _PROBED[full]
 
 
 def signature(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:

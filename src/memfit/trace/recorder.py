@@ -9,9 +9,9 @@ import msgspec
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from memfit.trace.arguments import encode_arguments, tensors_of
+from memfit.trace.arguments import ArgumentTable, tensors_of
 from memfit.trace.calls import CallTracker
-from memfit.trace.engine import adds_in_place, in_place_in_backward, sole_owner_counts
+from memfit.trace.engine import SEEN_DIFFERENTLY, adds_in_place, in_place_in_backward, sole_owner_counts
 from memfit.trace.errors import BAD_SHAPES, DATA_DEPENDENT, NO_META_KERNEL, CaptureError
 from memfit.trace.execution import Executor, OpInfo, Outcome, written_by
 from memfit.trace.record import NEVER, Category, Op, Phase, Storage, TensorRef
@@ -40,12 +40,15 @@ class Recorder(TorchDispatchMode):
         self.in_optimizer = False
         self.backward_began: list[int] = []
         self._failure: tuple[int, str, str, int] | None = None
-        self._producers: dict[TensorRef, int] = {}
+        self._producers: dict[int, int] = {}
         self._last_producer: dict[int, int] = {}
         self._first_use: dict[int, int] = {}
         self._op_of_sequence: dict[int, int] = {}
         self._saved_numbers: dict[int, int] = {}
-        self._interned: dict[TensorRef, TensorRef] = {}
+        self._refs: dict[Any, TensorRef] = {}
+        self._facts: dict[int, tuple[int, int]] = {}
+        self._geometries: dict[Any, int] = {}
+        self._arguments = ArgumentTable()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -117,7 +120,7 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "profiler":
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            if self.phase is Phase.BACKWARD:
+            if id(func) in SEEN_DIFFERENTLY and self.table.phase is Phase.BACKWARD:
                 if adds_in_place(func, args, kwargs, 1):
                     func = _aten.add_.Tensor
                 else:
@@ -125,18 +128,20 @@ class Recorder(TorchDispatchMode):
             tensors = tensors_of(args)
             if kwargs:
                 tensors += tensors_of(kwargs.values())
+            info = self.executor.describe(func)
+            if self.table.paused:
+                return self._run_paused(func, info, args, kwargs, tensors)
             if func is _aten.lift_fresh.default:
                 self.adopt_fresh(tensors[0])
             elif func is _aten._local_scalar_dense.default and self._is_unread(tensors[0]):
                 return 1.0 if tensors[0].is_floating_point() else 1
-            info = self.executor.describe(func)
-            path = self.calls.path
-            inputs = [self._ref(tensor, self.table.classify(tensor, path)) for tensor in tensors]
-            if self.table.foreign and self.phase is not Phase.OPTIMIZER:
+            inputs = [self._ref(tensor, self._number(tensor)) for tensor in tensors]
+            if self.table.foreign and self.table.phase is not Phase.OPTIMIZER:
                 self._refuse_strangers(tensors, info.name)
-            arguments = encode_arguments(args, kwargs)
+            arguments = self._arguments.encode(args, kwargs)
             try:
-                outcome = self.executor.run(func, info, args, kwargs, tensors, inputs, arguments)
+                geometry = self._geometry(func, inputs, arguments)
+                outcome = self.executor.run(func, info, args, kwargs, tensors, geometry)
             except Exception as error:
                 refusal = self._refusal(func, error)
                 if refusal is not None:
@@ -149,6 +154,34 @@ class Recorder(TorchDispatchMode):
             if len(written) == 1 and outcome.result is not None:
                 return written[0]
             return outcome.result
+
+    def _run_paused(
+        self, func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> Any:
+        """An op that is not recorded; writing to meta tensors is not even done."""
+        if func is _aten.lift_fresh.default:
+            self.adopt_fresh(tensors[0])
+        if func is _aten._local_scalar_dense.default and self._is_unread(tensors[0]):
+            return 1.0 if tensors[0].is_floating_point() else 1
+        written = written_by(info, args, kwargs) if info.writes else []
+        if written and not info.resizes and all(tensor.is_meta for tensor in tensors):
+            return written[0] if func._schema.returns else None
+        inputs = [self._ref(tensor, self._number(tensor)) for tensor in tensors]
+        geometry = self._geometry(func, inputs, self._arguments.encode(args, kwargs))
+        result = self.executor.run(func, info, args, kwargs, tensors, geometry).result
+        on_device = self._on_device(inputs, kwargs)
+        for output in tensors_of((result,)):
+            self.table.made(output.untyped_storage(), NEVER, on_device=on_device)
+        return written[0] if len(written) == 1 and result is not None else result
+
+    def _geometry(self, func: Any, inputs: list[TensorRef], arguments: str) -> tuple[Any, ...]:
+        """All that an op's results depend on, short enough to be looked up quickly."""
+        facts = self._facts
+        return (id(func), arguments, *[facts[id(ref)][1] for ref in inputs])
+
+    def _number(self, tensor: torch.Tensor) -> int:
+        number = self.table.known.get(tensor.untyped_storage()._cdata)
+        return self.table.classify(tensor, self.calls.path) if number is None else number
 
     def _is_unread(self, tensor: torch.Tensor) -> bool:
         """Whether an optimizer asks for a value that is not known; it only scales an update with it."""
@@ -169,13 +202,15 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         outputs = tensors_of((outcome.result,))
         index = len(self.ops)
+        facts = self._facts
+        phase = self.table.phase
         call, forward_op = self._attribute(index)
         on_device = self._on_device(inputs, kwargs)
         made = [
             self._ref(output, self.table.made(output.untyped_storage(), call, on_device=on_device))
             for output in outputs
         ]
-        if self.table.paused or (not on_device and all(ref.storage == HOST for ref in inputs)):
+        if not on_device and all(ref.storage == HOST for ref in inputs):
             return
         mutates: tuple[int, ...] = ()
         mutated_op = NEVER
@@ -186,7 +221,7 @@ class Recorder(TorchDispatchMode):
         for ref in inputs:
             self._first_use.setdefault(ref.storage, index)
         for ref in made:
-            self._producers[ref] = index
+            self._producers[id(ref)] = index
             self._last_producer[ref.storage] = index
         numbers = {ref.storage for ref in inputs}
         view = bool(made) and not mutates and all(ref.storage in numbers for ref in made)
@@ -195,14 +230,14 @@ class Recorder(TorchDispatchMode):
         self.ops.append(
             Op(
                 name=info.name,
-                phase=self.phase,
+                phase=phase,
                 call=call,
                 inputs=tuple(inputs),
                 outputs=tuple(made),
                 arguments=arguments,
                 flops=outcome.flops,
-                read_bytes=0 if view else sum(map(touched_bytes, inputs)),
-                written_bytes=0 if view else sum(map(touched_bytes, made)),
+                read_bytes=0 if view else sum([facts[id(ref)][0] for ref in inputs]),
+                written_bytes=0 if view else sum([facts[id(ref)][0] for ref in made]),
                 workspace_bytes=outcome.workspace_bytes,
                 view=view,
                 random=info.random,
@@ -228,8 +263,9 @@ class Recorder(TorchDispatchMode):
     def _attribute(self, index: int) -> tuple[int, int]:
         """The module call an op belongs to and, in backward, the forward op whose gradient it computes."""
         current = self.calls.current
-        if self.phase is not Phase.BACKWARD or current != NEVER:
-            if torch.is_grad_enabled() or self.phase is not Phase.BACKWARD:
+        phase = self.table.phase
+        if phase is not Phase.BACKWARD or current != NEVER:
+            if torch.is_grad_enabled() or phase is not Phase.BACKWARD:
                 self._op_of_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, index)
             return current, NEVER
         forward_op = NEVER
@@ -250,17 +286,23 @@ class Recorder(TorchDispatchMode):
         return call, forward_op
 
     def _ref(self, tensor: torch.Tensor, number: int) -> TensorRef:
-        ref = TensorRef(
-            storage=number,
-            shape=tuple(tensor.shape),
-            stride=tensor.stride(),
-            offset=int(tensor.storage_offset()),
-            dtype=str(tensor.dtype)[6:],
-        )
-        return self._interned.setdefault(ref, ref)
+        """The one record of this window onto this storage, so that equal records are the same object."""
+        key = (number, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        ref = self._refs.get(key)
+        if ref is None:
+            ref = self._refs[key] = TensorRef(
+                storage=number,
+                shape=tuple(tensor.shape),
+                stride=tensor.stride(),
+                offset=int(tensor.storage_offset()),
+                dtype=str(tensor.dtype)[6:],
+            )
+            geometry = self._geometries.setdefault((ref.shape, ref.stride, ref.dtype), len(self._geometries))
+            self._facts[id(ref)] = (touched_bytes(ref), geometry)
+        return ref
 
     def _producer(self, ref: TensorRef) -> int:
-        producer = self._producers.get(ref)
+        producer = self._producers.get(id(ref))
         return self._last_producer.get(ref.storage, NEVER) if producer is None else producer
 
     # -- what autograd keeps ----------------------------------------------------------------------------------------
@@ -315,6 +357,10 @@ class Recorder(TorchDispatchMode):
         )
 
     def _category_of(self, draft: StorageDraft) -> Category:
+        if draft.phase is Phase.BACKWARD and draft.call != NEVER:
+            call = self.calls.calls[draft.call]
+            recomputed = call.phase is Phase.BACKWARD and (draft.death >= call.end or draft.death == NEVER)
+            return Category.ACTIVATION if recomputed else Category.TEMPORARY
         if draft.phase not in (Phase.FORWARD, Phase.LOSS):
             return Category.TEMPORARY
         held = any(

@@ -151,6 +151,10 @@ class StorageTable:
                     number = self.new(storage, NEVER, NEVER)
                     self.drafts[number].category = category
 
+    def close(self) -> None:
+        """The step is over: what is freed from now on was alive at its end."""
+        self._refs.clear()
+
     def _watch(self, storage: torch.UntypedStorage, number: int) -> None:
         ref = _StorageRef(storage, self._on_death)
         ref.number, ref.pointer = number, storage._cdata
@@ -170,4 +174,4 @@ class StorageTable:
         draft = self.drafts[number]
         draft.lives -= 1
         if draft.lives == 0:
-            draft.death = self.now - 1
+            draft.death = max(0, self.now - 1)

@@ -29,7 +29,6 @@ class RuleContext:
     threads: int
     multiprocessors: int = 0
     vendor: str = "NVIDIA"
-    probed: dict[Any, int] = field(default_factory=dict)
     notes: dict[str, None] = field(default_factory=dict)
 
     def note(self, text: str) -> None:

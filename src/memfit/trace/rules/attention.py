@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from memfit.trace.rules import RuleContext
+from memfit.trace.rules.layout import contiguous_copy
 
 _aten = torch.ops.aten
 _LOW = (torch.float16, torch.bfloat16)
@@ -110,8 +111,43 @@ def _safe_softmax_workspace(context: RuleContext, func: Any, args: Any, kwargs: 
     return result.numel() + result.numel() // max(1, result.size(-1)) + result.element_size()
 
 
+def _split(length: int) -> tuple[int, int]:
+    """Rows and columns of a block of the score matrix (ATen/native/cpu/FlashAttentionKernel.cpp)."""
+    rows = 256 if length >= 768 else 64 if length >= 192 else 32
+    return rows, 512
+
+
+def _cpu_flash_workspace(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    """Scores, row maxima and sums and a block of the result, per thread (`cpu_flash_attention`)."""
+    query, key = args[:2]
+    rows, columns = _split(query.size(-2))
+    rows, columns = min(rows, query.size(-2)), min(columns, key.size(-2))
+    per_thread = rows * columns + 2 * rows + rows * query.size(-1)
+    held = 4 * per_thread
+    if query.dtype in _LOW:
+        held += query.element_size() * rows * columns
+    return context.threads * held
+
+
+def _cpu_flash_backward_workspace(
+    context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any
+) -> int:
+    """Scores and their gradients per thread, one row of sums (`cpu_flash_attention_backward`)."""
+    gradient, query, key = args[:3]
+    rows, columns = _split(query.size(-2))
+    rows, columns = min(rows, query.size(-2)), min(columns, key.size(-2))
+    held = context.threads * 2 * rows * columns * 4 + rows * 4
+    if query.dtype in _LOW:
+        held += context.threads * 2 * rows * columns * query.element_size()
+    return held + contiguous_copy(gradient.transpose(1, 2))
+
+
 FUNCTIONS = {"cpu": {"scaled_dot_product_attention": _cpu_attention}}
 WORKSPACES = {
-    "cpu": {"aten._safe_softmax.default": _safe_softmax_workspace},
+    "cpu": {
+        "aten._safe_softmax.default": _safe_softmax_workspace,
+        "aten._scaled_dot_product_flash_attention_for_cpu.default": _cpu_flash_workspace,
+        "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _cpu_flash_backward_workspace,
+    },
     "cuda": {"aten._safe_softmax.default": _safe_softmax_workspace},
 }

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memfit.trace.arguments import map_tensors
-from memfit.trace.probe import probe_workspace, real_execution, real_like, signature
+from memfit.trace.probe import probe_workspace, real_execution, real_like, remembered, signature
 from memfit.trace.rules import Rule, RuleContext
 
 _aten = torch.ops.aten
@@ -186,12 +186,14 @@ def _cpu_rnn(activation: Callable[[Tensor], Tensor]) -> Rule:
 def _rnn_layer(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Output, last state, last cell, and the bytes oneDNN keeps for the backward (ATen/native/mkldnn/RNN.cpp)."""
     layer_input, hidden = args[0], args[5]
-    key = ("kept bytes", *signature(func, args, kwargs))
-    if key not in context.probed:
+
+    def kept_bytes() -> int:
         with real_execution():
-            context.probed[key] = func(*map_tensors(args, real_like))[3].numel()
+            return func(*map_tensors(args, real_like))[3].numel()
+
+    key = ("kept bytes", *signature(func, args, kwargs))
     output = layer_input.new_empty((*layer_input.shape[:2], hidden.size(-1)))
-    kept = layer_input.new_empty((context.probed[key],), dtype=torch.uint8)
+    kept = layer_input.new_empty((remembered(key, kept_bytes),), dtype=torch.uint8)
     return output, torch.empty_like(hidden), torch.empty_like(hidden), kept
 
 
@@ -206,18 +208,17 @@ def _rnn_layer_backward_workspace(
     context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any
 ) -> int:
     """Measured on what a real forward kept: oneDNN does not survive any other bytes."""
-    key = signature(func, args, kwargs)
-    if key not in context.probed:
+
+    def probe() -> int:
         reverse, mode, hidden, layers, biases, train, bidirectional, batch_sizes, batch_first = args[13:22]
         with real_execution(), torch.enable_grad():
             forward = map_tensors(args[:7], real_like)
             settings = (reverse, batch_sizes, mode, hidden, layers, biases, bidirectional, batch_first, train)
             output, state, cell, kept = _aten.mkldnn_rnn_layer(*forward, *settings)
         gradients = map_tensors(args[10:13], real_like)
-        context.probed[key] = probe_workspace(
-            func, (*forward, output, state, cell, *gradients, *args[13:22], kept), kwargs
-        )
-    return context.probed[key]
+        return probe_workspace(func, (*forward, output, state, cell, *gradients, *args[13:22], kept), kwargs)
+
+    return remembered(signature(func, args, kwargs), probe)
 
 
 FUNCTIONS = {

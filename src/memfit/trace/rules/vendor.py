@@ -7,16 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit.trace.probe import probe_workspace, signature
+from memfit.trace.arguments import tensors_of
+from memfit.trace.probe import probe_workspace, remembered, signature
 from memfit.trace.rules import RuleContext
+from memfit.trace.rules.layout import bytes_of
+
+_PROBE_LIMIT_BYTES = 1 << 28
 
 
 def _probed(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     """oneDNN reorders operands into layouts that depend on the instruction set (ATen/native/mkldnn)."""
-    key = signature(func, args, kwargs)
-    if key not in context.probed:
-        context.probed[key] = probe_workspace(func, args, kwargs)
-    return context.probed[key]
+    if sum(map(bytes_of, tensors_of((*args, result)))) > _PROBE_LIMIT_BYTES:
+        context.note(f"{func}: too large to run once here; what it allocates inside itself is not counted")
+        return 0
+    return remembered(signature(func, args, kwargs), lambda: probe_workspace(func, args, kwargs))
 
 
 def _convolution(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
@@ -49,7 +53,5 @@ WORKSPACES = {
         "aten._upsample_bicubic2d_aa.default": _probed,
         "aten.sort.default": _probed,
         "aten.sort.stable": _probed,
-        "aten._scaled_dot_product_flash_attention_for_cpu.default": _probed,
-        "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _probed,
     }
 }
