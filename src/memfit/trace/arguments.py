@@ -35,31 +35,36 @@ def encode_arguments(args: Any, kwargs: dict[str, Any]) -> str:
 
 
 class ArgumentTable:
-    """Encodes arguments, looking up those seen before."""
+    """Splits arguments into tensors and the rest, and remembers how the rest is encoded."""
 
     def __init__(self) -> None:
         self._encoded: dict[Any, str] = {}
 
-    def encode(self, args: Any, kwargs: dict[str, Any]) -> str:
-        """What `encode_arguments` returns, from memory where the arguments other than tensors are the same."""
-        key: list[Any] = list(kwargs)
-        for value in (*args, *kwargs.values()):
-            kind = type(value)
+    def split(self, args: Any, kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], str]:
+        """What `tensors_of` and `encode_arguments` return, in one pass."""
+        tensors: list[torch.Tensor] = []
+        key: list[Any] = []
+        for value in (*args, *kwargs.values()) if kwargs else args:
             if isinstance(value, torch.Tensor):
+                tensors.append(value)
                 key.append(torch.Tensor)
-            elif kind is list or kind is tuple:
-                if any(isinstance(item, (torch.Tensor, list, tuple)) for item in value):
-                    return encode_arguments(args, kwargs)
-                key += (kind, *map(type, value), *value)
+                continue
+            kind = type(value)
+            if kind is list or kind is tuple:
+                for item in value:
+                    if isinstance(item, (torch.Tensor, list, tuple)):
+                        return tensors_of((*args, *kwargs.values())), encode_arguments(args, kwargs)
+                key += (kind, len(value), *map(type, value), *value)
             else:
                 key += (kind, value)
+        key += kwargs
         try:
             encoded = self._encoded.get(tuple(key))
         except TypeError:
-            return encode_arguments(args, kwargs)
+            return tensors, encode_arguments(args, kwargs)
         if encoded is None:
             encoded = self._encoded[tuple(key)] = encode_arguments(args, kwargs)
-        return encoded
+        return tensors, encoded
 
 
 def tensors_of(values: Any) -> list[torch.Tensor]:

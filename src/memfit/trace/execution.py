@@ -47,6 +47,7 @@ class OpInfo:
     aliases: bool
     factory: bool
     resizes: bool
+    ignored: bool
     saves_number: bool
     flops: Callable[..., int] | None
     kernel: Rule | None
@@ -62,6 +63,7 @@ class _Made:
     offset: int
     dtype: torch.dtype
     storage_bytes: int
+    dense: bool
 
 
 @dataclass(slots=True)
@@ -105,6 +107,7 @@ class Executor:
             aliases=aliases or func._overloadpacket in (_aten._unsafe_view, _aten._reshape_alias),
             factory=any(argument.name == "device" for argument in schema.arguments),
             resizes=func._overloadpacket in _RESIZING,
+            ignored=func.namespace == "profiler",
             saves_number=func in _SAVES_NUMBER,
             flops=flop_registry.get(func._overloadpacket) or FLOPS.get(str(func._overloadpacket)),
             kernel=self.rules.kernels.get(str(func)),
@@ -257,13 +260,15 @@ def _geometry(tensor: torch.Tensor) -> _Made:
         int(tensor.storage_offset()),
         tensor.dtype,
         tensor.untyped_storage().nbytes(),
+        torch.empty_like(tensor).stride() == tensor.stride()
+        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size(),
     )
 
 
 def _again(made: Any) -> Any:
     if isinstance(made, _Made):
         result = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device=_META)
-        if result.untyped_storage().nbytes() != made.storage_bytes:
+        if not made.dense:
             storage = torch.empty(made.storage_bytes, dtype=torch.uint8, device=_META).untyped_storage()
             result.set_(storage, made.offset, made.shape, made.stride)
         return result

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -20,6 +22,16 @@ from memfit.trace.source import SourceTable
 from memfit.trace.storages import HOST, StorageDraft, StorageTable
 
 _aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class _Geometry:
+    """Shape, stride and dtype of tensors, and the bytes behind one, counting an expanded dimension once."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    touched_bytes: int
 
 
 class Recorder(TorchDispatchMode):
@@ -46,8 +58,8 @@ class Recorder(TorchDispatchMode):
         self._op_of_sequence: dict[int, int] = {}
         self._saved_numbers: dict[int, int] = {}
         self._refs: dict[Any, TensorRef] = {}
-        self._facts: dict[int, tuple[int, int]] = {}
-        self._geometries: dict[Any, int] = {}
+        self._geometries: dict[Any, _Geometry] = {}
+        self._geometry_of: dict[int, _Geometry] = {}
         self._arguments = ArgumentTable()
 
     @classmethod
@@ -117,7 +129,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "profiler":
+        info = self.executor.describe(func)
+        if info.ignored:
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             if id(func) in SEEN_DIFFERENTLY and self.table.phase is Phase.BACKWARD:
@@ -125,12 +138,10 @@ class Recorder(TorchDispatchMode):
                     func = _aten.add_.Tensor
                 else:
                     func, args = in_place_in_backward(func, args)
-            tensors = tensors_of(args)
-            if kwargs:
-                tensors += tensors_of(kwargs.values())
-            info = self.executor.describe(func)
+                info = self.executor.describe(func)
+            tensors, arguments = self._arguments.split(args, kwargs)
             if self.table.paused:
-                return self._run_paused(func, info, args, kwargs, tensors)
+                return self._run_paused(func, info, args, kwargs, tensors, arguments)
             if func is _aten.lift_fresh.default:
                 self.adopt_fresh(tensors[0])
             elif func is _aten._local_scalar_dense.default and self._is_unread(tensors[0]):
@@ -138,9 +149,8 @@ class Recorder(TorchDispatchMode):
             inputs = [self._ref(tensor, self._number(tensor)) for tensor in tensors]
             if self.table.foreign and self.table.phase is not Phase.OPTIMIZER:
                 self._refuse_strangers(tensors, info.name)
-            arguments = self._arguments.encode(args, kwargs)
             try:
-                geometry = self._geometry(func, inputs, arguments)
+                geometry = self._call_geometry(func, inputs, arguments)
                 outcome = self.executor.run(func, info, args, kwargs, tensors, geometry)
             except Exception as error:
                 refusal = self._refusal(func, error)
@@ -156,7 +166,7 @@ class Recorder(TorchDispatchMode):
             return outcome.result
 
     def _run_paused(
-        self, func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor]
+        self, func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor], arguments: str
     ) -> Any:
         """An op that is not recorded; writing to meta tensors is not even done."""
         if func is _aten.lift_fresh.default:
@@ -167,17 +177,17 @@ class Recorder(TorchDispatchMode):
         if written and not info.resizes and all(tensor.is_meta for tensor in tensors):
             return written[0] if func._schema.returns else None
         inputs = [self._ref(tensor, self._number(tensor)) for tensor in tensors]
-        geometry = self._geometry(func, inputs, self._arguments.encode(args, kwargs))
+        geometry = self._call_geometry(func, inputs, arguments)
         result = self.executor.run(func, info, args, kwargs, tensors, geometry).result
         on_device = self._on_device(inputs, kwargs)
         for output in tensors_of((result,)):
             self.table.made(output.untyped_storage(), NEVER, on_device=on_device)
         return written[0] if len(written) == 1 and result is not None else result
 
-    def _geometry(self, func: Any, inputs: list[TensorRef], arguments: str) -> tuple[Any, ...]:
+    def _call_geometry(self, func: Any, inputs: list[TensorRef], arguments: str) -> tuple[Any, ...]:
         """All that an op's results depend on, short enough to be looked up quickly."""
-        facts = self._facts
-        return (id(func), arguments, *[facts[id(ref)][1] for ref in inputs])
+        geometry_of = self._geometry_of
+        return (id(func), arguments, *[id(geometry_of[id(ref)]) for ref in inputs])
 
     def _number(self, tensor: torch.Tensor) -> int:
         number = self.table.known.get(tensor.untyped_storage()._cdata)
@@ -202,7 +212,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         outputs = tensors_of((outcome.result,))
         index = len(self.ops)
-        facts = self._facts
+        geometry_of = self._geometry_of
         phase = self.table.phase
         call, forward_op = self._attribute(index)
         on_device = self._on_device(inputs, kwargs)
@@ -218,13 +228,15 @@ class Recorder(TorchDispatchMode):
             targets = [self._ref(tensor, self.table.number_of(tensor)) for tensor in written]
             mutates = tuple(dict.fromkeys(ref.storage for ref in targets))
             mutated_op = self._producer(targets[0])
+        numbers = [ref.storage for ref in inputs]
+        view = bool(made) and not mutates
         for ref in inputs:
-            self._first_use.setdefault(ref.storage, index)
+            if ref.storage not in self._first_use:
+                self._first_use[ref.storage] = index
         for ref in made:
             self._producers[id(ref)] = index
             self._last_producer[ref.storage] = index
-        numbers = {ref.storage for ref in inputs}
-        view = bool(made) and not mutates and all(ref.storage in numbers for ref in made)
+            view = view and ref.storage in numbers
         if info.saves_number and self.device_type == "cpu":
             self._save_number(index, call, inputs, needs_grad)
         self.ops.append(
@@ -236,8 +248,8 @@ class Recorder(TorchDispatchMode):
                 outputs=tuple(made),
                 arguments=arguments,
                 flops=outcome.flops,
-                read_bytes=0 if view else sum([facts[id(ref)][0] for ref in inputs]),
-                written_bytes=0 if view else sum([facts[id(ref)][0] for ref in made]),
+                read_bytes=0 if view else sum([geometry_of[id(ref)].touched_bytes for ref in inputs]),
+                written_bytes=0 if view else sum([geometry_of[id(ref)].touched_bytes for ref in made]),
                 workspace_bytes=outcome.workspace_bytes,
                 view=view,
                 random=info.random,
@@ -287,19 +299,25 @@ class Recorder(TorchDispatchMode):
 
     def _ref(self, tensor: torch.Tensor, number: int) -> TensorRef:
         """The one record of this window onto this storage, so that equal records are the same object."""
-        key = (number, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        geometry = self._geometries.get((tensor.shape, tensor.stride(), tensor.dtype))
+        if geometry is None:
+            geometry = self._add_geometry(tensor)
+        offset = tensor.storage_offset()
+        key = (number, offset, id(geometry))
         ref = self._refs.get(key)
         if ref is None:
             ref = self._refs[key] = TensorRef(
-                storage=number,
-                shape=tuple(tensor.shape),
-                stride=tensor.stride(),
-                offset=int(tensor.storage_offset()),
-                dtype=str(tensor.dtype)[6:],
+                storage=number, shape=geometry.shape, stride=geometry.stride, offset=int(offset), dtype=geometry.dtype
             )
-            geometry = self._geometries.setdefault((ref.shape, ref.stride, ref.dtype), len(self._geometries))
-            self._facts[id(ref)] = (touched_bytes(ref), geometry)
+            self._geometry_of[id(ref)] = geometry
         return ref
+
+    def _add_geometry(self, tensor: torch.Tensor) -> _Geometry:
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        count = math.prod(size for size, step in zip(shape, stride, strict=True) if step != 0 or size == 0)
+        geometry = _Geometry(shape, stride, str(tensor.dtype)[6:], count * tensor.element_size())
+        self._geometries[tensor.shape, stride, tensor.dtype] = geometry
+        return geometry
 
     def _producer(self, ref: TensorRef) -> int:
         producer = self._producers.get(id(ref))
@@ -312,14 +330,16 @@ class Recorder(TorchDispatchMode):
         if self.table.paused:
             return tensor
         with torch._C.DisableTorchFunction():
-            number = self.table.classify(tensor, self.calls.path)
+            number = self._number(tensor)
             if number == HOST:
                 return tensor
-            self.table.drafts[number].saved_by.add(torch.autograd._get_sequence_nr() - 1)
+            sequence = torch.autograd._get_sequence_nr() - 1
+            self.table.drafts[number].save(sequence)
             producer = self._producer(self._ref(tensor, number))
             if producer != NEVER:
                 self.saved_ops.add(producer)
-            if tensor.is_leaf:
+            node = tensor.grad_fn
+            if node is None or node._sequence_nr() != sequence:
                 return tensor
             with _disable_current_modes():  # kept as it is, a node's own result would hold the node in a cycle
                 return tensor.detach()
@@ -350,7 +370,7 @@ class Recorder(TorchDispatchMode):
                 module=draft.module or (self.calls.calls[draft.call].module if draft.call != NEVER else ""),
                 name=draft.name,
                 saved_by=tuple(
-                    sorted({self._op_of_sequence.get(sequence, NEVER) for sequence in draft.saved_by} - {NEVER})
+                    sorted({self._op_of_sequence.get(sequence, NEVER) for sequence in draft.saved_by or ()} - {NEVER})
                 ),
             )
             for draft in self.table.drafts
@@ -367,12 +387,3 @@ class Recorder(TorchDispatchMode):
             draft.birth < began and (draft.death >= began or draft.death == NEVER) for began in self.backward_began
         )
         return Category.ACTIVATION if held or draft.saved_by else Category.TEMPORARY
-
-
-def touched_bytes(ref: TensorRef) -> int:
-    """Bytes behind a tensor, counting an expanded one once."""
-    count = 1
-    for size, stride in zip(ref.shape, ref.stride, strict=True):
-        if stride != 0 or size == 0:
-            count *= size
-    return count * getattr(torch, ref.dtype).itemsize

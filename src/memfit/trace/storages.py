@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -30,8 +30,14 @@ class StorageDraft:
     category: Category | None = None
     module: str = ""
     name: str = ""
-    saved_by: set[int] = field(default_factory=set)
+    saved_by: set[int] | None = None
     lives: int = 1
+
+    def save(self, sequence: int) -> None:
+        """Note the autograd node, by its sequence number, that holds the storage for its backward."""
+        if self.saved_by is None:
+            self.saved_by = set()
+        self.saved_by.add(sequence)
 
 
 class _StorageRef(weakref.ref):
