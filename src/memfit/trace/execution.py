@@ -203,17 +203,19 @@ class Executor:
         if func is _aten._local_scalar_dense.default and self.has_value(tensors[0]):
             return func(*args, **kwargs)
         written = written_by(info, args, kwargs)
-        aliasing = bool(written) or info.aliases
-        meta_kwargs = {**kwargs, "device": _META} if "device" in kwargs else kwargs
-        meta_args = map_tensors(args, lambda tensor: self._twin(tensor, aliasing))
-        meta_kwargs = map_tensors(meta_kwargs, lambda tensor: self._twin(tensor, aliasing))
         keeps_values = all(map(self.has_value, tensors)) and not any(
             tensor.untyped_storage()._cdata in self.table.foreign for tensor in written
         )
-        if keeps_values and (
-            written or info.name == "aten.lift_fresh.default" or _is_small(func, meta_args, meta_kwargs)
-        ):
-            return func(*args, **({**kwargs, "device": _CPU} if "device" in kwargs else kwargs))
+        real_kwargs = {**kwargs, "device": _CPU} if "device" in kwargs else kwargs
+        if keeps_values and (written or info.name == "aten.lift_fresh.default"):
+            return func(*args, **real_kwargs)
+        aliasing = bool(written) or info.aliases
+        meta_args = map_tensors(args, lambda tensor: self._twin(tensor, aliasing))
+        meta_kwargs = map_tensors(kwargs, lambda tensor: self._twin(tensor, aliasing))
+        if "device" in kwargs:
+            meta_kwargs["device"] = _META
+        if keeps_values and _is_small(func, meta_args, meta_kwargs):
+            return func(*args, **real_kwargs)
         result = self._call(func, info, meta_args, meta_kwargs)
         self.table.valueless.update(tensor.untyped_storage()._cdata for tensor in written if not tensor.is_meta)
         return result

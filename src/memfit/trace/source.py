@@ -19,7 +19,7 @@ class SourceTable:
         self._foreign: dict[str, bool] = {}
 
     def here(self, depth: int) -> int:
-        """The index of the user's line that is running now."""
+        """The index of the user's line that is running now, seen from `depth` frames up."""
         frame = sys._getframe(depth)
         foreign = self._foreign
         while frame is not None:
