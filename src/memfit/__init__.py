@@ -1,6 +1,6 @@
 """memfit makes PyTorch training fit in memory."""
 
 from memfit._version import __version__
-from memfit.trace import Step, Trace, spec, trace
+from memfit.trace import Step, Trace, load_trace, save_trace, spec, trace
 
-__all__ = ["Step", "Trace", "__version__", "spec", "trace"]
+__all__ = ["Step", "Trace", "__version__", "load_trace", "save_trace", "spec", "trace"]

@@ -156,7 +156,6 @@ def test_captured_peak_is_the_measured_one_to_the_byte(build: object, optimizer:
     assert timeline.peak_bytes - timeline.start_bytes == truth.peak_bytes
 
 
-@pytest.mark.xfail(reason="the capture lets go of the optimizer that it built while it still watches storages")
 @pytest.mark.parametrize("target", ["cpu", "h100-sxm"])
 def test_captured_step_ends_with_what_it_began_with(target: str) -> None:
     """Parameters, optimizer state and the batch outlive the step; gradients were set to None."""

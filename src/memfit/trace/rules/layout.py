@@ -87,7 +87,6 @@ WORKSPACES = {
     "cpu": {
         "aten.adaptive_max_pool2d_backward.default": _pool_backward,
         "aten.max_pool2d_with_indices_backward.default": _pool_backward,
-        "aten.avg_pool2d_backward.default": _pool_backward,
         "aten._adaptive_avg_pool2d_backward.default": _pool_backward,
         "aten.roll.default": _roll,
         "aten.mse_loss.default": _pointwise_loss,

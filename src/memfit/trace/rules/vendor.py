@@ -51,6 +51,7 @@ WORKSPACES = {
         "aten.upsample_bicubic2d.default": _probed,
         "aten._upsample_bilinear2d_aa.default": _probed,
         "aten._upsample_bicubic2d_aa.default": _probed,
+        "aten.avg_pool2d_backward.default": _probed,
         "aten.sort.default": _probed,
         "aten.sort.stable": _probed,
     }
