@@ -60,21 +60,47 @@ CALLS: list[tuple[Any, tuple[Any, ...]]] = [
     (aten._log_softmax.default, (rand(8, 16), -1, False)),
     (aten._safe_softmax.default, (rand(2, 8, 8), -1)),
     (aten.embedding.default, (rand(16, 8), torch.zeros(1, 4, dtype=torch.int64).expand(2, 4))),
-    (aten.embedding_dense_backward.default, (rand(4, 8, 2).permute(1, 2, 0), torch.zeros(8, 2, dtype=torch.int64), 16, -1, False)),
+    (
+        aten.embedding_dense_backward.default,
+        (rand(4, 8, 2).permute(1, 2, 0), torch.zeros(8, 2, dtype=torch.int64), 16, -1, False),
+    ),
     (aten.roll.default, (rand(4, 8, 8), [1, 1], [1, 2])),
     (aten.roll.default, (rand(4, 8, 8), [1], [1])),
     # normalization
     (aten.native_layer_norm.default, (rand(8, 16).t().contiguous().t(), [16], None, None, 1e-5)),
     (aten.native_layer_norm_backward.default, norm_arguments(rand(8, 16))),
     (aten.native_layer_norm_backward.default, norm_arguments(rand(16, 8).t())),
-    (aten.native_group_norm_backward.default, (rand(2, 8, 16), rand(2, 8, 16), rand(2, 4), rand(2, 4), rand(8), 2, 8, 16, 4, [True, True, True])),
+    (
+        aten.native_group_norm_backward.default,
+        (rand(2, 8, 16), rand(2, 8, 16), rand(2, 4), rand(2, 4), rand(8), 2, 8, 16, 4, [True, True, True]),
+    ),
     (aten.native_batch_norm.default, (rand(4, 8, 6, 6), rand(8), rand(8), rand(8), rand(8), True, 0.1, 1e-5)),
     (aten.native_batch_norm.default, (channels_last(4, 8, 6, 6), rand(8), rand(8), rand(8), rand(8), True, 0.1, 1e-5)),
-    (aten.native_batch_norm_backward.default, (rand(4, 8, 6, 6), rand(4, 8, 6, 6), rand(8), rand(8), rand(8), rand(8), rand(8), True, 1e-5, [True, True, True])),
+    (
+        aten.native_batch_norm_backward.default,
+        (
+            rand(4, 8, 6, 6),
+            rand(4, 8, 6, 6),
+            rand(8),
+            rand(8),
+            rand(8),
+            rand(8),
+            rand(8),
+            True,
+            1e-5,
+            [True, True, True],
+        ),
+    ),
     # pooling wants the memory format of its input
-    (aten.adaptive_max_pool2d_backward.default, (rand(2, 8, 2, 2), channels_last(2, 8, 8, 8), torch.zeros(2, 8, 2, 2, dtype=torch.int64))),
-    (aten.avg_pool2d_backward.default, (rand(2, 8, 4, 4), channels_last(2, 8, 8, 8), [2, 2], [2, 2], [0, 0], False, True, None)),
-]  # fmt: skip
+    (
+        aten.adaptive_max_pool2d_backward.default,
+        (rand(2, 8, 2, 2), channels_last(2, 8, 8, 8), torch.zeros(2, 8, 2, 2, dtype=torch.int64)),
+    ),
+    (
+        aten.avg_pool2d_backward.default,
+        (rand(2, 8, 4, 4), channels_last(2, 8, 8, 8), [2, 2], [2, 2], [0, 0], False, True, None),
+    ),
+]
 
 
 def workspace(func: Any, args: tuple[Any, ...]) -> int:

@@ -49,7 +49,8 @@ class Recorder(TorchDispatchMode):
         self.saved_ops: set[int] = set()
         self.notes: set[str] = set()
         self.placing: str | None = None
-        self.in_optimizer = False
+        self._in_optimizer = False
+        self._optimizer_source: int | None = None
         self.backward_began: list[int] = []
         self._failure: tuple[int, str, str, int] | None = None
         self._producers: dict[int, int] = {}
@@ -75,6 +76,16 @@ class Recorder(TorchDispatchMode):
     @phase.setter
     def phase(self, phase: Phase) -> None:
         self.table.phase = phase
+
+    @property
+    def in_optimizer(self) -> bool:
+        """Whether an optimizer's `step` is running."""
+        return self._in_optimizer
+
+    @in_optimizer.setter
+    def in_optimizer(self, running: bool) -> None:
+        self._in_optimizer = running
+        self._optimizer_source = None
 
     def adopt_fresh(self, tensor: torch.Tensor) -> None:
         """Register a tensor that torch has just made outside the dispatcher, such as `torch.tensor` does."""
@@ -146,7 +157,7 @@ class Recorder(TorchDispatchMode):
                 self.adopt_fresh(tensors[0])
             elif func is _aten._local_scalar_dense.default and self._is_unread(tensors[0]):
                 return 1.0 if tensors[0].is_floating_point() else 1
-            inputs = [self._ref(tensor, self._number(tensor)) for tensor in tensors]
+            inputs = [self._input(tensor) for tensor in tensors]
             if self.table.foreign and self.table.phase is not Phase.OPTIMIZER:
                 self._refuse_strangers(tensors, info.name)
             try:
@@ -176,7 +187,7 @@ class Recorder(TorchDispatchMode):
         written = written_by(info, args, kwargs) if info.writes else []
         if written and not info.resizes and all(tensor.is_meta for tensor in tensors):
             return written[0] if func._schema.returns else None
-        inputs = [self._ref(tensor, self._number(tensor)) for tensor in tensors]
+        inputs = [self._input(tensor) for tensor in tensors]
         geometry = self._call_geometry(func, inputs, arguments)
         result = self.executor.run(func, info, args, kwargs, tensors, geometry).result
         on_device = self._on_device(inputs, kwargs)
@@ -189,13 +200,15 @@ class Recorder(TorchDispatchMode):
         geometry_of = self._geometry_of
         return (id(func), arguments, *[id(geometry_of[id(ref)]) for ref in inputs])
 
-    def _number(self, tensor: torch.Tensor) -> int:
+    def _input(self, tensor: torch.Tensor) -> TensorRef:
         number = self.table.known.get(tensor.untyped_storage()._cdata)
-        return self.table.classify(tensor, self.calls.path) if number is None else number
+        if number is None:
+            number = self.table.classify(tensor, self.calls.path)
+        return self._ref(tensor, number)
 
     def _is_unread(self, tensor: torch.Tensor) -> bool:
         """Whether an optimizer asks for a value that is not known; it only scales an update with it."""
-        if not self.in_optimizer or self.executor.has_value(tensor):
+        if not self._in_optimizer or self.executor.has_value(tensor):
             return False
         self.notes.add("the optimizer reads values of tensors; no allocation depends on them")
         return True
@@ -257,10 +270,20 @@ class Recorder(TorchDispatchMode):
                 mutates=mutates,
                 mutated_op=mutated_op,
                 forward_op=forward_op,
-                source=self.ops[forward_op].source if forward_op != NEVER else self.sources.here(3),
+                source=self._source(forward_op),
             )
         )
         self.table.now = len(self.ops)
+
+    def _source(self, forward_op: int) -> int:
+        """The user's line: of the forward op in backward, of the call of `step` in the optimizer, else of this op."""
+        if forward_op != NEVER:
+            return self.ops[forward_op].source
+        if not self._in_optimizer:
+            return self.sources.here(4)
+        if self._optimizer_source is None:
+            self._optimizer_source = self.sources.here(4)
+        return self._optimizer_source
 
     def _on_device(self, inputs: Sequence[TensorRef], kwargs: dict[str, Any]) -> bool:
         if self.device_type == "cpu":
@@ -330,12 +353,13 @@ class Recorder(TorchDispatchMode):
         if self.table.paused:
             return tensor
         with torch._C.DisableTorchFunction():
-            number = self._number(tensor)
+            ref = self._input(tensor)
+            number = ref.storage
             if number == HOST:
                 return tensor
             sequence = torch.autograd._get_sequence_nr() - 1
             self.table.drafts[number].save(sequence)
-            producer = self._producer(self._ref(tensor, number))
+            producer = self._producer(ref)
             if producer != NEVER:
                 self.saved_ops.add(producer)
             node = tensor.grad_fn

@@ -59,12 +59,8 @@ class StorageTable:
         self.valueless: set[int] = set()
         self.twins: dict[int, torch.UntypedStorage] = {}
         self._refs: dict[int, _StorageRef] = {}
-        self._paused: dict[int, _StorageRef] | None = None
-
-    @property
-    def paused(self) -> bool:
-        """Whether storages made now do not belong to the step."""
-        return self._paused is not None
+        self.paused = False
+        self._held: dict[int, _StorageRef] = {}
 
     def number_of(self, tensor: torch.Tensor) -> int:
         """The number of the tensor's storage, or `HOST`."""
@@ -75,7 +71,7 @@ class StorageTable:
         if self.device_type == "cpu" or tensor.device.type != "cpu":
             return True
         pointer = tensor.untyped_storage()._cdata
-        if self._paused is not None and pointer in self._paused:
+        if pointer in self._held:
             return True
         return self.known.get(pointer, HOST) != HOST
 
@@ -119,10 +115,10 @@ class StorageTable:
         number = self.known.get(storage._cdata)
         if number is not None:
             return number
-        if self._paused is not None:
+        if self.paused:
             self.hold_host(storage)
             if on_device:
-                self._paused[storage._cdata] = self._refs[storage._cdata]
+                self._held[storage._cdata] = self._refs[storage._cdata]
             return HOST
         return self.new(storage, self.now, call) if on_device else self.hold_host(storage)
 
@@ -146,11 +142,12 @@ class StorageTable:
     @contextlib.contextmanager
     def pause(self, category: Category) -> Iterator[None]:
         """What is made in the block and outlives it counts as having existed before the step."""
-        self._paused = {}
+        self.paused = True
         try:
             yield
         finally:
-            held, self._paused = self._paused, None
+            self.paused = False
+            held, self._held = self._held, {}
             for ref in held.values():
                 storage = ref()
                 if storage is not None:
