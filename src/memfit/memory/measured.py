@@ -5,20 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-import torch
-from torch._C._profiler import _EventType
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllocatorEvent:
-    """One allocation (positive bytes) or free (negative) and the ops it happened in, outermost first."""
-
-    bytes: int
-    address: int
-    ops: tuple[str, ...]
+from memfit.trace.allocations import AllocatorEvent, allocations
 
 
 @dataclass(slots=True)
@@ -51,30 +41,7 @@ def measured() -> Iterator[Measurement]:
     Frees on threads that the profiler does not know (Gloo's) are missing from its events.
     """
     measurement = Measurement()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profiler:
+    with allocations() as events:
         yield measurement
-    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
-    found: list[tuple[int, AllocatorEvent]] = []
-    for root in results.experimental_event_tree():
-        _collect(root, found)
-    found.sort(key=lambda pair: pair[0])
-    measurement.events = tuple(event for _, event in found)
-    measurement.timeline_bytes = np.cumsum([event.bytes for event in measurement.events], dtype=np.int64)
-
-
-def _collect(root: Any, found: list[tuple[int, AllocatorEvent]]) -> None:
-    stack: list[tuple[Any, tuple[str, ...]]] = [(root, ())]
-    while stack:
-        event, ops = stack.pop()
-        if event.tag == _EventType.Allocation:
-            fields = event.extra_fields
-            if fields.device.type == "cpu":
-                found.append(
-                    (
-                        event.start_time_ns,
-                        AllocatorEvent(bytes=fields.alloc_size, address=fields.ptr or 0, ops=ops),
-                    )
-                )
-        inner = (*ops, event.name) if event.tag == _EventType.TorchOp else ops
-        stack.extend((child, inner) for child in event.children)
+    measurement.events = tuple(events)
+    measurement.timeline_bytes = np.cumsum([event.bytes for event in events], dtype=np.int64)

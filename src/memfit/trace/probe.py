@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._C._profiler import _EventType
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memfit.trace.allocations import allocations
 from memfit.trace.arguments import map_tensors, tensors_of
 
 
@@ -29,26 +29,17 @@ def probe_workspace(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     with real_execution():
         args, kwargs = map_tensors(args, real_like), map_tensors(kwargs, real_like)
         func(*args, **kwargs)
-        with torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-        ) as profiler:
+        with allocations() as events:
             result = func(*args, **kwargs)
-        events: list[tuple[int, int, int]] = []
-        stack = list(profiler.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
-        while stack:
-            event = stack.pop()
-            stack.extend(event.children)
-            if event.tag == _EventType.Allocation:
-                events.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr or 0))
         del result
     alive: dict[int, int] = {}
     level = peak = 0
-    for _, size, address in sorted(events, key=lambda event: event[0]):
-        if size > 0:
-            alive[address] = size
-            level += size
+    for event in events:
+        if event.bytes > 0:
+            alive[event.address] = event.bytes
+            level += event.bytes
         else:  # what was allocated earlier, and is only freed here, is not the kernel's
-            level -= alive.pop(address, 0)
+            level -= alive.pop(event.address, 0)
         peak = max(peak, level)
     return peak - level
 
