@@ -201,6 +201,34 @@ def whisper() -> Step:
     return Step(transformers.WhisperForConditionalGeneration(config), batch, optimizer=ADAMW)
 
 
+@zoo("wav2vec2")
+def wav2vec2() -> Step:
+    import transformers
+
+    config = transformers.Wav2Vec2Config(
+        vocab_size=32,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        conv_dim=(16, 16),
+        conv_stride=(5, 2),
+        conv_kernel=(10, 3),
+        num_feat_extract_layers=2,
+        num_conv_pos_embeddings=8,
+        num_conv_pos_embedding_groups=2,
+        mask_time_prob=0.0,
+        layerdrop=0.0,
+    )
+    batch = {"input_values": torch.randn(BATCH, 800), "labels": torch.randint(1, 32, (BATCH, 8))}
+    return Step(transformers.Wav2Vec2ForCTC(config), batch, optimizer=ADAMW)
+
+
+@zoo("gru")
+def gru() -> Step:
+    return Step(Gated(), (torch.randn(8, 24, 32), torch.randint(0, 10, (8,))), optimizer=ADAMW)
+
+
 @zoo("vit")
 def vit() -> Step:
     import transformers
@@ -335,6 +363,19 @@ def vae() -> Step:
     model.train()
     batch = {"sample": image(), "sample_posterior": True}
     return Step(model, batch, loss=noise_loss, optimizer=ADAMW)
+
+
+class Gated(nn.Module):
+    """A two-layer GRU that classifies sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(32, 64, num_layers=2, batch_first=True, dropout=0.2, bidirectional=True)
+        self.head = nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        output, _ = self.gru(x)
+        return nn.functional.cross_entropy(self.head(output[:, -1]), y)
 
 
 class Recurrent(nn.Module):

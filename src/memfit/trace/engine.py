@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memfit.trace.rules.layout import fills_its_memory
+
 _add = torch.ops.aten.add.Tensor
 
 
@@ -24,24 +26,12 @@ def adds_in_place(func: Any, args: Any, kwargs: dict[str, Any], depth: int) -> b
         return False
     if sys._getframe(depth + 1).f_code.co_name != "_engine_run_backward":
         return False
-    return reference_counts(args[0]) == sole_owner_counts() and _is_dense(args[0])
+    return reference_counts(args[0]) == sole_owner_counts() and fills_its_memory(args[0])
 
 
 def reference_counts(tensor: torch.Tensor) -> tuple[int, int]:
     """How many references there are to the tensor and to its storage."""
     return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one block of memory without gaps or overlap, in any order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 @functools.lru_cache(1)

@@ -38,10 +38,15 @@ class Placeholders:
         return known  # type: ignore[return-value]
 
     def buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The stand-in of a buffer, a batch tensor or an optimizer's state; small values on the CPU are kept."""
+        """The stand-in of a buffer, a batch tensor or an optimizer's state.
+
+        Small integers and scalars on the CPU keep their values: a step may branch on masks, lengths and counters.
+        """
         known = self.of.get(id(tensor))
         if known is None:
-            if tensor.device.type == "cpu" and tensor.numel() <= KNOWN_VALUE_LIMIT and type(tensor) is torch.Tensor:
+            telling = not tensor.is_floating_point() or tensor.dim() == 0
+            small = tensor.device.type == "cpu" and tensor.numel() <= KNOWN_VALUE_LIMIT
+            if telling and small and type(tensor) is torch.Tensor:
                 known = tensor.detach().clone(memory_format=torch.preserve_format)
             else:
                 known = self._empty(tensor)

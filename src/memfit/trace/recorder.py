@@ -22,6 +22,7 @@ from memfit.trace.source import SourceTable
 from memfit.trace.storages import HOST, StorageDraft, StorageTable
 
 _aten = torch.ops.aten
+_META = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +158,8 @@ class Recorder(TorchDispatchMode):
                 self.adopt_fresh(tensors[0])
             elif func is _aten._local_scalar_dense.default and self._is_unread(tensors[0]):
                 return 1.0 if tensors[0].is_floating_point() else 1
+            elif func is _aten._to_copy.default and self._stays_in_place(tensors[0], kwargs):
+                return self.executor.lift(tensors[0], self.calls.path)
             inputs = [self._input(tensor) for tensor in tensors]
             if self.table.foreign and self.table.phase is not Phase.OPTIMIZER:
                 self._refuse_strangers(tensors, info.name)
@@ -205,6 +208,16 @@ class Recorder(TorchDispatchMode):
         if number is None:
             number = self.table.classify(tensor, self.calls.path)
         return self._ref(tensor, number)
+
+    def _stays_in_place(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        """Whether C++ moves a real tensor to a meta tensor's device, where the real run would find it there already."""
+        return (
+            not tensor.is_meta
+            and self.placing is None
+            and kwargs.get("device") == _META
+            and kwargs.get("dtype") in (None, tensor.dtype)
+            and self.table.on_device(tensor)
+        )
 
     def _is_unread(self, tensor: torch.Tensor) -> bool:
         """Whether an optimizer asks for a value that is not known; it only scales an update with it."""

@@ -60,13 +60,14 @@ def rules_for(device_type: str) -> Rules:
         layout,
         normalization,
         recurrent,
+        sequence,
         strides,
         vendor,
     )
 
     cuda = (cuda_attention, cuda_copies, cuda_indexing, cuda_normalization, cuda_pointwise, cuda_recurrent)
     tables: tuple[dict[str, Rule], ...] = ({}, {}, {})
-    for module in (attention, elementwise, grouped, layout, normalization, recurrent, strides, vendor, *cuda):
+    for module in (attention, elementwise, grouped, layout, normalization, recurrent, sequence, strides, vendor, *cuda):
         for table, name in zip(tables, ("FUNCTIONS", "KERNELS", "WORKSPACES"), strict=True):
             table.update(getattr(module, name, {}).get(device_type, {}))
     functions, kernels, workspaces = tables

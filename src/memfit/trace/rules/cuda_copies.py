@@ -7,19 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from memfit.trace.rules import RuleContext
-from memfit.trace.rules.layout import bytes_of, contiguous_copy
-
-
-def _fills_its_memory(tensor: Tensor) -> bool:
-    """c10/core/TensorImpl.h, `is_non_overlapping_and_dense`."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+from memfit.trace.rules.layout import bytes_of, contiguous_copy, fills_its_memory
 
 
 def blas_copy(matrix: Tensor) -> int:
@@ -28,7 +16,7 @@ def blas_copy(matrix: Tensor) -> int:
     cuda/Blas.cpp, `prepare_matrix_for_cublas` and `prepare_batch_matrix_for_cublas`: one of the last two
     dimensions has stride 1 and the other steps over it; the stride of a batch may be 0.
     """
-    if matrix.dim() == 2 and _fills_its_memory(matrix):
+    if matrix.dim() == 2 and fills_its_memory(matrix):
         return 0
     (rows, columns), (row_stride, column_stride) = matrix.shape[-2:], matrix.stride()[-2:]
     readable = (row_stride == 1 and column_stride >= max(1, rows)) or (

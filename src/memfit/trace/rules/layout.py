@@ -15,6 +15,18 @@ def bytes_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def fills_its_memory(tensor: Tensor) -> bool:
+    """Whether the elements fill one block without gaps or overlap (c10, `is_non_overlapping_and_dense`)."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def contiguous_copy(tensor: Tensor) -> int:
     """Bytes of the copy that `tensor.contiguous()` makes, 0 when it is contiguous already."""
     return 0 if tensor.is_contiguous() else bytes_of(tensor)

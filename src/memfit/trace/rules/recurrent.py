@@ -18,6 +18,10 @@ _aten = torch.ops.aten
 _LSTM = 2
 
 
+_Project = Callable[[Tensor, int], Any]
+_Unroll = Callable[[Any, int, bool], tuple[Tensor, Any]]
+
+
 @dataclass(frozen=True, slots=True)
 class _Network:
     """The arguments that `torch.lstm`, `gru` and `rnn_*` share."""
@@ -43,17 +47,24 @@ class _Network:
     def projected(self) -> bool:
         return len(self.params) != self.num_layers * self.directions * (4 if self.has_biases else 2)
 
-    def run(self, inputs: Tensor, layer: Callable[[Tensor, int, bool], Tensor], *, contiguous: bool = False) -> Tensor:
-        """Stack layers (ATen/native/RNN.cpp, `apply_layer_stack`); a layer is called with its input and number."""
+    def run(self, inputs: Tensor, project: _Project, unroll: _Unroll, *, contiguous: bool = False) -> Tensor:
+        """Stack layers (ATen/native/RNN.cpp, `apply_layer_stack` and `FullBidirectionalLayer`).
+
+        A direction's input is projected, then unrolled; what is projected, and the results of the steps, live as
+        long as they do there.
+        """
         if self.batch_first:
             inputs = inputs.transpose(0, 1)
         if contiguous:
             inputs = inputs.contiguous()
         for number in range(self.num_layers):
-            first = number * self.directions
-            outputs = [layer(inputs, first + direction, direction == 1) for direction in range(self.directions)]
-            inputs = outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
-            del outputs
+            made = []
+            for direction in range(self.directions):
+                index = number * self.directions + direction
+                projected = project(inputs, index)
+                made.append(unroll(projected, index, direction == 1))
+            inputs = made[0][0] if len(made) == 1 else torch.cat([output for output, _ in made], -1)
+            del made, projected
             if self.dropout != 0 and self.train and number < self.num_layers - 1:
                 inputs = torch.dropout(inputs, self.dropout, True)
         return inputs.transpose(0, 1) if self.batch_first else inputs
@@ -77,7 +88,7 @@ def _cpu_lstm(context: RuleContext, inputs: Tensor, hx: Any, *rest: Any) -> Any:
     states: list[Tensor] = []
     cells: list[Tensor] = []
 
-    def layer(layer_input: Tensor, index: int, reverse: bool) -> Tensor:
+    def unroll(layer_input: Tensor, index: int, reverse: bool) -> tuple[Tensor, None]:
         weights = network.weights(index)
         if not network.has_biases:
             weights = (*weights, *map(torch.zeros_like, weights))
@@ -94,9 +105,10 @@ def _cpu_lstm(context: RuleContext, inputs: Tensor, hx: Any, *rest: Any) -> Any:
         )
         states.append(last_state)
         cells.append(last_cell)
-        return output
+        return output, None
 
-    return network.run(inputs, layer, contiguous=True), torch.stack(states, 0), torch.stack(cells, 0)
+    output = network.run(inputs, lambda layer_input, _: layer_input, unroll, contiguous=True)
+    return output, torch.stack(states, 0), torch.stack(cells, 0)
 
 
 def _unrolled(
@@ -105,19 +117,21 @@ def _unrolled(
     """On CPU the inputs of all steps are multiplied at once (ATen/native/RNN.cpp, `FullLayer`)."""
     finals: list[Any] = []
 
-    def layer(layer_input: Tensor, index: int, reverse: bool) -> Tensor:
+    def project(layer_input: Tensor, index: int) -> Sequence[Tensor]:
         weights = network.weights(index)
-        bias = weights[2] if network.has_biases else None
-        steps = torch.unbind(F.linear(layer_input, weights[0], bias), 0)
+        return torch.unbind(F.linear(layer_input, weights[0], weights[2] if network.has_biases else None), 0)
+
+    def unroll(steps: Sequence[Tensor], index: int, reverse: bool) -> tuple[Tensor, list[Tensor]]:
+        weights = network.weights(index)
         state = states[index]
         outputs = []
         for step in reversed(steps) if reverse else steps:
             state = cell(step, state, weights)
             outputs.append(state[0] if isinstance(state, tuple) else state)
         finals.append(state)
-        return torch.stack(outputs[::-1] if reverse else outputs, 0)
+        return torch.stack(outputs[::-1] if reverse else outputs, 0), outputs
 
-    return network.run(inputs, layer), finals
+    return network.run(inputs, project, unroll), finals
 
 
 def _hidden_product(state: Tensor, weights: Sequence[Tensor]) -> Tensor:
