@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,8 +95,11 @@ class CallTracker:
 def module_calls(enter: Any, leave: Any) -> Iterator[None]:
     """Call `enter(module)` and `leave(module)` around every module execution, also when it raises."""
     original = nn.Module.__call__
+    here = threading.get_ident()
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != here:
+            return original(self, *args, **kwargs)
         enter(self)
         try:
             return original(self, *args, **kwargs)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gc
+import dataclasses
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,10 +16,20 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from memfit._version import __version__
 from memfit.errors import InputError, MemfitError
-from memfit.hardware import Target
+from memfit.hardware import Device, Target
 from memfit.trace.calls import CallTracker, module_calls
-from memfit.trace.discovery import step_of
+from memfit.trace.discovery import Companions, step_of
 from memfit.trace.emulation import Emulation, python_functions_open
+from memfit.trace.environment import (
+    LOCK,
+    cuda_present,
+    neutral_modes,
+    no_garbage_collection,
+    patched,
+    patched_item,
+    same_attributes,
+    same_random_state,
+)
 from memfit.trace.placeholders import Placeholders, on_meta, optimizer_on_meta
 from memfit.trace.record import NEVER, SCHEMA, Category, Module, Parameter, Phase, Trace
 from memfit.trace.recorder import Recorder
@@ -32,133 +42,132 @@ from memfit.trace.storages import HOST
 def trace(step: Step | Callable[..., Any], *, target: str | Target = "cpu") -> Trace:
     """Capture one steady-state step as the target would run it.
 
-    The optimizer's state exists already and gradients start as None, as in every step but the first. The model, the
-    optimizer, the batch and the random state are left as they were found.
+    The optimizer's state exists already and gradients start as the step itself leaves them, as in every step but the
+    first. The model, the optimizer, the batch and the random state are left as they were found.
     """
-    optimizers: tuple[torch.optim.Optimizer, ...] = ()
-    if not isinstance(step, Step):
-        if not callable(step):
-            raise InputError(f"trace takes a memfit.Step or a function that runs one, not a {type(step).__name__}")
-        step, optimizers = step_of(step)
-    elif isinstance(step.optimizer, torch.optim.Optimizer):
-        optimizers = (step.optimizer,)
     device = Target.parse(target).device
-    context = RuleContext(
+    with LOCK, same_random_state(), neutral_modes():
+        if not isinstance(step, Step):
+            if not callable(step):
+                raise InputError(f"trace takes a memfit.Step or a function that runs one, not a {type(step).__name__}")
+            step = step_of(step)
+        notes: list[str] = []
+        model = _eager(step.build_model(), notes)
+        capture = _Capture(step, model, _context(device), {})
+        capture.run()
+        if capture.left_gradients:
+            capture = _Capture(step, model, _context(device), capture.left_gradients)
+            capture.run()
+        return capture.result(device.name, notes)
+
+
+def _context(device: Device) -> RuleContext:
+    return RuleContext(
         device_type=device.type,
         compute_capability=device.compute_capability,
         threads=device.threads or torch.get_num_threads(),
         multiprocessors=device.multiprocessors or 0,
         vendor=device.vendor,
     )
-    notes: list[str] = []
-    model = _eager(step.build_model(), notes)
-    capture = _Capture(step, model, context, optimizers)
-    with capture.running():
-        capture.run()
-    return capture.result(device.name, notes)
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
 
 
 def _eager(model: nn.Module, notes: list[str]) -> nn.Module:
     """The model behind `torch.compile`, which is captured as its eager original."""
     original = getattr(model, "_orig_mod", None)
-    compiled = any(
-        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
-    if compiled:
+    if _is_compiled(model):
         notes.append("the model is compiled; it was captured as its eager original")
     return original if isinstance(original, nn.Module) else model
 
 
 class _Capture:
-    """One capture: the model's stand-ins, the modes, and the phases of the step."""
+    """One pass over the step: the model's stand-ins, the modes, and the phases."""
 
-    def __init__(
-        self,
-        step: Step,
-        model: nn.Module,
-        context: RuleContext,
-        optimizers: tuple[torch.optim.Optimizer, ...] = (),
-    ) -> None:
+    def __init__(self, step: Step, model: nn.Module, context: RuleContext, gradients: dict[str, torch.Tensor]) -> None:
         self.step = step
         self.model = model
         self.context = context
-        self.placeholders = Placeholders()
+        self.placeholders = Placeholders(compact=context.device_type != "cpu")
         self.calls = CallTracker(model)
         self.sources = SourceTable()
         rules = rules_for(context.device_type)
         self.recorder = Recorder(context=context, rules=rules, calls=self.calls, sources=self.sources)
         self.emulation = Emulation(self.recorder, context, rules.functions)
-        self.optimizers = optimizers
+        self.companions = Companions.of(step, model)
         self.optimizer_names: list[str] = []
         self.parameters: dict[int, tuple[torch.Tensor, list[str]]] = {}
         self.modules: list[Module] = []
         self.gradients: dict[int, int] = {}
         self.states: dict[int, tuple[int, ...]] = {}
+        self.first_gradients = gradients
+        self.left_gradients: dict[str, torch.Tensor] = {}
         self._warming = False
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Everything that must be undone after a capture, in one place."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_same_random_state())
-            stack.enter_context(_no_garbage_collection())
-            stack.enter_context(on_meta(self.model, self.placeholders))
-            for optimizer in self.optimizers:
-                stack.enter_context(optimizer_on_meta(optimizer, self.placeholders))
-            yield
-
     def run(self) -> None:
-        """Run the step once under the modes."""
-        step = self.step.with_batch(self.placeholders.tree(self.step.batch))
-        self._register(step)
-        optimizer = step.build_optimizer(self.model)
-        for each in dict.fromkeys((*self.optimizers, optimizer)):
-            if each is not None:
-                self._register_state(each)
-        hooks = (
+        """Run the step once on stand-ins and under the modes; everything that must be undone is undone."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(no_garbage_collection())
+            stack.enter_context(same_attributes(self.companions.all))
+            stack.enter_context(on_meta(self.model, self.placeholders))
+            for optimizer in self.companions.optimizers:
+                stack.enter_context(optimizer_on_meta(optimizer, self.placeholders))
+            step = self.step.with_batch(self.placeholders.tree(self.step.batch))
+            if step.run is not None:
+                self.emulation.stand_ins = self.placeholders.of
+            self._register(step)
+            made = step.build_optimizer(self.model)
+            for optimizer in dict.fromkeys((*self.companions.optimizers, made)):
+                if optimizer is not None:
+                    self._register_state(optimizer)
+            self._enter_modes(stack)
+            try:
+                step.execute(self.model, made, self.context.device_type)
+            except MemfitError:
+                raise
+            except Exception as error:
+                explained = self.recorder.explain(error)
+                if explained is None:
+                    raise
+                raise explained from error
+            self.recorder.table.close()
+            with torch._C.DisableTorchFunction():
+                left = {names[0]: parameter.grad for parameter, names in self.parameters.values()}
+                self.left_gradients = {name: gradient for name, gradient in left.items() if gradient is not None}
+
+    def _enter_modes(self, stack: contextlib.ExitStack) -> None:
+        stack.enter_context(warnings.catch_warnings())
+        for hook in (
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
-        )
-        try:
-            with (
-                warnings.catch_warnings(),
-                _patched(torch.autograd, "backward", self._backward),
-                _patched(torch, "clear_autocast_cache", self._clear_autocast_cache),
-                _patched(torch, "get_rng_state", self._get_rng_state),
-                _patched(torch.cuda.amp.common, "amp_definitely_not_available", lambda _: lambda: False),
-                _patched(torch.cuda, "is_bf16_supported", lambda _: lambda *a, **k: True),
-                _patched(torch.cuda, "get_device_capability", self._get_device_capability),
-                _patched(
-                    sys.modules["torch.optim.optimizer"],
-                    "_group_tensors_by_device_and_dtype",
-                    self._grouped_on_target,
-                ),
-                _patched(
-                    sys.modules["torch.nn.utils.clip_grad"],
-                    "_group_tensors_by_device_and_dtype",
-                    self._grouped_on_target,
-                ),
-                _patched_item(_CHECKPOINT_CHECKS, "default", _shape_and_dtype),
-                _eager_stance(self.model),
-                module_calls(self._enter, self._leave),
-                torch.autograd.graph.saved_tensors_hooks(self.recorder.pack, _same),
-                python_functions_open(),
-                self.emulation,
-                self.recorder,
-            ):
-                step.execute(self.model, optimizer, self.context.device_type)
-            self.recorder.table.close()
-        except MemfitError:
-            raise
-        except Exception as error:
-            explained = self.recorder.explain(error)
-            if explained is None:
-                raise
-            raise explained from error
-        finally:
-            for hook in hooks:
-                hook.remove()
+        ):
+            stack.callback(hook.remove)
+        if self.context.device_type == "cuda":
+            stack.enter_context(cuda_present(self.context.compute_capability))
+        grouping = "_group_tensors_by_device_and_dtype"
+        for owner, name, wrap in (
+            (torch.autograd, "backward", self._backward),
+            (torch.autograd, "grad", self._grad),
+            (torch, "clear_autocast_cache", self._clear_autocast_cache),
+            (torch, "get_rng_state", self._get_rng_state),
+            (torch.amp.GradScaler, "_maybe_opt_step", _always_step),
+            (sys.modules["torch.optim.optimizer"], grouping, self._grouped_on_target),
+            (sys.modules["torch.nn.utils.clip_grad"], grouping, self._grouped_on_target),
+        ):
+            stack.enter_context(patched(owner, name, wrap))
+        stack.enter_context(patched_item(_CHECKPOINT_CHECKS, "default", _shape_and_dtype))
+        if _is_compiled(self.model):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(module_calls(self._enter, self._leave))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.recorder.pack, _same))
+        stack.enter_context(python_functions_open())
+        stack.enter_context(self.emulation)
+        stack.enter_context(self.recorder)
 
     # -- what exists before the step --------------------------------------------------------------------------------
 
@@ -173,6 +182,13 @@ class _Capture:
                 known = self.parameters.setdefault(id(parameter), (parameter, []))
                 known[1].append(full_name)
                 owned.append(table.adopt(parameter, Category.PARAMETER, module=path, name=full_name))
+                gradient = self.first_gradients.get(full_name)
+                if gradient is not None and parameter.grad is None:
+                    parameter.grad = torch.empty_strided(
+                        gradient.size(), gradient.stride(), dtype=gradient.dtype, device="meta"
+                    )
+                    number = table.adopt(parameter.grad, Category.GRADIENT, module=path, name=full_name)
+                    self.gradients[id(parameter)] = number
             buffers = [
                 table.adopt(buffer, Category.BUFFER, module=path, name=f"{path}.{name}" if path else name)
                 for name, buffer in module._buffers.items()
@@ -189,11 +205,8 @@ class _Capture:
             numbers: list[int] = []
 
             def note(tensor: torch.Tensor, numbers: list[int] = numbers) -> None:
-                if (
-                    self.recorder.device_type != "cpu"
-                    and not tensor.is_meta
-                    and self.recorder.table.number_of(tensor) == HOST
-                ):
+                counter = self.recorder.device_type != "cpu" and not tensor.is_meta and tensor.dim() == 0
+                if counter and self.recorder.table.number_of(tensor) == HOST:
                     self.recorder.table.hold_host(tensor.untyped_storage())
                 else:
                     numbers.append(self.recorder.table.adopt(tensor, Category.OPTIMIZER_STATE))
@@ -210,12 +223,16 @@ class _Capture:
 
     def _enter(self, module: nn.Module) -> None:
         recorder = self.recorder
+        if recorder.table.paused:
+            return
         if self.calls.current == NEVER and recorder.phase is not Phase.BACKWARD:
             recorder.phase = Phase.FORWARD if self.calls.owns(module) else Phase.LOSS
         self.calls.enter(module, recorder.phase, len(recorder.ops))
 
     def _leave(self, _: nn.Module) -> None:
         recorder = self.recorder
+        if recorder.table.paused:
+            return
         self.calls.exit(len(recorder.ops))
         if self.calls.current == NEVER and recorder.phase is Phase.FORWARD:
             recorder.phase = Phase.LOSS
@@ -223,22 +240,37 @@ class _Capture:
     def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
         def backward(*args: Any, **kwargs: Any) -> None:
             recorder = self.recorder
-            nested = recorder.phase is Phase.BACKWARD
-            if not nested:
-                recorder.backward_began.append(len(recorder.ops))
-                recorder.phase = Phase.BACKWARD
+            if recorder.table.paused or recorder.phase is Phase.BACKWARD:
+                original(*args, **kwargs)
+                return
+            recorder.backward_began.append(len(recorder.ops))
+            recorder.phase = Phase.BACKWARD
             original(*args, **kwargs)
-            if not nested:
-                recorder.phase = Phase.OPTIMIZER
-                self._note_gradients()
+            recorder.phase = Phase.OPTIMIZER
+            self._note_gradients()
 
         return backward
+
+    def _grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Gradients that the step asks for itself; what comes after them goes on with what came before."""
+
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            recorder = self.recorder
+            before = recorder.phase
+            recorder.backward_began.append(len(recorder.ops))
+            recorder.phase = Phase.BACKWARD
+            try:
+                return original(*args, **kwargs)
+            finally:
+                recorder.phase = before
+
+        return grad
 
     def _note_gradients(self) -> None:
         with torch._C.DisableTorchFunction():
             for key, (parameter, names) in self.parameters.items():
-                if parameter.grad is not None:
-                    number = self.recorder.table.number_of(parameter.grad)
+                number = HOST if parameter.grad is None else self.recorder.table.number_of(parameter.grad)
+                if number != HOST:
                     draft = self.recorder.table.drafts[number]
                     draft.category, draft.name = Category.GRADIENT, names[0]
                     draft.module = names[0].rpartition(".")[0]
@@ -246,14 +278,24 @@ class _Capture:
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Give the optimizer its state with a step that is not recorded, when this would be its first."""
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise InputError("LBFGS decides from values how often it runs the step; it cannot be captured")
+        known = self.placeholders.stand_ins | self.parameters.keys()
+        if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
+            raise InputError(
+                f"a {type(optimizer).__name__} that memfit did not find steps on real parameters; give it to memfit: "
+                "memfit.Step(model, batch, optimizer=..., run=...)"
+            )
         self.recorder.in_optimizer = True
         if not self._warming:
             self.optimizer_names.append(type(optimizer).__name__)
         if self._warming or any(entries for entries in optimizer.state.values()):
             return
         self._warming = True
+        phase = self.recorder.phase
         with self.recorder.table.pause(Category.OPTIMIZER_STATE):
-            optimizer.step()
+            optimizer.step(*args[1:], **kwargs)
+        self.recorder.phase = phase
         self._warming = False
         self.recorder.in_optimizer = True
         with torch._C.DisableTorchFunction():
@@ -279,10 +321,6 @@ class _Capture:
             return state
 
         return get_rng_state
-
-    def _get_device_capability(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        capability = self.context.compute_capability
-        return original if capability is None else lambda *_, **__: capability
 
     def _grouped_on_target(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Groups of tensors by device, which C++ asks of the stand-ins, named after the target's device."""
@@ -344,36 +382,18 @@ def _visit(value: Any, function: Callable[[torch.Tensor], Any]) -> None:
     elif isinstance(value, dict) or hasattr(value, "values"):
         for item in value.values():
             _visit(item, function)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            _visit(getattr(value, field.name), function)
 
 
-@contextlib.contextmanager
-def _same_random_state() -> Iterator[None]:
-    state = torch.random.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.random.set_rng_state(state)
+def _always_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A gradient scaler skips the optimizer when a gradient is not finite, which no steady step does."""
 
+    def step(scaler: Any, optimizer: torch.optim.Optimizer, state: Any, *args: Any, **kwargs: Any) -> Any:
+        return optimizer.step(*args, **kwargs)
 
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, wrap(original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+    return step
 
 
 _CHECKPOINT_CHECKS = torch.utils.checkpoint._allowed_determinism_checks_to_fns
@@ -382,19 +402,3 @@ _CHECKPOINT_CHECKS = torch.utils.checkpoint._allowed_determinism_checks_to_fns
 def _shape_and_dtype(tensor: torch.Tensor) -> dict[str, Any]:
     """What checkpointing compares between forward and recomputation; the device is emulated in one of them only."""
     return {"shape": tensor.shape, "dtype": tensor.dtype}
-
-
-@contextlib.contextmanager
-def _patched_item(table: dict[Any, Any], key: Any, value: Any) -> Iterator[None]:
-    original = table[key]
-    table[key] = value
-    try:
-        yield
-    finally:
-        table[key] = original
-
-
-def _eager_stance(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-    if any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in model.modules()):
-        return torch.compiler.set_stance("force_eager")
-    return contextlib.nullcontext()

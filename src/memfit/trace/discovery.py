@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,11 +16,41 @@ from memfit.errors import InputError
 from memfit.trace.step import Step
 
 
-def step_of(function: Callable[[], Any]) -> tuple[Step, tuple[torch.optim.Optimizer, ...]]:
-    """The step that a callable runs, with the optimizers among the variables it uses.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Companions:
+    """The objects that work on a model: its optimizers, and what else of a training loop keeps state."""
 
-    Looked at are its closure, its defaults, the globals it names, the attributes of the object it is bound to, and the
-    arguments of a `functools.partial`.
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+    others: tuple[Any, ...] = ()
+
+    @property
+    def all(self) -> tuple[Any, ...]:
+        """Everything whose attributes a step may change."""
+        return (*self.optimizers, *self.others)
+
+    @classmethod
+    def of(cls, step: Step, model: nn.Module) -> Companions:
+        """The step's own optimizer and, when a function of the user's runs the step, all that hold its parameters."""
+        if step.run is None:
+            return cls(optimizers=(step.optimizer,) if isinstance(step.optimizer, torch.optim.Optimizer) else ())
+        known = {id(parameter) for parameter in model.parameters()}
+        optimizers, others = [], []
+        for thing in gc.get_objects():
+            kind = type(thing)
+            if issubclass(kind, torch.optim.Optimizer):
+                groups = getattr(thing, "param_groups", ())
+                if thing is step.optimizer or any(id(p) in known for group in groups for p in group["params"]):
+                    optimizers.append(thing)
+            elif issubclass(kind, (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)):
+                others.append(thing)
+        return cls(optimizers=tuple(optimizers), others=tuple(others))
+
+
+def step_of(function: Callable[[], Any]) -> Step:
+    """The step that a callable runs, with the models among the variables it uses.
+
+    Looked at are its closure, its defaults, the globals it names, the attributes of the object it is bound to, the
+    arguments of a `functools.partial`, and in the same way the functions found there.
     """
     required = [
         name
@@ -31,19 +63,33 @@ def step_of(function: Callable[[], Any]) -> tuple[Step, tuple[torch.optim.Optimi
             f"{_name(function)} needs arguments ({', '.join(required)}); give a function without any, or "
             "memfit.Step(model, batch, optimizer=..., run=function) to have it called with model, optimizer and batch"
         )
-    found = dict(_variables(function))
-    models = {name: value for name, value in found.items() if isinstance(value, nn.Module)}
-    optimizers = tuple(
-        {id(value): value for value in found.values() if isinstance(value, torch.optim.Optimizer)}.values()
-    )
-    roots = _roots(models)
+    roots = _roots(_models(function, set(), _DEPTH))
     if not roots:
         raise InputError(
             f"no nn.Module was found among the variables of {_name(function)}; name it: "
             "memfit.Step(model, run=function)"
         )
     model = next(iter(roots.values())) if len(roots) == 1 else nn.ModuleDict(roots)
-    return Step(model, optimizer=None, run=function), optimizers
+    return Step(model, optimizer=None, run=function)
+
+
+_DEPTH = 3
+"""How many functions deep models are looked for."""
+
+
+def _models(function: Any, seen: set[int], depth: int) -> dict[str, nn.Module]:
+    found: dict[str, nn.Module] = {}
+    seen.add(id(function))
+    for name, value in _variables(function):
+        if isinstance(value, nn.Module):
+            found.setdefault(name, value)
+        elif inspect.isroutine(value) and depth > 1 and id(value) not in seen:
+            home = getattr(value, "__module__", None) or ""
+            if home.split(".")[0] not in ("torch", "builtins", "memfit"):
+                found |= {
+                    inner: model for inner, model in _models(value, seen, depth - 1).items() if inner not in found
+                }
+    return found
 
 
 def _variables(function: Any) -> Iterator[tuple[str, Any]]:

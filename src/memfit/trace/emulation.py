@@ -17,9 +17,11 @@ from torch.utils._device import _device_constructors
 
 from memfit.trace.arguments import map_tensors
 from memfit.trace.autocast import Autocast
+from memfit.trace.errors import DATA_DEPENDENT, UnsupportedError
 from memfit.trace.recorder import Recorder
 from memfit.trace.rules import Rule, RuleContext
 
+_READS = frozenset(("tolist", "numpy", "__array__"))
 _MOVES = frozenset(("to", "cuda", "cpu"))
 _SILENCED = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
@@ -43,20 +45,27 @@ class Emulation(TorchFunctionMode):
             torch.Tensor.get_device: lambda tensor: 0 if self.device_of(tensor).type == "cuda" else -1,
         }
         self._factories = _device_constructors()
+        self.stand_ins: dict[int, torch.Tensor] = {}
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
         """The device the tensor would be on in the real run."""
         return self.device if self.recorder.table.on_device(tensor) else torch.device("cpu")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.stand_ins:
+            args, kwargs = map_tensors(args, self._stand_in), map_tensors(kwargs, self._stand_in)
         getter = self._getters.get(func)
         if getter is not None:
             return getter(args[0])
-        kwargs = kwargs or {}
         name = func.__name__
         if name == "__get__":
             return func(*args, **kwargs)
         try:
+            if name in _READS and not self.recorder.executor.has_value(args[0]):
+                raise UnsupportedError("the step depends on the values of a tensor", DATA_DEPENDENT)
+            if name == "requires_grad_" and not args[0].is_meta:
+                args = (self._lift(args[0]).detach(), *args[1:])
             if func in self._factories:
                 return self._make(func, args, kwargs)
             if name in _MOVES:
@@ -75,6 +84,9 @@ class Emulation(TorchFunctionMode):
         except Exception as error:
             self.recorder.note_failure(error, name)
             raise
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.stand_ins.get(id(tensor), tensor)
 
     def _lift(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.recorder.executor.lift(tensor, self.recorder.calls.path)

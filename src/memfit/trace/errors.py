@@ -25,4 +25,14 @@ DATA_DEPENDENT = (
 NO_META_KERNEL = (
     "register a shape function for it with torch.library.register_fake, or capture a version of the model without it"
 )
+SPARSE = "sparse tensors cannot be captured; give the layer dense gradients (for an embedding: sparse=False)"
+PACKED = "packed sequences cannot be captured; give the padded sequence and its mask"
 BAD_SHAPES = "check the batch given to Step against what the model's forward expects"
+
+
+class UnsupportedError(RuntimeError):
+    """Raised by a rule for something that is not modelled; becomes a `CaptureError` with this advice."""
+
+    def __init__(self, problem: str, advice: str) -> None:
+        super().__init__(problem)
+        self.advice = advice

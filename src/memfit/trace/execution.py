@@ -111,7 +111,7 @@ class Executor:
             saves_number=func in _SAVES_NUMBER,
             flops=flop_registry.get(func._overloadpacket) or FLOPS.get(str(func._overloadpacket)),
             kernel=self.rules.kernels.get(str(func)),
-            workspace=self.rules.workspaces.get(str(func)),
+            workspace=self.rules.workspaces.get(str(func)) or self.rules.unlisted(str(func)),
         )
 
     def run(
@@ -130,6 +130,8 @@ class Executor:
             return self._priced(func, info, args, kwargs, self._call(func, info, args, kwargs))
         if not all(tensor.is_meta for tensor in tensors):
             return self._priced(func, info, args, kwargs, self._run_mixed(func, info, args, kwargs, tensors))
+        if info.factory and kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": _META}
         if info.aliases:
             return Outcome(self._call(func, info, args, kwargs))
         remembered = self._remembered.get(geometry)
@@ -193,7 +195,7 @@ class Executor:
 
     def _make(self, func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
         result = self._call(func, info, args, {**kwargs, "device": _META})
-        if not isinstance(result, torch.Tensor) or result.numel() > KNOWN_VALUE_LIMIT:
+        if not isinstance(result, torch.Tensor) or result.numel() > KNOWN_VALUE_LIMIT or kwargs.get("requires_grad"):
             return result
         return func(*args, **{**kwargs, "device": _CPU, "pin_memory": False})
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from torch import nn
 
 from memfit.errors import InputError
+from memfit.trace.environment import same_attributes
 from memfit.trace.execution import KNOWN_VALUE_LIMIT
 
 _META = torch.device("meta")
@@ -19,8 +22,11 @@ _META = torch.device("meta")
 class Placeholders:
     """Stand-ins by identity, so that tied tensors stay tied and an optimizer finds its parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, compact: bool = False) -> None:
+        """With `compact`, a tensor of the batch takes its own bytes and not those of the data set it is a slice of."""
+        self.compact = compact
         self.of: dict[int, torch.Tensor] = {}
+        self.stand_ins: set[int] = set()
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._kept: list[torch.Tensor] = []
 
@@ -48,6 +54,8 @@ class Placeholders:
             small = tensor.device.type == "cpu" and tensor.numel() <= KNOWN_VALUE_LIMIT
             if telling and small and type(tensor) is torch.Tensor:
                 known = tensor.detach().clone(memory_format=torch.preserve_format)
+            elif self.compact:
+                known = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
             else:
                 known = self._empty(tensor)
             if tensor.is_floating_point() or tensor.is_complex():
@@ -68,6 +76,11 @@ class Placeholders:
         if isinstance(value, Mapping):
             items = {key: self.tree(item) for key, item in value.items()}
             return items if type(value) is dict else _rebuilt(value, items)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            copied = copy.copy(value)
+            for field in dataclasses.fields(value):
+                object.__setattr__(copied, field.name, self.tree(getattr(value, field.name)))
+            return copied
         return value
 
     def _empty(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -82,6 +95,7 @@ class Placeholders:
 
     def _remember(self, tensor: torch.Tensor, known: torch.Tensor) -> None:
         self.of[id(tensor)] = known
+        self.stand_ins.add(id(known))
         self._kept.append(tensor)
 
 
@@ -94,29 +108,21 @@ def _rebuilt(value: Mapping, items: dict) -> Any:
 
 @contextlib.contextmanager
 def on_meta(model: nn.Module, placeholders: Placeholders) -> Iterator[None]:
-    """The model with stand-ins for its parameters and buffers; everything is put back, whatever happens."""
-    undo: list[tuple[dict, str, Any]] = []
-
-    def put(table: dict, key: str, value: Any) -> None:
-        undo.append((table, key, table[key]))
-        table[key] = value
-
-    try:
-        for module in model.modules():
+    """The model with stand-ins for its parameters and buffers; all attributes of all modules are put back."""
+    modules = list(model.modules())
+    with same_attributes(modules):
+        for module in modules:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    put(module._parameters, name, placeholders.parameter(parameter))
+                    module._parameters[name] = placeholders.parameter(parameter)
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    put(module._buffers, name, placeholders.buffer(buffer))
-        for module in model.modules():
+                    module._buffers[name] = placeholders.buffer(buffer)
+        for module in modules:
             for name, value in list(vars(module).items()):
                 if name not in _MODULE_TABLES and _mentions(value, placeholders):
-                    put(vars(module), name, _replaced(value, placeholders))
+                    vars(module)[name] = _replaced(value, placeholders)
         yield
-    finally:
-        for table, key, value in reversed(undo):
-            table[key] = value
 
 
 _MODULE_TABLES = frozenset(("_parameters", "_buffers", "_modules"))
@@ -146,7 +152,8 @@ def _replaced(value: Any, placeholders: Placeholders) -> Any:
 @contextlib.contextmanager
 def optimizer_on_meta(optimizer: torch.optim.Optimizer, placeholders: Placeholders) -> Iterator[None]:
     """An optimizer of the user's own model, working on the stand-ins; its groups and state are put back."""
-    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in placeholders.of]
+    known = placeholders.of.keys() | placeholders.stand_ins
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
     if strangers:
         raise InputError(
             f"the optimizer holds {len(strangers)} parameter(s) that are not the model's (the first has shape "
@@ -156,7 +163,7 @@ def optimizer_on_meta(optimizer: torch.optim.Optimizer, placeholders: Placeholde
     state = optimizer.state
     try:
         for group in optimizer.param_groups:
-            group["params"] = [placeholders.of[id(p)] for p in group["params"]]
+            group["params"] = [placeholders.of.get(id(p), p) for p in group["params"]]
             for key, value in group.items():
                 if isinstance(value, torch.Tensor):
                     group[key] = placeholders.buffer(value)

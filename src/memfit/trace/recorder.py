@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from memfit.trace.arguments import ArgumentTable, tensors_of
 from memfit.trace.calls import CallTracker
 from memfit.trace.engine import SEEN_DIFFERENTLY, adds_in_place, in_place_in_backward, sole_owner_counts
-from memfit.trace.errors import BAD_SHAPES, DATA_DEPENDENT, NO_META_KERNEL, CaptureError
+from memfit.trace.errors import BAD_SHAPES, DATA_DEPENDENT, NO_META_KERNEL, SPARSE, CaptureError
 from memfit.trace.execution import Executor, OpInfo, Outcome, written_by
 from memfit.trace.record import NEVER, Category, Op, Phase, Storage, TensorRef
 from memfit.trace.rules import RuleContext, Rules
@@ -23,6 +24,8 @@ from memfit.trace.storages import HOST, StorageDraft, StorageTable
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
+_PLACE = "_memfit_place"
+_COPIES = (_aten._to_copy.default, _aten.copy_.default, _aten.index.Tensor, _aten.index_put_.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,6 @@ class Recorder(TorchDispatchMode):
         self._in_optimizer = False
         self._optimizer_source: int | None = None
         self.backward_began: list[int] = []
-        self._failure: tuple[int, str, str, int] | None = None
         self._producers: dict[int, int] = {}
         self._last_producer: dict[int, int] = {}
         self._first_use: dict[int, int] = {}
@@ -97,21 +99,19 @@ class Recorder(TorchDispatchMode):
 
     def note_failure(self, error: BaseException, op: str) -> None:
         """Remember where an exception came from, in case nobody catches it."""
-        if self._failure is None or self._failure[0] != id(error):  # the exception would keep its frames alive
-            self._failure = (id(error), op, self.calls.path, self.sources.here(2))
+        if not hasattr(error, _PLACE):
+            with contextlib.suppress(AttributeError):
+                setattr(error, _PLACE, (op, self.calls.path, self.sources.here(2)))
 
     def explain(self, error: BaseException) -> CaptureError | None:
         """The exception as an error about the user's step, when it came from an op."""
-        if self._failure is None or self._failure[0] != id(error):
+        place = getattr(error, _PLACE, None)
+        if place is None or not isinstance(error, (RuntimeError, ValueError, IndexError, TypeError)):
             return None
-        _, op, module, source = self._failure
-        return CaptureError(
-            str(error).split("\n")[0],
-            op=op,
-            module=module,
-            source=self.sources.sources[source],
-            advice=BAD_SHAPES,
-        )
+        op, module, source = place
+        advice = getattr(error, "advice", SPARSE if "parse" in str(error) else BAD_SHAPES)
+        problem = str(error).split("\n")[0]
+        return CaptureError(problem, op=op, module=module, source=self.sources.sources[source], advice=advice)
 
     def _refusal(self, func: Any, error: Exception) -> CaptureError | None:
         """The error to raise instead of a meta kernel's, where the reason is plain."""
@@ -128,7 +128,8 @@ class Recorder(TorchDispatchMode):
     def _refuse_strangers(self, tensors: list[torch.Tensor], op: str) -> None:
         """A leaf that takes gradients must be the model's: its own could not be told from the user's real one."""
         for tensor in tensors:
-            if tensor.requires_grad and tensor.is_leaf and tensor.untyped_storage()._cdata in self.table.foreign:
+            takes_gradient = tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled()
+            if takes_gradient and tensor.untyped_storage()._cdata in self.table.foreign:
                 raise CaptureError(
                     f"a tensor of shape {tuple(tensor.shape)} takes gradients but is no parameter of the model",
                     op=op,
@@ -158,11 +159,15 @@ class Recorder(TorchDispatchMode):
                 self.adopt_fresh(tensors[0])
             elif func is _aten._local_scalar_dense.default and self._is_unread(tensors[0]):
                 return 1.0 if tensors[0].is_floating_point() else 1
+            elif func is _aten._local_scalar_dense.default and (answer := self._answer(tensors[0])) is not None:
+                return answer
             elif func is _aten._to_copy.default and self._stays_in_place(tensors[0], kwargs):
                 return self.executor.lift(tensors[0], self.calls.path)
             inputs = [self._input(tensor) for tensor in tensors]
             if self.table.foreign and self.table.phase is not Phase.OPTIMIZER:
                 self._refuse_strangers(tensors, info.name)
+            if self.device_type != "cpu" and func not in _COPIES:
+                self._meet_on_device(tensors, inputs)
             try:
                 geometry = self._call_geometry(func, inputs, arguments)
                 outcome = self.executor.run(func, info, args, kwargs, tensors, geometry)
@@ -174,7 +179,11 @@ class Recorder(TorchDispatchMode):
                 raise
             written = written_by(info, args, kwargs) if info.writes else []
             needs_grad = bool(tensors) and tensors[0].requires_grad
-            self._record(info, kwargs, inputs, arguments, outcome, written, needs_grad)
+            try:
+                self._record(info, kwargs, inputs, arguments, outcome, written, needs_grad)
+            except (NotImplementedError, RuntimeError) as error:  # a sparse result has no storage
+                self.note_failure(error, info.name)
+                raise
             if len(written) == 1 and outcome.result is not None:
                 return written[0]
             return outcome.result
@@ -209,6 +218,21 @@ class Recorder(TorchDispatchMode):
             number = self.table.classify(tensor, self.calls.path)
         return self._ref(tensor, number)
 
+    def _meet_on_device(self, tensors: list[torch.Tensor], inputs: list[TensorRef]) -> None:
+        """A tensor in host memory that an op uses with one on the device would have to be there too."""
+        if not any(ref.storage == HOST and ref.shape for ref in inputs) or all(ref.storage == HOST for ref in inputs):
+            return
+        for position, tensor in enumerate(tensors):
+            ref = inputs[position]
+            if ref.storage == HOST and ref.shape:
+                line = self.sources.sources[self.sources.here(3)]
+                self.notes.add(
+                    f"a tensor of shape {ref.shape} in host memory is used on the device at {line}: counted there"
+                )
+                category = Category.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Category.INPUT
+                number = self.table.move_to_device(tensor, category, self.calls.path)
+                inputs[position] = self._ref(tensor, number)
+
     def _stays_in_place(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
         """Whether C++ moves a real tensor to a meta tensor's device, where the real run would find it there already."""
         return (
@@ -223,8 +247,26 @@ class Recorder(TorchDispatchMode):
         """Whether an optimizer asks for a value that is not known; it only scales an update with it."""
         if not self._in_optimizer or self.executor.has_value(tensor):
             return False
-        self.notes.add("the optimizer reads values of tensors; no allocation depends on them")
+        self.notes.add("the optimizer reads values of tensors; no allocation was seen to depend on them")
         return True
+
+    def _answer(self, tensor: torch.Tensor) -> float | bool | None:
+        """What a step that logs its loss, or tests it, is told outside any module; None when it may not ask."""
+        if self.calls.current != NEVER or self.table.phase is Phase.BACKWARD or self.executor.has_value(tensor):
+            return None
+        producer = self._last_producer.get(self.table.number_of(tensor), NEVER)
+        name = self.ops[producer].name if producer != NEVER else ""
+        answer: float | bool | None = None
+        if tensor.is_floating_point():
+            answer = math.nan
+        elif tensor.dtype == torch.bool and name.startswith(("aten.isfinite", "aten.all")):
+            answer = True
+        elif tensor.dtype == torch.bool and name.startswith(("aten.isnan", "aten.isinf", "aten.any")):
+            answer = False
+        if answer is not None:
+            line = self.sources.sources[self.sources.here(3)]
+            self.notes.add(f"the value of a tensor is read at {line}: it was answered with {answer}")
+        return answer
 
     def _record(
         self,

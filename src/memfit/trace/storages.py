@@ -68,12 +68,13 @@ class StorageTable:
 
     def on_device(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is, or stands for, one on the target device."""
-        if self.device_type == "cpu" or tensor.device.type != "cpu":
+        if self.device_type == "cpu":
             return True
         pointer = tensor.untyped_storage()._cdata
-        if pointer in self._held:
-            return True
-        return self.known.get(pointer, HOST) != HOST
+        number = self.known.get(pointer)
+        if number is None:
+            return tensor.device.type != "cpu"
+        return number != HOST or pointer in self._held
 
     def adopt(self, tensor: torch.Tensor, category: Category, *, module: str = "", name: str = "") -> int:
         """Register a storage that exists before the step; gives its number."""
@@ -90,6 +91,12 @@ class StorageTable:
         self.known[storage._cdata] = HOST
         self._watch(storage, HOST)
         return HOST
+
+    def move_to_device(self, tensor: torch.Tensor, category: Category, module: str) -> int:
+        """Count a tensor in host memory as resident on the device from the start."""
+        storage = tensor.untyped_storage()
+        del self.known[storage._cdata]
+        return self.adopt(tensor, category, module=module)
 
     def classify(self, tensor: torch.Tensor, module: str) -> int:
         """The number of an op's input. One never seen before is not the capture's own.

@@ -36,6 +36,10 @@ class RuleContext:
         self.notes[text] = None
 
 
+_DECOMPOSITIONS = ("aten.linalg_", "aten._linalg_", "aten._fft", "aten.cholesky", "aten.triangular_solve", "aten.geqrf")
+_SIMPLE = ("aten.linalg_vector_norm",)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
     """The rules of one device type."""
@@ -43,6 +47,11 @@ class Rules:
     functions: dict[str, Rule]
     kernels: dict[str, Rule]
     workspaces: dict[str, Rule]
+    decomposition: Rule
+
+    def unlisted(self, name: str) -> Rule | None:
+        """The rule of an op without one: decompositions and transforms take memory as their library likes."""
+        return self.decomposition if name.startswith(_DECOMPOSITIONS) and not name.startswith(_SIMPLE) else None
 
 
 def rules_for(device_type: str) -> Rules:
@@ -71,4 +80,6 @@ def rules_for(device_type: str) -> Rules:
         for table, name in zip(tables, ("FUNCTIONS", "KERNELS", "WORKSPACES"), strict=True):
             table.update(getattr(module, name, {}).get(device_type, {}))
     functions, kernels, workspaces = tables
-    return Rules(functions=functions, kernels=kernels, workspaces=workspaces)
+    return Rules(
+        functions=functions, kernels=kernels, workspaces=workspaces, decomposition=vendor.DECOMPOSITIONS[device_type]
+    )

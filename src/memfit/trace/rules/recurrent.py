@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memfit.trace.arguments import map_tensors
+from memfit.trace.errors import PACKED, UnsupportedError
 from memfit.trace.probe import probe_workspace, real_execution, real_like, remembered, signature
 from memfit.trace.rules import Rule, RuleContext
 
@@ -70,17 +71,17 @@ class _Network:
         return inputs.transpose(0, 1) if self.batch_first else inputs
 
 
-def _network(arguments: Sequence[Any]) -> _Network | None:
-    """The arguments after input and state, or None when the sequences are packed."""
+def _network(arguments: Sequence[Any]) -> _Network:
+    """The arguments after input and state."""
     if len(arguments) != 7 or not isinstance(arguments[0], (list, tuple)):
-        return None
+        raise UnsupportedError("a recurrent layer on a packed sequence", PACKED)
     return _Network(*arguments)
 
 
 def _cpu_lstm(context: RuleContext, inputs: Tensor, hx: Any, *rest: Any) -> Any:
     """oneDNN runs float layers without projections (ATen/native/RNN.cpp, `use_mkldnn`; mkldnn/RNN.cpp)."""
     network = _network(rest)
-    if network is None or network.projected or inputs.numel() == 0:
+    if network.projected or inputs.numel() == 0:
         return NotImplemented
     if inputs.dtype != torch.float32:
         return _composed_lstm(network, inputs, hx)
@@ -175,8 +176,6 @@ def _composed_lstm(network: _Network, inputs: Tensor, hx: Any) -> Any:
 def _cpu_gru(context: RuleContext, inputs: Tensor, hx: Tensor, *rest: Any) -> Any:
     """RNN.cpp, `gru`: composed on CPU."""
     network = _network(rest)
-    if network is None:
-        return NotImplemented
     output, finals = _unrolled(network, inputs, list(hx.unbind(0)), _gru_cell)
     return output, torch.stack(finals, 0)
 
@@ -189,8 +188,6 @@ def _cpu_rnn(activation: Callable[[Tensor], Tensor]) -> Rule:
 
     def rule(context: RuleContext, inputs: Tensor, hx: Tensor, *rest: Any) -> Any:
         network = _network(rest)
-        if network is None:
-            return NotImplemented
         output, finals = _unrolled(network, inputs, list(hx.unbind(0)), cell)
         return output, torch.stack(finals, 0)
 
@@ -235,13 +232,19 @@ def _rnn_layer_backward_workspace(
     return remembered(signature(func, args, kwargs), probe)
 
 
+def _pack(context: RuleContext, *args: Any, **kwargs: Any) -> Any:
+    raise UnsupportedError("a sequence is packed", PACKED)
+
+
 FUNCTIONS = {
+    "cuda": {"_pack_padded_sequence": _pack},
     "cpu": {
+        "_pack_padded_sequence": _pack,
         "lstm": _cpu_lstm,
         "gru": _cpu_gru,
         "rnn_tanh": _cpu_rnn(torch.tanh),
         "rnn_relu": _cpu_rnn(torch.relu),
-    }
+    },
 }
 KERNELS = {
     "cpu": {

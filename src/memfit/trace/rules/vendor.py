@@ -23,6 +23,14 @@ def _probed(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], 
     return remembered(signature(func, args, kwargs), lambda: probe_workspace(func, args, kwargs))
 
 
+def _not_counted(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    context.note(f"{func}: what the library allocates inside it is not counted")
+    return 0
+
+
+DECOMPOSITIONS = {"cpu": _probed, "cuda": _not_counted}
+
+
 def _convolution(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
     """Channels-last in, channels-last out (ATen/native/ConvUtils.h, `mkldnn_conv_use_channels_last`)."""
     result = func(*args, **kwargs)

@@ -1,0 +1,129 @@
+"""The process around a capture: made neutral while it runs, and put back as it was."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import gc
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+LOCK = threading.RLock()
+"""Held by the one capture that may run at a time: it changes torch for the whole process."""
+
+
+@contextlib.contextmanager
+def same_random_state() -> Iterator[None]:
+    """The generators of torch, Python and numpy as they were."""
+    states = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Storages die by reference counts alone, at the same ops every time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def neutral_modes() -> Iterator[None]:
+    """A step starts with gradients on and autocast off, wherever the capture is called from."""
+    enabled = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
+    with torch.inference_mode(False), torch.enable_grad():
+        try:
+            for kind in enabled:  # entering a region would count as nesting, and keep inner ones from dropping casts
+                torch.set_autocast_enabled(kind, False)
+            yield
+        finally:
+            for kind, was_enabled in enabled.items():
+                torch.set_autocast_enabled(kind, was_enabled)
+
+
+@contextlib.contextmanager
+def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """An attribute replaced by what `wrap` makes of it; other threads go on with the original function."""
+    original = getattr(owner, name)
+    replacement = wrap(original)
+    here = threading.get_ident()
+
+    def only_here(*args: Any, **kwargs: Any) -> Any:
+        return (replacement if threading.get_ident() == here else original)(*args, **kwargs)
+
+    setattr(owner, name, only_here)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def patched_item(table: dict[Any, Any], key: Any, value: Any) -> Iterator[None]:
+    """A dictionary's entry replaced."""
+    original = table[key]
+    table[key] = value
+    try:
+        yield
+    finally:
+        table[key] = original
+
+
+@contextlib.contextmanager
+def cuda_present(capability: tuple[int, int] | None) -> Iterator[None]:
+    """What a step may ask of torch.cuda, answered as on the one device of a CUDA target."""
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "is_bf16_supported": True,
+        "get_device_capability": capability or (8, 0),
+        "synchronize": None,
+        "empty_cache": None,
+        "reset_peak_memory_stats": None,
+        "memory_allocated": 0,
+        "max_memory_allocated": 0,
+        "memory_reserved": 0,
+        "max_memory_reserved": 0,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(patched(torch.cuda, name, lambda _, answer=answer: lambda *a, **k: answer))
+        stack.enter_context(patched(torch.cuda.amp.common, "amp_definitely_not_available", lambda _: lambda: False))
+        yield
+
+
+_COPIED = (list, dict, set, collections.OrderedDict)
+
+
+@contextlib.contextmanager
+def same_attributes(objects: Iterable[Any]) -> Iterator[None]:
+    """Objects with the attributes they had, and lists, dicts and sets among these with the items they had."""
+    saved = [(vars(thing), dict(vars(thing))) for thing in objects]
+    contents = [(value, value.copy()) for _, before in saved for value in before.values() if type(value) in _COPIED]
+    try:
+        yield
+    finally:
+        for value, before in contents:
+            value.clear()
+            if isinstance(value, list):
+                value.extend(before)
+            else:
+                value.update(before)
+        for attributes, before in saved:
+            attributes.clear()
+            attributes.update(before)
