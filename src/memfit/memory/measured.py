@@ -38,7 +38,8 @@ class Measurement:
 def measured() -> Iterator[Measurement]:
     """Record every allocation and free of the CPU allocator inside the block; filled in when the block ends.
 
-    Frees on threads that the profiler does not know (Gloo's) are missing from its events.
+    Missing from the profiler's events are frees of what was allocated before the block, so keep a step that frees such
+    memory (gradients of the step before) inside it twice, and frees on threads that it does not know (Gloo's).
     """
     measurement = Measurement()
     with allocations() as events:

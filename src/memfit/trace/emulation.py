@@ -21,6 +21,9 @@ from memfit.trace.errors import DATA_DEPENDENT, UnsupportedError
 from memfit.trace.recorder import Recorder
 from memfit.trace.rules import Rule, RuleContext
 
+_FINITE_TESTS = {"isfinite": True, "isnan": False, "isinf": False}
+"""What these say of the tensors of a steady step."""
+
 _READS = frozenset(("tolist", "numpy", "__array__"))
 _MOVES = frozenset(("to", "cuda", "cpu"))
 _SILENCED = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
@@ -80,7 +83,10 @@ class Emulation(TorchFunctionMode):
                 result = rule(self._context, *args, **kwargs)
                 if result is not NotImplemented:
                     return result
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if name in _FINITE_TESTS and isinstance(result, torch.Tensor):
+                self.recorder.finite_tests[self.recorder.table.number_of(result)] = _FINITE_TESTS[name]
+            return result
         except Exception as error:
             self.recorder.note_failure(error, name)
             raise

@@ -107,14 +107,27 @@ def cuda_present(capability: tuple[int, int] | None) -> Iterator[None]:
         yield
 
 
-_COPIED = (list, dict, set, collections.OrderedDict)
+_COPIED = (list, dict, set, collections.OrderedDict, collections.defaultdict)
+_DEPTH = 3
+
+
+def _keep(value: Any, contents: list[tuple[Any, Any]], depth: int) -> None:
+    """Copy a container, and those in it, to some depth."""
+    if depth == 0 or type(value) not in _COPIED:
+        return
+    contents.append((value, value.copy()))
+    for item in value.values() if isinstance(value, dict) else value:
+        _keep(item, contents, depth - 1)
 
 
 @contextlib.contextmanager
 def same_attributes(objects: Iterable[Any]) -> Iterator[None]:
     """Objects with the attributes they had, and lists, dicts and sets among these with the items they had."""
     saved = [(vars(thing), dict(vars(thing))) for thing in objects]
-    contents = [(value, value.copy()) for _, before in saved for value in before.values() if type(value) in _COPIED]
+    contents: list[tuple[Any, Any]] = []
+    for _, before in saved:
+        for value in before.values():
+            _keep(value, contents, _DEPTH)
     try:
         yield
     finally:

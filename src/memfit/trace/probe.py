@@ -67,4 +67,4 @@ def real_like(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_meta:
         return tensor
     real = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
-    return real.fill_(0.5) if real.is_floating_point() else real.zero_()
+    return real.fill_(0.01) if real.is_floating_point() else real.zero_()

@@ -53,6 +53,7 @@ class Recorder(TorchDispatchMode):
         self.saved_ops: set[int] = set()
         self.notes: set[str] = set()
         self.placing: str | None = None
+        self.finite_tests: dict[int, bool] = {}
         self._in_optimizer = False
         self._optimizer_source: int | None = None
         self.backward_began: list[int] = []
@@ -229,8 +230,7 @@ class Recorder(TorchDispatchMode):
                 self.notes.add(
                     f"a tensor of shape {ref.shape} in host memory is used on the device at {line}: counted there"
                 )
-                category = Category.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Category.INPUT
-                number = self.table.move_to_device(tensor, category, self.calls.path)
+                number = self.table.move_to_device(tensor, self.calls.path)
                 inputs[position] = self._ref(tensor, number)
 
     def _stays_in_place(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
@@ -254,15 +254,15 @@ class Recorder(TorchDispatchMode):
         """What a step that logs its loss, or tests it, is told outside any module; None when it may not ask."""
         if self.calls.current != NEVER or self.table.phase is Phase.BACKWARD or self.executor.has_value(tensor):
             return None
-        producer = self._last_producer.get(self.table.number_of(tensor), NEVER)
-        name = self.ops[producer].name if producer != NEVER else ""
-        answer: float | bool | None = None
+        answer: float | bool | None
         if tensor.is_floating_point():
             answer = math.nan
-        elif tensor.dtype == torch.bool and name.startswith(("aten.isfinite", "aten.all")):
-            answer = True
-        elif tensor.dtype == torch.bool and name.startswith(("aten.isnan", "aten.isinf", "aten.any")):
-            answer = False
+        else:
+            number = self.table.number_of(tensor)
+            producer = self._last_producer.get(number, NEVER)
+            if producer != NEVER and self.ops[producer].name.startswith(("aten.all.", "aten.any.")):
+                number = self.ops[producer].inputs[0].storage
+            answer = self.finite_tests.get(number)
         if answer is not None:
             line = self.sources.sources[self.sources.here(3)]
             self.notes.add(f"the value of a tensor is read at {line}: it was answered with {answer}")

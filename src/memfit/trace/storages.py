@@ -55,7 +55,7 @@ class StorageTable:
         self.now = 0
         self.phase = Phase.FORWARD
         self.known: dict[int, int] = {}
-        self.foreign: set[int] = set()
+        self.foreign: dict[int, Category] = {}
         self.valueless: set[int] = set()
         self.twins: dict[int, torch.UntypedStorage] = {}
         self._refs: dict[int, _StorageRef] = {}
@@ -92,11 +92,11 @@ class StorageTable:
         self._watch(storage, HOST)
         return HOST
 
-    def move_to_device(self, tensor: torch.Tensor, category: Category, module: str) -> int:
+    def move_to_device(self, tensor: torch.Tensor, module: str) -> int:
         """Count a tensor in host memory as resident on the device from the start."""
         storage = tensor.untyped_storage()
         del self.known[storage._cdata]
-        return self.adopt(tensor, category, module=module)
+        return self.adopt(tensor, self.foreign.get(storage._cdata, Category.INPUT), module=module)
 
     def classify(self, tensor: torch.Tensor, module: str) -> int:
         """The number of an op's input. One never seen before is not the capture's own.
@@ -107,7 +107,7 @@ class StorageTable:
         number = self.known.get(storage._cdata)
         if number is not None:
             return number
-        self.foreign.add(storage._cdata)
+        self.foreign[storage._cdata] = Category.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Category.INPUT
         if self.device_type != "cpu" and tensor.device.type == "cpu":
             return self.hold_host(storage)
         if tensor.dim() == 0:
@@ -176,7 +176,7 @@ class StorageTable:
         if self._refs.get(pointer) is ref:
             del self._refs[pointer]
             self.known.pop(pointer, None)
-            self.foreign.discard(pointer)
+            self.foreign.pop(pointer, None)
             self.valueless.discard(pointer)
             self.twins.pop(pointer, None)
         if number == HOST:
