@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
+from memfit.hardware import load_device
 from memfit.trace import NEVER, Category, Module, ModuleCall, Op, Parameter, Phase, Storage, TensorRef, Trace
 
 
@@ -121,7 +122,9 @@ def make(ops: Any = (), storages: Any = (), calls: Any = (), **more: Any) -> Tra
         "sources": ("",),
         "notes": (),
     }
-    return Trace(ops=tuple(ops), storages=tuple(storages), calls=tuple(calls), **(settings | more))
+    settings |= more
+    settings["hardware"] = load_device(settings["device"])
+    return Trace(ops=tuple(ops), storages=tuple(storages), calls=tuple(calls), **settings)
 
 
 @st.composite

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from memfit.units import display_bytes
+
 DeviceType = Literal["cpu", "cuda"]
 
 _RATE_OF_DTYPE = {
@@ -80,7 +82,7 @@ class Provenance:
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Device:
     """One device as a single rank sees it. Every figure's source is in `provenance`."""
 
@@ -106,6 +108,9 @@ class Device:
     threads: int | None = None
     notes: str = ""
     provenance: tuple[Provenance, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Device({self.name!r}: {self.title}, {display_bytes(self.memory_total_bytes)})"
 
     @property
     def intra_node_link(self) -> Link:

@@ -103,6 +103,8 @@ def _find(name: str, files: list[RawFile]) -> RawFile | None:
 
 
 def _unknown(name: str, users: list[RawFile]) -> str:
+    if _normal(name) in ("cuda", "gpu", "nvidia", "amd", "rocm"):
+        return f"{name!r} is not one device; name it, such as 'h100-sxm', 'a100-sxm-80gb', 'rtx-4090' or 'mi300x'"
     names: dict[str, str] = {}
     for file in [*_shipped_files(), *users]:
         for spelling in (_name(file), *_aliases(file)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from memfit.errors import InputError
 from memfit.hardware import Device, Target
 from memfit.memory.events import Reserved, reserved
 from memfit.memory.modules import ModuleMemory, module_memory
@@ -106,7 +107,12 @@ class MemorySummary:
 
 def summarize(trace: Trace, *, target: str | Device | Target | None = None, largest: int = 10) -> MemorySummary:
     """The summary of a trace on the device it was captured for, or on another of the same type."""
-    device = Target.parse(target if target is not None else trace.device).device
+    device = Target.parse(target if target is not None else trace.hardware).device
+    if device.type != trace.device_type:
+        raise InputError(
+            f"the trace was captured for a {trace.device_type} device and {device.name} is a {device.type} one: "
+            "capture the step again"
+        )
     timeline = Timeline.of(trace, device.allocator.rounding_bytes)
     free = reserved(trace, device)
     fit, limited = _fit(trace, device, free)

@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import nn
 
 from memfit.errors import InputError, StateError
-from memfit.hardware import Target
+from memfit.hardware import Device, Target
 from memfit.memory.modules import CallMemory, ModuleMemory, Snapshot, module_memory
 from memfit.memory.timeline import Timeline
 from memfit.trace import Category, Phase, Step, Trace, trace
@@ -78,7 +78,7 @@ class MemTracker:
     `ModMemStats` for every module that was called, by the module's path in the model.
     """
 
-    def __init__(self, step: Step | Callable[[], Any] | None = None, *, target: str | Target = "cpu") -> None:
+    def __init__(self, step: Step | Callable[[], Any] | None = None, *, target: str | Device | Target = "cpu") -> None:
         self.target = target
         self.memory_tracking: dict[str, ModMemStats] = {}
         self._step = step
@@ -88,7 +88,7 @@ class MemTracker:
     @classmethod
     def of(cls, trace: Trace, *, rounding_bytes: int | None = None) -> MemTracker:
         """The tracker of a step that was captured before; sizes are rounded as the trace's device does."""
-        tracker = cls(target=trace.device)
+        tracker = cls(target=trace.hardware)
         tracker._take(trace, rounding_bytes)
         return tracker
 
@@ -193,7 +193,7 @@ class MemTracker:
 
     def _take(self, trace: Trace, rounding_bytes: int | None = None) -> None:
         if rounding_bytes is None:
-            rounding_bytes = Target.parse(trace.device).device.allocator.rounding_bytes
+            rounding_bytes = trace.hardware.allocator.rounding_bytes
         self._timeline = Timeline.of(trace, rounding_bytes)
         modules = module_memory(self._timeline)
         root = modules[""].kind if "" in modules else ""

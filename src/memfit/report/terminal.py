@@ -55,7 +55,8 @@ def _verdict(summary: MemorySummary) -> Panel:
     if peak.source:
         lines.append(f"\n  {peak.source}", style="dim")
     if summary.fit is Fit.TIGHT:
-        lines.append(f"\nthe allocator empties its cache {summary.retries} times; each stalls the device")
+        times = "once" if summary.retries == 1 else f"{summary.retries} times"
+        lines.append(f"\nthe allocator empties its cache {times} a step; each time stalls the device")
     if summary.failing is not None:
         failing = summary.failing
         lines.append(f"\nruns out of memory in step {summary.failing_step}, in {failing.phase} at op {failing.op} ")
@@ -111,7 +112,7 @@ def _by_module(summary: MemorySummary, count: int, wide: bool) -> Table:
     table.add_column("module", overflow="fold")
     if wide:
         table.add_column("kind")
-    names = ("calls", "parameters", "gradients", "optimizer", "activations", "peak fwd", "peak bwd")
+    names = ("calls", "parameters", "gradients", "optimizer", "activations", "device at fwd", "at bwd peak")
     for name in names:
         if wide or name not in ("gradients", "optimizer"):
             table.add_column(name, justify="right", no_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -39,15 +40,17 @@ from memfit.trace.step import Step
 from memfit.trace.storages import HOST
 
 
-def trace(step: Step | Callable[..., Any], *, target: str | Target = "cpu") -> Trace:
-    """Capture one steady-state step as the target would run it.
+def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | Device | Target | None = None) -> Trace:
+    """Capture one steady-state step as the target would run it; without a target, as the GPU of this machine would.
 
     The optimizer's state exists already and gradients start as the step itself leaves them, as in every step but the
     first. The model, the optimizer, the batch and the random state are left as they were found.
     """
-    device = Target.parse(target).device
+    device = _target(target).device
     with LOCK, same_random_state(), neutral_modes():
         if not isinstance(step, Step):
+            if isinstance(step, nn.Module):
+                raise InputError("trace takes a step, not a model: memfit.trace(memfit.Step(model, batch), target=...)")
             if not callable(step):
                 raise InputError(f"trace takes a memfit.Step or a function that runs one, not a {type(step).__name__}")
             step = step_of(step)
@@ -58,7 +61,18 @@ def trace(step: Step | Callable[..., Any], *, target: str | Target = "cpu") -> T
         if capture.left_gradients:
             capture = _Capture(step, model, _context(device), capture.left_gradients)
             capture.run()
-        return capture.result(device.name, notes)
+        return capture.result(device, notes)
+
+
+def _target(target: str | os.PathLike[str] | Device | Target | None) -> Target:
+    if target is not None:
+        return Target.parse(os.fspath(target) if isinstance(target, os.PathLike) else target)
+    if torch.cuda.is_available():
+        return Target.parse(torch.cuda.get_device_name())
+    raise InputError(
+        "name a target: this machine has no GPU. For example target='h100-sxm', 'a100-sxm-80gb', 'rtx-4090' or 'cpu'; "
+        "memfit.hardware.list_devices() gives all of them"
+    )
 
 
 def _context(device: Device) -> RuleContext:
@@ -334,7 +348,7 @@ class _Capture:
 
     # -- the result -------------------------------------------------------------------------------------------------
 
-    def result(self, device: str, notes: list[str]) -> Trace:
+    def result(self, device: Device, notes: list[str]) -> Trace:
         """The finished trace."""
         recorder = self.recorder
         parameters = tuple(
@@ -353,8 +367,9 @@ class _Capture:
             schema=SCHEMA,
             memfit=__version__,
             torch=str(torch.__version__),
-            device=device,
+            device=device.name,
             device_type=self.context.device_type,
+            hardware=device,
             threads=self.context.threads if self.context.device_type == "cpu" else 0,
             autocast=str(self.step.autocast)[6:] if self.step.autocast is not None else None,
             optimizer=", ".join(self.optimizer_names),

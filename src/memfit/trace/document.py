@@ -24,6 +24,8 @@ def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     packed = zlib.compress(msgspec.msgpack.encode(trace), 6)
     header = b"%s %d %s\n" % (_MAGIC, SCHEMA, hashlib.sha256(packed).hexdigest().encode())
     target = Path(path)
+    if not target.parent.is_dir():
+        raise InputError(f"there is no folder {target.parent} to write {target.name} to; make it first")
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name)
     try:
         with os.fdopen(handle, "wb") as file:

@@ -17,10 +17,13 @@ class CaptureError(InputError):
         super().__init__(f"{problem}\n  where: {where}\n  what to do: {advice}")
 
 
+CaptureError.__module__ = "memfit"
+
+
 DATA_DEPENDENT = (
     "the capture has shapes and no data, so nothing may depend on a tensor's values. Give the batch as real tensors if "
-    "the value comes from it alone; otherwise take the branch or the .item() out of the step, or choose an "
-    "implementation with fixed shapes (for mixtures of experts: grouped matrix products)"
+    "the value comes from it alone (up to 1,048,576 elements); otherwise take the branch or the .item() out of the "
+    "step, or choose an implementation with fixed shapes (for mixtures of experts: grouped matrix products)"
 )
 NO_META_KERNEL = (
     "register a shape function for it with torch.library.register_fake, or capture a version of the model without it"

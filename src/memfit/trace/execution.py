@@ -27,7 +27,7 @@ from memfit.trace.storages import StorageTable
 _WRITTEN = object()
 """Stands for the result of an op that returns the tensor it wrote to."""
 
-KNOWN_VALUE_LIMIT = 1 << 16
+KNOWN_VALUE_LIMIT = 1 << 20
 """Tensors of more elements than this lose their values."""
 
 _META = torch.device("meta")

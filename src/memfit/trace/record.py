@@ -8,6 +8,8 @@ from functools import cached_property
 
 import msgspec
 
+from memfit.hardware import Device
+
 SCHEMA = 1
 NEVER = -1
 """Marks a birth before the step, a death after it, or an index that does not apply."""
@@ -134,6 +136,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     torch: str
     device: str
     device_type: str
+    hardware: Device
     threads: int
     autocast: str | None
     optimizer: str
@@ -144,6 +147,12 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     parameters: tuple[Parameter, ...]
     sources: tuple[str, ...]
     notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        return (
+            f"Trace({len(self.ops)} ops, {len(self.storages)} storages and {len(self.calls)} module calls "
+            f"for {self.device}, fingerprint {self.fingerprint[:12]})"
+        )
 
     @cached_property
     def fingerprint(self) -> str:

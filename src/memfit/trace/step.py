@@ -18,6 +18,10 @@ OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | Callable[.
 
 def spec(shape: tuple[int, ...] | list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """A tensor that has a shape and a dtype and no data, for a batch that doesn't exist yet."""
+    if not isinstance(shape, (tuple, list)) or not isinstance(dtype, torch.dtype):
+        raise InputError(
+            f"spec takes a shape and a dtype, as in spec((4, 8), torch.int64); got {shape!r} and {dtype!r}"
+        )
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
@@ -47,6 +51,10 @@ class Step:
             raise InputError(
                 f"Step.model is a {type(self.model).__name__}; give an nn.Module or a callable that builds one"
             )
+        for name in ("loss", "optimizer", "run"):
+            value = getattr(self, name)
+            if value is not None and not callable(value) and not isinstance(value, torch.optim.Optimizer):
+                raise InputError(f"Step.{name} is a {type(value).__name__}; give a callable, or None for the default")
         if self.accumulation_steps < 1:
             raise InputError(f"Step.accumulation_steps is {self.accumulation_steps}; it must be 1 or more")
         if self.autocast not in (None, torch.bfloat16, torch.float16):
@@ -56,8 +64,14 @@ class Step:
         """The model itself, built on meta when it was given as a callable."""
         if isinstance(self.model, nn.Module):
             return self.model
-        with torch.device("meta"):
-            model = self.model()
+        try:
+            with torch.device("meta"):
+                model = self.model()
+        except (AssertionError, RuntimeError) as error:
+            raise InputError(
+                f"the model factory failed on the meta device: {error}. Build the model without moving it to a GPU, "
+                "loading weights or reading values; memfit puts it on the target itself"
+            ) from error
         if not isinstance(model, nn.Module):
             raise InputError(f"the model factory returned a {type(model).__name__}, not an nn.Module")
         return model
@@ -126,11 +140,18 @@ class Step:
 
 def call_model(model: nn.Module, batch: Any) -> Any:
     """Call the model on the batch: a dict is keyword inputs, a tuple positional ones, anything else the only input."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, tuple):
-        return model(*batch)
-    return model() if batch is None else model(batch)
+    args = batch if isinstance(batch, tuple) else () if batch is None or isinstance(batch, Mapping) else (batch,)
+    kwargs = batch if isinstance(batch, Mapping) else {}
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(
+            f"the batch does not fit {type(model).__name__}.forward: {error}. A dict is keyword inputs, a tuple "
+            "positional ones, anything else the only one. Labels that only the loss takes go into the loss: "
+            "Step(model, x, loss=lambda output, _: criterion(output, y)), or run the step yourself: Step(model, "
+            "(x, y), run=function), called with model, optimizer and batch"
+        ) from error
+    return model(*args, **kwargs)
 
 
 def _positional_arity(function: Callable[..., Any]) -> int:

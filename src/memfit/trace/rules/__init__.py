@@ -68,6 +68,7 @@ def rules_for(device_type: str) -> Rules:
         grouped,
         layout,
         normalization,
+        products,
         recurrent,
         sequence,
         strides,
@@ -76,7 +77,19 @@ def rules_for(device_type: str) -> Rules:
 
     cuda = (cuda_attention, cuda_copies, cuda_indexing, cuda_normalization, cuda_pointwise, cuda_recurrent)
     tables: tuple[dict[str, Rule], ...] = ({}, {}, {})
-    for module in (attention, elementwise, grouped, layout, normalization, recurrent, sequence, strides, vendor, *cuda):
+    for module in (
+        attention,
+        elementwise,
+        grouped,
+        layout,
+        normalization,
+        products,
+        recurrent,
+        sequence,
+        strides,
+        vendor,
+        *cuda,
+    ):
         for table, name in zip(tables, ("FUNCTIONS", "KERNELS", "WORKSPACES"), strict=True):
             table.update(getattr(module, name, {}).get(device_type, {}))
     functions, kernels, workspaces = tables
