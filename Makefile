@@ -43,11 +43,13 @@ clean:
 ENSURE_VENV = $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 
 $(BASE): $(INPUTS)
+	@echo "installing memfit into $(VENV), about a minute ..."
 	$(ENSURE_VENV)
 	$(PIP_INSTALL) -e .
 	touch $@
 
 $(DEV): $(INPUTS)
+	@echo "installing memfit and its development tools into $(VENV), about two minutes ..."
 	$(ENSURE_VENV)
 	$(PIP_INSTALL) -e '.[dev,zoo]'
 	touch $@ $(BASE)
