@@ -46,7 +46,7 @@ class OpInfo:
     writes: tuple[int | str, ...]
     aliases: bool
     factory: bool
-    resizes: bool
+    in_place: bool
     ignored: bool
     saves_number: bool
     flops: Callable[..., int] | None
@@ -106,7 +106,9 @@ class Executor:
             writes=writes,
             aliases=aliases or func._overloadpacket in (_aten._unsafe_view, _aten._reshape_alias),
             factory=any(argument.name == "device" for argument in schema.arguments),
-            resizes=func._overloadpacket in _RESIZING,
+            in_place=bool(writes)
+            and all(returned.alias_info is not None for returned in schema.returns)
+            and func._overloadpacket not in _RESIZING,
             ignored=func.namespace == "profiler",
             saves_number=func in _SAVES_NUMBER,
             flops=flop_registry.get(func._overloadpacket) or FLOPS.get(str(func._overloadpacket)),
@@ -168,7 +170,7 @@ class Executor:
         price = outcome.flops, outcome.workspace_bytes
         if info.writes:
             written = written_by(info, args, kwargs)
-            if not info.resizes:
+            if info.in_place:
                 if outcome.result is None:
                     self._remembered[key] = (None, *price)
                 elif len(written) == 1 and outcome.result is written[0]:

@@ -198,7 +198,7 @@ class Recorder(TorchDispatchMode):
         if func is _aten._local_scalar_dense.default and self._is_unread(tensors[0]):
             return 1.0 if tensors[0].is_floating_point() else 1
         written = written_by(info, args, kwargs) if info.writes else []
-        if written and not info.resizes and all(tensor.is_meta for tensor in tensors):
+        if info.in_place and all(tensor.is_meta for tensor in tensors):
             return written[0] if func._schema.returns else None
         inputs = [self._input(tensor) for tensor in tensors]
         geometry = self._call_geometry(func, inputs, arguments)
