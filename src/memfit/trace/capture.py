@@ -132,9 +132,10 @@ class _Capture:
             for optimizer in self.companions.optimizers:
                 stack.enter_context(optimizer_on_meta(optimizer, self.placeholders))
             step = self.step.with_batch(self.placeholders.tree(self.step.batch))
+            self._register(step)
+            self.placeholders.settle()
             if step.run is not None:
                 self.emulation.stand_ins = self.placeholders.of
-            self._register(step)
             made = step.build_optimizer(self.model)
             for optimizer in dict.fromkeys((*self.companions.optimizers, made)):
                 if optimizer is not None:
@@ -211,15 +212,24 @@ class _Capture:
             self.modules.append(
                 Module(path=path, kind=type(module).__name__, parameters=tuple(owned), buffers=tuple(buffers))
             )
+        for tensor in self.placeholders.attributes:
+            table.adopt(tensor, Category.BUFFER)
         _visit(step.batch, lambda tensor: table.adopt(tensor, Category.INPUT, name="batch"))
 
     def _register_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Number the optimizer's state; 'step' counters of most optimizers are in host memory."""
+        on_device = {
+            id(parameter)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if group.get("fused") or group.get("capturable")
+        }
         for parameter, entries in optimizer.state.items():
             numbers: list[int] = []
+            keeps_counters = self.recorder.device_type != "cpu" and id(parameter) not in on_device
 
-            def note(tensor: torch.Tensor, numbers: list[int] = numbers) -> None:
-                counter = self.recorder.device_type != "cpu" and not tensor.is_meta and tensor.dim() == 0
+            def note(tensor: torch.Tensor, numbers: list[int] = numbers, keeps: bool = keeps_counters) -> None:
+                counter = keeps and not tensor.is_meta and tensor.dim() == 0
                 if counter and self.recorder.table.number_of(tensor) == HOST:
                     self.recorder.table.hold_host(tensor.untyped_storage())
                 else:

@@ -7,6 +7,7 @@ import gc
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -83,6 +84,8 @@ def _models(function: Any, seen: set[int], depth: int) -> dict[str, nn.Module]:
     for name, value in _variables(function):
         if isinstance(value, nn.Module):
             found.setdefault(name, value)
+        elif type(value).__module__ == getattr(function, "__module__", None) and hasattr(value, "__dict__"):
+            found |= {k: v for k, v in vars(value).items() if isinstance(v, nn.Module) and k not in found}
         elif inspect.isroutine(value) and depth > 1 and id(value) not in seen:
             home = getattr(value, "__module__", None) or ""
             if home.split(".")[0] not in ("torch", "builtins", "memfit"):
@@ -115,12 +118,20 @@ def _variables(function: Any) -> Iterator[tuple[str, Any]]:
             yield name, cell.cell_contents
         except ValueError:
             continue
-    for name in code.co_names:
+    for name in _names(code):
         if name in function.__globals__:
             yield name, function.__globals__[name]
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.default is not inspect.Parameter.empty:
             yield name, parameter.default
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """The names a function uses, also inside the functions and comprehensions written in it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
 
 
 def _roots(models: dict[str, nn.Module]) -> dict[str, nn.Module]:

@@ -69,6 +69,8 @@ class Emulation(TorchFunctionMode):
                 raise UnsupportedError("the step depends on the values of a tensor", DATA_DEPENDENT)
             if name == "requires_grad_" and not args[0].is_meta:
                 args = (self._lift(args[0]).detach(), *args[1:])
+            if name == "pin_memory" and self._device_type != "cpu":
+                return args[0]
             if func in self._factories:
                 return self._make(func, args, kwargs)
             if name in _MOVES:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.checkpoint
 
 LOCK = threading.RLock()
 """Held by the one capture that may run at a time: it changes torch for the whole process."""
@@ -92,6 +93,8 @@ def cuda_present(capability: tuple[int, int] | None) -> Iterator[None]:
         "current_device": 0,
         "is_bf16_supported": True,
         "get_device_capability": capability or (8, 0),
+        "manual_seed": None,
+        "manual_seed_all": None,
         "synchronize": None,
         "empty_cache": None,
         "reset_peak_memory_stats": None,
@@ -104,16 +107,20 @@ def cuda_present(capability: tuple[int, int] | None) -> Iterator[None]:
         for name, answer in answers.items():
             stack.enter_context(patched(torch.cuda, name, lambda _, answer=answer: lambda *a, **k: answer))
         stack.enter_context(patched(torch.cuda.amp.common, "amp_definitely_not_available", lambda _: lambda: False))
+        kind = torch.utils.checkpoint.DefaultDeviceType
+        before = kind.get_device_type()
+        kind.set_device_type("cuda")
+        stack.callback(kind.set_device_type, before)
         yield
 
 
 _COPIED = (list, dict, set, collections.OrderedDict, collections.defaultdict)
-_DEPTH = 3
+_DEPTH = 8
 
 
 def _keep(value: Any, contents: list[tuple[Any, Any]], depth: int) -> None:
     """Copy a container, and those in it, to some depth."""
-    if depth == 0 or type(value) not in _COPIED:
+    if depth == 0 or type(value) not in _COPIED or any(value is seen for seen, _ in contents[-_DEPTH:]):
         return
     contents.append((value, value.copy()))
     for item in value.values() if isinstance(value, dict) else value:

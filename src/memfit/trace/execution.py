@@ -213,6 +213,8 @@ class Executor:
         real_kwargs = {**kwargs, "device": _CPU} if "device" in kwargs else kwargs
         if keeps_values and (written or info.name == "aten.lift_fresh.default"):
             return func(*args, **real_kwargs)
+        if info.name in ("aten.index.Tensor", "aten.index_put_.default"):
+            args = (args[0], self._known_masks(args[1]), *args[2:])
         aliasing = bool(written) or info.aliases
         meta_args = map_tensors(args, lambda tensor: self._twin(tensor, aliasing))
         meta_kwargs = map_tensors(kwargs, lambda tensor: self._twin(tensor, aliasing))
@@ -225,6 +227,14 @@ class Executor:
         result = self._call(func, info, meta_args, meta_kwargs)
         self.table.valueless.update(tensor.untyped_storage()._cdata for tensor in written if not tensor.is_meta)
         return result
+
+    def _known_masks(self, indices: Any) -> list[Any]:
+        """Boolean masks of known values as the positions that they select."""
+        positions: list[Any] = []
+        for index in indices:
+            mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and self.has_value(index)
+            positions += index.nonzero(as_tuple=True) if mask else [index]
+        return positions
 
     def _twin(self, tensor: torch.Tensor, aliasing: bool) -> torch.Tensor:
         """A meta tensor of the same geometry; with `aliasing` one whose storage stands for the tensor's own."""

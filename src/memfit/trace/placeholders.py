@@ -27,6 +27,7 @@ class Placeholders:
         self.compact = compact
         self.of: dict[int, torch.Tensor] = {}
         self.stand_ins: set[int] = set()
+        self.attributes: list[torch.Tensor] = []
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._kept: list[torch.Tensor] = []
 
@@ -62,6 +63,18 @@ class Placeholders:
                 known.requires_grad_(tensor.requires_grad)
             self._remember(tensor, known)
         return known
+
+    def attribute(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The stand-in of a tensor that is a plain attribute of a module."""
+        known = self.buffer(tensor)
+        self.attributes.append(known)
+        return known
+
+    def settle(self) -> None:
+        """Let go of all but parameters: a buffer that the step replaces dies as the user's own would."""
+        self.of = {key: tensor for key, tensor in self.of.items() if isinstance(tensor, nn.Parameter)}
+        self._storages.clear()
+        self.attributes.clear()
 
     def tree(self, value: Any) -> Any:
         """The same structure with every tensor in it replaced."""
@@ -120,7 +133,11 @@ def on_meta(model: nn.Module, placeholders: Placeholders) -> Iterator[None]:
                     module._buffers[name] = placeholders.buffer(buffer)
         for module in modules:
             for name, value in list(vars(module).items()):
-                if name not in _MODULE_TABLES and _mentions(value, placeholders):
+                if name in _MODULE_TABLES:
+                    continue
+                if isinstance(value, torch.Tensor) and id(value) not in placeholders.of and not placeholders.compact:
+                    vars(module)[name] = placeholders.attribute(value)
+                elif _mentions(value, placeholders):
                     vars(module)[name] = _replaced(value, placeholders)
         yield
 

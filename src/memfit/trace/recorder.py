@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from memfit.trace.arguments import ArgumentTable, tensors_of
+from memfit.trace.arguments import ArgumentTable, map_tensors, tensors_of
 from memfit.trace.calls import CallTracker
 from memfit.trace.engine import SEEN_DIFFERENTLY, adds_in_place, in_place_in_backward, sole_owner_counts
 from memfit.trace.errors import BAD_SHAPES, DATA_DEPENDENT, NO_META_KERNEL, SPARSE, CaptureError
@@ -24,6 +24,7 @@ from memfit.trace.storages import HOST, StorageDraft, StorageTable
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
+_CPU = torch.device("cpu")
 _PLACE = "_memfit_place"
 _COPIES = (_aten._to_copy.default, _aten.copy_.default, _aten.index.Tensor, _aten.index_put_.default)
 
@@ -163,12 +164,16 @@ class Recorder(TorchDispatchMode):
             elif func is _aten._local_scalar_dense.default and (answer := self._answer(tensors[0])) is not None:
                 return answer
             elif func is _aten._to_copy.default and self._stays_in_place(tensors[0], kwargs):
-                return self.executor.lift(tensors[0], self.calls.path)
+                with _disable_current_modes():
+                    return self.executor.lift(tensors[0], self.calls.path).detach()
+            leaves = func is _aten._to_copy.default and tensors[0].is_meta and kwargs.get("device") == _CPU
             inputs = [self._input(tensor) for tensor in tensors]
             if self.table.foreign and self.table.phase is not Phase.OPTIMIZER:
                 self._refuse_strangers(tensors, info.name)
-            if self.device_type != "cpu" and func not in _COPIES:
-                self._meet_on_device(tensors, inputs)
+            if self.device_type != "cpu" and func not in _COPIES and self._parted(inputs):
+                args, kwargs = self._meet_on_device(args, kwargs, inputs)
+                tensors, _ = self._arguments.split(args, kwargs)
+                inputs = [self._input(tensor) for tensor in tensors]
             try:
                 geometry = self._call_geometry(func, inputs, arguments)
                 outcome = self.executor.run(func, info, args, kwargs, tensors, geometry)
@@ -181,7 +186,7 @@ class Recorder(TorchDispatchMode):
             written = written_by(info, args, kwargs) if info.writes else []
             needs_grad = bool(tensors) and tensors[0].requires_grad
             try:
-                self._record(info, kwargs, inputs, arguments, outcome, written, needs_grad)
+                self._record(info, kwargs, inputs, arguments, outcome, written, needs_grad, leaves)
             except (NotImplementedError, RuntimeError) as error:  # a sparse result has no storage
                 self.note_failure(error, info.name)
                 raise
@@ -219,26 +224,39 @@ class Recorder(TorchDispatchMode):
             number = self.table.classify(tensor, self.calls.path)
         return self._ref(tensor, number)
 
-    def _meet_on_device(self, tensors: list[torch.Tensor], inputs: list[TensorRef]) -> None:
-        """A tensor in host memory that an op uses with one on the device would have to be there too."""
-        if not any(ref.storage == HOST and ref.shape for ref in inputs) or all(ref.storage == HOST for ref in inputs):
-            return
-        for position, tensor in enumerate(tensors):
-            ref = inputs[position]
-            if ref.storage == HOST and ref.shape:
-                line = self.sources.sources[self.sources.here(3)]
-                self.notes.add(
-                    f"a tensor of shape {ref.shape} in host memory is used on the device at {line}: counted there"
-                )
-                number = self.table.move_to_device(tensor, self.calls.path)
-                inputs[position] = self._ref(tensor, number)
+    def _parted(self, inputs: list[TensorRef]) -> bool:
+        """Whether an op is given tensors in host memory, other than scalars, together with some on the device."""
+        host = [ref for ref in inputs if ref.storage == HOST and ref.shape]
+        return bool(host) and any(ref.storage != HOST for ref in inputs)
+
+    def _meet_on_device(self, args: Any, kwargs: dict[str, Any], inputs: list[TensorRef]) -> tuple[Any, dict[str, Any]]:
+        """Tensors in host memory that meet some on the device: those of the step are copied there, others are resident.
+
+        A hook that brings a saved tensor back asks for a meta tensor's device, and its copy on the host is one.
+        """
+        line = self.sources.sources[self.sources.here(3)]
+
+        def meet(tensor: torch.Tensor) -> torch.Tensor:
+            pointer = tensor.untyped_storage()._cdata
+            if tensor.dim() == 0 or self.table.known.get(pointer) != HOST:
+                return tensor
+            if tensor.is_meta and pointer not in self.table.foreign:
+                return self.__torch_dispatch__(_aten._to_copy.default, (), (tensor,), {"device": torch.device("cuda")})
+            shape = tuple(tensor.shape)
+            self.notes.add(f"a tensor of shape {shape} in host memory is used on the device at {line}: counted there")
+            self.table.move_to_device(tensor, self.calls.path)
+            return tensor
+
+        return map_tensors(args, meet), map_tensors(kwargs, meet)
 
     def _stays_in_place(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-        """Whether C++ moves a real tensor to a meta tensor's device, where the real run would find it there already."""
+        """Whether C++, or a hook, moves a tensor to where the real run would find it already."""
+        elsewhere = kwargs.get("device") == _CPU if tensor.is_meta else kwargs.get("device") == _META
         return (
-            not tensor.is_meta
+            elsewhere
+            and (self.device_type == "cpu" or not tensor.is_meta)
+            and kwargs.get("memory_format") is None
             and self.placing is None
-            and kwargs.get("device") == _META
             and kwargs.get("dtype") in (None, tensor.dtype)
             and self.table.on_device(tensor)
         )
@@ -256,7 +274,7 @@ class Recorder(TorchDispatchMode):
             return None
         answer: float | bool | None
         if tensor.is_floating_point():
-            answer = math.nan
+            answer = 1.0  # finite, as in any step that goes on
         else:
             number = self.table.number_of(tensor)
             producer = self._last_producer.get(number, NEVER)
@@ -277,13 +295,14 @@ class Recorder(TorchDispatchMode):
         outcome: Outcome,
         written: list[torch.Tensor],
         needs_grad: bool,
+        leaves: bool,
     ) -> None:
         outputs = tensors_of((outcome.result,))
         index = len(self.ops)
         geometry_of = self._geometry_of
         phase = self.table.phase
         call, forward_op = self._attribute(index)
-        on_device = self._on_device(inputs, kwargs)
+        on_device = self._on_device(inputs, kwargs, leaves)
         made = [
             self._ref(output, self.table.made(output.untyped_storage(), call, on_device=on_device))
             for output in outputs
@@ -340,11 +359,14 @@ class Recorder(TorchDispatchMode):
             self._optimizer_source = self.sources.here(4)
         return self._optimizer_source
 
-    def _on_device(self, inputs: Sequence[TensorRef], kwargs: dict[str, Any]) -> bool:
+    def _on_device(self, inputs: Sequence[TensorRef], kwargs: dict[str, Any], leaves: bool = False) -> bool:
+        """Whether an op's results are on the device; `leaves` says that it copies from there to the host."""
         if self.device_type == "cpu":
             return True
         if self.placing is not None:
             return self.placing != "cpu"
+        if leaves:
+            return False
         if inputs:
             return any(ref.storage != HOST for ref in inputs)
         device = kwargs.get("device")
