@@ -535,3 +535,16 @@ def test_pinned_batches_are_moved_to_the_device() -> None:
         model.zero_grad()
 
     assert any(op.name == "aten._to_copy.default" for op in captured(train, GPU).ops)
+
+
+def test_modules_made_in_the_step_are_refused() -> None:
+    class Makes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.LayerNorm(64)(self.inner(x)).mean()
+
+    with pytest.raises(CaptureError, match="before the step"):
+        memfit.trace(Step(Makes(), torch.randn(8, 64)), target="cpu")

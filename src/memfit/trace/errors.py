@@ -29,6 +29,7 @@ NO_META_KERNEL = (
     "register a shape function for it with torch.library.register_fake, or capture a version of the model without it"
 )
 SPARSE = "sparse tensors cannot be captured; give the layer dense gradients (for an embedding: sparse=False)"
+MADE_IN_STEP = "make parameters and modules before the step, as parts of the model"
 PACKED = "packed sequences cannot be captured; give the padded sequence and its mask"
 BAD_SHAPES = "check the batch given to Step against what the model's forward expects"
 

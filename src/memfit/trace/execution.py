@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from memfit.trace.arguments import map_tensors, tensors_of
+from memfit.trace.errors import MADE_IN_STEP, UnsupportedError
 from memfit.trace.rules import Rule, RuleContext, Rules
 from memfit.trace.rules.flops import FLOPS
 from memfit.trace.storages import StorageTable
@@ -206,6 +207,8 @@ class Executor:
     ) -> Any:
         if func is _aten._local_scalar_dense.default and self.has_value(tensors[0]):
             return func(*args, **kwargs)
+        if torch.is_grad_enabled() and any(t.requires_grad and t.is_leaf and not t.is_meta for t in tensors):
+            raise UnsupportedError("a tensor made in the step takes gradients", MADE_IN_STEP)
         written = written_by(info, args, kwargs)
         keeps_values = all(map(self.has_value, tensors)) and not any(
             tensor.untyped_storage()._cdata in self.table.foreign for tensor in written
