@@ -16,6 +16,8 @@ import torch
 from memfit.trace.record import NEVER, Category, Phase
 
 HOST = -1
+_LISTED = 16
+"""As many integers are taken for a list that somebody wrote as an index."""
 
 
 @dataclass(slots=True)
@@ -101,7 +103,8 @@ class StorageTable:
     def classify(self, tensor: torch.Tensor, module: str) -> int:
         """The number of an op's input. One never seen before is not the capture's own.
 
-        It existed before the step, unless it is a scalar: those are made outside the dispatcher, in scripted functions.
+        It existed before the step, unless it is a scalar or a short list of indices (`x[:, [-1]]`): those are made
+        outside the dispatcher.
         """
         storage = tensor.untyped_storage()
         number = self.known.get(storage._cdata)
@@ -110,7 +113,7 @@ class StorageTable:
         self.foreign[storage._cdata] = Category.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Category.INPUT
         if self.device_type != "cpu" and tensor.device.type == "cpu":
             return self.hold_host(storage)
-        if tensor.dim() == 0:
+        if tensor.dim() == 0 or (tensor.dtype == torch.int64 and tensor.numel() <= _LISTED):
             return self.new(storage, self.now, NEVER)
         number = self.new(storage, NEVER, NEVER)
         self.drafts[number].category = Category.BUFFER
