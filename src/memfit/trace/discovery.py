@@ -89,9 +89,7 @@ def _models(function: Any, seen: set[int], depth: int) -> dict[str, nn.Module]:
         elif inspect.isroutine(value) and depth > 1 and id(value) not in seen:
             home = getattr(value, "__module__", None) or ""
             if home.split(".")[0] not in ("torch", "builtins", "memfit"):
-                found |= {
-                    inner: model for inner, model in _models(value, seen, depth - 1).items() if inner not in found
-                }
+                found = {**_models(value, seen, depth - 1), **found}
     return found
 
 

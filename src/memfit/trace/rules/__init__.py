@@ -12,6 +12,7 @@ A module of rules has up to three tables, each by device type and then by name:
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,45 +55,22 @@ class Rules:
         return self.decomposition if name.startswith(_DECOMPOSITIONS) and not name.startswith(_SIMPLE) else None
 
 
+_MODULES = """attention elementwise grouped layout normalization products recurrent sequence strides vendor
+cuda_attention cuda_copies cuda_indexing cuda_normalization cuda_pointwise cuda_recurrent"""
+"""Where two have a rule for the same name, the later one holds."""
+
+
 def rules_for(device_type: str) -> Rules:
     """Every rule of a device type."""
-    from memfit.trace.rules import (
-        attention,
-        cuda_attention,
-        cuda_copies,
-        cuda_indexing,
-        cuda_normalization,
-        cuda_pointwise,
-        cuda_recurrent,
-        elementwise,
-        grouped,
-        layout,
-        normalization,
-        products,
-        recurrent,
-        sequence,
-        strides,
-        vendor,
-    )
-
-    cuda = (cuda_attention, cuda_copies, cuda_indexing, cuda_normalization, cuda_pointwise, cuda_recurrent)
+    modules = {name: importlib.import_module(f"{__name__}.{name}") for name in _MODULES.split()}
     tables: tuple[dict[str, Rule], ...] = ({}, {}, {})
-    for module in (
-        attention,
-        elementwise,
-        grouped,
-        layout,
-        normalization,
-        products,
-        recurrent,
-        sequence,
-        strides,
-        vendor,
-        *cuda,
-    ):
+    for module in modules.values():
         for table, name in zip(tables, ("FUNCTIONS", "KERNELS", "WORKSPACES"), strict=True):
             table.update(getattr(module, name, {}).get(device_type, {}))
     functions, kernels, workspaces = tables
     return Rules(
-        functions=functions, kernels=kernels, workspaces=workspaces, decomposition=vendor.DECOMPOSITIONS[device_type]
+        functions=functions,
+        kernels=kernels,
+        workspaces=workspaces,
+        decomposition=modules["vendor"].DECOMPOSITIONS[device_type],
     )
