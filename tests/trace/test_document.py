@@ -35,7 +35,7 @@ def test_round_trip(trace: Trace, tmp_path: Path) -> None:
 def rewrite(path: Path, trace: Trace) -> None:
     """A file with a right checksum around whatever content."""
     packed = zlib.compress(msgspec.msgpack.encode(trace))
-    path.write_bytes(b"memfit trace 1 %s\n" % hashlib.sha256(packed).hexdigest().encode() + packed)
+    path.write_bytes(b"memfit trace 2 %s\n" % hashlib.sha256(packed).hexdigest().encode() + packed)
 
 
 @pytest.mark.parametrize("cut", [0, 5, 60, -1])
@@ -60,8 +60,8 @@ def test_a_flipped_bit_is_refused(trace: Trace, tmp_path: Path) -> None:
 def test_other_versions_are_refused(trace: Trace, tmp_path: Path) -> None:
     path = tmp_path / "step.memfit"
     save_trace(trace, path)
-    path.write_bytes(path.read_bytes().replace(b"memfit trace 1", b"memfit trace 9", 1))
-    with pytest.raises(InputError, match="schema 9, this memfit reads 1"):
+    path.write_bytes(path.read_bytes().replace(b"memfit trace 2", b"memfit trace 9", 1))
+    with pytest.raises(InputError, match="schema 9, this memfit reads 2"):
         load_trace(path)
 
 
@@ -99,6 +99,6 @@ def test_inconsistent_content_is_refused(trace: Trace, tmp_path: Path, break_it)
 def test_wrong_types_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "step.memfit"
     packed = zlib.compress(msgspec.msgpack.encode({"schema": "one"}))
-    path.write_bytes(b"memfit trace 1 %s\n" % hashlib.sha256(packed).hexdigest().encode() + packed)
+    path.write_bytes(b"memfit trace 2 %s\n" % hashlib.sha256(packed).hexdigest().encode() + packed)
     with pytest.raises(InputError, match="valid trace"):
         load_trace(path)

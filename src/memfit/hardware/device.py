@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from memfit.hardware.efficiency import Efficiency
 from memfit.units import display_bytes
 
 DeviceType = Literal["cpu", "cuda"]
@@ -102,6 +103,7 @@ class Device:
     context_bytes: int
     blas_workspace_bytes: int
     blaslt_workspace_bytes: int
+    efficiency: Efficiency
     compute_capability: tuple[int, int] | None = None
     multiprocessors: int | None = None
     shared_memory_per_block_bytes: int | None = None

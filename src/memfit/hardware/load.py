@@ -13,10 +13,11 @@ from typing import Any
 
 from memfit.errors import InputError
 from memfit.hardware.device import AllocatorRules, Device, Link
-from memfit.hardware.schema import build_allocators, build_device, build_links, read_toml
+from memfit.hardware.efficiency import Efficiency
+from memfit.hardware.schema import build_allocators, build_device, build_efficiencies, build_links, read_toml
 
 ENVIRONMENT = "MEMFIT_DEVICES"
-_SECTIONS = ("memory", "flops", "links", "overheads", "compute", "sources")
+_SECTIONS = ("memory", "flops", "links", "overheads", "compute", "efficiency", "sources")
 
 RawFile = tuple[Path, dict[str, Any]]
 
@@ -64,7 +65,8 @@ def user_device_paths() -> tuple[Path, ...]:
 
 def _build(file: RawFile, users: list[RawFile]) -> Device:
     path, _ = file
-    return build_device(_with_base(file, users, ()), str(path), _shipped_links(), _shipped_allocators())
+    raw = _with_base(file, users, ())
+    return build_device(raw, str(path), _shipped_links(), _shipped_allocators(), _shipped_efficiencies())
 
 
 def _with_base(file: RawFile, users: list[RawFile], seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -159,6 +161,12 @@ def _shipped_links() -> dict[str, Link]:
 def _shipped_allocators() -> dict[str, AllocatorRules]:
     with resources.as_file(resources.files("memfit.hardware") / "data" / "allocators.toml") as path:
         return build_allocators(read_toml(path), str(path))
+
+
+@cache
+def _shipped_efficiencies() -> dict[str, Efficiency]:
+    with resources.as_file(resources.files("memfit.hardware") / "data" / "efficiency.toml") as path:
+        return build_efficiencies(read_toml(path), str(path))
 
 
 def _is_path(name: str) -> bool:

@@ -12,6 +12,7 @@ import msgspec
 
 from memfit.errors import InputError
 from memfit.hardware.device import AllocatorRules, Device, DeviceType, Link, Provenance, Rates
+from memfit.hardware.efficiency import Efficiency, Family, FamilyEfficiency, HostTimes
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -94,6 +95,41 @@ class AllocatorTable(_Table, frozen=True):
     expandable_segments: bool | Figure
 
 
+class FamilyTable(_Table, frozen=True):
+    compute: Number
+    bandwidth: Number
+    overhead_ms: Number
+
+
+class HostTable(_Table, frozen=True):
+    forward_ms: Number
+    backward_ms: Number
+    optimizer_ms: Number
+    view_ms: Number
+    call_ms: Number
+
+
+class EfficiencyTable(_Table, frozen=True):
+    host: HostTable | None = None
+    matrix_large: FamilyTable | None = None
+    matrix_small: FamilyTable | None = None
+    matrix_unaligned: FamilyTable | None = None
+    attention: FamilyTable | None = None
+    attention_backward: FamilyTable | None = None
+    convolution: FamilyTable | None = None
+    recurrent: FamilyTable | None = None
+    norm: FamilyTable | None = None
+    elementwise: FamilyTable | None = None
+    transcendental: FamilyTable | None = None
+    optimizer: FamilyTable | None = None
+    embedding: FamilyTable | None = None
+    indexing: FamilyTable | None = None
+    reduction: FamilyTable | None = None
+    copy: FamilyTable | None = None
+    random: FamilyTable | None = None
+    other: FamilyTable | None = None
+
+
 class DeviceFile(_Table, frozen=True):
     name: str
     title: str
@@ -105,6 +141,7 @@ class DeviceFile(_Table, frozen=True):
     links: LinksTable
     overheads: OverheadsTable
     compute: ComputeTable = ComputeTable()
+    efficiency: EfficiencyTable = EfficiencyTable()
     aliases: list[str] = []
     notes: str = ""
     sources: dict[str, Source] = {}
@@ -117,6 +154,12 @@ class AllocatorsFile(_Table, frozen=True):
 
 class LinksFile(_Table, frozen=True):
     links: dict[str, LinkTable]
+    sources: dict[str, Source] = {}
+
+
+class EfficiencyFile(_Table, frozen=True):
+    cpu: EfficiencyTable
+    cuda: EfficiencyTable
     sources: dict[str, Source] = {}
 
 
@@ -208,10 +251,28 @@ def build_links(raw: Mapping[str, Any], where: str) -> dict[str, Link]:
     return {name: _link(name, table, reader) for name, table in file.links.items()}
 
 
+def build_efficiencies(raw: Mapping[str, Any], where: str) -> dict[str, Efficiency]:
+    """The usual efficiency of each type of device; every family must be there."""
+    file = convert(raw, EfficiencyFile, where)
+    reader = Reader(where, file.sources)
+    usual = {}
+    for kind, table in (("cpu", file.cpu), ("cuda", file.cuda)):
+        families, host = _efficiency(table, reader, kind)
+        missing = [family.value for family in Family if family not in families]
+        if missing or host is None:
+            raise InputError(f"{where}: [{kind}] lacks {', '.join(missing) or 'host'}; write a table for each")
+        usual[kind] = Efficiency(families=tuple(families.values()), host=host)
+    return usual
+
+
 def build_device(
-    raw: Mapping[str, Any], where: str, links: Mapping[str, Link], allocators: Mapping[str, AllocatorRules]
+    raw: Mapping[str, Any],
+    where: str,
+    links: Mapping[str, Link],
+    allocators: Mapping[str, AllocatorRules],
+    efficiencies: Mapping[str, Efficiency],
 ) -> Device:
-    """A device from its decoded file."""
+    """A device from its decoded file; what it says of efficiency replaces the usual figures of its type."""
     file = convert(raw, DeviceFile, where)
     reader = Reader(where, file.sources)
     if file.allocator not in allocators:
@@ -225,6 +286,8 @@ def build_device(
         return links[given]
 
     flops = {name: getattr(file.flops, name) for name in FlopsTable.__struct_fields__}
+    usual = efficiencies[file.type]
+    families, host = _efficiency(file.efficiency, reader, "efficiency")
     compute, overheads = file.compute, file.overheads
     optional = {
         name: None if figure is None else reader.whole(f"compute.{name}", figure)
@@ -252,6 +315,9 @@ def build_device(
         ),
         compute_capability=None if compute.capability is None else _capability(reader, compute.capability),
         **optional,
+        efficiency=Efficiency(
+            families=tuple(families.get(each.family, each) for each in usual.families), host=host or usual.host
+        ),
         notes=file.notes,
         provenance=tuple(reader.provenance),
     )
@@ -264,6 +330,24 @@ def _allocator(name: str, table: AllocatorTable, reader: Reader) -> AllocatorRul
         **{field: reader.whole(f"allocators.{name}.{field}", getattr(table, field)) for field in sizes},
         expandable_segments=bool(reader.value(f"allocators.{name}.expandable_segments", table.expandable_segments)),
     )
+
+
+def _efficiency(
+    table: EfficiencyTable, reader: Reader, key: str
+) -> tuple[dict[Family, FamilyEfficiency], HostTimes | None]:
+    families = {}
+    for family in Family:
+        given: FamilyTable | None = getattr(table, family.value)
+        if given is not None:
+            names = FamilyTable.__struct_fields__
+            figures = {name: reader.number(f"{key}.{family.value}.{name}", getattr(given, name)) for name in names}
+            families[family] = FamilyEfficiency(family=family, **figures)
+    if table.host is None:
+        return families, None
+    host = {
+        name: reader.number(f"{key}.host.{name}", getattr(table.host, name)) for name in HostTable.__struct_fields__
+    }
+    return families, HostTimes(**host)
 
 
 def _link(name: str, table: LinkTable, reader: Reader) -> Link:

@@ -10,7 +10,7 @@ import msgspec
 
 from memfit.hardware import Device
 
-SCHEMA = 1
+SCHEMA = 2
 NEVER = -1
 """Marks a birth before the step, a death after it, or an index that does not apply."""
 

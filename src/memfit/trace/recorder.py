@@ -185,8 +185,9 @@ class Recorder(TorchDispatchMode):
                 raise
             written = written_by(info, args, kwargs) if info.writes else []
             needs_grad = bool(tensors) and tensors[0].requires_grad
+            random = info.random and _draws(func, args, kwargs)
             try:
-                self._record(info, kwargs, inputs, arguments, outcome, written, needs_grad, leaves)
+                self._record(info, kwargs, inputs, arguments, outcome, written, needs_grad, leaves, random)
             except (NotImplementedError, RuntimeError) as error:  # a sparse result has no storage
                 self.note_failure(error, info.name)
                 raise
@@ -296,6 +297,7 @@ class Recorder(TorchDispatchMode):
         written: list[torch.Tensor],
         needs_grad: bool,
         leaves: bool,
+        random: bool,
     ) -> None:
         outputs = tensors_of((outcome.result,))
         index = len(self.ops)
@@ -339,7 +341,7 @@ class Recorder(TorchDispatchMode):
                 written_bytes=0 if view else sum([geometry_of[id(ref)].touched_bytes for ref in made]),
                 workspace_bytes=outcome.workspace_bytes,
                 view=view,
-                random=info.random,
+                random=random,
                 saved=False,
                 mutates=mutates,
                 mutated_op=mutated_op,
@@ -488,3 +490,12 @@ class Recorder(TorchDispatchMode):
             draft.birth < began and (draft.death >= began or draft.death == NEVER) for began in self.backward_began
         )
         return Category.ACTIVATION if held or draft.saved_by else Category.TEMPORARY
+
+
+def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an op that may take random numbers does: attention and recurrent ops without dropout take none."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            value = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            return value != 0
+    return True

@@ -31,7 +31,34 @@ def cudnn_rnn_backward_flops(input: Tensor, weights: list[Tensor], *_: Any, **__
     return 2 * cudnn_rnn_flops(input, weights)
 
 
+def attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Scores and their product with the values, all positions counted as torch's own counter does."""
+    pairs = query.size(0) * query.size(1) * query.size(2) * key.size(2)
+    return 2 * pairs * (query.size(3) + value.size(3))
+
+
+def attention_backward_flops(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Five products: the scores again, the gradients of values and scores, and those of queries and keys."""
+    pairs = query.size(0) * query.size(1) * query.size(2) * key.size(2)
+    return 2 * pairs * (3 * query.size(3) + 2 * value.size(3))
+
+
+def onednn_rnn_flops(input: Tensor, weight: Tensor, recurrent: Tensor, *_: Any, **__: Any) -> int:
+    """Both weight matrices meet every step of every sequence once."""
+    steps = input.numel() // max(1, input.size(-1))
+    return 2 * steps * (weight.numel() + recurrent.numel())
+
+
+def onednn_rnn_backward_flops(input: Tensor, weight: Tensor, recurrent: Tensor, *_: Any, **__: Any) -> int:
+    """Once for the gradients of inputs, once for those of weights."""
+    return 2 * onednn_rnn_flops(input, weight, recurrent)
+
+
 FLOPS: dict[str, FlopCounter] = {
+    "aten._scaled_dot_product_flash_attention_for_cpu": attention_flops,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": attention_backward_flops,
+    "aten.mkldnn_rnn_layer": onednn_rnn_flops,
+    "aten.mkldnn_rnn_layer_backward": onednn_rnn_backward_flops,
     "aten._grouped_mm": grouped_mm_flops,
     "aten._cudnn_rnn": cudnn_rnn_flops,
     "aten._cudnn_rnn_backward": cudnn_rnn_backward_flops,

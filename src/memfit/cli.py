@@ -1,0 +1,87 @@
+"""The `memfit` command."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from memfit.cost import Calibration, calibrate
+from memfit.errors import MemfitError
+from memfit.units import display_ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrate:
+    """Measure this machine for a minute or two and write its figures as a device of your own.
+
+    Give the new device as target, and predicted times are those of this machine.
+    """
+
+    device: str = "cpu"
+    """The device that this machine has: `cpu`, or the name of its GPU such as `h100-sxm`."""
+    name: str | None = None
+    """What to call it; the device's name with -calibrated unless given."""
+    output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
+    """Where to write the device file; among the user's devices unless given."""
+    threads: int | None = None
+    """Threads that torch may use; as many as torch takes unless given."""
+
+    def run(self) -> int:
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        calibration = calibrate(self.device, name=self.name)
+        path = calibration.save(self.output)
+        console = Console()
+        console.print(_table(calibration))
+        console.print(f"wrote {path}", soft_wrap=True)
+        target = calibration.name if self.output is None else str(self.output)
+        console.print(f"use it with target={target!r}", soft_wrap=True)
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """Print memfit's version."""
+
+    def run(self) -> int:
+        from memfit import __version__
+
+        print(__version__)
+        return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; the exit code is 0 when done, 1 on an error and 2 on wrong usage."""
+    command: Calibrate | Version = tyro.extras.subcommand_cli_from_dict(
+        {"calibrate": Calibrate, "version": Version},
+        prog="memfit",
+        description="Makes PyTorch training fit in memory, and then as fast as it can be.",
+        args=arguments,
+    )
+    try:
+        return command.run()
+    except MemfitError as error:
+        Console(stderr=True).print(f"memfit: {error}", style="red", highlight=False, soft_wrap=True)
+        return 1
+
+
+def _table(calibration: Calibration) -> Table:
+    table = Table(title=f"{calibration.machine}: parts of its peak that kernels reach")
+    for heading in ("family", "of peak FLOP/s", "of bandwidth", "fixed time"):
+        table.add_column(heading, justify="left" if heading == "family" else "right")
+    for each in calibration.efficiency.families:
+        table.add_row(each.family.value, f"{each.compute:.2f}", f"{each.bandwidth:.2f}", display_ms(each.overhead_ms))
+    rates = ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in calibration.flops_per_s.items())
+    table.caption = f"{rates}; memory {calibration.memory_bandwidth_bytes_per_s / 1e9:.1f} GB/s"
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

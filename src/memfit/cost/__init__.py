@@ -1,0 +1,36 @@
+"""Run time: of an op (roofline or benchmark), of a collective, and of a step by module."""
+
+from memfit.cost.benchmark import Benchmark
+from memfit.cost.calibration import Calibration, calibrate
+from memfit.cost.collective_benchmark import CollectiveBenchmark, CollectiveTime, CollectiveTimes, fit_link
+from memfit.cost.collective_figures import Algorithm, Collective
+from memfit.cost.collectives import CollectiveCost, CollectiveEstimate, CollectiveModel, Group, collective_ms
+from memfit.cost.estimator import RuntimeEstimator
+from memfit.cost.models import cost_model
+from memfit.cost.orders import CallOrders
+from memfit.cost.roofline import Roofline
+from memfit.cost.runtime import Cost, ModuleTime, Runtime
+
+__all__ = [
+    "Algorithm",
+    "Benchmark",
+    "Calibration",
+    "CallOrders",
+    "Collective",
+    "CollectiveBenchmark",
+    "CollectiveCost",
+    "CollectiveEstimate",
+    "CollectiveModel",
+    "CollectiveTime",
+    "CollectiveTimes",
+    "Cost",
+    "Group",
+    "ModuleTime",
+    "Roofline",
+    "Runtime",
+    "RuntimeEstimator",
+    "calibrate",
+    "collective_ms",
+    "cost_model",
+    "fit_link",
+]

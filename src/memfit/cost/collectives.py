@@ -1,0 +1,291 @@
+"""The run time of a collective from a target's links: latency and bandwidth of rings, trees and direct messages.
+
+    time = launch + base + hops inside x latency + hops between x latency + transfer
+
+The transfer is what passes through the busiest link inside a node and the busiest between nodes: where the algorithm
+is pipelined the slower of the two counts, otherwise their sum. Every rank has its own link between nodes, so a group
+with k ranks on a node enters and leaves that node through k links.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from memfit.cost.collective_figures import (
+    Algorithm,
+    BackendFigures,
+    Collective,
+    ProtocolFigures,
+    collective_figures,
+)
+from memfit.errors import InputError
+from memfit.hardware import Target
+
+AlgorithmChoice = Algorithm | Literal["best", "ring", "tree", "direct"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Ranks that communicate: on how many nodes they lie, and how many of them on each."""
+
+    nodes: int
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "ranks_per_node"):
+            check_whole(f"a group's {name}", getattr(self, name), least=1)
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are in all."""
+        return self.nodes * self.ranks_per_node
+
+    @classmethod
+    def of(cls, target: Target) -> Group:
+        """All ranks of the target."""
+        return cls(nodes=target.nodes, ranks_per_node=_ranks_per_node(target))
+
+    @classmethod
+    def shard(cls, target: Target, ranks: int) -> Group:
+        """One of the groups of `ranks` consecutive ranks: the inner dimension of a mesh."""
+        return _spread(target, _divided(target, ranks), stride=1)
+
+    @classmethod
+    def replicate(cls, target: Target, shard_ranks: int) -> Group:
+        """One of the groups of every `shard_ranks`-th rank, with the same shard: the outer dimension of a mesh."""
+        return _spread(target, target.ranks // _divided(target, shard_ranks), stride=shard_ranks)
+
+
+class CollectiveCost(Protocol):
+    """Anything that knows how long a collective takes: the model, or times measured."""
+
+    def collective_ms(self, kind: Collective | str, n_bytes: int, group: Group | None = None) -> float:
+        """Milliseconds from the call to the result. Without a group, all ranks; `Collective` says what bytes count."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What an algorithm asks of the links: hops in a row, and shares of `n_bytes` through one rank's link."""
+
+    intra_hops: int
+    inter_hops: int
+    intra_share: float
+    inter_share: float
+    pipelined: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveEstimate:
+    """The parts of a collective's time, and how it runs."""
+
+    kind: Collective
+    algorithm: Algorithm
+    protocol: str
+    launch_ms: float
+    latency_ms: float
+    transfer_ms: float
+
+    @property
+    def total_ms(self) -> float:
+        """From the call to the result."""
+        return self.launch_ms + self.latency_ms + self.transfer_ms
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveModel:
+    """The collectives of one target."""
+
+    target: Target
+
+    def collective_ms(
+        self,
+        kind: Collective | str,
+        n_bytes: int,
+        group: Group | None = None,
+        *,
+        algorithm: AlgorithmChoice = "best",
+    ) -> float:
+        """Milliseconds from the call to the result; 0 for one rank or no bytes."""
+        return self.estimate(kind, n_bytes, group, algorithm=algorithm).total_ms
+
+    def estimate(
+        self,
+        kind: Collective | str,
+        n_bytes: int,
+        group: Group | None = None,
+        *,
+        algorithm: AlgorithmChoice = "best",
+    ) -> CollectiveEstimate:
+        """The fastest way, as the library's own tuner would choose, among all algorithms or those of `algorithm`."""
+        asked, group = Collective.parse(kind), self._group(group)
+        check_whole("n_bytes", n_bytes, least=0)
+        ways = [
+            (chosen, protocol)
+            for chosen in self._algorithms(asked, algorithm)
+            for protocol in self.backend.protocols[chosen]
+            if group.nodes == 1 or protocol.inter_hop is not None
+        ]
+        if group.ranks == 1 or n_bytes == 0:
+            chosen, protocol = ways[0]
+            return CollectiveEstimate(
+                kind=asked, algorithm=chosen, protocol=protocol.name, launch_ms=0.0, latency_ms=0.0, transfer_ms=0.0
+            )
+        estimates = [self._time(asked, n_bytes, group, chosen, protocol) for chosen, protocol in ways]
+        return min(estimates, key=lambda estimate: estimate.total_ms)
+
+    @property
+    def backend(self) -> BackendFigures:
+        """The library that runs the target's collectives."""
+        return collective_figures().backend(self.target.device)
+
+    def algorithms(self, kind: Collective | str) -> tuple[Algorithm, ...]:
+        """The algorithms that the target's library has for a collective."""
+        return self._algorithms(Collective.parse(kind), "best")
+
+    def intra_bandwidth_bytes_per_s(self, group: Group) -> float:
+        """What one rank reaches of the link inside a node."""
+        link = self.target.intra_node_link
+        figures = collective_figures().link(link)
+        reached = link.bandwidth_bytes_per_s * figures.efficiency
+        if figures.meshed and link.lanes:
+            reached *= min(1.0, max(group.ranks_per_node - 1, 1) / link.lanes)
+        return reached
+
+    def inter_bandwidth_bytes_per_s(self) -> float:
+        """What one rank reaches of the link between nodes while all ranks of its node communicate."""
+        link = self.target.inter_node_link
+        figures = collective_figures().link(link)
+        users = _ranks_per_node(self.target) if figures.shared_by_node else 1
+        return link.bandwidth_bytes_per_s * figures.efficiency / users
+
+    def _time(
+        self, kind: Collective, n_bytes: int, group: Group, algorithm: Algorithm, protocol: ProtocolFigures
+    ) -> CollectiveEstimate:
+        needed = traffic(self.backend.run_as(kind), algorithm, group)
+        latency_ms = protocol.base_ms
+        inside = between = 0.0
+        if needed.intra_hops:
+            latency_ms += needed.intra_hops * self.target.intra_node_link.latency_ms * protocol.intra_hop
+        if needed.intra_share:
+            inside = needed.intra_share / (self.intra_bandwidth_bytes_per_s(group) * protocol.intra_bandwidth)
+        if needed.inter_share and protocol.inter_hop is not None and protocol.inter_bandwidth is not None:
+            latency_ms += needed.inter_hops * self.target.inter_node_link.latency_ms * protocol.inter_hop
+            between = needed.inter_share / (self.inter_bandwidth_bytes_per_s() * protocol.inter_bandwidth)
+        return CollectiveEstimate(
+            kind=kind,
+            algorithm=algorithm,
+            protocol=protocol.name,
+            launch_ms=self.backend.launch_ms,
+            latency_ms=latency_ms,
+            transfer_ms=(max(inside, between) if needed.pipelined else inside + between) * n_bytes * 1e3,
+        )
+
+    def _group(self, group: Group | None) -> Group:
+        whole = Group.of(self.target)
+        if group is None:
+            return whole
+        if group.nodes > whole.nodes or group.ranks_per_node > whole.ranks_per_node:
+            raise InputError(
+                f"{group} does not lie in a target with {whole.ranks_per_node} ranks on each of {whole.nodes} nodes; "
+                "make it with Group.of, Group.shard or Group.replicate"
+            )
+        return group
+
+    def _algorithms(self, kind: Collective, algorithm: AlgorithmChoice) -> tuple[Algorithm, ...]:
+        backend = self.backend
+        known = backend.algorithms[backend.run_as(kind)]
+        if algorithm == "best":
+            return known
+        if algorithm not in known:
+            given = algorithm.value if isinstance(algorithm, Algorithm) else algorithm
+            names = ", ".join(repr(one.value) for one in known)
+            raise InputError(f"{backend.name} has no algorithm {given!r} for {kind.value}; choose 'best' or {names}")
+        return (Algorithm(algorithm),)
+
+
+def collective_ms(
+    kind: Collective | str,
+    n_bytes: int,
+    target: Target,
+    *,
+    group: Group | None = None,
+    algorithm: AlgorithmChoice = "best",
+) -> float:
+    """Milliseconds of a collective among the ranks of a target, or of a group of them."""
+    return CollectiveModel(target).collective_ms(kind, n_bytes, group, algorithm=algorithm)
+
+
+def traffic(kind: Collective, algorithm: Algorithm, group: Group) -> Traffic:
+    """What a collective by an algorithm asks of the links of a group of two ranks or more.
+
+    Rings are flat: of the hops that a part makes, one for each other node is between nodes. A tree all-reduce is a
+    chain inside each node and a double binary tree between nodes; a tree broadcast is binomial and not pipelined.
+    """
+    ranks, nodes, local = group.ranks, group.nodes, group.ranks_per_node
+    if algorithm is Algorithm.RING:
+        rounds = 2 if kind is Collective.ALL_REDUCE else 1
+        share = 1.0 if kind is Collective.BROADCAST else rounds * (ranks - 1) / ranks
+        return _through(group, rounds * (ranks - nodes), rounds * (nodes - 1), share)
+    if algorithm is Algorithm.TREE and kind is Collective.ALL_REDUCE:
+        return _through(group, 2 * (local - 1), 2 * _depth(nodes), 2.0)
+    if algorithm is Algorithm.TREE:
+        inside, between = _depth(local), _depth(nodes)
+        return Traffic(intra_hops=inside, inter_hops=between, intra_share=inside, inter_share=between, pipelined=False)
+    far = nodes > 1
+    if kind is Collective.SEND:
+        return Traffic(intra_hops=int(not far), inter_hops=int(far), intra_share=float(not far), inter_share=float(far))
+    return Traffic(
+        intra_hops=int(not far),
+        inter_hops=int(far),
+        intra_share=(local - 1) / ranks,
+        inter_share=(ranks - local) / ranks,
+    )
+
+
+def check_whole(what: str, value: object, *, least: int) -> None:
+    """Refuse what is not a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{what} is {value!r}; give a whole number of at least {least}")
+
+
+def _through(group: Group, intra_hops: int, inter_hops: int, share: float) -> Traffic:
+    """Traffic of `share` that runs through all ranks of a node, and between nodes over all their links at once."""
+    return Traffic(
+        intra_hops=intra_hops,
+        inter_hops=inter_hops,
+        intra_share=share if group.ranks_per_node > 1 else 0.0,
+        inter_share=share / group.ranks_per_node if group.nodes > 1 else 0.0,
+    )
+
+
+def _depth(n: int) -> int:
+    return (n - 1).bit_length()
+
+
+def _ranks_per_node(target: Target) -> int:
+    return min(target.ranks, target.ranks_per_node)
+
+
+def _divided(target: Target, ranks: int) -> int:
+    check_whole("a group's ranks", ranks, least=1)
+    if target.ranks % ranks:
+        raise InputError(f"{target.ranks} ranks do not divide into groups of {ranks}; give a divisor of {target.ranks}")
+    return ranks
+
+
+def _spread(target: Target, ranks: int, *, stride: int) -> Group:
+    """The group of `ranks` ranks that lie `stride` apart."""
+    local = _ranks_per_node(target)
+    reach = ranks * stride
+    if reach <= local and local % reach == 0:
+        return Group(nodes=1, ranks_per_node=ranks)
+    if stride >= local and stride % local == 0:
+        return Group(nodes=ranks, ranks_per_node=1)
+    if local % stride == 0 and reach % local == 0:
+        return Group(nodes=reach // local, ranks_per_node=local // stride)
+    raise InputError(
+        f"groups of {ranks} ranks, {stride} apart, lie unevenly on nodes of {local}; "
+        f"choose a divisor or a multiple of {local}"
+    )

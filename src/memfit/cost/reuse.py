@@ -1,0 +1,97 @@
+"""How much of what an op touches is still in the cache.
+
+An op that is timed again and again on the same tensors finds them in the cache; in a step it often does not. The
+reuse distance of a tensor is how many bytes were touched since it was touched last, counted around the step for what
+lives longer. What is beyond the cache comes from memory. New storages take the place of those freed last, as a
+stack would: their distance is that of the last moment at which memory stood as high.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from memfit.cost.runtime import Times
+from memfit.trace import Op, Trace
+
+_ITEM_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "bfloat16": 2, "float16": 2, "int16": 2, "bool": 1, "uint8": 1}
+
+
+def cold_fractions(trace: Trace, cache_bytes: int) -> Times:
+    """The part of each op's bytes, between 0 and 1, that comes from memory rather than from a cache of this size."""
+    touched = [_touched(trace, op) for op in trace.ops]
+    totals = np.array([sum(each.values()) for each in touched], dtype=np.float64)
+    clock = np.concatenate(([0.0], np.cumsum(totals))).tolist()
+    step_bytes = clock[-1]
+    levels, tops, born = _levels(trace)
+    last: dict[int, float] = {}
+    for index, each in enumerate(touched):
+        for storage in each:
+            last[storage] = clock[index + 1] - step_bytes
+    heights = _Heights()
+    for index, top in enumerate(tops):
+        heights.reached(top, clock[index + 1] - step_bytes)
+    cold = np.zeros(len(touched))
+    for index, each in enumerate(touched):
+        now, new = clock[index], born[index]
+        for storage, n_bytes in each.items():
+            before = heights.last_above(levels[index]) if storage in new else last.get(storage, -step_bytes)
+            if now - before > cache_bytes:
+                cold[index] += n_bytes
+            last[storage] = clock[index + 1]
+        heights.reached(tops[index], clock[index + 1])
+    return np.divide(cold, totals, out=np.zeros_like(cold), where=totals > 0)
+
+
+class _Heights:
+    """When memory last stood at least at some height: a stack of falling heights."""
+
+    def __init__(self) -> None:
+        self._falling: list[tuple[int, float]] = []
+
+    def reached(self, height: int, when: float) -> None:
+        while self._falling and self._falling[-1][0] <= height:
+            self._falling.pop()
+        self._falling.append((height, when))
+
+    def last_above(self, height: int) -> float:
+        low, high = 0, len(self._falling)
+        while low < high:
+            middle = (low + high) // 2
+            if self._falling[middle][0] > height:
+                low = middle + 1
+            else:
+                high = middle
+        return self._falling[low - 1][1] if low else float("-inf")
+
+
+def _touched(trace: Trace, op: Op) -> dict[int, int]:
+    found: dict[int, int] = {}
+    if op.view:
+        return found
+    for ref in (*op.inputs, *op.outputs):
+        if ref.storage >= 0:
+            n_bytes = _ITEM_BYTES.get(ref.dtype, 4)
+            for size, stride in zip(ref.shape, ref.stride, strict=True):
+                n_bytes *= size if stride else 1
+            found[ref.storage] = max(found.get(ref.storage, 0), min(n_bytes, trace.storages[ref.storage].bytes))
+    return found
+
+
+def _levels(trace: Trace) -> tuple[list[int], list[int], list[set[int]]]:
+    """Memory of the step before each op and while it runs, and the storages that each op makes."""
+    born: list[set[int]] = [set() for _ in trace.ops]
+    freed: dict[int, int] = defaultdict(int)
+    for number, storage in enumerate(trace.storages):
+        if storage.birth >= 0:
+            born[storage.birth].add(number)
+            if storage.death >= 0:
+                freed[storage.death] += storage.bytes
+    levels, tops, level = [], [], 0
+    for index in range(len(trace.ops)):
+        levels.append(level)
+        level += sum(trace.storages[number].bytes for number in born[index])
+        tops.append(level)
+        level -= freed[index]
+    return levels, tops, born

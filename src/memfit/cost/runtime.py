@@ -1,0 +1,117 @@
+"""The run time of a step, from the time of each of its ops: in all, by phase, by module call and by module.
+
+A module's backward is the backward of its own forward ops, whether or not its inputs need a gradient. What an
+existing checkpoint runs again in backward counts as backward time of the call that it repeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memfit.cost.repeats import repeats
+from memfit.errors import InputError
+from memfit.trace import NEVER, Phase, Trace
+
+Times = NDArray[np.float64]
+
+
+class Cost(Protocol):
+    """Anything that knows how long the ops of a trace take."""
+
+    def op_ms(self, trace: Trace) -> Times:
+        """Milliseconds of each op, in the order of the trace."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleTime:
+    """One module's time in a step, its children's included; `calls` has forward and backward of each call."""
+
+    module: str
+    forward_ms: float
+    backward_ms: float
+    calls: tuple[tuple[float, float], ...]
+
+
+class Runtime:
+    """The times of a step's ops and their sums."""
+
+    def __init__(self, trace: Trace, op_ms: Sequence[float] | Times) -> None:
+        self.trace = trace
+        self.op_ms: Times = np.asarray(op_ms, dtype=np.float64)
+        if self.op_ms.shape != (len(trace.ops),):
+            raise InputError(f"{len(trace.ops)} ops need as many times, and {self.op_ms.shape} were given")
+
+    @classmethod
+    def of(cls, trace: Trace, cost: Cost) -> Runtime:
+        """The run time of a step under a cost model."""
+        return cls(trace, cost.op_ms(trace))
+
+    @property
+    def total_ms(self) -> float:
+        """The whole step."""
+        return float(self.op_ms.sum())
+
+    @cached_property
+    def by_phase_ms(self) -> dict[Phase, float]:
+        """The step's time in each phase."""
+        times = dict.fromkeys(Phase, 0.0)
+        for op, op_ms in zip(self.trace.ops, self.op_ms.tolist(), strict=True):
+            times[op.phase] += op_ms
+        return times
+
+    @cached_property
+    def cumulative_ms(self) -> Times:
+        """Time before each op, and after the last one: one longer than the ops."""
+        return np.concatenate(([0.0], np.cumsum(self.op_ms)))
+
+    @cached_property
+    def calls(self) -> tuple[Times, Times]:
+        """Forward and backward milliseconds of every module call, its children's included.
+
+        A call in backward has its own part, which is also in that of the call it repeats.
+        """
+        calls, ops = self.trace.calls, self.trace.ops
+        forward, backward = np.zeros(len(calls)), np.zeros(len(calls))
+        of_call = np.array([op.call for op in ops], dtype=np.int64)
+        in_backward = np.array([op.phase is Phase.BACKWARD for op in ops], dtype=bool)
+        placed = of_call != NEVER
+        for times, chosen in ((forward, placed & ~in_backward), (backward, placed & in_backward)):
+            np.add.at(times, of_call[chosen], self.op_ms[chosen])
+        for again, first in repeats(self.trace).items():
+            backward[first] += backward[again]
+        for index in range(len(calls) - 1, -1, -1):
+            parent = calls[index].parent
+            if parent != NEVER:
+                forward[parent] += forward[index]
+                backward[parent] += backward[index]
+        return forward, backward
+
+    @cached_property
+    def modules(self) -> dict[str, ModuleTime]:
+        """Every module that was called, in the order of its first call."""
+        forward, backward = self.calls
+        found: dict[str, list[int]] = {}
+        for index, call in enumerate(self.trace.calls):
+            if call.phase is not Phase.BACKWARD:
+                found.setdefault(call.module, []).append(index)
+        times = {}
+        for path, indices in found.items():
+            outer = [index for index in indices if not self._inside(index, path)]
+            times[path] = ModuleTime(
+                module=path,
+                forward_ms=float(forward[outer].sum()),
+                backward_ms=float(backward[outer].sum()),
+                calls=tuple((float(forward[index]), float(backward[index])) for index in indices),
+            )
+        return times
+
+    def _inside(self, call: int, path: str) -> bool:
+        """Whether a call runs inside another call of the same module."""
+        return any(self.trace.calls[outer].module == path for outer in self.trace.ancestors(call)[1:])

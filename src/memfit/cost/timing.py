@@ -1,0 +1,143 @@
+"""Times one recorded op on the local device with real tensors of its shape."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memfit.hardware.device import DeviceType
+from memfit.trace import Op, TensorRef
+from memfit.trace.arguments import call_of, real_tensor
+
+_REPEATS = 15
+_COLD_REPEATS = 3
+_BUDGET_S = 0.004
+_FEWEST = 3
+_PATTERN = 65_537
+_SMALL_BYTES = 1 << 16
+_FLUSH_CUDA_BYTES = 256 << 20
+_USUAL_CACHE_BYTES = 32 << 20
+_EMBEDDINGS = {"aten.embedding.default": 1, "aten.embedding_dense_backward.default": 1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpTime:
+    """Milliseconds of an op whose tensors are in the cache, and of one whose tensors are not."""
+
+    hot_ms: float
+    cold_ms: float
+
+    @classmethod
+    def median(cls, times: Sequence[OpTime]) -> OpTime:
+        """The middle of several measurements."""
+        return cls(
+            hot_ms=statistics.median(time.hot_ms for time in times),
+            cold_ms=statistics.median(time.cold_ms for time in times),
+        )
+
+    def at(self, cold: float) -> float:
+        """The time when this part of its bytes is not in the cache."""
+        return self.hot_ms + cold * max(0.0, self.cold_ms - self.hot_ms)
+
+
+class OpTimer:
+    """Runs ops by themselves. Tensors of one op are gone before the next is timed."""
+
+    def __init__(self, device_type: DeviceType) -> None:
+        self.device = torch.device(device_type)
+        flush_bytes = _FLUSH_CUDA_BYTES if device_type == "cuda" else 2 * last_cache_bytes()
+        self._flush = torch.zeros(flush_bytes // 4, device=self.device)
+
+    def time(self, op: Op) -> OpTime:
+        """Median times. Random numbers drawn here do not disturb the caller's generator."""
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            function, args, kwargs = call_of(op, [self._tensor(op, i, ref) for i, ref in enumerate(op.inputs)])
+
+            def run() -> Any:
+                return function(*args, **kwargs)
+
+            run()
+            if self.device.type == "cuda":
+                cold_ms = self._cuda_ms(run)
+                return OpTime(hot_ms=cold_ms, cold_ms=cold_ms)
+            hot_ms = self._cpu_ms(run, _REPEATS, flush=False)
+            if op.view or op.read_bytes + op.written_bytes < _SMALL_BYTES:
+                return OpTime(hot_ms=hot_ms, cold_ms=hot_ms)
+            return OpTime(hot_ms=hot_ms, cold_ms=self._cpu_ms(run, _COLD_REPEATS, flush=True))
+
+    def run_ms(self, run: Callable[[], Any], repeats: int) -> float:
+        """The median of any call, its tensors not in the cache."""
+        return self._cuda_ms(run) if self.device.type == "cuda" else self._cpu_ms(run, repeats, flush=True)
+
+    def _cpu_ms(self, run: Callable[[], Any], repeats: int, *, flush: bool) -> float:
+        times: list[float] = []
+        spent = 0.0
+        while len(times) < _FEWEST or (spent < _BUDGET_S and len(times) < repeats):
+            if flush:
+                self._flush.add_(1.0)
+            began = time.perf_counter()
+            result = run()
+            times.append(time.perf_counter() - began)
+            spent += times[-1]
+            del result
+        return statistics.median(times) * 1e3
+
+    def _cuda_ms(self, run: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(_COLD_REPEATS):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self._flush.zero_()
+            begin.record()
+            result = run()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+            del result
+        return statistics.median(times)
+
+    def _tensor(self, op: Op, index: int, ref: TensorRef) -> torch.Tensor:
+        """A tensor of the op's geometry. Numbers are positive and differ; indices are valid."""
+        tensor = real_tensor(ref)
+        flat = torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,))
+        if tensor.dtype.is_floating_point and flat.numel():
+            pattern = torch.rand(min(flat.numel(), _PATTERN)).to(tensor.dtype)
+            for begin in range(0, flat.numel(), _PATTERN):
+                part = flat[begin : begin + _PATTERN]
+                part.copy_(pattern[: part.numel()])
+        elif _EMBEDDINGS.get(op.name) == index:
+            rows = op.outputs[0].shape[0] if op.name.endswith("backward.default") else op.inputs[0].shape[0]
+            flat.random_(0, max(1, rows))
+        return tensor.to(self.device)
+
+
+def identity(device_type: DeviceType) -> str:
+    """What measured times depend on: the device, torch's version and the threads."""
+    if device_type == "cuda":
+        return f"{torch.cuda.get_device_name()} torch {torch.__version__}"
+    return f"{processor_name()} torch {torch.__version__} threads {torch.get_num_threads()}"
+
+
+def processor_name() -> str:
+    """The processor's name, as the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def last_cache_bytes() -> int:
+    """The last-level cache of the processor; 32 MiB where the system does not say."""
+    try:
+        return os.sysconf("SC_LEVEL3_CACHE_SIZE") or _USUAL_CACHE_BYTES
+    except (ValueError, OSError):
+        return _USUAL_CACHE_BYTES

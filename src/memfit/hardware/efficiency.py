@@ -1,0 +1,63 @@
+"""How much of a device's peak its kernels reach, by family of ops, and what the host needs to issue them."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Family(str, enum.Enum):
+    """Kinds of kernels that reach about the same part of a device's peak."""
+
+    MATRIX_LARGE = "matrix_large"
+    MATRIX_SMALL = "matrix_small"
+    MATRIX_UNALIGNED = "matrix_unaligned"
+    ATTENTION = "attention"
+    ATTENTION_BACKWARD = "attention_backward"
+    CONVOLUTION = "convolution"
+    RECURRENT = "recurrent"
+    NORM = "norm"
+    ELEMENTWISE = "elementwise"
+    TRANSCENDENTAL = "transcendental"
+    OPTIMIZER = "optimizer"
+    EMBEDDING = "embedding"
+    INDEXING = "indexing"
+    REDUCTION = "reduction"
+    COPY = "copy"
+    RANDOM = "random"
+    OTHER = "other"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyEfficiency:
+    """Parts of the device's peak FLOP/s and memory bandwidth, and what every kernel takes beyond them."""
+
+    family: Family
+    compute: float
+    bandwidth: float
+    overhead_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTimes:
+    """What the host needs to issue an op, by phase, and to enter and leave a module.
+
+    `view_ms` is an op that launches nothing. On a GPU the host runs ahead; on a CPU it takes turns with the kernels.
+    """
+
+    forward_ms: float
+    backward_ms: float
+    optimizer_ms: float
+    view_ms: float
+    call_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Efficiency:
+    """The efficiency factors of a device, one for each family."""
+
+    families: tuple[FamilyEfficiency, ...]
+    host: HostTimes
+
+    def __getitem__(self, family: Family) -> FamilyEfficiency:
+        return next(each for each in self.families if each.family is family)

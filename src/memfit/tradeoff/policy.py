@@ -1,0 +1,67 @@
+"""A policy of one unit, and what it does: bytes, time, and the peak while the unit runs again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from memfit.tradeoff.facts import Flags
+from memfit.tradeoff.problem import Problem, Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """Which ops of a unit are saved and which run again, as offsets from the unit's first op.
+
+    `stop` is the last op of the second run, -1 when there is none. `discarded_bytes` is what backward no longer
+    finds, less what is newly held; `cached_bytes` is what is held because of this policy. `recompute_peak_bytes`
+    is the highest point of the second run above the level just before the unit's backward.
+    """
+
+    saved: tuple[int, ...]
+    recomputed: tuple[int, ...]
+    stop: int
+    discarded_bytes: int
+    cached_bytes: int
+    recompute_ms: float
+    recompute_peak_bytes: int
+
+
+def policy_of(problem: Problem, dropped: Flags) -> Policy:
+    """The policy that lets these groups run again and saves all others."""
+    group, role = problem.group, problem.role
+    offsets = np.arange(len(group))
+    discardable = role == Role.DISCARDABLE
+    owned = discardable | (role == Role.FRESH)
+    of_dropped = np.zeros(len(role), bool)
+    of_dropped[owned] = dropped[group[problem.birth[owned]]]
+    stop = int(problem.need[discardable & of_dropped].max(initial=-1))
+    reached = offsets <= stop
+    runs = reached & (problem.view | dropped[group] if problem.groups else problem.view)
+    carries = np.zeros(len(group), bool)
+    carries[problem.birth[discardable]] = True
+    newly_held = int(problem.size[(role == Role.FRESH) & ~of_dropped & (problem.birth <= stop)].sum())
+    gone = int(problem.size[discardable & of_dropped].sum())
+    kept = int(problem.size[discardable & ~of_dropped].sum())
+    return Policy(
+        saved=tuple(np.flatnonzero(np.where(reached, ~runs, carries)).tolist()),
+        recomputed=tuple(np.flatnonzero(runs).tolist()),
+        stop=stop,
+        discarded_bytes=gone - newly_held - problem.input_bytes if stop >= 0 else 0,
+        cached_bytes=kept + newly_held,
+        recompute_ms=float(problem.ms[runs].sum()),
+        recompute_peak_bytes=_peak_bytes(problem, runs, stop),
+    )
+
+
+def _peak_bytes(problem: Problem, runs: Flags, stop: int) -> int:
+    """The highest point of a second run: results as they come and go, and the workspace of each op."""
+    if stop < 0:
+        return 0
+    made = runs[problem.birth] & (problem.ends >= problem.birth)
+    change = np.zeros(len(runs) + 2, np.int64)
+    np.add.at(change, problem.birth[made], problem.size[made])
+    np.add.at(change, problem.ends[made] + 1, -problem.size[made])
+    level = np.cumsum(change)[: stop + 1]
+    return int((level + np.where(runs, problem.workspace, 0)[: stop + 1]).max(initial=0))

@@ -1,0 +1,142 @@
+"""Units: the module calls, and the region of the loss, that a plan may checkpoint."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from memfit.trace import NEVER, ModuleCall, Phase, Trace
+
+LOSS = "<loss>"
+"""The name of the loss region; it is no module, so its `call` is `NEVER`."""
+
+FORWARD = (Phase.FORWARD, Phase.LOSS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Forward ops `begin` up to (not including) `end` that can be run again as one, and their backward.
+
+    `name` is the module's path, with `#1` appended for its second call of the step, `#2` for its third; the
+    model itself has the empty path. `call` is the index of the module call.
+    """
+
+    name: str
+    module: str
+    kind: str
+    call: int
+    begin: int
+    end: int
+    backward_begin: int
+    backward_end: int
+
+
+def units(trace: Trace) -> tuple[Unit, ...]:
+    """Every call that has ops and a backward, outer ones before those inside them, then the loss of each pass.
+
+    A call that computes gradients itself cannot be run again as a whole and is left out.
+    """
+    runs = _backward_runs(trace)
+    found = [
+        unit
+        for unit in forward_calls(trace)
+        if unit.backward_begin >= unit.end and not any(first < unit.end and last >= unit.begin for first, last in runs)
+    ]
+    return (*found, *_losses(trace, runs))
+
+
+def forward_calls(trace: Trace) -> list[Unit]:
+    """Every call of the forward that has ops, also those without a backward, in the order they began."""
+    counts: dict[str, int] = defaultdict(int)
+    found = []
+    for index, call in enumerate(trace.calls):
+        if call.phase is not Phase.FORWARD:
+            continue
+        number = counts[call.module]
+        counts[call.module] += 1
+        if call.begin < call.end:
+            found.append(
+                Unit(
+                    name=_numbered(call.module, number),
+                    module=call.module,
+                    kind=call.kind,
+                    call=index,
+                    begin=call.begin,
+                    end=call.end,
+                    backward_begin=call.backward_begin,
+                    backward_end=call.backward_end,
+                )
+            )
+    return found
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}#{number}" if number else name
+
+
+def _losses(trace: Trace, runs: list[tuple[int, int]]) -> Iterable[Unit]:
+    """The loss region of each pass that has one.
+
+    It is what runs between the model's forward and the backward. Where autograd saves nothing of that, because
+    the model computes its loss itself, it is what the model runs after its last child.
+    """
+    outermost = [call for call in trace.calls if call.parent == NEVER and call.phase is Phase.FORWARD]
+    number = 0
+    for first, last in runs:
+        before = [call for call in outermost if call.end <= first]
+        if not before:
+            continue
+        model = before[-1]
+        if any(trace.ops[op].phase not in FORWARD for op in range(model.end, first)):
+            continue  # this backward belongs to no forward of its own
+        after = (model.end, first)
+        inside = (_last_child_end(trace, model), model.end)
+        region = next((each for each in (after, inside) if _saves(trace, *each)), None)
+        if region is None:
+            region = next((each for each in (after, inside) if each[0] < each[1]), None)
+        backward = [] if region is None else _backward_of(trace, *region, first, last)
+        if region is None or not backward:
+            continue
+        yield Unit(
+            name=_numbered(LOSS, number),
+            module="",
+            kind="loss",
+            call=NEVER,
+            begin=region[0],
+            end=region[1],
+            backward_begin=backward[0],
+            backward_end=backward[-1] + 1,
+        )
+        number += 1
+
+
+def _backward_runs(trace: Trace) -> list[tuple[int, int]]:
+    """The contiguous runs of backward ops, as first and last op."""
+    runs: list[tuple[int, int]] = []
+    begin = NEVER
+    for index, op in enumerate(trace.ops):
+        if op.phase is Phase.BACKWARD:
+            begin = index if begin == NEVER else begin
+        elif begin != NEVER:
+            runs.append((begin, index - 1))
+            begin = NEVER
+    if begin != NEVER:
+        runs.append((begin, len(trace.ops) - 1))
+    return runs
+
+
+def _last_child_end(trace: Trace, model: ModuleCall) -> int:
+    """Where the last of the model's own modules ends; one made on the fly, such as a loss, is none of them."""
+    inside = (call for call in trace.calls if call is not model and model.begin <= call.begin and call.end <= model.end)
+    own = (call.end for call in inside if not call.module.rpartition(".")[2].startswith("<"))
+    return max(own, default=model.begin)
+
+
+def _saves(trace: Trace, begin: int, end: int) -> bool:
+    """Whether autograd keeps a result that an op of the region made."""
+    return any(trace.ops[op].saved and not trace.ops[op].view for op in range(begin, end))
+
+
+def _backward_of(trace: Trace, begin: int, end: int, first: int, last: int) -> list[int]:
+    return [op for op in range(first, last + 1) if begin <= trace.ops[op].forward_op < end]

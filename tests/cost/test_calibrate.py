@@ -1,0 +1,87 @@
+"""Calibration: factors are recovered from times, and the device file that is written can be loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memfit.cli import main
+from memfit.cost import Roofline, calibrate, calibration
+from memfit.cost.fitting import Sample, fit_family
+from memfit.cost.references import Size, image_step, language_step
+from memfit.errors import InputError
+from memfit.hardware import Family, FamilyEfficiency, load_device
+from memfit.trace import trace
+
+START = FamilyEfficiency(family=Family.NORM, compute=0.5, bandwidth=0.5, overhead_ms=0.01)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    compute=st.floats(0.05, 1.0), bandwidth=st.floats(0.05, 2.0), overhead_ms=st.floats(0.001, 0.05), seed=st.integers()
+)
+def test_factors_are_recovered_from_their_own_roofline(
+    compute: float, bandwidth: float, overhead_ms: float, seed: int
+) -> None:
+    random = np.random.default_rng(abs(seed))
+    samples = []
+    for _ in range(60):
+        flops_ms, bytes_ms = np.exp(random.uniform(-8, 3, 2)).tolist()
+        measured = max(flops_ms / compute, bytes_ms / bandwidth) + overhead_ms
+        samples.append(Sample(family=Family.NORM, measured_ms=measured, compute_ms=flops_ms, memory_ms=bytes_ms))
+    fitted = fit_family(Family.NORM, samples, START)
+    predicted = [
+        max(s.compute_ms / fitted.compute, s.memory_ms / fitted.bandwidth) + fitted.overhead_ms for s in samples
+    ]
+    errors = [abs(p / s.measured_ms - 1) for p, s in zip(predicted, samples, strict=True)]
+    assert np.median(errors) < 0.05
+
+
+def test_a_family_without_samples_keeps_its_figures() -> None:
+    assert fit_family(Family.NORM, [], START) == START
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A calibration on two small steps instead of all reference steps."""
+    size = Size(batch=1, length=16, width=32)
+    steps = [("text", language_step(size, plain=True)), ("images", image_step(8, 8))]
+    monkeypatch.setattr(calibration, "reference_steps", lambda: iter(steps))
+    monkeypatch.setattr(calibration, "_COPY_BYTES", 1 << 20)
+
+
+def test_the_written_device_can_be_loaded_and_predicts_with_what_was_measured(small: None, tmp_path: Path) -> None:
+    found = calibrate("cpu", name="my-machine", folder=tmp_path / "cache", progress=False)
+    path = found.save(tmp_path / "devices" / "my-machine.toml")
+    device = load_device(str(path))
+    assert device.name == "my-machine" and device.type == "cpu"
+    assert device.memory_bandwidth_bytes_per_s == pytest.approx(found.memory_bandwidth_bytes_per_s, rel=1e-4)
+    for mine, theirs in zip(device.efficiency.families, found.efficiency.families, strict=True):
+        assert dataclasses.astuple(mine)[1:] == pytest.approx(dataclasses.astuple(theirs)[1:], rel=1e-4)
+    captured = trace(language_step(Size(batch=1, length=16, width=32), plain=True), target=device)
+    assert captured.device == "my-machine"
+    assert (Roofline().op_ms(captured) > 0).all()
+
+
+def test_the_command_writes_a_device_that_is_found_by_name(
+    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("MEMFIT_CACHE", str(tmp_path / "cache"))
+    assert main(["calibrate", "--name", "mine"]) == 0
+    assert "target='mine'" in capsys.readouterr().out
+    assert load_device("mine").type == "cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match="no GPU here for 'h100-sxm'"):
+        calibrate("h100-sxm")
+    assert main(["calibrate", "--device", "h100-sxm"]) == 1
+    assert "no GPU here" in capsys.readouterr().err
