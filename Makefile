@@ -4,6 +4,7 @@ BIN := $(VENV)/bin
 BASE := $(VENV)/.installed-base
 DEV := $(VENV)/.installed-dev
 DOCS := $(VENV)/.installed-docs
+BENCH := $(VENV)/.installed-bench
 INPUTS := pyproject.toml constraints.txt
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 
@@ -22,7 +23,7 @@ lint: $(DEV)
 	$(BIN)/pyrefly check
 	$(BIN)/lint-imports
 
-bench: $(DEV)
+bench: $(DEV) $(BENCH)
 	@set -e; for file in benchmarks/*.py; do \
 		[ -e "$$file" ] || continue; \
 		echo "== $$file"; \
@@ -53,6 +54,10 @@ $(DEV): $(INPUTS)
 	$(ENSURE_VENV)
 	$(PIP_INSTALL) -e '.[dev,zoo]'
 	touch $@ $(BASE)
+
+$(BENCH): $(DEV)
+	$(PIP_INSTALL) -e '.[bench]'
+	touch $@
 
 $(DOCS): $(INPUTS)
 	$(ENSURE_VENV)

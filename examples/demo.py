@@ -12,8 +12,10 @@ from llama import Shape, training_step
 from rich.console import Console
 
 import memfit
+from memfit.cost import Roofline, Runtime
 from memfit.memory import summarize
-from memfit.report import print_memory
+from memfit.report import print_memory, print_time
+from memfit.tradeoff import frontiers
 from memfit.units import display_ms
 
 
@@ -33,16 +35,19 @@ def main() -> None:
     with console.status(f"capturing one training step: {what} …"):
         trace = memfit.trace(step, target=options.target)
     captured = time.perf_counter()
-    with console.status("working out the timeline, the allocator and the modules …"):
+    with console.status("working out the timeline, the allocator, the times and the frontiers …"):
         summary = summarize(trace)
+        runtime = Runtime.of(trace, Roofline())
+        found = frontiers(trace, runtime.op_ms)
     done = time.perf_counter()
 
     elements = sum(_elements(parameter.shape) for parameter in trace.parameters)
     console.print(f"Llama: {what}, {elements / 1e9:.2f} billion parameters in bfloat16, AdamW")
     print_memory(summary, console)
+    print_time(runtime, found, console)
     took, then = display_ms((captured - began) * 1e3), display_ms((done - captured) * 1e3)
     console.print(f"\n{len(trace.ops)} ops captured in {took} without a GPU, weights or data", highlight=False)
-    console.print(f"memory worked out in {then}", highlight=False)
+    console.print(f"memory, time and frontiers worked out in {then}", highlight=False)
 
 
 def _elements(shape: tuple[int, ...]) -> int:

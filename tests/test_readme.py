@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import memfit
 
@@ -17,11 +18,11 @@ def python_blocks(name: str) -> list[str]:
 
 
 def test_example_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
-    (example,) = python_blocks("README.md")
-    exec(compile(example, "README.md", "exec"), {})
+    exec(compile("\n".join(python_blocks("README.md")), "README.md", "exec"), {})
     shown = capsys.readouterr().out
     assert "NVIDIA H100" in shown
     assert "optimizer state" in shown
+    assert "predicted time of one step" in shown
 
 
 def test_links_lead_somewhere() -> None:
@@ -54,3 +55,12 @@ def test_public_names_are_few_and_frozen() -> None:
         "trace",
     ]
     assert all(hasattr(memfit, name) for name in memfit.__all__)
+
+
+def test_the_page_about_estimates_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Sequential()
+    model.add_module("layers", torch.nn.Sequential(torch.nn.Linear(8, 8)))
+    step = memfit.Step(model, memfit.spec((2, 8)), loss=lambda out, _: out.sum())
+    memfit.save_trace(memfit.trace(step, target="h100-sxm"), tmp_path / "step.memfit")
+    exec(compile("\n".join(python_blocks("docs/estimate.md")), "docs/estimate.md", "exec"), {"step": step})

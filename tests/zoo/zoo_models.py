@@ -29,8 +29,14 @@ def zoo(name: str) -> Callable[[Callable[[], Step]], Callable[[], Step]]:
     return register
 
 
-def tokens(length: int = LENGTH, vocabulary: int = VOCABULARY) -> torch.Tensor:
-    return torch.randint(3, vocabulary, (BATCH, length))
+def resize(*, batch: int, length: int) -> None:
+    """Build the steps from now on with this batch size and sequence length."""
+    global BATCH, LENGTH
+    BATCH, LENGTH = batch, length
+
+
+def tokens(length: int | None = None, vocabulary: int = VOCABULARY) -> torch.Tensor:
+    return torch.randint(3, vocabulary, (BATCH, LENGTH if length is None else length))
 
 
 def language_batch(**extra: Any) -> dict[str, Any]:

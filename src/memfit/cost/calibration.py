@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from memfit.cost.benchmark import Benchmark
-from memfit.cost.families import family_of, is_causal
+from memfit.cost.families import executed_flops, family_of
 from memfit.cost.fitting import Sample, fit_family
 from memfit.cost.references import reference_steps
 from memfit.cost.roofline import dtype_of, item_bytes_of, moved_bytes
@@ -133,12 +133,11 @@ def _samples(
     for op, op_ms in measured:
         dtype = dtype_of(op)
         family = family_of(op, multiprocessors=base.multiprocessors, item_bytes=item_bytes_of(dtype))
-        flops = op.flops // 2 if is_causal(op) else op.flops
         samples[family].append(
             Sample(
                 family=family,
                 measured_ms=op_ms,
-                compute_ms=flops / rates.get(_RATES.get(dtype, "fp32"), rates["fp32"]) * 1e3,
+                compute_ms=executed_flops(op) / rates.get(_RATES.get(dtype, "fp32"), rates["fp32"]) * 1e3,
                 memory_ms=moved_bytes(op, family) / bandwidth * 1e3,
             )
         )

@@ -16,7 +16,7 @@ _NAMES: dict[Family, str] = {
         "native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm"
         " native_batch_norm_backward cudnn_batch_norm cudnn_batch_norm_backward miopen_batch_norm _fused_rms_norm"
         " _fused_rms_norm_backward _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data"
-        " _safe_softmax _weight_norm_interface _weight_norm_interface_backward nll_loss_forward nll_loss_backward"
+        " _weight_norm_interface _weight_norm_interface_backward nll_loss_forward nll_loss_backward"
         " batch_norm_with_update batch_norm_backward"
     ),
     Family.RECURRENT: (
@@ -42,7 +42,7 @@ _NAMES: dict[Family, str] = {
     Family.TRANSCENDENTAL: (
         "exp exp_ log log_ log1p tanh tanh_ sigmoid sigmoid_ silu silu_ silu_backward gelu gelu_backward erf softplus"
         " softplus_backward sin cos tan pow pow_ mish mish_backward elu elu_backward logsigmoid expm1 sinh cosh atan"
-        " log_sigmoid_forward log_sigmoid_backward logaddexp"
+        " log_sigmoid_forward log_sigmoid_backward logaddexp _safe_softmax"
     ),
 }
 _FAMILY_OF = {name: family for family, names in _NAMES.items() for name in names.split()}
@@ -120,6 +120,11 @@ def tags_of(name: str) -> tuple[torch.Tag, ...]:
     """The tags torch gives to an op; none where the op is not known here."""
     overload = _overload(name)
     return tuple(overload.tags) if overload is not None else ()
+
+
+def executed_flops(op: Op) -> int:
+    """The FLOPs that a kernel really does: of causal attention, half of what is counted for all positions."""
+    return op.flops // 2 if op.flops and is_causal(op) else op.flops
 
 
 def is_causal(op: Op) -> bool:

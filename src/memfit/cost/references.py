@@ -20,7 +20,7 @@ class Size:
     batch: int
     length: int
     width: int
-    layers: int = 2
+    layers: int = 3
     vocabulary: int = 1000
 
     @property
@@ -34,16 +34,16 @@ SIZES = (
     Size(batch=2, length=128, width=128),
     Size(batch=4, length=128, width=256),
     Size(batch=4, length=256, width=128),
-    Size(batch=2, length=256, width=512, layers=1, vocabulary=4000),
+    Size(batch=2, length=256, width=512, vocabulary=4000),
 )
 
 
 class Block(nn.Module):
     """A transformer block; `plain` spells attention and norm out, as many models do."""
 
-    def __init__(self, size: Size, plain: bool) -> None:
+    def __init__(self, size: Size, plain: bool, number: int) -> None:
         super().__init__()
-        self.heads, self.plain = size.heads, plain
+        self.heads, self.plain, self.number = size.heads, plain, number
         self.first, self.second = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
         self.scale = nn.Parameter(torch.ones(size.width))
         self.inner = nn.Linear(size.width, 3 * size.width, bias=not plain)
@@ -69,7 +69,8 @@ class Block(nn.Module):
         query, key, value = (part.view(split).transpose(1, 2) for part in self.inner(x).chunk(3, dim=-1))
         query = query * cosine + torch.cat((-key, query), dim=-1)[..., : query.size(-1)] * cosine
         if not self.plain:
-            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            dropout = 0.1 if self.number % 3 == 1 else 0.0
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.number % 3 == 0, dropout_p=dropout)
         else:
             scores = query @ key.transpose(-1, -2) / key.size(-1) ** 0.5
             scores = self.dropout(scores.masked_fill(mask, -1e9).softmax(-1))
@@ -83,7 +84,7 @@ class Language(nn.Module):
     def __init__(self, size: Size, plain: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(size.vocabulary, size.width)
-        self.blocks = nn.ModuleList(Block(size, plain) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(Block(size, plain, number) for number in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, size.vocabulary, bias=False)
         angles = torch.outer(torch.arange(size.length).float(), torch.rand(size.width // size.heads))

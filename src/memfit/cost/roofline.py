@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from memfit.cost.families import Product, family_of, is_causal
+from memfit.cost.families import Product, executed_flops, family_of
 from memfit.cost.runtime import Times
 from memfit.hardware import Device, Family, HostTimes, Target
 from memfit.trace import Op, Phase, Trace
@@ -71,9 +71,8 @@ def kernel_ms(op: Op, device: Device, *, tf32: bool = False) -> float:
     rate = device.peak_flops_per_s(dtype, tf32=tf32 or family is Family.CONVOLUTION) * factors.compute
     if family in _PRODUCTS and device.multiprocessors is not None:
         rate *= min(1.0, Product.of(op).tiles / device.multiprocessors)
-    flops = op.flops // 2 if is_causal(op) else op.flops
     bandwidth = device.memory_bandwidth_bytes_per_s * factors.bandwidth
-    return max(flops / rate, moved_bytes(op, family) / bandwidth) * 1e3 + factors.overhead_ms
+    return max(executed_flops(op) / rate, moved_bytes(op, family) / bandwidth) * 1e3 + factors.overhead_ms
 
 
 def moved_bytes(op: Op, family: Family) -> int:

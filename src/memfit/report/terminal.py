@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -12,12 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.memory import Fit, MemorySummary, ModuleMemory, Place
+from memfit.report.paths import alike
 from memfit.units import display_bytes
 
 _STYLE = {Fit.FITS: "green", Fit.TIGHT: "yellow", Fit.TOO_LARGE: "red"}
 _WIDE = 130
 """Columns from which every column of the table of modules has room."""
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def print_memory(summary: MemorySummary, console: Console | None = None) -> Group:
@@ -156,7 +155,7 @@ def _alike(modules: Iterable[ModuleMemory]) -> list[_Row]:
     for module in modules:
         if not module.calls:
             continue
-        key = (_NUMBER.sub("*", module.module), module.kind)
+        key = (alike(module.module), module.kind)
         row = rows.setdefault(key, _Row(key[0] or "(model)", module.kind))
         members[key] = module.module or "(model)"
         row.modules += 1

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from memfit.cost import cost_model
 from memfit.errors import MissingFeatureError, StateError
 from memfit.hardware import Device, Target
 from memfit.trace import Step, Trace, trace
@@ -148,8 +149,6 @@ class SACEstimator:
         return self._trace
 
     def _capture(self, step: Step | Callable[[], Any]) -> None:
-        from memfit.cost import cost_model
-
         captured = trace(step, target=self.target)
         self._take(captured, cost_model(self._mode, self.target).op_ms(captured))
 

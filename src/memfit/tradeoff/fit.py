@@ -94,6 +94,7 @@ def _best_break(x: Floats, y: Floats, others: tuple[float, ...] = ()) -> float:
     rest = y - fixed @ (fixed.T @ y)
     found = [_gains(x, rest, fixed, edges[i : i + _PLACES + 1]) for i in range(0, len(edges) - 1, _PLACES)]
     places, gains = (np.concatenate(column) for column in zip(*found, strict=True))
+    places, gains = places[places > x[0]], gains[places > x[0]]
     best = places[np.argsort(-gains, kind="stable")[:4]]
     return float(min(best, key=lambda place: _error(x, y, (*others, float(place)))))
 
@@ -112,7 +113,7 @@ def _gains(x: Floats, rest: Floats, fixed: Floats, edges: Floats) -> tuple[Float
         slope, jump = (yr * ss - ys * rs) / determinant, (ys * rr - yr * rs) / determinant
         crossing = edges[:-1] - jump / slope
         inside = (determinant > _TINY) & (crossing > edges[:-1]) & (crossing < edges[1:])
-    between = (slope * yr + jump * ys)[inside]
+    between = slope[inside] * yr[inside] + jump[inside] * ys[inside]
     return np.concatenate((edges[:-1], crossing[inside])), np.concatenate((at_edge, between))
 
 

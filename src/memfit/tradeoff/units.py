@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memfit.trace import NEVER, ModuleCall, Phase, Trace
 
@@ -39,7 +39,7 @@ def units(trace: Trace) -> tuple[Unit, ...]:
     """
     runs = _backward_runs(trace)
     found = [
-        unit
+        _in_one_run(unit, runs)
         for unit in forward_calls(trace)
         if unit.backward_begin >= unit.end and not any(first < unit.end and last >= unit.begin for first, last in runs)
     ]
@@ -69,6 +69,15 @@ def forward_calls(trace: Trace) -> list[Unit]:
                 )
             )
     return found
+
+
+def _in_one_run(unit: Unit, runs: list[tuple[int, int]]) -> Unit:
+    """The unit with the backward of its own pass alone.
+
+    A trace counts the accumulation of a parameter's gradient in later passes as backward of its first use.
+    """
+    last = next(last for first, last in runs if first <= unit.backward_begin <= last)
+    return replace(unit, backward_end=min(unit.backward_end, last + 1))
 
 
 def _numbered(name: str, number: int) -> str:

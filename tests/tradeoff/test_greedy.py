@@ -1,0 +1,99 @@
+"""The greedy order is a way through real policies, and the frontier is never worse."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memfit.tradeoff import SACGreedyOrderMeta, SACStats, frontier_of, greedy_order
+from memfit.tradeoff.greedy import group_of
+from memfit.tradeoff.problem import Problem, Role
+
+
+@st.composite
+def statistics(draw: st.DrawFn) -> SACStats:
+    """Any module: views, random ops, in-place ops with or without a maker inside."""
+    count = draw(st.integers(1, 12))
+    views = [op for op in range(count) if draw(st.integers(0, 4)) == 0]
+    written: list[tuple[int, int]] = []
+    for op in range(count):
+        if op not in views and draw(st.integers(0, 3)) == 0:
+            heads = [head for head in range(op) if head not in {each for each, _ in written}]
+            written.append((op, draw(st.sampled_from([op, *heads]))))
+    random = [op for op in range(count) if op not in views and draw(st.integers(0, 4)) == 0]
+    sizes = draw(st.lists(st.sampled_from((0, 1, 2, 8, 30)), min_size=count, max_size=count))
+    return SACStats(
+        func_names=[f"op{op}" for op in range(count)],
+        runtimes=draw(st.lists(st.sampled_from((0.0, 0.125, 1.0, 2.5)), min_size=count, max_size=count)),
+        memory=[0 if op in views else size for op, size in enumerate(sizes)],
+        view_like_ops=views,
+        rand_ops=random,
+        saved_autograd_ops=[],
+        inplace_ops=written,
+        force_store_random=draw(st.booleans()),
+    )
+
+
+def problem_of(stats: SACStats, greedy: SACGreedyOrderMeta) -> Problem:
+    """The same decisions under the frontier's rules: everything is discardable, the whole module runs again."""
+    count = len(stats.memory)
+    view = np.isin(np.arange(count), stats.view_like_ops)
+    forced = np.zeros(count, bool)
+    for head in greedy.stored_ops:
+        forced[list(group_of(greedy, head))] = True
+    random = np.isin(np.arange(count), stats.rand_ops)
+    makers = np.flatnonzero(~view)
+    return Problem(
+        signature=np.zeros((count, 1), np.int64),
+        ms=np.array(stats.runtimes),
+        view=view,
+        random=random,
+        workspace=np.zeros(count, np.int64),
+        forced=forced & ~view,
+        fixed=np.zeros(count, bool),
+        ties=np.array([pair for pair in stats.inplace_ops if not view[pair[1]]], np.int64).reshape(-1, 2),
+        size=np.array(stats.memory, np.int64)[makers],
+        birth=makers,
+        ends=np.full(len(makers), count),
+        role=np.full(len(makers), Role.DISCARDABLE),
+        need=np.full(len(makers), count - 1),
+        input_bytes=0,
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(statistics())
+def test_no_prefix_of_the_greedy_order_is_better_than_the_frontier(stats: SACStats) -> None:
+    greedy = greedy_order(stats)
+    frontier = frontier_of(problem_of(stats, greedy), points=10**6)
+    discarded = 0
+    spent = sum(stats.runtimes[op] for op in stats.view_like_ops)
+    for candidate in greedy.msps_meta:
+        discarded += candidate.memory
+        spent += candidate.runtime
+        best = frontier.fastest(discarded)
+        assert best is not None, "the prefix is no policy"
+        assert best.recompute_ms <= spent + 1e-12
+
+
+@settings(max_examples=300, deadline=None)
+@given(statistics())
+def test_every_op_is_in_exactly_one_group(stats: SACStats) -> None:
+    greedy = greedy_order(stats)
+    groups = [group_of(greedy, each.op_idx) for each in greedy.msps_meta]
+    groups += [group_of(greedy, head) for head in greedy.stored_ops]
+    groups += [{op} for op in greedy.recomputed_ops]
+    everything = [op for group in groups for op in group]
+    assert sorted(everything) == list(range(len(stats.memory)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(statistics())
+def test_the_order_is_by_bytes_per_millisecond(stats: SACStats) -> None:
+    greedy = greedy_order(stats)
+    rates = [each.msps for each in greedy.msps_meta]
+    assert rates == sorted(rates, reverse=True)
+    if stats.rand_ops and stats.force_store_random:
+        stored = set().union(*(group_of(greedy, head) for head in greedy.stored_ops))
+        assert set(stats.rand_ops) <= stored
