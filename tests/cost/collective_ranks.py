@@ -20,7 +20,7 @@ def measure(rank: int, ranks: int, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     try:
         benchmark = CollectiveBenchmark(repetitions=3, warmup=1)
-        times = benchmark.measure(sizes=(1000, 64 << 10))
+        times = benchmark.measure(sizes=(1000, 8 << 20))
         first_only = dist.new_group([0])
         errors = {
             "different": _error(lambda: benchmark.measure(sizes=(1000, 2000 * (rank + 1)))),

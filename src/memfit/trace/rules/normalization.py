@@ -35,10 +35,10 @@ def _group_norm_backward(context: RuleContext, func: Any, args: Any, kwargs: dic
 def _batch_norm(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     """Mean and variance sums (ATen/native/Normalization.cpp, `batch_norm_cpu_update_stats_template`).
 
-    Channels-last inputs have a second pair of them for the transform.
+    Channels-last inputs have one more buffer for each thread, in which it sums its rows.
     """
-    pairs = 1 if args[0].is_contiguous() else 2
-    return 2 * pairs * result[1].numel() * max(4, result[1].element_size())
+    buffers = 2 if args[0].is_contiguous() else 2 + context.threads
+    return buffers * result[1].numel() * max(4, result[1].element_size())
 
 
 def _batch_norm_results(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
