@@ -155,7 +155,7 @@ def main() -> None:
             trace = memfit.trace(step, target="cpu")
             model = step.build_model()
             optimizer = step.build_optimizer(model)
-            seconds_of(step, model, optimizer, 3)
+            seconds_of(step, model, optimizer, 5)
             seconds = seconds_of(step, model, optimizer, STEPS_BEFORE)
             timed = Runtime.of(trace, benchmark)
             seconds += seconds_of(step, model, optimizer, STEPS_AFTER)

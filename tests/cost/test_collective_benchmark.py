@@ -48,7 +48,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_collective_is_measured_at_every_size_in_whole_elements(measured: Path) -> None:
     times = CollectiveTimes.from_json((measured / "times0.json").read_bytes())
     assert times.kinds == tuple(Collective)
-    assert all(times.points(kind)[0] == [1000, 64 << 10] for kind in Collective)
+    assert all(times.points(kind)[0] == [1000, 8 << 20] for kind in Collective)
     assert all(0 < point.ms < math.inf for point in times.times)
     assert times.group == Group(nodes=1, ranks_per_node=RANKS)
     assert (times.backend, times.device, times.threads) == ("gloo", "cpu", 1)

@@ -21,7 +21,7 @@ from memfit.hardware import Device, HostTimes
 from memfit.trace import Op, Trace
 
 _HOST_KEY = "host"
-_ROUNDS = 3
+_ROUNDS = 4
 """Every op is timed in this many rounds over all ops, so that a burst of other work spoils one of them at most."""
 
 
@@ -107,4 +107,5 @@ def op_key(op: Op) -> str:
 
 def _progress(show: bool) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not show)
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=not (show and console.is_terminal))

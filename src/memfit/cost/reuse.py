@@ -19,12 +19,18 @@ _ITEM_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "bfloat16": 2, "float16
 
 
 def cold_fractions(trace: Trace, cache_bytes: int) -> Times:
-    """The part of each op's bytes, between 0 and 1, that comes from memory rather than from a cache of this size."""
+    """The part of each op's bytes, between 0 and 1, that comes from memory rather than from a cache of this size.
+
+    Nothing does when the whole step fits in it, however often its bytes are touched.
+    """
     touched = [_touched(trace, op) for op in trace.ops]
+    levels, tops, born = _levels(trace)
+    lasting = {storage for each in touched for storage in each if trace.storages[storage].birth < 0}
+    if sum(trace.storages[storage].bytes for storage in lasting) + max(tops, default=0) <= cache_bytes:
+        return np.zeros(len(touched))
     totals = np.array([sum(each.values()) for each in touched], dtype=np.float64)
     clock = np.concatenate(([0.0], np.cumsum(totals))).tolist()
     step_bytes = clock[-1]
-    levels, tops, born = _levels(trace)
     last: dict[int, float] = {}
     for index, each in enumerate(touched):
         for storage in each:

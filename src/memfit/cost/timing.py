@@ -13,14 +13,20 @@ from typing import Any
 
 import torch
 
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None
+
 from memfit.hardware.device import DeviceType
 from memfit.trace import Op, TensorRef
 from memfit.trace.arguments import call_of, real_tensor
 
 _REPEATS = 15
-_COLD_REPEATS = 3
+_COLD_REPEATS = 5
 _BUDGET_S = 0.004
-_FEWEST = 3
+_FEWEST = 5
+_FEW_FAULTS = 16
 _PATTERN = 65_537
 _VALUES = (0.75, 1.25)
 """Near one, so that an in-place product that is timed again and again does not sink into slow denormal numbers."""
@@ -39,10 +45,10 @@ class OpTime:
 
     @classmethod
     def median(cls, times: Sequence[OpTime]) -> OpTime:
-        """The middle of several measurements."""
+        """The middle of several measurements, the lower of two: what disturbs a measurement makes it longer."""
         return cls(
-            hot_ms=statistics.median(time.hot_ms for time in times),
-            cold_ms=statistics.median(time.cold_ms for time in times),
+            hot_ms=statistics.median_low(time.hot_ms for time in times),
+            cold_ms=statistics.median_low(time.cold_ms for time in times),
         )
 
     def at(self, cold: float) -> float:
@@ -80,17 +86,23 @@ class OpTimer:
         return self._cuda_ms(run) if self.device.type == "cuda" else self._cpu_ms(run, repeats, flush=True)
 
     def _cpu_ms(self, run: Callable[[], Any], repeats: int, *, flush: bool) -> float:
-        times: list[float] = []
+        """The median of the runs for which the system had to hand out the fewest new pages.
+
+        A step soon has all its pages; an op by itself may get and lose them in every run, at many times its cost.
+        """
+        laps: list[tuple[int, float]] = []
         spent = 0.0
-        while len(times) < _FEWEST or (spent < _BUDGET_S and len(times) < repeats):
+        while len(laps) < _FEWEST or (spent < _BUDGET_S and len(laps) < repeats):
             if flush:
                 self._flush.add_(1.0)
-            began = time.perf_counter()
+            faults, began = page_faults(), time.perf_counter()
             result = run()
-            times.append(time.perf_counter() - began)
-            spent += times[-1]
+            seconds = time.perf_counter() - began
+            laps.append(((page_faults() - faults) // _FEW_FAULTS, seconds))
+            spent += seconds
             del result
-        return statistics.median(times) * 1e3
+        fewest = min(faults for faults, _ in laps)
+        return statistics.median(seconds for faults, seconds in laps if faults == fewest) * 1e3
 
     def _cuda_ms(self, run: Callable[[], Any]) -> float:
         times = []
@@ -135,6 +147,11 @@ def processor_name() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def page_faults() -> int:
+    """How often this process was given a new page of memory; 0 where the system does not count."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt if resource is not None else 0
 
 
 def last_cache_bytes() -> int:
