@@ -1,0 +1,124 @@
+"""The program that decides which units are checkpointed, and how: one binary for each candidate and policy.
+
+Variables: x[u,k] is 1 when candidate u is checkpointed with policy k; c[j] is what is lacking in segment j, in MiB.
+Minimise the sum of recompute_ms[u,k] x[u,k] subject to five families of rows:
+
+1. choice:     sum over k of x[u,k] <= 1, and = 1 for a candidate that the caller forces
+2. path:       sum of x over the candidates of one path of the module tree <= 1: a container or what is inside it
+3. cumulative: c[j] = c[j-1] + freed of candidates whose forward ends at boundary j - freed of those whose second run
+               begins there, so that rows grow with the number of candidates and not with its square
+4. segment:    highest level in segment j - c[j] <= budget, for the segments above the budget
+5. rerun:      level just before the second run of u - what is lacking there, u's own part included
+               + recompute_peak_bytes[u,k] x[u,k] <= budget, where a policy could break it
+
+For the smallest feasible budget the budget is a variable too, and the only one that costs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memfit.solve.milp import FREE, Milp
+from memfit.solve.program import Choice, Program
+from memfit.trace import NEVER
+
+SCALE = float(1 << 20)
+"""Rows are in MiB: HiGHS likes numbers near one."""
+
+
+class CheckpointModel:
+    """The mixed-integer program of a step."""
+
+    def __init__(self, program: Program, *, least_budget: bool = False) -> None:
+        self.program = program
+        self.milp = Milp()
+        self.x = [
+            [self.milp.variable(cost=0.0 if least_budget else policy.recompute_ms) for policy in candidate.policies]
+            for candidate in program.candidates
+        ]
+        self.budget = self.milp.variable(cost=1.0, upper=FREE, integer=False) if least_budget else None
+        most = sum(candidate.policies[-1].discarded_bytes for candidate in program.candidates) / SCALE
+        self.lacking = [
+            self.milp.variable(lower=0.0, upper=most if index else 0.0, integer=False)
+            for index in range(len(program.segments))
+        ]
+        self.choice_rows()
+        self.path_rows()
+        self.cumulative_rows()
+        self.segment_rows()
+        self.rerun_rows()
+
+    def choice_rows(self) -> None:
+        """Family 1."""
+        for candidate, row in zip(self.program.candidates, self.x, strict=True):
+            if candidate.forced or candidate.outer == NEVER:
+                self.milp.row(((x, 1.0) for x in row), lower=1.0 if candidate.forced else -FREE, upper=1.0)
+
+    def path_rows(self) -> None:
+        """Family 2."""
+        for path in self.program.paths:
+            if len(path) > 1:
+                self.milp.row(((x, 1.0) for index in path for x in self.x[index]), upper=1.0)
+
+    def cumulative_rows(self) -> None:
+        """Family 3."""
+        begins = {segment.begin: index for index, segment in enumerate(self.program.segments)}
+        terms: list[list[tuple[int, float]]] = [[] for _ in self.lacking]
+        for candidate, row in zip(self.program.candidates, self.x, strict=True):
+            for x, policy in zip(row, candidate.policies, strict=True):
+                freed = policy.discarded_bytes / SCALE
+                terms[begins[candidate.unit.end]].append((x, freed))
+                terms[begins[candidate.again]].append((x, -freed))
+        for index in range(1, len(self.lacking)):
+            balance = [(self.lacking[index], -1.0), (self.lacking[index - 1], 1.0), *terms[index]]
+            self.milp.row(balance, lower=0.0, upper=0.0)
+
+    def segment_rows(self) -> None:
+        """Family 4."""
+        for index, segment in enumerate(self.program.segments):
+            if self.budget is not None:
+                terms = [(self.lacking[index], 1.0), (self.budget, 1.0)]
+                self.milp.row(terms, lower=segment.peak_bytes / SCALE)
+            elif segment.peak_bytes > self.program.budget_bytes:
+                over = segment.peak_bytes - self.program.budget_bytes
+                self.milp.row([(self.lacking[index], 1.0)], lower=over / SCALE)
+
+    def rerun_rows(self) -> None:
+        """Family 5. Without a second run it holds anyway: the level before an op is no higher than during the last."""
+        budget = self.program.budget_bytes
+        begins = {segment.begin: index for index, segment in enumerate(self.program.segments)}
+        for candidate, row in zip(self.program.candidates, self.x, strict=True):
+            level = int(self.program.before[candidate.again])
+            highest = level + max(policy.recompute_peak_bytes for policy in candidate.policies)
+            if self.budget is None and highest <= budget:
+                continue
+            terms = [(self.lacking[begins[candidate.again] - 1], -1.0)]
+            terms += [
+                (x, policy.recompute_peak_bytes / SCALE)
+                for x, policy in zip(row, candidate.policies, strict=True)
+                if policy.recompute_peak_bytes
+            ]
+            if self.budget is None:
+                self.milp.row(terms, upper=(budget - level) / SCALE)
+            else:
+                self.milp.row([*terms, (self.budget, -1.0)], upper=-level / SCALE)
+
+    def choice_of(self, values: tuple[float, ...]) -> Choice:
+        """The choice that the solver's values stand for."""
+        choice = np.full(len(self.x), NEVER, np.int64)
+        for index, row in enumerate(self.x):
+            for policy, x in enumerate(row):
+                if values[x] > 0.5:
+                    choice[index] = policy
+        return choice
+
+    def values_of(self, choice: Choice) -> list[float]:
+        """A full assignment for a choice, to start the solver from."""
+        values = [0.0] * self.milp.columns
+        for index, policy in enumerate(choice.tolist()):
+            if policy != NEVER:
+                values[self.x[index][policy]] = 1.0
+        freed = self.program.freed(choice)
+        for variable, segment in zip(self.lacking, self.program.segments, strict=True):
+            values[variable] = float(freed[segment.begin]) / SCALE
+        return values

@@ -1,0 +1,109 @@
+"""The step under a plan, op by op: which storages live when, and what the second runs of units add.
+
+This is the judge of a plan and knows nothing of the program that found it. Dropped storages leave with the last op of
+their unit's forward and come back, as others with their sizes, when the unit runs again; saved results that autograd
+would not have kept stay until then; every op of a second run has its workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from memfit.memory.timeline import Bytes
+from memfit.solve.program import Candidate, Program
+from memfit.tradeoff import Policy
+from memfit.tradeoff.facts import Facts
+from memfit.tradeoff.problem import Problem, Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rerun:
+    """The second run of a unit: bytes while each of its ops runs again."""
+
+    unit: str
+    before_op: int
+    during_bytes: Bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(self.during_bytes.max(initial=0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """Levels of the whole step under a plan."""
+
+    during_bytes: Bytes
+    reruns: tuple[Rerun, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest point."""
+        return max(int(self.during_bytes.max()), max((rerun.peak_bytes for rerun in self.reruns), default=0))
+
+    @property
+    def peak_op(self) -> int:
+        """The op at the highest point; for a second run, the op before which it happens."""
+        highest = max(self.reruns, key=lambda rerun: rerun.peak_bytes, default=None)
+        if highest is not None and highest.peak_bytes > int(self.during_bytes.max()):
+            return highest.before_op
+        return int(self.during_bytes.argmax())
+
+
+def replay(program: Program, facts: Facts, chosen: Sequence[tuple[Candidate, Policy]]) -> Replay:
+    """Run the step's memory again under these policies."""
+    ops = len(program.during)
+    change = np.zeros(ops + 1, np.int64)
+    parts = []
+    for candidate, policy in chosen:
+        problem = Problem.of(facts, candidate.unit)
+        saved = np.zeros(len(problem.view), bool)
+        saved[list(policy.saved)] = True
+        runs = np.zeros(len(problem.view), bool)
+        runs[list(policy.recomputed)] = True
+        own = saved[problem.birth]
+        dropped = (problem.role == Role.DISCARDABLE) & ~own
+        begin, end, again = candidate.unit.begin, candidate.unit.end, candidate.again
+        change[end] -= int(problem.size[dropped].sum())
+        change[again] += int(problem.size[dropped].sum())
+        newly = (problem.role == Role.FRESH) & own & (problem.birth <= policy.stop)
+        for size, gone in zip(problem.size[newly].tolist(), problem.ends[newly].tolist(), strict=True):
+            change[min(begin + gone + 1, end)] += size
+            change[again] -= size
+        change[end] += problem.input_bytes
+        change[again] -= problem.input_bytes
+        parts.append((candidate, policy, problem, runs))
+    shift = np.cumsum(change)[:ops]
+    reruns = []
+    for candidate, policy, problem, runs in parts:
+        again = candidate.again
+        level = int(program.before[again]) + int(shift[again - 1])
+        reruns.append(
+            Rerun(
+                unit=candidate.unit.name,
+                before_op=again,
+                during_bytes=level + _second_run(problem, runs, policy.stop),
+            )
+        )
+    return Replay(during_bytes=program.during + shift, reruns=tuple(reruns))
+
+
+def _second_run(problem: Problem, runs: np.ndarray, stop: int) -> Bytes:
+    """What is alive above the level before while each op runs again."""
+    alive: dict[int, int] = {}
+    levels = []
+    born: dict[int, list[int]] = {}
+    for storage, birth in enumerate(problem.birth.tolist()):
+        born.setdefault(birth, []).append(storage)
+    for op in range(stop + 1):
+        if runs[op]:
+            for storage in born.get(op, ()):
+                if problem.ends[storage] >= op:
+                    alive[storage] = int(problem.size[storage])
+        levels.append(sum(alive.values()) + (int(problem.workspace[op]) if runs[op] else 0))
+        for storage in [each for each in alive if problem.ends[each] <= op]:
+            del alive[storage]
+    return np.array(levels, np.int64)

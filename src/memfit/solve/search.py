@@ -1,0 +1,105 @@
+"""Finds the least recompute time under the budget: equal layers together first, the full program where that is not enough."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from memfit.solve.checkpoint import CheckpointModel
+from memfit.solve.classes import ClassModel
+from memfit.solve.milp import Incumbent, Limits, Status, relative_gap
+from memfit.solve.program import Choice, Program
+from memfit.trace import NEVER
+
+Watch = Callable[[Incumbent], None]
+_SAME_MS = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The best choice found and what is proven of it; an infeasible program has none."""
+
+    status: Status
+    choice: Choice | None
+    recompute_ms: float
+    bound_ms: float
+    seconds: float
+    rows: int
+    columns: int
+
+    @property
+    def gap(self) -> float:
+        """How far the time may be from the least possible, as a part of itself."""
+        return relative_gap(self.recompute_ms, self.bound_ms)
+
+
+def search(
+    program: Program, limits: Limits | None = None, *, start: Choice | None = None, watch: Watch | None = None
+) -> Outcome:
+    """The best choice for a program, from a first one if that is known."""
+    limits = limits or Limits()
+    began = time.perf_counter()
+    nothing = np.full(len(program.candidates), NEVER, np.int64)
+    if not any(candidate.forced for candidate in program.candidates) and program.fits(nothing):
+        return _outcome(program, nothing, Status.OPTIMAL, 0.0, began, 0, 0)
+    model = ClassModel(program)
+    relaxed = model.milp.solve(limits, watch=watch)
+    if relaxed.status is Status.INFEASIBLE:
+        return _outcome(program, None, Status.INFEASIBLE, math.inf, began, relaxed.rows, relaxed.columns)
+    known = [start] if start is not None and usable(program, start) else []
+    if relaxed.values:
+        dealt = [model.deal(relaxed.values, largest_first=order) for order in (True, False)]
+        known += [choice for choice in dealt if usable(program, choice)]
+    best = min(known, key=program.recompute_ms, default=None)
+    if best is not None and program.recompute_ms(best) <= relaxed.bound + _SAME_MS + limits.gap * relaxed.bound:
+        return _outcome(program, best, Status.OPTIMAL, relaxed.bound, began, relaxed.rows, relaxed.columns)
+    return _full(program, limits, best, relaxed.bound, began, watch)
+
+
+def usable(program: Program, choice: Choice) -> bool:
+    """Whether a choice holds every row of the full program."""
+    forced = all(
+        choice[index] != NEVER for index, candidate in enumerate(program.candidates) if candidate.forced
+    )
+    return forced and not program.nested(choice) and program.fits(choice)
+
+
+def _full(
+    program: Program, limits: Limits, best: Choice | None, bound_ms: float, began: float, watch: Watch | None
+) -> Outcome:
+    full = CheckpointModel(program)
+    left = Limits(
+        gap=limits.gap,
+        time_limit_s=max(0.1, limits.time_limit_s - (time.perf_counter() - began)),
+        threads=limits.threads,
+    )
+    solved = full.milp.solve(left, start=None if best is None else full.values_of(best), watch=watch)
+    rows, columns = solved.rows, solved.columns
+    if solved.status is Status.INFEASIBLE:
+        return _outcome(program, None, Status.INFEASIBLE, math.inf, began, rows, columns)
+    bound = max(bound_ms, solved.bound) if math.isfinite(solved.bound) else bound_ms
+    if solved.values:
+        best = min((c for c in (best, full.choice_of(solved.values)) if c is not None), key=program.recompute_ms)
+    if best is None:
+        return _outcome(program, None, Status.UNKNOWN, bound, began, rows, columns)
+    proven = solved.status is Status.OPTIMAL
+    return _outcome(program, best, Status.OPTIMAL if proven else Status.FEASIBLE, bound, began, rows, columns)
+
+
+def _outcome(
+    program: Program, choice: Choice | None, status: Status, bound_ms: float, began: float, rows: int, columns: int
+) -> Outcome:
+    recompute_ms = math.inf if choice is None else program.recompute_ms(choice)
+    return Outcome(
+        status=status,
+        choice=choice,
+        recompute_ms=recompute_ms,
+        bound_ms=min(bound_ms, recompute_ms) if choice is not None else bound_ms,
+        seconds=time.perf_counter() - began,
+        rows=rows,
+        columns=columns,
+    )
