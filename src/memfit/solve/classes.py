@@ -1,14 +1,14 @@
 """A small program for steps with many equal layers: how many units of each class take each policy.
 
 Note [Classes]: units of one class share a frontier and lie at the same place of equal layers. Summed over a class, the
-rows of checkpoint.py become rows in n[c,k], the number of its units with policy k. A row that sees only some units of a
-class is relaxed: it may count what all of them freed. So every plan of the full program is a plan of this one, and the
-least time here is a proven bound for it.
+rows of checkpoint.py become rows in n[c,k], the number of its units with policy k. A row that sees only m units of a
+class may count the m largest of what the class freed: z[k] <= n[k], sum of z <= m. So every plan of the full program is
+a plan of this one, and the least time here is a proven bound for it.
 
 The answer is then dealt out to the units, the largest policies to the layers that run first: the intervals in which
-equal layers lack what they dropped lie inside one another, so this leaves the least memory at every moment. When the
-plan that comes out holds every row of the full program, it has the least time and is optimal there too. Otherwise the
-full program is solved, with the bound known.
+equal layers lack what they dropped lie inside one another, so this leaves the least memory at every moment. Rows that
+the dealt plan breaks are added, and the program is solved again. When the plan holds every row of the full program, it
+has the least time and is optimal there too. When it breaks a row that is here already, only the full program can tell.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ import numpy as np
 
 from memfit.solve.checkpoint import SCALE
 from memfit.solve.milp import Milp
-from memfit.solve.program import Choice, Program
+from memfit.solve.program import Choice, Program, Segment
 from memfit.trace import NEVER
+
+_ROWS_AT_ONCE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,18 +66,19 @@ class ClassModel:
             ]
             for each in self.classes
         ]
+        self.under = self._members_under()
+        self._known: set[tuple[str, int]] = set()
         self.path_rows()
         self.forced_rows()
-        self.segment_rows()
+        self.segment_row(max(program.segments, key=lambda segment: segment.peak_bytes))
 
     def path_rows(self) -> None:
         """Families 1 and 2, summed over the members of each class."""
-        under = self._members_under()
         for number, each in enumerate(self.classes):
             terms = [(n, 1.0) for n in self.n[number]]
             outer = each.outer
             while outer != NEVER:
-                terms += [(n, float(under[number][outer])) for n in self.n[outer]]
+                terms += [(n, float(self.under[number][outer])) for n in self.n[outer]]
                 outer = self.classes[outer].outer
             self.milp.row(terms, upper=float(len(each.members)))
 
@@ -85,32 +88,93 @@ class ClassModel:
             if self.program.candidates[each.members[0]].forced:
                 self.milp.row(((n, 1.0) for n in row), lower=float(len(each.members)))
 
-    def segment_rows(self) -> None:
-        """Family 4: of segments that see the same classes, the highest."""
-        most: dict[frozenset[int], int] = {}
-        spans = [
-            [(self.program.candidates[m].unit.end, self.program.candidates[m].again) for m in each.members]
-            for each in self.classes
-        ]
-        first = [min(end for end, _ in span) for span in spans]
-        for segment in self.program.segments:
-            over = segment.peak_bytes - self.program.budget_bytes
-            if over <= 0:
+    def segment_row(self, segment: Segment) -> bool:
+        """Family 4 for one segment; whether it is new."""
+        return self._row(("segment", segment.begin), segment.peak_bytes, segment.begin, None)
+
+    def rerun_row(self, index: int) -> bool:
+        """Family 5 for one candidate; whether it is new."""
+        again = self.program.candidates[index].again
+        return self._row(("rerun", index), int(self.program.before[again]), again - 1, index)
+
+    def _row(self, key: tuple[str, int], level_bytes: int, op: int, rerun: int | None) -> bool:
+        """What is lacking while `op` runs makes up for a level above the budget, and for a unit that runs again."""
+        if key in self._known:
+            return False
+        self._known.add(key)
+        terms: list[tuple[int, float]] = []
+        counted: dict[int, list[int]] = {}
+        for number, each in enumerate(self.classes):
+            active = [m for m in each.members if self._active(m, op)]
+            if not active:
                 continue
-            seen = frozenset(
-                number
-                for number, span in enumerate(spans)
-                if first[number] <= segment.begin and any(end <= segment.begin < again for end, again in span)
-            )
-            most[seen] = max(most.get(seen, 0), over)
-        for seen, over in most.items():
-            terms = []
-            for number in sorted(seen):
-                policies = self.program.candidates[self.classes[number].members[0]].policies
-                terms += [
-                    (n, policy.discarded_bytes / SCALE) for n, policy in zip(self.n[number], policies, strict=True)
-                ]
-            self.milp.row(terms, lower=over / SCALE)
+            policies = self.program.candidates[each.members[0]].policies
+            again = rerun is not None and rerun in active
+            if len(active) == len(each.members) and not again:
+                counted[number] = self.n[number]
+            else:
+                counted[number] = self._largest(number, len(active) - again)
+            terms += [(n, policy.discarded_bytes / SCALE) for n, policy in zip(counted[number], policies, strict=True)]
+            if again:
+                extra = self._again(number, counted[number])
+                terms += extra
+                counted[number] = [*counted[number], *(w for w, _ in extra)]
+            self._paths_of_part(number, len(active), counted)
+        self.milp.row(terms, lower=(level_bytes - self.program.budget_bytes) / SCALE)
+        return True
+
+    def _paths_of_part(self, number: int, active: int, counted: dict[int, list[int]]) -> None:
+        """Family 2 among the units that a row counts: a unit of the part has its path to itself there too."""
+        terms = [(n, 1.0) for n in counted[number]]
+        outer = self.classes[number].outer
+        while outer != NEVER:
+            under = float(self.under[number].get(outer, 0))
+            terms += [(n, under) for n in counted.get(outer, ())]
+            outer = self.classes[outer].outer
+        if active < len(self.classes[number].members) and len(terms) > len(counted[number]):
+            self.milp.row(terms, upper=float(active))
+
+    def _active(self, member: int, op: int) -> bool:
+        candidate = self.program.candidates[member]
+        return candidate.unit.end <= op < candidate.again
+
+    def _largest(self, number: int, count: int) -> list[int]:
+        """Variables for at most `count` of a class's units."""
+        chosen = [self.milp.variable(upper=float(count), integer=False) for _ in self.n[number]]
+        for z, n in zip(chosen, self.n[number], strict=True):
+            self.milp.row([(z, 1.0), (n, -1.0)], upper=0.0)
+        self.milp.row(((z, 1.0) for z in chosen), upper=float(count))
+        return chosen
+
+    def _again(self, number: int, others: Sequence[int]) -> list[tuple[int, float]]:
+        """The unit that runs again: one more of its class, and one of them for sure when all are checkpointed."""
+        policies = self.program.candidates[self.classes[number].members[0]].policies
+        members = len(self.classes[number].members)
+        chosen = [self.milp.variable(integer=False) for _ in policies]
+        for w, z, n in zip(chosen, others, self.n[number], strict=True):
+            self.milp.row([(w, 1.0), (z, 1.0), (n, -1.0)], upper=0.0)
+        self.milp.row(((w, 1.0) for w in chosen), upper=1.0)
+        terms = [(w, 1.0) for w in chosen] + [(n, -1.0) for n in self.n[number]]
+        self.milp.row(terms, lower=1.0 - members)
+        return [
+            (w, (policy.discarded_bytes - policy.recompute_peak_bytes) / SCALE)
+            for w, policy in zip(chosen, policies, strict=True)
+        ]
+
+    def add_broken_rows(self, choice: Choice) -> bool:
+        """Add the rows that a dealt plan breaks, the worst ones first; whether there was a new one."""
+        budget = self.program.budget_bytes
+        freed = self.program.freed(choice)
+        broken = [
+            (segment.peak_bytes - int(freed[segment.begin]) - budget, segment) for segment in self.program.segments
+        ]
+        broken = sorted((each for each in broken if each[0] > 0), key=lambda each: (-each[0], each[1].begin))
+        added = sum(self.segment_row(segment) for _, segment in broken[:_ROWS_AT_ONCE])
+        _, reruns = self.program.peaks(choice)
+        places = {id(candidate): index for index, candidate in enumerate(self.program.candidates)}
+        late = [(peak - budget, places[id(candidate)]) for candidate, peak in reruns if peak > budget]
+        added += sum(self.rerun_row(index) for _, index in sorted(late, reverse=True)[:_ROWS_AT_ONCE])
+        return added > 0
 
     def deal(self, values: Sequence[float], *, largest_first: bool = True) -> Choice:
         """The numbers dealt out to the units; see Note [Classes]."""

@@ -91,9 +91,7 @@ class Milp:
     indices: list[int] = field(default_factory=list)
     factors: list[float] = field(default_factory=list)
 
-    def variable(
-        self, *, cost: float = 0.0, lower: float = 0.0, upper: float = 1.0, integer: bool = True
-    ) -> int:
+    def variable(self, *, cost: float = 0.0, lower: float = 0.0, upper: float = 1.0, integer: bool = True) -> int:
         """A new variable's number."""
         self.cost.append(cost)
         self.lower.append(lower)
@@ -191,9 +189,7 @@ def _watch(solver: highspy.Highs, watch: Callable[[Incumbent], None], began: flo
     def tell(event: highspy.HighsCallbackEvent) -> None:
         data = event.data_out
         watch(
-            Incumbent(
-                objective=data.mip_primal_bound, bound=data.mip_dual_bound, seconds=time.perf_counter() - began
-            )
+            Incumbent(objective=data.mip_primal_bound, bound=data.mip_dual_bound, seconds=time.perf_counter() - began)
         )
 
     solver.cbMipImprovingSolution += tell

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +77,7 @@ class Program:
         """The step cut at the boundaries; the first segment is before all of them."""
         points = [0, *(point for point in self.boundaries if 0 < point < len(self.during)), len(self.during)]
         found = []
-        for begin, end in zip(points, points[1:], strict=False):
+        for begin, end in pairwise(points):
             peak = begin + int(self.during[begin:end].argmax())
             found.append(Segment(begin=begin, end=end, peak_bytes=int(self.during[peak]), peak_op=peak))
         return tuple(found)

@@ -1,11 +1,11 @@
-"""Finds the least recompute time under the budget: equal layers together first, the full program where that is not enough."""
+"""Finds the least recompute time under the budget: equal layers together first, all units where that is not enough."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from memfit.trace import NEVER
 
 Watch = Callable[[Incumbent], None]
 _SAME_MS = 1e-9
+_ROUNDS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,25 +47,42 @@ def search(
     nothing = np.full(len(program.candidates), NEVER, np.int64)
     if not any(candidate.forced for candidate in program.candidates) and program.fits(nothing):
         return _outcome(program, nothing, Status.OPTIMAL, 0.0, began, 0, 0)
-    model = ClassModel(program)
-    relaxed = model.milp.solve(limits, watch=watch)
-    if relaxed.status is Status.INFEASIBLE:
-        return _outcome(program, None, Status.INFEASIBLE, math.inf, began, relaxed.rows, relaxed.columns)
     known = [start] if start is not None and usable(program, start) else []
-    if relaxed.values:
+    bound, dealt, rows, columns = _by_classes(program, limits, began, watch)
+    if bound is None:
+        return _outcome(program, None, Status.INFEASIBLE, math.inf, began, rows, columns)
+    best = min([*known, *dealt], key=program.recompute_ms, default=None)
+    if best is not None and program.recompute_ms(best) <= bound + _SAME_MS + limits.gap * bound:
+        return _outcome(program, best, Status.OPTIMAL, bound, began, rows, columns)
+    return _full(program, limits, best, bound, began, watch)
+
+
+def _by_classes(
+    program: Program, limits: Limits, began: float, watch: Watch | None
+) -> tuple[float | None, list[Choice], int, int]:
+    """A proven bound, None when nothing fits, and the plans dealt out that hold every row."""
+    model = ClassModel(program)
+    bound, usable_plans = 0.0, []
+    for _ in range(_ROUNDS):
+        left = limits.time_limit_s - (time.perf_counter() - began)
+        if left <= 0:
+            break
+        relaxed = model.milp.solve(replace(limits, time_limit_s=left), watch=watch)
+        if relaxed.status is Status.INFEASIBLE:
+            return None, [], relaxed.rows, relaxed.columns
+        bound = max(bound, relaxed.bound)
+        if not relaxed.values:
+            break
         dealt = [model.deal(relaxed.values, largest_first=order) for order in (True, False)]
-        known += [choice for choice in dealt if usable(program, choice)]
-    best = min(known, key=program.recompute_ms, default=None)
-    if best is not None and program.recompute_ms(best) <= relaxed.bound + _SAME_MS + limits.gap * relaxed.bound:
-        return _outcome(program, best, Status.OPTIMAL, relaxed.bound, began, relaxed.rows, relaxed.columns)
-    return _full(program, limits, best, relaxed.bound, began, watch)
+        usable_plans += [choice for choice in dealt if usable(program, choice)]
+        if usable_plans or not model.add_broken_rows(dealt[0]):
+            break
+    return bound, usable_plans, model.milp.rows, model.milp.columns
 
 
 def usable(program: Program, choice: Choice) -> bool:
     """Whether a choice holds every row of the full program."""
-    forced = all(
-        choice[index] != NEVER for index, candidate in enumerate(program.candidates) if candidate.forced
-    )
+    forced = all(choice[index] != NEVER for index, candidate in enumerate(program.candidates) if candidate.forced)
     return forced and not program.nested(choice) and program.fits(choice)
 
 
@@ -72,11 +90,7 @@ def _full(
     program: Program, limits: Limits, best: Choice | None, bound_ms: float, began: float, watch: Watch | None
 ) -> Outcome:
     full = CheckpointModel(program)
-    left = Limits(
-        gap=limits.gap,
-        time_limit_s=max(0.1, limits.time_limit_s - (time.perf_counter() - began)),
-        threads=limits.threads,
-    )
+    left = replace(limits, time_limit_s=max(0.1, limits.time_limit_s - (time.perf_counter() - began)))
     solved = full.milp.solve(left, start=None if best is None else full.values_of(best), watch=watch)
     rows, columns = solved.rows, solved.columns
     if solved.status is Status.INFEASIBLE:

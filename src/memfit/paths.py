@@ -1,0 +1,33 @@
+"""Module paths that differ in numbers only, shown as one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from itertools import groupby
+from math import prod
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def alike(path: str) -> str:
+    """`layers.0.norm` and `layers.31.norm` are both `layers.*.norm`."""
+    return _NUMBER.sub("*", path)
+
+
+def folded(paths: Iterable[str]) -> str:
+    """Paths that are alike as one: `layers.0-15.norm`, `layers.0-3,7`; with stars where ranges would say too much."""
+    different = sorted(set(paths))
+    numbers = zip(*map(_NUMBER.findall, different), strict=True)
+    columns = [sorted(set(map(int, column))) for column in numbers]
+    every = prod(len(column) for column in columns) == len(different)
+    shown = iter([_ranges(column) if every or len(column) == 1 else "*" for column in columns])
+    return _NUMBER.sub(lambda _: next(shown), different[0])
+
+
+def _ranges(numbers: list[int]) -> str:
+    parts = []
+    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        parts.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
+    return ",".join(parts)

@@ -1,0 +1,127 @@
+"""The plan: a versioned, validated document that everything before makes and everything after uses."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+from rich.console import RenderableType
+
+from memfit.errors import InputError
+from memfit.plan.display import plan_report, text_of
+from memfit.plan.mismatch import PlanMismatch, differences
+from memfit.plan.record import (
+    SCHEMA,
+    Bytes,
+    Checkpoint,
+    Estimate,
+    Ms,
+    Prediction,
+    ShardPlan,
+    Status,
+    TargetFacts,
+    TraceFacts,
+)
+from memfit.plan.text import json_text
+from memfit.plan.validation import check_content
+from memfit.trace import Trace
+from memfit.units import display_bytes
+
+_AGAIN = "plan the step again"
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The decisions for one step, what they are predicted to do, and the step that they are for.
+
+    `bound_ms` is proven: no plan under this budget has a shorter step. `gap` is how far the time that the plan adds may
+    be from the least possible, as a part of itself. An infeasible plan has neither, nor a prediction.
+    """
+
+    schema: Literal[1] = SCHEMA
+    memfit: str
+    fingerprint: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    target: TargetFacts
+    ranks: Annotated[int, Meta(ge=1)]
+    budget_bytes: Annotated[int, Meta(ge=1)]
+    status: Status
+    gap: Annotated[float, Meta(ge=0)] | None
+    bound_ms: Ms | None
+    baseline: Estimate
+    predicted: Prediction | None
+    minimum_budget_bytes: Bytes | None
+    checkpoint: tuple[Checkpoint, ...]
+    shard: ShardPlan | None
+    notes: tuple[str, ...]
+    trace: TraceFacts
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, where: str = "the document") -> Plan:
+        """Read a plan. Another kind or version of document, a damaged or an inconsistent one is refused."""
+        _check_version(text, where)
+        try:
+            plan = msgspec.json.decode(text, type=cls)
+        except (msgspec.ValidationError, UnicodeDecodeError) as error:
+            raise InputError(f"{where} is not a valid plan: {error}; {_AGAIN}") from error
+        check_content(plan, where)
+        return plan
+
+    def to_json(self) -> str:
+        """The document; the same plan is the same text everywhere."""
+        return json_text(msgspec.to_builtins(self, order="deterministic"))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the document; the file appears whole or not at all."""
+        target = Path(path)
+        if not target.parent.is_dir():
+            raise InputError(f"there is no folder {target.parent} to write {target.name} to; make it first")
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+        try:
+            with open(temporary, "xb") as file:
+                file.write(self.to_json().encode())
+            os.replace(temporary, target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    def check(self, trace: Trace) -> None:
+        """Raise `PlanMismatch` with what differs when the plan was made for another step than this."""
+        found = differences(self, trace)
+        if found:
+            raise PlanMismatch(found)
+
+    def __rich__(self) -> RenderableType:
+        return plan_report(self)
+
+    def __str__(self) -> str:
+        return text_of(plan_report(self))
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan({self.status} for {display_bytes(self.budget_bytes)} on {self.ranks} x {self.target.device}, "
+            f"{len(self.checkpoint)} units checkpointed, fingerprint {self.fingerprint[:12]})"
+        )
+
+
+def load(path: str | os.PathLike[str]) -> Plan:
+    """Read the plan in a file."""
+    return Plan.from_json(Path(path).read_bytes(), where=str(path))
+
+
+class _Version(msgspec.Struct):
+    schema: int
+    fingerprint: str
+
+
+def _check_version(text: str | bytes, where: str) -> None:
+    try:
+        version = msgspec.json.decode(text, type=_Version)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{where} is not a memfit plan: {error}; give a file that Plan.save wrote") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"{where} is not JSON: {error}; give a file that Plan.save wrote") from error
+    if version.schema != SCHEMA:
+        raise InputError(f"{where} has plan schema {version.schema}, this memfit reads {SCHEMA}; {_AGAIN}")

@@ -1,0 +1,52 @@
+"""What a plan keeps of a trace."""
+
+from __future__ import annotations
+
+from memfit.plan.record import InputFacts, ParameterFacts, PeakAt, TraceFacts
+from memfit.trace import NEVER, Category, TensorRef, Trace
+
+
+def trace_facts(trace: Trace) -> TraceFacts:
+    """The facts that tell one step from another."""
+    return TraceFacts(
+        torch=release(trace.torch),
+        device=trace.device,
+        threads=trace.threads,
+        autocast=trace.autocast,
+        optimizer=trace.optimizer,
+        ops=len(trace.ops),
+        inputs=_inputs(trace),
+        parameters=tuple(
+            ParameterFacts(names=each.names, shape=each.shape, dtype=each.dtype, trainable=each.trainable)
+            for each in trace.parameters
+        ),
+    )
+
+
+def release(version: str) -> str:
+    """A version of torch without its build: `2.13.0+cpu` and `2.13.0+cu130` are both `2.13.0`."""
+    return version.partition("+")[0]
+
+
+def peak_at(trace: Trace, op: int, *, second_run_of: str | None = None) -> PeakAt:
+    """Where an op is; an index outside the ops is the start or the end of the step."""
+    if not 0 <= op < len(trace.ops):
+        return PeakAt(op=op, name="", phase="before the step" if op < 0 else "end of the step", module=None)
+    found = trace.ops[op]
+    module = trace.calls[found.call].module if found.call != NEVER else None
+    return PeakAt(op=op, name=found.name, phase=found.phase.value, module=module, second_run_of=second_run_of)
+
+
+def _inputs(trace: Trace) -> tuple[InputFacts, ...]:
+    """The batch as the first op that reads each tensor sees it."""
+    first: dict[int, TensorRef] = {}
+    for op in trace.ops:
+        for ref in op.inputs:
+            first.setdefault(ref.storage, ref)
+    found = []
+    for number, storage in enumerate(trace.storages):
+        if storage.category is Category.INPUT and storage.birth == NEVER:
+            ref = first.get(number)
+            shape, dtype = (None, None) if ref is None else (ref.shape, ref.dtype)
+            found.append(InputFacts(shape=shape, dtype=dtype, bytes=storage.bytes))
+    return tuple(found)

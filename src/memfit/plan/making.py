@@ -1,0 +1,109 @@
+"""A plan from the values that make it up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from memfit._version import __version__
+from memfit.hardware import Target
+from memfit.plan.document import Plan
+from memfit.plan.facts import trace_facts
+from memfit.plan.record import Checkpoint, Estimate, Prediction, ShardPlan, Status, TargetFacts, UnitOp
+from memfit.trace import NEVER, Trace
+from memfit.tradeoff import LOSS, Policy, Unit
+
+_DIGITS = 6
+"""Milliseconds are kept to the nanosecond: sums in another order are then the same text."""
+
+_E = TypeVar("_E", bound=Estimate)
+
+
+def plan_of(
+    trace: Trace,
+    *,
+    target: Target,
+    budget_bytes: int,
+    status: Status,
+    gap: float | None,
+    bound_ms: float | None,
+    minimum_budget_bytes: int | None,
+    checkpoint: Iterable[tuple[Unit, Policy]],
+    baseline: Estimate,
+    predicted: Prediction | None,
+    shard: ShardPlan | None = None,
+    notes: Sequence[str] = (),
+) -> Plan:
+    """The plan, validated as if it came from a file. Policies that discard nothing are left out."""
+    chosen = sorted((each for each in checkpoint if each[1].stop >= 0), key=lambda each: each[0].begin)
+    plan = Plan(
+        memfit=__version__,
+        fingerprint=trace.fingerprint,
+        target=_target(target),
+        ranks=target.ranks,
+        budget_bytes=int(budget_bytes),
+        status=status,
+        gap=_rounded(gap),
+        bound_ms=_rounded(bound_ms),
+        baseline=_rounded_estimate(baseline),
+        predicted=None if predicted is None else _rounded_estimate(predicted),
+        minimum_budget_bytes=None if minimum_budget_bytes is None else int(minimum_budget_bytes),
+        checkpoint=tuple(checkpoint_of(trace, unit, policy) for unit, policy in chosen),
+        shard=shard,
+        notes=tuple(notes),
+        trace=trace_facts(trace),
+    )
+    return Plan.from_json(plan.to_json(), where="the plan")
+
+
+def checkpoint_of(trace: Trace, unit: Unit, policy: Policy) -> Checkpoint:
+    """The entry of a unit that is checkpointed with this policy."""
+    held = policy.discarded_bytes + policy.cached_bytes
+    return Checkpoint(
+        unit=unit.name,
+        module=unit.module,
+        call=_call_number(unit),
+        kind=unit.kind,
+        begin=unit.begin,
+        end=unit.end,
+        stop=policy.stop,
+        discard_ratio=round(policy.discarded_bytes / held, _DIGITS) if held else 0.0,
+        discarded_bytes=policy.discarded_bytes,
+        cached_bytes=policy.cached_bytes,
+        recompute_ms=round(float(policy.recompute_ms), _DIGITS),
+        recompute_peak_bytes=policy.recompute_peak_bytes,
+        saved_ops=_named(trace, unit, policy.saved),
+        recomputed_ops=_named(trace, unit, policy.recomputed),
+    )
+
+
+def _named(trace: Trace, unit: Unit, offsets: Sequence[int]) -> tuple[UnitOp, ...]:
+    return tuple(UnitOp(offset=offset, name=trace.ops[unit.begin + offset].name) for offset in sorted(offsets))
+
+
+def _call_number(unit: Unit) -> int:
+    """`layers.0#2` is call 2 of `layers.0`."""
+    suffix = unit.name[len(LOSS if unit.call == NEVER else unit.module) :]
+    return int(suffix[1:]) if suffix else 0
+
+
+def _target(target: Target) -> TargetFacts:
+    return TargetFacts(
+        device=target.device.name,
+        title=target.device.title,
+        memory_total_bytes=target.device.memory_total_bytes,
+        ranks_per_node=target.ranks_per_node,
+        intra_node_link=target.intra_node_link.name,
+        inter_node_link=target.inter_node_link.name,
+    )
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(float(value), _DIGITS)
+
+
+def _rounded_estimate(estimate: _E) -> _E:
+    names = [name for name in estimate.__struct_fields__ if name.endswith("_ms")]
+    return msgspec.structs.replace(estimate, **{name: _rounded(getattr(estimate, name)) for name in names})

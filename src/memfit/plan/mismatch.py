@@ -1,0 +1,164 @@
+"""What differs between the step that a plan was made for and another one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from memfit._version import __version__
+from memfit.errors import InputError
+from memfit.paths import alike, folded
+from memfit.plan.facts import trace_facts
+from memfit.plan.record import InputFacts, ParameterFacts, TraceFacts
+from memfit.trace import Trace
+
+if TYPE_CHECKING:
+    from memfit.plan.document import Plan
+
+_SHOWN = 12
+
+
+class PlanMismatch(InputError):
+    """A plan for another step; `differences` says in which ways."""
+
+    def __init__(self, differences: Sequence[str]) -> None:
+        super().__init__(differences)
+        self.differences = tuple(differences)
+
+    def __str__(self) -> str:
+        shown = [f"  - {each}" for each in self.differences[:_SHOWN]]
+        if len(self.differences) > _SHOWN:
+            shown.append(f"  - and {len(self.differences) - _SHOWN} more")
+        advice = "plan this step again, or use the plan with the step it was made for"
+        return "\n".join(["the plan was made for another step:", *shown, f"what to do: {advice}"])
+
+
+def differences(plan: Plan, trace: Trace) -> list[str]:
+    """In which ways a trace is not the one that the plan was made for; empty when it is."""
+    here = trace_facts(trace)
+    found = list(fact_differences(here, plan.trace))
+    if not found:
+        found += _unit_differences(plan, trace)
+    if not found and plan.fingerprint != trace.fingerprint:
+        found.append(
+            "ops have other shapes, arguments or lifetimes in places that a plan does not keep "
+            f"(fingerprint {trace.fingerprint[:12]} here and {plan.fingerprint[:12]} in the plan)"
+        )
+        if plan.memfit != __version__:
+            found.append(f"memfit is {__version__} here and {plan.memfit} in the plan")
+    return found
+
+
+def fact_differences(here: TraceFacts, there: TraceFacts) -> Iterator[str]:
+    """Facts that are not the same, those that explain most first."""
+    for name, label in (
+        ("torch", "torch"),
+        ("device", "the device"),
+        ("threads", "the number of threads"),
+        ("autocast", "autocast"),
+        ("optimizer", "the optimizer"),
+    ):
+        mine, planned = getattr(here, name), getattr(there, name)
+        if mine != planned:
+            yield f"{label} is {_shown(mine)} here and {_shown(planned)} in the plan"
+    yield from parameter_differences(here.parameters, there.parameters)
+    yield from _input_differences(here.inputs, there.inputs)
+    if here.ops != there.ops:
+        yield f"the step has {here.ops} ops here and {there.ops} in the plan"
+
+
+def parameter_differences(here: Sequence[ParameterFacts], there: Sequence[ParameterFacts]) -> Iterator[str]:
+    """Parameters that are not the same; of layers that are not there at all, only how many there are."""
+    mine = {parameter.names[0]: _parameter(parameter) for parameter in here}
+    planned = {parameter.names[0]: _parameter(parameter) for parameter in there}
+    layers, their_layers = _numbered(mine), _numbered(planned)
+    uneven = {
+        prefix: layers[prefix] ^ their_layers[prefix]
+        for prefix in layers
+        if prefix in their_layers and len(layers[prefix]) != len(their_layers[prefix])
+    }
+    counts = {(alike(prefix), len(layers[prefix]), len(their_layers[prefix])): None for prefix in uneven}
+    for prefix, count, planned_count in counts:
+        yield f"{prefix or 'the model'} has {count} numbered parts with parameters here and {planned_count} in the plan"
+    groups: dict[tuple[str, str | None, str | None], list[str]] = defaultdict(list)
+    for name in (*mine, *(name for name in planned if name not in mine)):
+        now, then = mine.get(name), planned.get(name)
+        if now != then and not (None in (now, then) and _of_layers(name, uneven)):
+            groups[alike(name), now, then].append(name)
+    for (_, now, then), names in groups.items():
+        label = f"parameter {names[0]}" if len(names) == 1 else f"parameters {folded(names)} ({len(names)})"
+        verb = "is" if len(names) == 1 else "are"
+        if then is None:
+            yield f"{label}, {now}, {verb} here and not in the plan"
+        elif now is None:
+            yield f"{label}, {then}, {verb} in the plan and not here"
+        else:
+            yield f"{label} {verb} {now} here and {then} in the plan"
+
+
+def _unit_differences(plan: Plan, trace: Trace) -> Iterator[str]:
+    """Units of the plan that are other ops in this trace."""
+    calls = {(call.module, call.begin, call.end) for call in trace.calls}
+    paths = {module.path for module in trace.modules}
+    for entry in plan.checkpoint:
+        if not entry.is_loss and (entry.module, entry.begin, entry.end) not in calls:
+            yield f"unit {entry.unit!r} is no module call of ops {entry.begin} up to {entry.end} here"
+            continue
+        for op in sorted((*entry.saved_ops, *entry.recomputed_ops), key=lambda op: op.offset):
+            name = trace.ops[entry.begin + op.offset].name
+            if name != op.name:
+                yield f"op {op.offset} of unit {entry.unit!r} is {name} here and {op.name} in the plan"
+                break
+    for unit in plan.shard.units if plan.shard is not None else ():
+        if unit.module not in paths:
+            yield f"module {unit.module!r}, which the plan shards, is not in the model"
+
+
+def _input_differences(here: Sequence[InputFacts], there: Sequence[InputFacts]) -> Iterator[str]:
+    if len(here) != len(there):
+        yield f"the batch has {len(here)} tensors here and {len(there)} in the plan"
+        return
+    for index, (mine, planned) in enumerate(zip(here, there, strict=True)):
+        if mine != planned:
+            yield f"tensor {index} of the batch is {_input(mine)} here and {_input(planned)} in the plan"
+
+
+def _shown(value: object) -> str:
+    return "off" if value is None else str(value)
+
+
+def _tensor(shape: Sequence[int], dtype: str) -> str:
+    return f"{dtype}[{', '.join(map(str, shape))}]"
+
+
+def _input(fact: InputFacts) -> str:
+    if fact.shape is None or fact.dtype is None:
+        return f"{fact.bytes} bytes that no op reads"
+    return _tensor(fact.shape, fact.dtype)
+
+
+def _parameter(fact: ParameterFacts) -> str:
+    parts = [_tensor(fact.shape, fact.dtype)]
+    if not fact.trainable:
+        parts.append("frozen")
+    if len(fact.names) > 1:
+        parts.append(f"also called {', '.join(fact.names[1:])}")
+    return " ".join(parts)
+
+
+def _numbered(names: Sequence[str] | dict[str, str]) -> dict[str, set[str]]:
+    """The numbers that follow each path: `layers` has 0 to 31."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        parts = name.split(".")
+        for index, part in enumerate(parts):
+            if part.isdecimal():
+                found[".".join(parts[:index])].add(part)
+    return found
+
+
+def _of_layers(name: str, uneven: dict[str, set[str]]) -> bool:
+    """Whether a parameter belongs to a numbered part that only one side has."""
+    parts = name.split(".")
+    return any(part in uneven.get(".".join(parts[:index]), ()) for index, part in enumerate(parts))

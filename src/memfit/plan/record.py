@@ -1,0 +1,156 @@
+"""What a plan document is made of. These types are its only definition; the JSON Schema is generated from them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from memfit.trace import Category
+from memfit.tradeoff import LOSS
+
+SCHEMA = 1
+
+Status = Literal["optimal", "feasible", "infeasible"]
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+Count = Annotated[int, Meta(ge=0)]
+Bytes = Annotated[int, Meta(ge=0)]
+Ms = Annotated[float, Meta(ge=0)]
+Ratio = Annotated[float, Meta(ge=0, le=1)]
+
+
+class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class _Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, array_like=True):
+    pass
+
+
+class UnitOp(_Row, frozen=True):
+    """An op of a unit's forward: its offset from the unit's first op, and its name."""
+
+    offset: Count
+    name: str
+
+
+class Checkpoint(_Part, frozen=True):
+    """A unit that is checkpointed, and its policy.
+
+    `call` says which call of the module it is, counted over the step's forward. Its forward is ops `begin` up to (not
+    including) `end` of the step. Ops up to offset `stop` run again, but those that are saved.
+    """
+
+    unit: str
+    module: str
+    call: Count
+    kind: str
+    begin: Count
+    end: Count
+    stop: Count
+    discard_ratio: Ratio
+    discarded_bytes: Bytes
+    cached_bytes: Bytes
+    recompute_ms: Ms
+    recompute_peak_bytes: Bytes
+    saved_ops: tuple[UnitOp, ...]
+    recomputed_ops: tuple[UnitOp, ...]
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether this is the region of the loss, which is no module."""
+        return self.unit.partition("#")[0] == LOSS
+
+
+class PeakAt(_Part, frozen=True):
+    """The op at the highest point of a step.
+
+    `module` is None outside any module. `second_run_of` is the unit that runs again when that is the highest point;
+    the op is then the one of the backward before which it does.
+    """
+
+    op: int
+    name: str
+    phase: str
+    module: str | None
+    second_run_of: str | None = None
+
+
+class Estimate(_Part, frozen=True):
+    """Memory and time of a step. `peak_by_category` adds up to `peak_bytes`, or is empty."""
+
+    peak_bytes: Bytes
+    peak_reserved_bytes: Bytes
+    step_ms: Ms
+    peak_by_category: dict[Category, Bytes]
+    peak_at: PeakAt
+
+
+class Prediction(Estimate, frozen=True):
+    """Memory and time of a step under a plan, and the part of its time that the plan adds."""
+
+    recompute_ms: Ms
+    exposed_communication_ms: Ms
+
+
+class ShardedUnit(_Part, frozen=True):
+    """A module whose parameters are gathered together; the model itself has the empty path."""
+
+    module: str
+    reshard_after_forward: bool
+
+
+class ShardPlan(_Part, frozen=True):
+    """How parameters are sharded. `prefetch` units are gathered ahead; a dtype of None is the parameter's own."""
+
+    ranks: Annotated[int, Meta(ge=1)]
+    units: tuple[ShardedUnit, ...]
+    prefetch: Count
+    shard_dtype: Dtype | None = None
+    param_dtype: Dtype | None = None
+    reduce_dtype: Dtype | None = None
+
+
+class TargetFacts(_Part, frozen=True):
+    """The hardware that a plan is for, by name."""
+
+    device: str
+    title: str
+    memory_total_bytes: Bytes
+    ranks_per_node: Annotated[int, Meta(ge=1)]
+    intra_node_link: str
+    inter_node_link: str
+
+
+class ParameterFacts(_Row, frozen=True):
+    """A parameter with every name it goes by."""
+
+    names: Annotated[tuple[str, ...], Meta(min_length=1)]
+    shape: tuple[Count, ...]
+    dtype: str
+    trainable: bool
+
+
+class InputFacts(_Row, frozen=True):
+    """A tensor of the batch; shape and dtype are unknown when no op reads it."""
+
+    shape: tuple[Count, ...] | None
+    dtype: str | None
+    bytes: Bytes
+
+
+class TraceFacts(_Part, frozen=True):
+    """What a plan keeps of its trace, to say what differs when it is used for another step.
+
+    `torch` is the release without the part that names a build. `threads` is 0 where they change nothing.
+    """
+
+    torch: str
+    device: str
+    threads: Count
+    autocast: str | None
+    optimizer: str
+    ops: Count
+    inputs: tuple[InputFacts, ...]
+    parameters: tuple[ParameterFacts, ...]
