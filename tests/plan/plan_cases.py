@@ -1,4 +1,4 @@
-"""Plans for small models, made of real traces and frontiers; as a script, the document of one on the standard output."""
+"""Plans for small models, made of real traces and frontiers; as a script, the document of one of them."""
 
 from __future__ import annotations
 
@@ -125,8 +125,10 @@ class Case:
         return plan_of(self.trace, **{**values, **changes})
 
     def infeasible(self) -> Plan:
-        return self.plan(
-            self.chosen("layers.0"),
+        return plan_of(
+            self.trace,
+            target=Target.parse(self.trace.device),
+            baseline=self.baseline,
             status="infeasible",
             gap=None,
             bound_ms=None,

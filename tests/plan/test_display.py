@@ -84,7 +84,7 @@ def test_sharding_shows_its_settings(case: Case) -> None:
     units = tuple(ShardedUnit(module=f"layers.{number}", reshard_after_forward=number < 2) for number in range(4))
     shard = ShardPlan(ranks=1, units=units, prefetch=2, reduce_dtype="float32")
     shown = str(case.plan(case.chosen("layers.0"), shard=shard))
-    assert "sharded over 1 ranks: 4 units, 2 gathered ahead" in shown
+    assert "sharded by 1: 4 units, 2 gathered ahead" in shown
     assert "gathered from forward to backward: layers.2-3" in shown
     assert "reduce_dtype: float32" in shown
 

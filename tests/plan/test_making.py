@@ -66,8 +66,8 @@ def test_entries_are_in_the_order_in_which_units_run(case: Case) -> None:
 
 
 def test_units_inside_each_other_are_refused(case: Case) -> None:
-    with pytest.raises(InputError, match="'layers.0' and 'layers.0.up' have ops in common"):
-        case.plan(case.chosen("layers.0", "layers.0.up", place=1))
+    with pytest.raises(InputError, match=r"units '' and 'layers\.0' have ops in common"):
+        case.plan(case.chosen("", "layers.0", place=1))
 
 
 def test_policies_that_do_nothing_are_left_out(case: Case) -> None:
@@ -86,7 +86,7 @@ def test_noise_in_the_last_digits_does_not_show(case: Case) -> None:
 
 
 def test_a_plan_above_its_budget_is_never_made(case: Case) -> None:
-    with pytest.raises(InputError, match="the plan is inconsistent: predicted.peak_bytes"):
+    with pytest.raises(InputError, match=r"the plan is inconsistent: predicted\.peak_bytes"):
         case.plan(case.chosen("layers.0"), budget_bytes=4096, minimum_budget_bytes=None)
 
 

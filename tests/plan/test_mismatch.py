@@ -46,7 +46,7 @@ def test_a_plan_is_for_its_own_step(plan: Plan) -> None:
 
 
 class Plainer(Stack):
-    """Has one parameter less, and another name for one."""
+    """Lacks two parameters and has one of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,13 +164,13 @@ def test_another_op_in_a_unit_is_named(plan: Plan, case: Case) -> None:
 
 
 def test_a_difference_that_a_plan_does_not_keep_is_still_refused(plan: Plan) -> None:
-    class Scaled(Stack):
+    class Swapped(Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for layer in self.layers:
                 x = layer(x)
             return self.head(self.tail(x))
 
-    message = refused(plan, captured(Scaled))
+    message = refused(plan, captured(Swapped))
     assert "in places that a plan does not keep (fingerprint" in message
 
 

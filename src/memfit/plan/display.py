@@ -165,7 +165,7 @@ def _kept(entry: Checkpoint) -> str:
 def _shard(shard: ShardPlan) -> Text:
     """Units that keep their parameters between forward and backward are named, the others counted."""
     kept = [unit.module for unit in shard.units if not unit.reshard_after_forward]
-    text = Text(f"sharded over {shard.ranks} ranks: {len(shard.units)} units, {shard.prefetch} gathered ahead")
+    text = Text(f"sharded by {shard.ranks}: {len(shard.units)} units, {shard.prefetch} gathered ahead")
     patterns: dict[str, list[str]] = {}
     for module in kept:
         patterns.setdefault(alike(module), []).append(module)

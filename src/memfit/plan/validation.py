@@ -24,6 +24,9 @@ def check_content(plan: Plan, where: str) -> None:
 
 
 def _problems(plan: Plan) -> Iterator[str]:
+    for entry in plan.checkpoint:
+        yield from _checkpoint_problems(entry, plan.trace.ops)
+    yield from _overlap_problems(plan)
     if plan.status == "infeasible":
         yield from _infeasible_problems(plan)
     else:
@@ -31,9 +34,6 @@ def _problems(plan: Plan) -> Iterator[str]:
     yield from _estimate_problems("baseline", plan.baseline)
     if plan.predicted is not None:
         yield from _estimate_problems("predicted", plan.predicted)
-    for entry in plan.checkpoint:
-        yield from _checkpoint_problems(entry, plan.trace.ops)
-    yield from _overlap_problems(plan)
     yield from _shard_problems(plan)
     for name in _twice(name for parameter in plan.trace.parameters for name in parameter.names):
         yield f"parameter {name} is there twice"

@@ -1,0 +1,68 @@
+"""What a caller may ask of the solver."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from memfit.errors import InputError
+from memfit.solve.milp import Limits
+from memfit.solve.sharding import ShardOptions
+from memfit.tradeoff import Unit
+
+POINTS = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolveOptions:
+    """Which units may be, must not be and must be checkpointed, by name; how parameters are sharded; when to stop.
+
+    `ac_units` restricts the candidates to these. A name stands for all calls of the module, `name#1` for its second.
+    """
+
+    ac_units: tuple[str, ...] | None = None
+    forbid: tuple[str, ...] = ()
+    force: tuple[str, ...] = ()
+    shard: ShardOptions = field(default_factory=ShardOptions)
+    limits: Limits = field(default_factory=Limits)
+    points: int = POINTS
+
+    def allowed(self, units: Sequence[Unit], sharded: Sequence[str]) -> tuple[Unit, ...]:
+        """The units that may be checkpointed; none that contains a unit whose parameters are gathered by itself."""
+        for names in (self.ac_units or (), self.forbid, self.force):
+            for name in names:
+                _known(name, units)
+        clash = sorted(set(self.force) & set(self.forbid))
+        if clash:
+            raise InputError(f"{clash[0]!r} is both forced and forbidden; leave it out of one")
+        return tuple(
+            unit
+            for unit in units
+            if (self.ac_units is None or _named(unit, self.ac_units) or _named(unit, self.force))
+            and not _named(unit, self.forbid)
+            and not any(_contains(unit, name) for name in sharded)
+        )
+
+    def forced(self, units: Sequence[Unit]) -> frozenset[str]:
+        """The names of the units that must be checkpointed."""
+        return frozenset(unit.name for unit in units if _named(unit, self.force))
+
+
+def _named(unit: Unit, names: Sequence[str]) -> bool:
+    return unit.name in names or (unit.kind != "loss" and unit.module in names)
+
+
+def _contains(unit: Unit, module: str) -> bool:
+    """Whether a module lies inside a unit and is not the unit itself."""
+    if unit.kind == "loss" or unit.module == module:
+        return False
+    return module.startswith(f"{unit.module}.") if unit.module else bool(module)
+
+
+def _known(name: str, units: Sequence[Unit]) -> None:
+    names = {unit.name for unit in units} | {unit.module for unit in units if unit.kind != "loss"}
+    if name not in names:
+        near = difflib.get_close_matches(name, sorted(names), n=3)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see memfit.tradeoff.units(trace)"
+        raise InputError(f"no unit is called {name!r}; {hint}")

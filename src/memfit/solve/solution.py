@@ -1,0 +1,193 @@
+"""From a trace, its times, a target and a budget to the fastest plan that fits, judged by replay."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from memfit.cost import Runtime
+from memfit.errors import InputError
+from memfit.hardware import Target
+from memfit.memory import Timeline
+from memfit.solve.least import least_budget
+from memfit.solve.milp import Incumbent, Limits, Status, relative_gap
+from memfit.solve.options import SolveOptions
+from memfit.solve.program import Candidate, Choice, Program, candidates_of
+from memfit.solve.replay import Replay, replay
+from memfit.solve.search import Outcome, search
+from memfit.solve.sharding import Sharding, shard
+from memfit.trace import NEVER
+from memfit.tradeoff import Policy, frontiers
+from memfit.tradeoff.facts import Facts
+
+_TIGHTENINGS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A step on a target, ready to be planned under any budget."""
+
+    timeline: Timeline
+    runtime: Runtime
+    target: Target
+    facts: Facts
+    candidates: tuple[Candidate, ...]
+    sharding: Sharding | None
+    options: SolveOptions
+
+    @classmethod
+    def of(cls, runtime: Runtime, target: Target, options: SolveOptions | None = None) -> Problem:
+        """Everything that does not depend on the budget."""
+        options = options or SolveOptions()
+        trace = runtime.trace
+        timeline = Timeline.of(trace, target.device.allocator.rounding_bytes)
+        sharding = shard(timeline, runtime, target, options.shard) if target.ranks > 1 else None
+        found = frontiers(trace, runtime.op_ms, points=options.points)
+        sharded = tuple(unit.module for unit in sharding.units) if sharding is not None else ()
+        units = options.allowed(found.units, sharded)
+        candidates = candidates_of(units, [found.of(unit) for unit in units], forced=options.forced(units))
+        return cls(
+            timeline=timeline,
+            runtime=runtime,
+            target=target,
+            facts=Facts.of(trace, runtime.op_ms),
+            candidates=candidates,
+            sharding=sharding,
+            options=options,
+        )
+
+    def program(self, budget_bytes: int) -> Program:
+        """The program of one budget."""
+        levels = self.sharding or self.timeline
+        if isinstance(levels, Sharding):
+            return Program(levels.before, levels.during, budget_bytes, self.candidates)
+        return Program(levels.before_bytes, levels.during_bytes, budget_bytes, self.candidates)
+
+    @property
+    def baseline_bytes(self) -> int:
+        """The peak when nothing is checkpointed."""
+        return int(self.program(0).during.max())
+
+    @property
+    def exposed_ms(self) -> float:
+        """Communication that compute does not hide."""
+        return self.sharding.exposed_ms if self.sharding is not None else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solved:
+    """The answer for one budget. `chosen` is empty when nothing fits or nothing needs to be done.
+
+    `minimum_budget_bytes` is the smallest budget that can be met, known when this one cannot. `tightened` counts how
+    often the replay sent the solver back.
+    """
+
+    status: Status
+    budget_bytes: int
+    chosen: tuple[tuple[Candidate, Policy], ...]
+    choice: Choice | None
+    replay: Replay | None
+    recompute_ms: float
+    bound_ms: float
+    seconds: float
+    rows: int
+    columns: int
+    tightened: int
+    minimum_budget_bytes: int | None
+
+    @property
+    def gap(self) -> float:
+        """How far the plan's recompute time may be from the least possible, as a part of itself."""
+        return relative_gap(self.recompute_ms, self.bound_ms)
+
+
+def solve(
+    problem: Problem,
+    budget_bytes: int,
+    *,
+    start: Choice | None = None,
+    watch: Callable[[Incumbent], None] | None = None,
+) -> Solved:
+    """The fastest plan whose replay stays within the budget, or the smallest budget that would do."""
+    if budget_bytes <= 0:
+        raise InputError(f"a budget of {budget_bytes} bytes holds nothing; give more than 0")
+    began = time.perf_counter()
+    limits = problem.options.limits
+    program = problem.program(budget_bytes)
+    tightened = 0
+    while True:
+        left = max(0.1, limits.time_limit_s - (time.perf_counter() - began))
+        outcome = search(program, replace(limits, time_limit_s=left), start=start, watch=watch)
+        if outcome.choice is None or tightened > _TIGHTENINGS:
+            return _without_plan(problem, budget_bytes, outcome, tightened, began)
+        chosen = tuple(program.chosen(outcome.choice))
+        judged = replay(problem.program(budget_bytes), problem.facts, chosen)
+        if judged.peak_bytes <= budget_bytes:
+            return Solved(
+                status=outcome.status,
+                budget_bytes=budget_bytes,
+                chosen=chosen,
+                choice=outcome.choice,
+                replay=judged,
+                recompute_ms=outcome.recompute_ms,
+                bound_ms=outcome.bound_ms,
+                seconds=time.perf_counter() - began,
+                rows=outcome.rows,
+                columns=outcome.columns,
+                tightened=tightened,
+                minimum_budget_bytes=None,
+            )
+        program = _tighter(program, judged, outcome.choice)
+        tightened += 1
+        start = None
+
+
+def minimum_budget_bytes(problem: Problem, limits: Limits | None = None) -> int | None:
+    """The smallest budget that a plan meets, by its replay."""
+    program = problem.program(1)
+    least = least_budget(program, limits or problem.options.limits)
+    if least is None:
+        return None
+    return replay(program, problem.facts, program.chosen(least.choice)).peak_bytes
+
+
+def _without_plan(problem: Problem, budget_bytes: int, outcome: Outcome, tightened: int, began: float) -> Solved:
+    infeasible = outcome.status is Status.INFEASIBLE
+    return Solved(
+        status=Status.INFEASIBLE if infeasible or outcome.choice is not None else Status.UNKNOWN,
+        budget_bytes=budget_bytes,
+        chosen=(),
+        choice=None,
+        replay=None,
+        recompute_ms=float("inf"),
+        bound_ms=outcome.bound_ms,
+        seconds=time.perf_counter() - began,
+        rows=outcome.rows,
+        columns=outcome.columns,
+        tightened=tightened,
+        minimum_budget_bytes=minimum_budget_bytes(problem),
+    )
+
+
+def _tighter(program: Program, judged: Replay, choice: Choice) -> Program:
+    """The program with the levels raised where the replay was higher than it thought."""
+    during, before = program.during.copy(), program.before.copy()
+    thought, reruns = program.peaks(choice)
+    worse = judged.during_bytes - thought
+    high = (judged.during_bytes > program.budget_bytes) & (worse > 0)
+    during[high] += worse[high]
+    expected = {candidate.unit.name: peak for candidate, peak in reruns}
+    for rerun in judged.reruns:
+        more = rerun.peak_bytes - expected[rerun.unit]
+        if rerun.peak_bytes > program.budget_bytes and more > 0:
+            before[rerun.before_op] += more
+            during[rerun.before_op - 1] = max(during[rerun.before_op - 1], before[rerun.before_op])
+    return Program(before, during, program.budget_bytes, program.candidates)
+
+
+def nothing(problem: Problem) -> Choice:
+    """The choice that checkpoints nothing."""
+    return np.full(len(problem.candidates), NEVER, np.int64)
