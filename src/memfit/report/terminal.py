@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.memory import Fit, MemorySummary, ModuleMemory, Place
-from memfit.report.paths import alike
+from memfit.paths import alike
 from memfit.units import display_bytes
 
 _STYLE = {Fit.FITS: "green", Fit.TIGHT: "yellow", Fit.TOO_LARGE: "red"}

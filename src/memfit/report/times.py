@@ -11,7 +11,7 @@ from rich.text import Text
 
 from memfit.cost import Runtime
 from memfit.cost.families import executed_flops
-from memfit.report.paths import alike
+from memfit.paths import alike
 from memfit.tradeoff import Frontiers
 from memfit.units import display_bytes, display_ms
 
