@@ -2,16 +2,21 @@
 
 from memfit import hardware, memory, report
 from memfit._version import __version__
+from memfit.plan import Plan, curve, load, plan
 from memfit.trace import CaptureError, Step, Trace, load_trace, save_trace, spec, trace
 
 __all__ = [
     "CaptureError",
+    "Plan",
     "Step",
     "Trace",
     "__version__",
+    "curve",
     "hardware",
+    "load",
     "load_trace",
     "memory",
+    "plan",
     "report",
     "save_trace",
     "spec",

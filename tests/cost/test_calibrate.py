@@ -15,6 +15,8 @@ from memfit.cli import main
 from memfit.cost import Roofline, calibrate, calibration
 from memfit.cost.fitting import Sample, fit_family
 from memfit.cost.references import Size, image_step, language_step
+from memfit.cost.roofline import kernel_ms
+from memfit.cost.work import Precision
 from memfit.errors import InputError
 from memfit.hardware import Family, FamilyEfficiency, load_device
 from memfit.trace import trace
@@ -34,8 +36,8 @@ def test_factors_are_recovered_from_their_own_roofline(
     for _ in range(60):
         flops_ms, bytes_ms = np.exp(random.uniform(-8, 3, 2)).tolist()
         measured = max(flops_ms / compute, bytes_ms / bandwidth) + overhead_ms
-        samples.append(Sample(family=Family.NORM, measured_ms=measured, compute_ms=flops_ms, memory_ms=bytes_ms))
-    fitted = fit_family(Family.NORM, samples, START)
+        samples.append(Sample(measured_ms=measured, compute_ms=flops_ms, memory_ms=bytes_ms))
+    fitted = fit_family(samples, START)
     predicted = [
         max(s.compute_ms / fitted.compute, s.memory_ms / fitted.bandwidth) + fitted.overhead_ms for s in samples
     ]
@@ -44,7 +46,26 @@ def test_factors_are_recovered_from_their_own_roofline(
 
 
 def test_a_family_without_samples_keeps_its_figures() -> None:
-    assert fit_family(Family.NORM, [], START) == START
+    assert fit_family([], START) == START
+
+
+def test_a_gpus_own_roofline_comes_back_from_its_times() -> None:
+    """Times made by a roofline, fitted from other factors, predict those times again."""
+    base = load_device("a100-sxm-80gb")
+    measured = []
+    for step in (language_step(Size(batch=4, length=256, width=512), plain=True), image_step(64, 32)):
+        captured = trace(step, target=base)
+        times = Roofline(precision=Precision()).kernel_ms(captured.ops, base).tolist()
+        measured += [(op, ms) for op, ms in zip(captured.ops, times, strict=True) if not op.view]
+    blank = tuple(
+        dataclasses.replace(each, compute=0.5, bandwidth=0.5, overhead_ms=0.01) for each in base.efficiency.families
+    )
+    other = dataclasses.replace(base, efficiency=dataclasses.replace(base.efficiency, families=blank))
+    found = calibration.fitted(measured, other)
+    again = dataclasses.replace(base, efficiency=dataclasses.replace(base.efficiency, families=found))
+    ratios = [kernel_ms(op, again, Precision()) / ms for op, ms in measured if ms]
+    assert 0.9 < np.median(ratios) < 1.1
+    assert min(ratios) > 0.5 and max(ratios) < 2
 
 
 @pytest.fixture

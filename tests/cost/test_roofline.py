@@ -16,11 +16,13 @@ from memfit import Step, spec
 from memfit.cost import Roofline, Runtime
 from memfit.cost.families import Product, family_of, is_causal
 from memfit.cost.roofline import kernel_ms, with_host
+from memfit.cost.work import Precision, index_bound, moved_bytes, peak_ms, work_of
+from memfit.errors import InputError
 from memfit.hardware import Family, HostTimes, load_device
 from memfit.trace import Op, Phase, TensorRef, Trace
 
 H100 = load_device("h100-sxm")
-BYTES = {"bfloat16": 2, "float32": 4}
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
 def op(name: str, *shapes: tuple[int, ...], out: tuple[int, ...], dtype: str = "bfloat16", flops: int = 0, **kw) -> Op:
@@ -64,8 +66,8 @@ def test_a_large_product_takes_its_flops_at_the_reached_rate() -> None:
 
 
 def test_float32_products_use_tensor_cores_only_with_tf32() -> None:
-    plain = kernel_ms(mm(8192, 8192, 8192, "float32"), H100, tf32=False)
-    fast = kernel_ms(mm(8192, 8192, 8192, "float32"), H100, tf32=True)
+    plain = kernel_ms(mm(8192, 8192, 8192, "float32"), H100, Precision(matmul_tf32=False))
+    fast = kernel_ms(mm(8192, 8192, 8192, "float32"), H100, Precision(matmul_tf32=True))
     assert plain / fast == pytest.approx(494.7 / 66.9, rel=0.01)
 
 
@@ -119,9 +121,9 @@ def test_an_embedding_does_not_read_its_whole_table() -> None:
 
 
 def test_a_product_with_few_tiles_leaves_multiprocessors_idle() -> None:
-    one, many = mm(128, 1 << 16, 128), mm(128 * 66, 1 << 16, 128)
+    one, many = mm(128, 1 << 10, 128), mm(128 * 66, 1 << 10, 128)
     assert Product.of(one).tiles == 1 and Product.of(many).tiles == 66
-    assert kernel_ms(one, H100) == pytest.approx(kernel_ms(many, H100), rel=0.01)
+    assert work_of(one, H100, Precision()).compute_ms == pytest.approx(work_of(many, H100, Precision()).compute_ms)
 
 
 def test_causal_attention_counts_half() -> None:
@@ -206,3 +208,74 @@ def test_attention_and_recurrent_ops_of_the_cpu_count_their_flops() -> None:
         "aten._scaled_dot_product_flash_attention_for_cpu.default": forward,
         "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": forward * 5 // 2,
     }
+
+
+def test_a_deep_product_with_few_tiles_is_split_to_fill_the_device() -> None:
+    deep = work_of(mm(768, 65536, 768), H100, Precision()).compute_ms
+    assert deep == pytest.approx(peak_ms(mm(768, 65536, 768), H100, Precision()))
+
+
+def test_the_setting_of_torch_decides_on_tf32() -> None:
+    matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = matmul.fp32_precision, convolution.fp32_precision
+    try:
+        matmul.fp32_precision, convolution.fp32_precision = "tf32", "ieee"
+        assert Precision.of_torch() == Precision(matmul_tf32=True, convolution_tf32=False)
+        Roofline().kernel_ms([mm(8, 8, 8)], H100)
+    finally:
+        matmul.fp32_precision, convolution.fp32_precision = before
+
+
+def test_ops_on_empty_tensors_take_the_fixed_time() -> None:
+    empty = op("aten.mm.default", (0, 8), (8, 8), out=(0, 8))
+    assert kernel_ms(empty, H100) == pytest.approx(H100.efficiency[Family.MATRIX_SMALL].overhead_ms, rel=0.01)
+
+
+def test_equal_shapes_of_other_dtypes_have_times_of_their_own() -> None:
+    v100 = load_device("v100-sxm2-16gb")
+    half, brain = mm(4096, 4096, 4096, "float16"), mm(4096, 4096, 4096, "bfloat16")
+    together = Roofline().kernel_ms([half, brain], v100)
+    assert together.tolist() == [kernel_ms(half, v100), kernel_ms(brain, v100)]
+    assert together[1] > 4 * together[0], "a V100 has no bf16 units"
+
+
+def test_double_precision_has_its_own_rate() -> None:
+    card = load_device("rtx-4090")
+    single, double = mm(4096, 4096, 4096, "float32"), mm(4096, 4096, 4096, "float64")
+    assert kernel_ms(double, card) > 30 * kernel_ms(single, card)
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "out", "expected"),
+    [
+        ("aten.index.Tensor", [(1_000_000, 128), (64,)], (64, 128), 2 * 64 * 128 * 4 + 64 * 4),
+        ("aten.nll_loss_forward.default", [(8192, 100_000), (8192,)], (1,), 2 * 4 + 8192 * 4),
+        ("aten.nll_loss_backward.default", [(1,), (64, 1000), (64,)], (64, 1000), 64 * 1000 * 4),
+        ("aten.index_add_.default", [(1_000_000, 8), (16,), (16, 8)], (1_000_000, 8), 2 * (16 * 4 + 16 * 8 * 4)),
+        ("aten.copy_.default", [(1000,), (1000,)], (1000,), 8000),
+        ("aten.zero_.default", [(1000,)], (1000,), 4000),
+        ("aten.add_.Tensor", [(1000,), (1000,)], (1000,), 12000),
+    ],
+)
+def test_ops_move_only_what_they_touch(name: str, shapes: list, out: tuple, expected: int) -> None:
+    assert moved_bytes(op(name, *shapes, out=out, dtype="float32")) == expected
+
+
+def test_gradients_of_grouped_convolutions_count_their_groups() -> None:
+    for groups in (1, 4, 16):
+        step = Step(nn.Conv2d(16, 16, 3, groups=groups), torch.randn(2, 16, 8, 8, requires_grad=True))
+        step = dataclasses.replace(step, loss=lambda out, _: out.sum())
+        flops = {each.name: each.flops for each in memfit.trace(step, target="h100-sxm").ops if each.flops}
+        assert flops["aten.convolution_backward.default"] == 2 * flops["aten.convolution.default"]
+
+
+def test_a_device_of_another_kind_is_refused(llama: Trace) -> None:
+    with pytest.raises(InputError, match="captured for h100-sxm"):
+        Roofline.of(load_device("cpu")).op_ms(llama)
+
+
+def test_indices_are_drawn_within_their_dimension() -> None:
+    gather = op("aten.gather.default", (4, 7), (4, 2), out=(4, 2), arguments='[[{"t":0},1,{"t":1}],{}]')
+    assert index_bound(gather, 1) == 7
+    index = op("aten.index.Tensor", (4, 7), (3,), out=(4, 3), arguments='[[{"t":0},[null,{"t":1}]],{}]')
+    assert index_bound(index, 1) == 7

@@ -255,7 +255,7 @@ def test_the_answer_is_the_best_of_all_choices_and_keeps_every_rule(problem: Pro
     assert recompute_ms == pytest.approx(problem.recompute_ms(decisions), rel=1e-9, abs=1e-9)
     assert problem.allowed(list(decisions))
     assert problem.peak_bytes(decisions) <= problem.budget_bytes + 1e-6
-    assert peak_bytes == pytest.approx(problem.peak_bytes(decisions), abs=0.5 + 1e-6)
+    assert peak_bytes == math.ceil(problem.peak_bytes(decisions) - 1e-3)
 
 
 # -- the rules, one by one ---------------------------------------------------------------------------------------------
@@ -282,6 +282,15 @@ def test_an_impossible_budget_is_an_answer() -> None:
     decisions, recompute_ms, peak_bytes = answer
     assert (decisions, recompute_ms, peak_bytes) == ({}, 0, -1)
     assert answer.status is Status.INFEASIBLE and answer.gap == math.inf
+
+
+def test_the_smallest_budget_is_met_to_the_byte() -> None:
+    """With whole layers only, the first one cannot be freed before it has ended."""
+    kept = 3_000_000_004
+    graph, units = layered(16, kept=kept, total=4_100_000_003), [f"layers.{layer}" for layer in range(16)]
+    answer = sac_milp(graph, kept / GiB, ac_units=units)
+    assert answer.status is Status.OPTIMAL and answer.peak_mem == kept
+    assert sac_milp(graph, (kept - 1) / GiB, ac_units=units).status is Status.INFEASIBLE
 
 
 def test_the_answer_has_three_values_with_names_and_more_about_the_solve() -> None:
@@ -335,7 +344,7 @@ def test_an_fsdp_unit_may_be_checkpointed_itself() -> None:
 
 
 def test_names_that_contain_each_other_as_text_are_not_inside_each_other() -> None:
-    """The prototype takes `aa.b` for a part of `a.b` because of its text, and then checkpoints one of them only."""
+    """To the prototype `a.b` contains `aa.a.b.c`, because its text does, and may not be checkpointed."""
     modules = [
         module("", level=230),
         module("a.b", kept=100, total=100, level=100, ms=5.0),
@@ -460,6 +469,6 @@ def test_it_is_never_worse_than_the_prototype_on_the_prototypes_graph(their_grap
             assert not decisions
             continue
         solved += 1
-        assert ours.status is Status.OPTIMAL and ours.peak_mem <= baseline_bytes * part + 1
+        assert ours.status is Status.OPTIMAL and ours.peak_mem <= baseline_bytes * part
         assert ours.recomputation_time <= their_ms + 0.01, part
     assert solved >= 4

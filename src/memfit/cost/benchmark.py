@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -77,14 +78,21 @@ class Benchmark:
 
     def _time(self, ops: dict[str, Op], timer: OpTimer) -> dict[str, OpTime]:
         rounds: dict[str, list[OpTime]] = {}
+        failed: set[str] = set()
         with _progress(self.progress) as progress:
             for key, op in progress.track(list(ops.items()) * _ROUNDS, description="timing ops"):
-                if op.name in self.skipped:
+                if key in failed:
                     continue
                 try:
                     rounds.setdefault(key, []).append(timer.time(op))
                 except Exception as error:  # whatever a kernel may raise on made-up values
+                    failed.add(key)
                     self.skipped[op.name] = f"{type(error).__name__}: {error}".splitlines()[0]
+        if failed:
+            names = ", ".join(sorted(self.skipped))
+            warnings.warn(
+                f"these ops could not be timed by themselves and have the roofline's time: {names}", stacklevel=4
+            )
         return {key: OpTime.median(times) for key, times in rounds.items() if times}
 
     def host_times(self, device: Device) -> HostTimes:

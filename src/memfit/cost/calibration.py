@@ -7,26 +7,26 @@ import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from memfit.cost.benchmark import Benchmark
-from memfit.cost.families import executed_flops, family_of
 from memfit.cost.fitting import Sample, fit_family
 from memfit.cost.references import reference_steps
-from memfit.cost.roofline import dtype_of, item_bytes_of, moved_bytes
 from memfit.cost.timing import OpTimer, identity
+from memfit.cost.work import Precision, dtype_of, real_flops, work_of
 from memfit.errors import InputError
-from memfit.hardware import Device, Efficiency, Family, HostTimes, load_device
+from memfit.hardware import Device, Efficiency, Family, FamilyEfficiency, HostTimes, Rates, load_device
+from memfit.hardware.device import RATE_NAMES
 from memfit.hardware.load import user_device_paths
 from memfit.trace import Op, trace
 
 _COPY_BYTES = 128 << 20
 _COPIES = 9
-_RATES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_RATES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,52 +96,43 @@ def calibrate(
         measured += [(op, op_ms) for op, op_ms in zip(captured.ops, kernel_ms, strict=True) if not op.view]
     console.print("timing the host")
     host = benchmark.host_times(base)
-    bandwidth = _copy_bytes_per_s(base)
-    rates = _rates(measured, base)
-    samples = _samples(measured, base, rates, bandwidth)
-    families = tuple(fit_family(start.family, samples[start.family], start) for start in base.efficiency.families)
+    peaks = _peaks(measured, base)
+    families = fitted(measured, peaks)
     return Calibration(
         name=name or f"{base.name}-calibrated",
         base=base.name,
         machine=identity(base.type),
         date=datetime.date.today().isoformat(),
-        flops_per_s=rates,
-        memory_bandwidth_bytes_per_s=bandwidth,
+        flops_per_s={name: rate for name in RATE_NAMES if (rate := getattr(peaks.flops_per_s, name)) is not None},
+        memory_bandwidth_bytes_per_s=peaks.memory_bandwidth_bytes_per_s,
         efficiency=Efficiency(families=families, host=host),
         samples=len(measured),
     )
 
 
-def _rates(measured: Sequence[tuple[Op, float]], base: Device) -> dict[str, float]:
-    """The highest rate seen for each number format; the base's own where it was not seen."""
-    rates: dict[str, float] = {}
+def fitted(measured: Sequence[tuple[Op, float]], device: Device) -> tuple[FamilyEfficiency, ...]:
+    """The factors with which the device's roofline comes nearest to measured times of ops."""
+    precision = Precision.of_torch() if device.type == "cuda" else Precision()
+    samples: dict[Family, list[Sample]] = defaultdict(list)
+    for op, op_ms in measured:
+        work = work_of(op, device, precision)
+        samples[work.family].append(Sample(measured_ms=op_ms, compute_ms=work.compute_ms, memory_ms=work.memory_ms))
+    return tuple(fit_family(samples[start.family], start) for start in device.efficiency.families)
+
+
+def _peaks(measured: Sequence[tuple[Op, float]], base: Device) -> Device:
+    """The device with peaks of its own. A GPU's are on its sheet; a CPU's are the highest rates that were seen."""
+    if base.type == "cuda":
+        return base
+    seen: dict[str, float] = {}
     for op, op_ms in measured:
         name = _RATES.get(dtype_of(op))
         if name is not None and op.flops:
-            rates[name] = max(rates.get(name, 0.0), op.flops / op_ms * 1e3)
-    for name in ("tf32", "fp16", "fp8", "int8"):
-        known = getattr(base.flops_per_s, name)
-        if known is not None and base.flops_per_s.fp32:
-            rates.setdefault(name, known / base.flops_per_s.fp32 * rates["fp32"])
-    return rates
-
-
-def _samples(
-    measured: Sequence[tuple[Op, float]], base: Device, rates: dict[str, float], bandwidth: float
-) -> dict[Family, list[Sample]]:
-    samples: dict[Family, list[Sample]] = defaultdict(list)
-    for op, op_ms in measured:
-        dtype = dtype_of(op)
-        family = family_of(op, multiprocessors=base.multiprocessors, item_bytes=item_bytes_of(dtype))
-        samples[family].append(
-            Sample(
-                family=family,
-                measured_ms=op_ms,
-                compute_ms=executed_flops(op) / rates.get(_RATES.get(dtype, "fp32"), rates["fp32"]) * 1e3,
-                memory_ms=moved_bytes(op, family) / bandwidth * 1e3,
-            )
-        )
-    return samples
+            seen[name] = max(seen.get(name, 0.0), real_flops(op) / op_ms * 1e3)
+    scale = seen["fp32"] / base.flops_per_s.fp32
+    known = {name: getattr(base.flops_per_s, name) for name in RATE_NAMES}
+    rates = {name: seen.get(name, rate * scale) for name, rate in known.items() if rate is not None}
+    return replace(base, flops_per_s=Rates(**rates), memory_bandwidth_bytes_per_s=_copy_bytes_per_s(base))
 
 
 def _copy_bytes_per_s(base: Device) -> float:

@@ -11,14 +11,12 @@ from typing import Any
 
 from rich.console import Console
 
-from memfit.cost.models import cost_model
+from memfit.cost.models import MODES, cost_model
 from memfit.cost.orders import CallOrders
 from memfit.cost.runtime import Cost, Runtime
 from memfit.errors import InputError, MissingFeatureError, StateError
 from memfit.hardware import Device, Target
 from memfit.trace import Step, Trace, trace
-
-MODES = ("operator-level-cost-model", "operator-level-benchmark")
 
 
 class RuntimeEstimator:

@@ -106,7 +106,7 @@ def _by_name(name: str) -> Family:
         return Family.ATTENTION_BACKWARD if packet.endswith("backward") else Family.ATTENTION
     if "convolution" in packet or "conv2d" in packet or "conv1d" in packet or "conv3d" in packet:
         return Family.CONVOLUTION
-    if packet.startswith(("_foreach_", "_fused_")):
+    if packet.startswith(("_foreach_", "_fused_ad", "_fused_sgd")):
         return Family.OPTIMIZER
     tags = tags_of(name)
     if torch.Tag.nondeterministic_seeded in tags:

@@ -8,8 +8,10 @@ from memfit.cost.runtime import Cost
 from memfit.errors import MissingFeatureError
 from memfit.hardware import Device, Target
 
-ROOFLINE = ("roofline", "operator-level-cost-model")
-BENCHMARK = ("benchmark", "operator-level-benchmark")
+MODES = ("operator-level-cost-model", "operator-level-benchmark")
+"""What PyTorch's prototypes call the two."""
+ROOFLINE = ("roofline", MODES[0])
+BENCHMARK = ("benchmark", MODES[1])
 
 
 def cost_model(mode: str, target: str | Device | Target | None = None) -> Cost:

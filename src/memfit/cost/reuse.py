@@ -13,9 +13,8 @@ from collections import defaultdict
 import numpy as np
 
 from memfit.cost.runtime import Times
+from memfit.cost.work import item_bytes_of
 from memfit.trace import Op, Trace
-
-_ITEM_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "bfloat16": 2, "float16": 2, "int16": 2, "bool": 1, "uint8": 1}
 
 
 def cold_fractions(trace: Trace, cache_bytes: int) -> Times:
@@ -78,7 +77,7 @@ def _touched(trace: Trace, op: Op) -> dict[int, int]:
         return found
     for ref in (*op.inputs, *op.outputs):
         if ref.storage >= 0:
-            n_bytes = _ITEM_BYTES.get(ref.dtype, 4)
+            n_bytes = item_bytes_of(ref.dtype)
             for size, stride in zip(ref.shape, ref.stride, strict=True):
                 n_bytes *= size if stride else 1
             found[ref.storage] = max(found.get(ref.storage, 0), min(n_bytes, trace.storages[ref.storage].bytes))

@@ -14,27 +14,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from memfit.cost.families import Product, executed_flops, family_of
 from memfit.cost.runtime import Times
-from memfit.hardware import Device, Family, HostTimes, Target
+from memfit.cost.work import Precision, work_of
+from memfit.errors import InputError
+from memfit.hardware import Device, HostTimes, Target
 from memfit.trace import Op, Phase, Trace
 
 _TICKS_PER_MS = 1 << 20
-_ITEM_BYTES = {"float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "bfloat16": 2, "float16": 2, "int16": 2}
-_PRODUCTS = (Family.MATRIX_LARGE, Family.MATRIX_SMALL, Family.MATRIX_UNALIGNED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Roofline:
-    """Run times by arithmetic, for the device of the trace or for another of its type.
-
-    `tf32` is whether float32 matrix products may use TF32; convolutions do, as is torch's default. None asks torch.
-    """
+    """Run times by arithmetic, for the device of the trace or for another of its type; TF32 as torch is set."""
 
     device: Device | None = None
-    tf32: bool | None = None
+    precision: Precision | None = None
 
     @classmethod
     def of(cls, target: Target | Device) -> Roofline:
@@ -44,42 +39,35 @@ class Roofline:
     def op_ms(self, trace: Trace) -> Times:
         """Milliseconds of each op."""
         device = self.device or trace.hardware
+        if device.type != trace.hardware.type:
+            raise InputError(
+                f"a step captured for {trace.device} runs other kernels than {device.name} would; "
+                f"capture it with target={device.name!r}"
+            )
         return with_host(trace, self.kernel_ms(trace.ops, device), device.efficiency.host, device.type != "cpu")
 
     def kernel_ms(self, ops: Sequence[Op], device: Device) -> Times:
         """Milliseconds of each op's kernels alone; none for views."""
-        tf32 = bool(torch.backends.cuda.matmul.allow_tf32) if self.tf32 is None else self.tf32
+        precision = self.precision or (Precision.of_torch() if device.type == "cuda" else Precision())
         known: dict[tuple[object, ...], float] = {}
         times = np.empty(len(ops))
         for index, op in enumerate(ops):
             key = (op.name, op.phase is Phase.OPTIMIZER, op.flops, op.read_bytes, op.written_bytes, op.arguments)
-            key += tuple(ref.shape for ref in op.outputs)
+            key += tuple((ref.shape, ref.dtype) for ref in (*op.inputs[:1], *op.outputs))
             found = known.get(key)
             if found is None:
-                found = known[key] = kernel_ms(op, device, tf32=tf32)
+                found = known[key] = kernel_ms(op, device, precision)
             times[index] = found
         return times
 
 
-def kernel_ms(op: Op, device: Device, *, tf32: bool = False) -> float:
+def kernel_ms(op: Op, device: Device, precision: Precision | None = None) -> float:
     """The roofline of one op."""
     if op.view or op.name == "aten._local_scalar_dense.default":
         return 0.0
-    dtype = dtype_of(op)
-    family = family_of(op, multiprocessors=device.multiprocessors, item_bytes=item_bytes_of(dtype))
-    factors = device.efficiency[family]
-    rate = device.peak_flops_per_s(dtype, tf32=tf32 or family is Family.CONVOLUTION) * factors.compute
-    if family in _PRODUCTS and device.multiprocessors is not None:
-        rate *= min(1.0, Product.of(op).tiles / device.multiprocessors)
-    bandwidth = device.memory_bandwidth_bytes_per_s * factors.bandwidth
-    return max(executed_flops(op) / rate, moved_bytes(op, family) / bandwidth) * 1e3 + factors.overhead_ms
-
-
-def moved_bytes(op: Op, family: Family) -> int:
-    """Bytes that an op reads and writes; of a table only the rows that it takes."""
-    if family is Family.EMBEDDING and not op.name.endswith("backward.default"):
-        return 2 * op.written_bytes
-    return op.read_bytes + op.written_bytes
+    work = work_of(op, device, precision or Precision())
+    factors = device.efficiency[work.family]
+    return max(work.compute_ms / factors.compute, work.memory_ms / factors.bandwidth) + factors.overhead_ms
 
 
 def with_host(trace: Trace, kernel_ms: Times, host: HostTimes, asynchronous: bool) -> Times:
@@ -112,16 +100,3 @@ def issue_ms(trace: Trace, host: HostTimes) -> Times:
         if call.begin < call.end:
             times[call.begin] += host.call_ms
     return times
-
-
-def dtype_of(op: Op) -> str:
-    """The number format in which an op computes."""
-    for ref in op.inputs:
-        if ref.dtype.startswith(("float", "bfloat", "complex")):
-            return ref.dtype
-    return op.outputs[0].dtype if op.outputs else "float32"
-
-
-def item_bytes_of(dtype: str) -> int:
-    """Bytes of one element."""
-    return _ITEM_BYTES.get(dtype, 4)

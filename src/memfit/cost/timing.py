@@ -18,6 +18,7 @@ try:
 except ImportError:  # not on Windows
     resource = None
 
+from memfit.cost.work import index_bound
 from memfit.hardware.device import DeviceType
 from memfit.trace import Op, TensorRef
 from memfit.trace.arguments import call_of, real_tensor
@@ -28,12 +29,11 @@ _BUDGET_S = 0.004
 _FEWEST = 5
 _FEW_FAULTS = 16
 _PATTERN = 65_537
-_VALUES = (0.75, 1.25)
-"""Near one, so that an in-place product that is timed again and again does not sink into slow denormal numbers."""
+_VALUES = (0.5, 1.0)
+"""Probabilities, and near one: an in-place product timed again and again must not sink into slow denormal numbers."""
 _SMALL_BYTES = 1 << 16
 _FLUSH_CUDA_BYTES = 256 << 20
 _USUAL_CACHE_BYTES = 32 << 20
-_EMBEDDINGS = {"aten.embedding.default": 1, "aten.embedding_dense_backward.default": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,8 @@ class OpTimer:
 
     def time(self, op: Op) -> OpTime:
         """Median times. Random numbers drawn here do not disturb the caller's generator."""
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), torch.no_grad():
             function, args, kwargs = call_of(op, [self._tensor(op, i, ref) for i, ref in enumerate(op.inputs)])
 
             def run() -> Any:
@@ -126,9 +127,8 @@ class OpTimer:
             for begin in range(0, flat.numel(), _PATTERN):
                 part = flat[begin : begin + _PATTERN]
                 part.copy_(pattern[: part.numel()])
-        elif _EMBEDDINGS.get(op.name) == index:
-            rows = op.outputs[0].shape[0] if op.name.endswith("backward.default") else op.inputs[0].shape[0]
-            flat.random_(0, max(1, rows))
+        elif tensor.dtype in (torch.int32, torch.int64) and flat.numel():
+            flat.random_(0, max(1, index_bound(op, index)))
         return tensor.to(self.device)
 
 

@@ -11,6 +11,9 @@ from memfit.units import display_bytes
 DeviceType = Literal["cpu", "cuda"]
 
 _RATE_OF_DTYPE = {
+    "float64": "fp64",
+    "double": "fp64",
+    "complex128": "fp64",
     "float32": "fp32",
     "float": "fp32",
     "complex64": "fp32",
@@ -20,7 +23,7 @@ _RATE_OF_DTYPE = {
     "int8": "int8",
     "uint8": "int8",
 }
-RATE_NAMES = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")
+RATE_NAMES = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8", "fp64")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +71,7 @@ class Rates:
     bf16: float | None = None
     fp8: float | None = None
     int8: float | None = None
+    fp64: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,6 +55,7 @@ class FlopsTable(_Table, frozen=True):
     bf16: Number | None = None
     fp8: Number | None = None
     int8: Number | None = None
+    fp64: Number | None = None
 
 
 class ComputeTable(_Table, frozen=True):

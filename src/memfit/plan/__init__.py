@@ -4,6 +4,7 @@ from memfit.plan.document import Plan, load
 from memfit.plan.facts import peak_at
 from memfit.plan.making import plan_of
 from memfit.plan.mismatch import PlanMismatch
+from memfit.plan.planning import curve, plan
 from memfit.plan.record import (
     Checkpoint,
     Estimate,
@@ -24,7 +25,9 @@ __all__ = [
     "ShardPlan",
     "ShardedUnit",
     "UnitOp",
+    "curve",
     "load",
     "peak_at",
+    "plan",
     "plan_of",
 ]

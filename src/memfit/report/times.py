@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.cost import Runtime
-from memfit.cost.families import executed_flops
+from memfit.cost.work import Precision, peak_ms, real_flops
 from memfit.paths import alike
 from memfit.tradeoff import Frontiers
 from memfit.units import display_bytes, display_ms
@@ -39,11 +39,12 @@ def _headline(runtime: Runtime) -> Text:
     text = (
         Text("\npredicted time of one step: ").append(display_ms(runtime.total_ms), style="bold").append(f" ({phases})")
     )
-    dtype = next((op.inputs[0].dtype for op in trace.ops if op.flops), None)
-    if dtype is not None and runtime.total_ms:
-        rate = sum(executed_flops(op) for op in trace.ops) / runtime.total_ms * 1e3
-        part = rate / trace.hardware.peak_flops_per_s(dtype)
-        text.append(f"\n{rate / 1e12:,.1f} TFLOP/s, {part:.0%} of the device's {dtype} peak")
+    flops = sum(real_flops(op) for op in trace.ops)
+    if flops and runtime.total_ms:
+        precision = Precision.of_torch() if trace.device_type == "cuda" else Precision()
+        busy_ms = sum(peak_ms(op, trace.hardware, precision) for op in trace.ops)
+        rate, part = flops / runtime.total_ms / 1e9, busy_ms / runtime.total_ms
+        text.append(f"\n{rate:,.1f} TFLOP/s, {part:.0%} of what the device could do in its number formats")
     return text
 
 

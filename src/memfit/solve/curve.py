@@ -14,7 +14,7 @@ _GIB = float(1 << 30)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurvePoint:
-    """The best plan for one budget. `price_ms_per_gib` is what the step would gain by one more GiB, up to the next point."""
+    """The best plan for one budget. `price_ms_per_gib` is what one more GiB would gain, up to the next point."""
 
     budget_bytes: int
     peak_bytes: int

@@ -45,12 +45,16 @@ class Replay:
         return max(int(self.during_bytes.max()), max((rerun.peak_bytes for rerun in self.reruns), default=0))
 
     @property
+    def highest_rerun(self) -> Rerun | None:
+        """The second run that is the highest point of the step, if one is."""
+        highest = max(self.reruns, key=lambda rerun: rerun.peak_bytes, default=None)
+        return highest if highest is not None and highest.peak_bytes > int(self.during_bytes.max()) else None
+
+    @property
     def peak_op(self) -> int:
         """The op at the highest point; for a second run, the op before which it happens."""
-        highest = max(self.reruns, key=lambda rerun: rerun.peak_bytes, default=None)
-        if highest is not None and highest.peak_bytes > int(self.during_bytes.max()):
-            return highest.before_op
-        return int(self.during_bytes.argmax())
+        rerun = self.highest_rerun
+        return rerun.before_op if rerun is not None else int(self.during_bytes.argmax())
 
 
 def replay(program: Program, facts: Facts, chosen: Sequence[tuple[Candidate, Policy]]) -> Replay:

@@ -29,6 +29,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+
 from memfit.errors import InputError
 from memfit.graph import Graph, is_submodule
 from memfit.solve.milp import Limits, Milp, Solution, Status
@@ -90,16 +92,16 @@ def sac_milp(
     """Which modules to checkpoint and how much of each to discard, for the least recompute time under a budget in GiB.
 
     Parameters and gradients are divided by `world_size`. Only modules in `ac_units` are checkpointed if any are given,
-    and none that contains one of `fsdp_units`. The time and the shares are not rounded.
+    and none that contains one of `fsdp_units`. The budget counts in whole bytes; time and shares are not rounded.
     """
     _check(memory_budget, world_size)
     tree = _tree(graph)
     units = _units(tree, _known(tree, ac_units, "ac_units"), _known(tree, fsdp_units, "fsdp_units"))
-    steps = _steps(tree, units, memory_budget * GiB, world_size)
+    steps = _steps(tree, units, float(np.floor(memory_budget * GiB)), world_size)
     if any(step.needed_bytes > step.there_bytes for step in steps) or steps[0].needed_bytes > 0:
         return SACSolution({}, 0, -1, status=Status.INFEASIBLE)
     if all(step.needed_bytes <= 0 for step in steps):
-        return SACSolution({}, 0.0, round(_peak_bytes(steps, ())), status=Status.OPTIMAL, gap=0.0)
+        return SACSolution({}, 0.0, _peak_bytes(steps, ()), status=Status.OPTIMAL, gap=0.0)
     model = _Model(units=units, steps=steps)
     model.discard()
     model.time()
@@ -148,7 +150,7 @@ def _check(memory_budget: float, world_size: int) -> None:
 
 
 def _tree(graph: ModuleGraph) -> Graph:
-    """The graph with who lies inside whom by name; PyTorch's matrix is incomplete where modules run out of order."""
+    """The graph with who lies inside whom by the parts of names; PyTorch's matrix compares names as text."""
     if not graph.nodes:
         raise InputError("the graph has no modules; make it with parse_module_info")
     if isinstance(graph, Graph):
@@ -303,7 +305,7 @@ class _Model:
         return SACSolution(
             {unit.name: share for unit, share in sorted(taken, key=lambda each: each[0].index)},
             math.fsum(unit.recompute_ms(share) for unit, share in taken),
-            round(_peak_bytes(self.steps, [each or 0.0 for each in freed])),
+            _peak_bytes(self.steps, [each or 0.0 for each in freed]),
             status=solution.status,
             gap=0.0 if solution.status is Status.OPTIMAL else solution.gap,
             **size,
@@ -325,6 +327,7 @@ def _fill(units: Sequence[_Unit], steps: Sequence[_Step], freed: list[float | No
                 total += more
 
 
-def _peak_bytes(steps: Sequence[_Step], freed: Sequence[float]) -> float:
+def _peak_bytes(steps: Sequence[_Step], freed: Sequence[float]) -> int:
+    """Whole bytes that hold the highest level; what floats lose in 100 GiB is far below the part taken off."""
     freed_before = [0.0, *itertools.accumulate(freed)] if freed else [0.0] * len(steps)
-    return max(step.level_bytes - before for step, before in zip(steps, freed_before, strict=True))
+    return math.ceil(max(step.level_bytes - before for step, before in zip(steps, freed_before, strict=True)) - 1e-3)

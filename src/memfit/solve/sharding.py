@@ -13,18 +13,23 @@ import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
 from memfit.cost import Collective, CollectiveModel, Runtime
+from memfit.cost.work import item_bytes_of
 from memfit.errors import InputError
 from memfit.hardware import Target
-from memfit.memory.timeline import Bytes, Timeline
+from memfit.memory.timeline import CATEGORIES, Bytes, Timeline
 from memfit.trace import NEVER, Category, Parameter, Phase, Trace
 
-_ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "int8": 1}
 _BLOCK = re.compile(r"^(?P<list>.*?)\.?(?P<number>\d+)$")
 _FEWEST_BLOCKS = 2
+
+
+ShardDtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +41,9 @@ class ShardOptions:
     """
 
     units: tuple[str, ...] | None = None
-    shard_dtype: str | None = None
-    param_dtype: str | None = None
-    reduce_dtype: str | None = None
+    shard_dtype: ShardDtype | None = None
+    param_dtype: ShardDtype | None = None
+    reduce_dtype: ShardDtype | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +66,21 @@ class ShardUnit:
 class Sharding:
     """A step of one rank among many: its levels, its units and its communication."""
 
-    before: Bytes
-    during: Bytes
+    before_by_row: Bytes
+    during_by_row: Bytes
     units: tuple[ShardUnit, ...]
     communication_ms: float
     exposed_ms: float
+
+    @cached_property
+    def before(self) -> Bytes:
+        """Bytes alive just before each op."""
+        return self.before_by_row.sum(axis=0)
+
+    @cached_property
+    def during(self) -> Bytes:
+        """Bytes alive while each op runs."""
+        return self.during_by_row.sum(axis=0)
 
 
 def repeated_blocks(trace: Trace) -> tuple[str, ...]:
@@ -92,16 +107,17 @@ def shard(timeline: Timeline, runtime: Runtime, target: Target, options: ShardOp
     trace = timeline.trace
     units = _units(trace, target.ranks, options)
     levels = _Levels(timeline)
-    for number, parameter in enumerate(trace.parameters):
-        levels.shard_parameter(parameter, units[_unit_of(parameter, units)], target.ranks, options, number)
+    by_name = {unit.module: unit for unit in units}
+    for parameter in trace.parameters:
+        levels.shard_parameter(parameter, by_name[_home(parameter, tuple(by_name))], target.ranks, options)
     levels.shard_optimizer_temporaries(target.ranks)
     root = next(unit for unit in units if not unit.module)
     blocks = sorted((unit for unit in units if unit.module), key=lambda unit: unit.begin)
     levels.gather(root, blocks)
     communication_ms, exposed_ms = _communication(runtime, target, root, blocks)
     return Sharding(
-        before=levels.before,
-        during=levels.during,
+        before_by_row=levels.before_by_row,
+        during_by_row=levels.during_by_row,
         units=units,
         communication_ms=communication_ms,
         exposed_ms=exposed_ms,
@@ -159,9 +175,10 @@ def _bytes(parameter: Parameter, ranks: int, dtype: str | None) -> int:
 
 
 def _item_bytes(dtype: str) -> int:
-    if dtype not in _ITEM_BYTES:
-        raise InputError(f"dtype {dtype!r} cannot be sharded; write one of {', '.join(_ITEM_BYTES)}")
-    return _ITEM_BYTES[dtype]
+    try:
+        return item_bytes_of(dtype)
+    except AttributeError as error:
+        raise InputError(f"{dtype!r} is no dtype of torch; write for example 'float32' or 'bfloat16'") from error
 
 
 def _home(parameter: Parameter, names: Sequence[str]) -> str:
@@ -172,36 +189,32 @@ def _home(parameter: Parameter, names: Sequence[str]) -> str:
     return homes.pop() if len(homes) == 1 else ""
 
 
-def _unit_of(parameter: Parameter, units: Sequence[ShardUnit]) -> int:
-    names = [unit.module for unit in units]
-    return names.index(_home(parameter, names))
-
-
 class _Levels:
     """Levels of the step from which storages are taken and to which intervals are added."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._ops = len(timeline.trace.ops)
-        self._change = np.zeros(self._ops + 2, np.int64)
+        self._change = np.zeros((len(CATEGORIES), self._ops + 2), np.int64)
         self._gone: set[int] = set()
 
     @property
-    def during(self) -> Bytes:
-        return self._timeline.during_bytes + np.cumsum(self._change)[: self._ops + 1]
+    def during_by_row(self) -> Bytes:
+        return self._timeline.during_by_row + np.cumsum(self._change, axis=1)[:, : self._ops + 1]
 
     @property
-    def before(self) -> Bytes:
-        return self._timeline.before_bytes + np.cumsum(self._change)[: self._ops + 1]
+    def before_by_row(self) -> Bytes:
+        return self._timeline.before_by_row + np.cumsum(self._change, axis=1)[:, : self._ops + 1]
 
-    def add(self, n_bytes: int, begin: int, end: int) -> None:
+    def add(self, category: Category, n_bytes: int, begin: int, end: int) -> None:
         """Bytes that are there while ops `begin` up to (not including) `end` run."""
         rounding = self._timeline.rounding_bytes
         rounded = -(-n_bytes // rounding) * rounding
         begin = max(0, begin)
         if begin < end:
-            self._change[begin] += rounded
-            self._change[min(end, self._ops + 1)] -= rounded
+            row = self._change[CATEGORIES.index(category)]
+            row[begin] += rounded
+            row[min(end, self._ops + 1)] -= rounded
 
     def take(self, storage: int) -> tuple[int, int]:
         """Take a storage away; the interval in which it was there."""
@@ -211,24 +224,23 @@ class _Levels:
             self._gone.add(storage)
             n_bytes = int(self._timeline.storage_bytes[storage])
             if begin < end:
-                self._change[begin] -= n_bytes
-                self._change[end] += n_bytes
+                row = self._change[CATEGORIES.index(self._timeline.trace.storages[storage].category)]
+                row[begin] -= n_bytes
+                row[end] += n_bytes
         return begin, end
 
-    def shard_parameter(
-        self, parameter: Parameter, unit: ShardUnit, ranks: int, options: ShardOptions, number: int
-    ) -> None:
+    def shard_parameter(self, parameter: Parameter, unit: ShardUnit, ranks: int, options: ShardOptions) -> None:
         """Parameter, gradient and optimizer state become shards; the whole gradient lives until it is reduced."""
         kept = shard_bytes(parameter, ranks, options.shard_dtype)
-        self.add(kept, *self.take(parameter.storage))
+        self.add(Category.PARAMETER, kept, *self.take(parameter.storage))
         if parameter.gradient != NEVER:
             begin, end = self.take(parameter.gradient)
             reduced = unit.backward_end if unit.backward_end != NEVER else end
             if begin < reduced < end:
-                self.add(_bytes(parameter, ranks, options.param_dtype), begin, reduced)
-                self.add(kept, reduced, end)
+                self.add(Category.GRADIENT, _bytes(parameter, ranks, options.param_dtype), begin, reduced)
+                self.add(Category.GRADIENT, kept, reduced, end)
             else:
-                self.add(kept, begin, end)
+                self.add(Category.GRADIENT, kept, begin, end)
         scale = _item_bytes(options.shard_dtype or parameter.dtype) / _item_bytes(parameter.dtype)
         for storage in parameter.state:
             whole = self._timeline.trace.storages[storage].bytes
@@ -236,7 +248,7 @@ class _Levels:
             if whole < elements:  # a step counter, not a state of each element
                 continue
             part = _elements(parameter, ranks) / max(1, elements) / ranks
-            self.add(int(np.ceil(whole * part * scale)), *self.take(storage))
+            self.add(Category.OPTIMIZER_STATE, int(np.ceil(whole * part * scale)), *self.take(storage))
 
     def shard_optimizer_temporaries(self, ranks: int) -> None:
         """What the optimizer's ops make is as large as the shards they work on."""
@@ -245,22 +257,24 @@ class _Levels:
             if storage.birth < 0 or number in self._gone or storage.category is not Category.TEMPORARY:
                 continue
             if storage.birth < len(trace.ops) and trace.ops[storage.birth].phase is Phase.OPTIMIZER:
-                self.add(-(-storage.bytes // ranks), *self.take(number))
+                self.add(Category.TEMPORARY, -(-storage.bytes // ranks), *self.take(number))
 
     def gather(self, root: ShardUnit, blocks: Sequence[ShardUnit]) -> None:
         """Gathered parameters and buffers of Note [Sharded memory]."""
+        gathered, moved = Category.GATHERED_PARAMETER, Category.COMMUNICATION
         last = root.backward_end if root.backward_end != NEVER else root.end
-        self.add(root.gathered_bytes, root.begin, last)
-        self.add(root.reduced_bytes, last - 1, last + 1)
+        self.add(gathered, root.gathered_bytes, root.begin, last)
+        self.add(moved, root.reduced_bytes, last - 1, last + 1)
         for earlier, unit in zip((root, *blocks), blocks, strict=False):
-            self.add(unit.gathered_bytes, earlier.begin, unit.begin + 1)
-            self.add(unit.gathered_bytes, unit.begin, unit.end)
+            self.add(moved, unit.gathered_bytes, earlier.begin, unit.begin + 1)
+            self.add(gathered, unit.gathered_bytes, unit.begin, unit.end)
         backward = sorted((unit for unit in blocks if unit.backward_begin != NEVER), key=lambda u: u.backward_begin)
         for earlier, unit in zip((root, *backward), backward, strict=False):
-            self.add(unit.gathered_bytes, earlier.backward_begin, unit.backward_begin + 1)
-            self.add(unit.gathered_bytes, unit.backward_begin, unit.backward_end)
+            self.add(moved, unit.gathered_bytes, earlier.backward_begin, unit.backward_begin + 1)
+            self.add(gathered, unit.gathered_bytes, unit.backward_begin, unit.backward_end)
         for unit, later in zip(backward, (*backward[1:], root), strict=False):
-            self.add(unit.reduced_bytes, unit.backward_end - 1, max(later.backward_end, unit.backward_end) + 1)
+            end = max(later.backward_end, unit.backward_end) + 1
+            self.add(moved, unit.reduced_bytes, unit.backward_end - 1, end)
 
 
 def _communication(

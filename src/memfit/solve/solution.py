@@ -12,6 +12,7 @@ from memfit.cost import Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import Timeline
+from memfit.memory.timeline import Bytes
 from memfit.solve.least import least_budget
 from memfit.solve.milp import Incumbent, Limits, Status, relative_gap
 from memfit.solve.options import SolveOptions
@@ -20,7 +21,7 @@ from memfit.solve.replay import Replay, replay
 from memfit.solve.search import Outcome, search
 from memfit.solve.sharding import Sharding, shard
 from memfit.trace import NEVER
-from memfit.tradeoff import Policy, frontiers
+from memfit.tradeoff import Policy, Unit, frontiers
 from memfit.tradeoff.facts import Facts
 
 _TIGHTENINGS = 8
@@ -34,6 +35,7 @@ class Problem:
     runtime: Runtime
     target: Target
     facts: Facts
+    units: tuple[Unit, ...]
     candidates: tuple[Candidate, ...]
     sharding: Sharding | None
     options: SolveOptions
@@ -54,6 +56,7 @@ class Problem:
             runtime=runtime,
             target=target,
             facts=Facts.of(trace, runtime.op_ms),
+            units=found.units,
             candidates=candidates,
             sharding=sharding,
             options=options,
@@ -65,6 +68,11 @@ class Problem:
         if isinstance(levels, Sharding):
             return Program(levels.before, levels.during, budget_bytes, self.candidates)
         return Program(levels.before_bytes, levels.during_bytes, budget_bytes, self.candidates)
+
+    @property
+    def during_by_row(self) -> Bytes:
+        """Levels while each op runs, a row for each category, nothing checkpointed."""
+        return (self.sharding or self.timeline).during_by_row
 
     @property
     def baseline_bytes(self) -> int:

@@ -112,7 +112,7 @@ class Executor:
             and func._overloadpacket not in _RESIZING,
             ignored=func.namespace == "profiler",
             saves_number=func in _SAVES_NUMBER,
-            flops=flop_registry.get(func._overloadpacket) or FLOPS.get(str(func._overloadpacket)),
+            flops=FLOPS.get(str(func._overloadpacket)) or flop_registry.get(func._overloadpacket),
             kernel=self.rules.kernels.get(str(func)),
             workspace=self.rules.workspaces.get(str(func)) or self.rules.unlisted(str(func)),
         )

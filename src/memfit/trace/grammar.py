@@ -56,9 +56,12 @@ def _op_problems(trace: Trace) -> Iterator[str]:
             yield f"op {index} ({op.name}) uses a storage that is already freed"
         if not NEVER <= op.call < calls or not 0 <= op.source < sources:
             yield f"op {index} ({op.name}) belongs to module call {op.call} of {calls}, line {op.source} of {sources}"
-        if not NEVER <= op.forward_op < index or not NEVER <= op.mutated_op < index:
+        latest = (
+            index if op.phase in (Phase.FORWARD, Phase.LOSS) else index - 1
+        )  # the first op of a function is its own
+        if not NEVER <= op.forward_op <= latest or not NEVER <= op.mutated_op < index:
             yield f"op {index} ({op.name}) refers to ops {op.forward_op} and {op.mutated_op}, which come later"
-        if op.forward_op != NEVER and op.phase is not Phase.BACKWARD:
+        if op.forward_op != NEVER and op.phase is Phase.OPTIMIZER:
             yield f"op {index} ({op.name}) of the {op.phase.value} has a forward op"
         if min(op.flops, op.read_bytes, op.written_bytes, op.workspace_bytes) < 0:
             yield f"op {index} ({op.name}) has a negative price"

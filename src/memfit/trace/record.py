@@ -56,9 +56,10 @@ class Op(_Record, frozen=True):
     """One aten-level call.
 
     `arguments` is JSON in which `{"t": i}` stands for the i-th input tensor, so that the call can be made again.
-    `forward_op` is, for a backward op, the forward op whose gradient it computes. `mutates` lists the storages an
-    in-place op writes to and `mutated_op` the op that made the value it overwrites. `workspace_bytes` is what the
-    kernel allocates and frees inside itself while its inputs and outputs are alive.
+    `forward_op` is, for a backward op, the forward op whose gradient it computes. A custom autograd function is known
+    by its first op; when it saves tensors, `forward_op` of all its forward ops is that first one. `mutates` lists the
+    storages an in-place op writes to and `mutated_op` the op that made the value it overwrites. `workspace_bytes` is
+    what the kernel allocates and frees inside itself while its inputs and outputs are alive.
     """
 
     name: str

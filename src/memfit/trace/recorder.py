@@ -63,6 +63,7 @@ class Recorder(TorchDispatchMode):
         self._first_use: dict[int, int] = {}
         self._op_of_sequence: dict[int, int] = {}
         self._saved_numbers: dict[int, int] = {}
+        self._last_of_node: dict[int, int] = {}
         self._refs: dict[Any, TensorRef] = {}
         self._geometries: dict[Any, _Geometry] = {}
         self._geometry_of: dict[int, _Geometry] = {}
@@ -438,6 +439,7 @@ class Recorder(TorchDispatchMode):
                 return tensor
             sequence = torch.autograd._get_sequence_nr() - 1
             self.table.drafts[number].save(sequence)
+            self._note_node(sequence, number)
             producer = self._producer(ref)
             if producer != NEVER:
                 self.saved_ops.add(producer)
@@ -446,6 +448,17 @@ class Recorder(TorchDispatchMode):
                 return tensor
             with _disable_current_modes():  # kept as it is, a node's own result would hold the node in a cycle
                 return tensor.detach()
+
+    def _note_node(self, sequence: int, number: int) -> None:
+        """Remember a node that packs a storage later than a single op would, as a custom autograd function does.
+
+        An op packs its inputs before it is seen here, and its results when it has just been.
+        """
+        first, last = self._op_of_sequence.get(sequence, len(self.ops)), len(self.ops) - 1
+        if first > last or self.table.phase is Phase.BACKWARD:
+            return
+        if first < last or all(ref.storage != number for ref in self.ops[first].outputs):
+            self._last_of_node[first] = last
 
     def _save_number(self, index: int, call: int, inputs: Sequence[TensorRef], needs_grad: bool) -> None:
         """`x * 2.0` keeps the number for its backward, as a tensor of eight bytes that no hook sees."""
@@ -459,7 +472,12 @@ class Recorder(TorchDispatchMode):
     def frozen_ops(self) -> tuple[Op, ...]:
         """The ops, with what was learnt about them after they ran."""
         replace = msgspec.structs.replace
-        return tuple(replace(op, saved=True) if i in self.saved_ops else op for i, op in enumerate(self.ops))
+        ops = [replace(op, saved=True) if i in self.saved_ops else op for i, op in enumerate(self.ops)]
+        for first, last in self._last_of_node.items():
+            for i in range(first, last + 1):
+                if ops[i].phase is not Phase.BACKWARD:
+                    ops[i] = replace(ops[i], forward_op=first)
+        return tuple(ops)
 
     def frozen_storages(self) -> tuple[Storage, ...]:
         """The storages with their final categories."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from memfit.cost import cost_model
+from memfit.cost.models import MODES, cost_model
 from memfit.errors import MissingFeatureError, StateError
 from memfit.hardware import Device, Target
 from memfit.trace import Step, Trace, trace
@@ -25,8 +25,6 @@ from memfit.tradeoff.frontier import Frontiers, frontiers
 from memfit.tradeoff.greedy import greedy_order
 from memfit.tradeoff.sac import SACGreedyOrderMeta, SACStats, SACTable, SACTradeOffStats
 from memfit.tradeoff.units import forward_calls
-
-MODES = ("operator-level-cost-model", "operator-level-benchmark")
 
 
 class SACEstimator:

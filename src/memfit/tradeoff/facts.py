@@ -101,6 +101,7 @@ class _Reader:
         self.made = np.zeros(len(trace.storages), bool)
         self.reads: list[tuple[int, int]] = []
         self.writes: list[tuple[int, int]] = []
+        self.last_of_function: dict[int, int] = {}
         self._kinds: dict[object, int] = {}
         self._geometries: dict[object, int] = {}
         self._geometry_of: dict[int, int] = {}
@@ -114,6 +115,8 @@ class _Reader:
         self.view[index] = op.view
         self.random[index] = op.random
         self.workspace[index] = op.workspace_bytes
+        if op.forward_op != NEVER:
+            self.last_of_function[op.forward_op] = index
         for ref in op.inputs:
             if ref.storage != NEVER:
                 self.reads.append((index, ref.storage))
@@ -189,32 +192,21 @@ class _Reader:
     def _savers(self) -> tuple[Ints, Ints, Ints]:
         """Of each storage the first and the last op that saves it, and the op after which it is packed.
 
-        An op packs its inputs before it runs and its results after. A node of several ops, which is a custom
-        autograd function, shows in saving what its first op neither reads nor makes; it packs at its end, and
-        that is before the next op that has a node.
+        An op packs its inputs before it runs and its results after. A custom autograd function, which is known by
+        its first op, packs everything after its last.
         """
         storages, ops = self.trace.storages, self.trace.ops
         first, last, packed = (np.full(len(storages), NEVER) for _ in range(3))
-        saved = [(s, storage.saved_by) for s, storage in enumerate(storages) if storage.saved_by]
-        several: set[int] = set()
         made_by: dict[int, set[int]] = {}
-        for s, savers in saved:
-            for op in savers:
+        for s, storage in enumerate(storages):
+            if not storage.saved_by:
+                continue
+            first[s], last[s] = storage.saved_by[0], storage.saved_by[-1]
+            for op in storage.saved_by:
                 if op not in made_by:
                     made_by[op] = {ref.storage for ref in ops[op].outputs}
-                if self.made[s] and s not in made_by[op] and all(ref.storage != s for ref in ops[op].inputs):
-                    several.add(op)
-        starts = sorted({op.forward_op for op in ops} | made_by.keys()) if several else []
-        for s, savers in saved:
-            first[s], last[s] = savers[0], savers[-1]
-            moments = []
-            for op in savers:
-                if op in several:
-                    after = bisect_right(starts, op)
-                    moments.append((starts[after] if after < len(starts) else len(ops)) - 1)
-                else:
-                    moments.append(op if s in made_by[op] else op - 1)
-            packed[s] = max(moments)
+                moment = self.last_of_function.get(op, op if s in made_by[op] else op - 1)
+                packed[s] = max(packed[s], moment)
         return first, last, packed
 
     def _stale(self) -> Ints:

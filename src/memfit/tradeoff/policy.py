@@ -14,13 +14,15 @@ from memfit.tradeoff.problem import Problem, Role
 class Policy:
     """Which ops of a unit are saved and which run again, as offsets from the unit's first op.
 
-    `stop` is the last op of the second run, -1 when there is none. `discarded_bytes` is what backward no longer
+    `dropped` are the ops whose discardable results are dropped: a tensor that autograd packs is dropped when its
+    storage is discardable and made by one of these, all others are held. `stop` is the last op of the second run, -1 when there is none. `discarded_bytes` is what backward no longer
     finds, less what is newly held; `cached_bytes` is what is held because of this policy. `recompute_peak_bytes`
     is the highest point of the second run above the level just before the unit's backward.
     """
 
     saved: tuple[int, ...]
     recomputed: tuple[int, ...]
+    dropped: tuple[int, ...]
     stop: int
     discarded_bytes: int
     cached_bytes: int
@@ -47,6 +49,7 @@ def policy_of(problem: Problem, dropped: Flags) -> Policy:
     return Policy(
         saved=tuple(np.flatnonzero(np.where(reached, ~runs, carries)).tolist()),
         recomputed=tuple(np.flatnonzero(runs).tolist()),
+        dropped=tuple(np.unique(problem.birth[discardable & of_dropped]).tolist()),
         stop=stop,
         discarded_bytes=gone - newly_held - problem.input_bytes if stop >= 0 else 0,
         cached_bytes=kept + newly_held,

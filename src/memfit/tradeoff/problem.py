@@ -2,9 +2,10 @@
 
 Everything is relative to the unit's first op. Note [Rules]: what a policy may do.
 
-1. Autograd's saved tensors whose op is not saved by the policy are dropped. When backward needs the first of
-   them, the unit runs again from its beginning until the last of them has been packed: that op is the stop.
-   Ops up to the stop run again, unless they are saved: these return the result that was kept.
+1. Of what autograd packs, discardable storages are dropped whose op runs again; everything else is held, also
+   what such an op makes besides. When backward needs the first dropped tensor, the unit runs again from its
+   beginning until the last of them has been packed: that op is the stop. Ops up to the stop run again, unless
+   they are saved: these return the result that was kept.
 2. Views run again always. They take their own time and no memory.
 3. An op that writes to a storage of the unit goes with the op that made it, and so does an op that read the
    storage before: they are saved together or run again together. Random ops are one such group too.
@@ -75,6 +76,7 @@ class Problem:
         only_here = (
             (facts.first_saver[own] >= begin)
             & (facts.last_saver[own] < end)
+            & (facts.packed[own] < end)
             & (facts.last_read[own] < end)
             & (death != NEVER)
             & (death < unit.backward_end)
@@ -98,7 +100,7 @@ class Problem:
             birth=birth,
             ends=np.minimum(ends, count),
             role=role,
-            need=np.where(role == Role.DISCARDABLE, np.minimum(facts.packed[own] - begin, count - 1), NEVER),
+            need=np.where(role == Role.DISCARDABLE, facts.packed[own] - begin, NEVER),
             input_bytes=_input_bytes(facts, begin, end, backward),
         )
 

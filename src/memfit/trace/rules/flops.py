@@ -54,7 +54,17 @@ def onednn_rnn_backward_flops(input: Tensor, weight: Tensor, recurrent: Tensor, 
     return 2 * onednn_rnn_flops(input, weight, recurrent)
 
 
+def convolution_backward_flops(
+    grad: Tensor, input: Tensor, weight: Tensor, _bias: Any, _stride: Any, _padding: Any, _dilation: Any,
+    transposed: bool, _output_padding: Any, _groups: int, output_mask: list[bool], **__: Any,
+) -> int:  # fmt: skip
+    """As much as the forward for the input's gradient and as much for the weight's; torch forgets groups there."""
+    positions = (input if transposed else grad)[:, :1].numel()
+    return 2 * positions * weight.numel() * sum(output_mask[:2])
+
+
 FLOPS: dict[str, FlopCounter] = {
+    "aten.convolution_backward": convolution_backward_flops,
     "aten._scaled_dot_product_flash_attention_for_cpu": attention_flops,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": attention_backward_flops,
     "aten.mkldnn_rnn_layer": onednn_rnn_flops,

@@ -1,0 +1,260 @@
+"""`plan` and `curve`: from what a user has to the plan document, and to the whole trade-off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.status import Status as Spinner
+from torch import nn
+
+from memfit.cost import Cost, Roofline, Runtime
+from memfit.errors import InputError
+from memfit.hardware import Device, Target
+from memfit.memory import CATEGORIES, reserved
+from memfit.plan.document import Plan
+from memfit.plan.facts import peak_at
+from memfit.plan.making import plan_of
+from memfit.plan.record import Estimate, Prediction, ShardedUnit, ShardPlan
+from memfit.solve import (
+    Curve,
+    Incumbent,
+    Problem,
+    ShardOptions,
+    Solved,
+    SolveOptions,
+    Status,
+    blocker_of,
+    curve_of,
+    solve,
+)
+from memfit.solve.least import least_budget
+from memfit.trace import Category, Step, Trace, trace
+from memfit.units import display_bytes, display_ms
+
+
+def plan(
+    model: nn.Module | Callable[[], nn.Module] | Step | Trace,
+    batch: Any = None,
+    *,
+    loss: Callable[..., torch.Tensor] | None = None,
+    optimizer: Any = torch.optim.AdamW,
+    autocast: torch.dtype | None = None,
+    target: str | Device | Target,
+    ranks: int | None = None,
+    budget: str | int | float | None = None,
+    cost: Cost | None = None,
+    options: SolveOptions | None = None,
+    progress: bool = True,
+) -> Plan:
+    """The fastest plan for a training step that fits the budget, proven; also when nothing fits (`infeasible`).
+
+    The budget is what tensors of one rank may take (`"72GiB"`, bytes, or a part of the device), all that is usable
+    unless given. A `Step` or a `Trace` may stand for model, batch and the rest. `cost` times the ops, by the device's
+    roofline unless given.
+    """
+    work = _Work(progress)
+    problem = _problem(work, model, batch, loss, optimizer, autocast, target, ranks, cost, options)
+    asked = problem.target.budget_bytes(budget)
+    allowed = min(asked, problem.target.usable_bytes)
+    notes = list(problem.timeline.trace.notes)
+    if allowed < asked:
+        overhead = display_bytes(problem.target.device.overhead_bytes)
+        notes.append(
+            f"the budget of {display_bytes(asked)} was lowered to {display_bytes(allowed)}: "
+            f"{overhead} of the device are its context and library workspaces"
+        )
+    with work.step("solving"):
+        solved = solve(problem, allowed, watch=work.heard)
+    return _document(problem, solved, notes)
+
+
+def curve(
+    model: nn.Module | Callable[[], nn.Module] | Step | Trace,
+    batch: Any = None,
+    *,
+    loss: Callable[..., torch.Tensor] | None = None,
+    optimizer: Any = torch.optim.AdamW,
+    autocast: torch.dtype | None = None,
+    target: str | Device | Target,
+    ranks: int | None = None,
+    points: int = 16,
+    cost: Cost | None = None,
+    options: SolveOptions | None = None,
+    progress: bool = True,
+) -> Curve:
+    """Budget against step time, from the smallest budget that can be met to the one that needs nothing."""
+    work = _Work(progress)
+    problem = _problem(work, model, batch, loss, optimizer, autocast, target, ranks, cost, options)
+    with work.step("solving"):
+        return curve_of(problem, points=points, watch=work.point)
+
+
+def _problem(
+    work: _Work,
+    model: nn.Module | Callable[[], nn.Module] | Step | Trace,
+    batch: Any,
+    loss: Callable[..., torch.Tensor] | None,
+    optimizer: Any,
+    autocast: torch.dtype | None,
+    target: str | Device | Target,
+    ranks: int | None,
+    cost: Cost | None,
+    options: SolveOptions | None,
+) -> Problem:
+    aim = Target.parse(target, ranks=ranks)
+    if isinstance(model, Trace):
+        if model.device != aim.device.name:
+            raise InputError(
+                f"the trace was captured for {model.device}; capture the step again for {aim.device.name}, "
+                "whose kernels may be others"
+            )
+        captured = model
+    else:
+        step = model
+        if not isinstance(model, Step):
+            step = Step(model, batch, loss=loss, optimizer=optimizer, autocast=autocast)
+        with work.step("capturing one training step"):
+            captured = trace(step, target=aim)
+    with work.step("timing its ops, working out frontiers"):
+        runtime = Runtime.of(captured, cost or Roofline.of(aim))
+        return Problem.of(runtime, aim, options)
+
+
+def _document(problem: Problem, solved: Solved, notes: list[str]) -> Plan:
+    captured, target = problem.timeline.trace, problem.target
+    base_ms = problem.runtime.total_ms + problem.exposed_ms
+    rows = problem.during_by_row
+    levels = rows.sum(axis=0)
+    at = int(levels.argmax())
+    baseline = Estimate(
+        peak_bytes=int(levels[at]),
+        peak_reserved_bytes=_reserved_bytes(problem, int(levels[at])),
+        step_ms=base_ms,
+        peak_by_category=_categories(rows[:, at]),
+        peak_at=peak_at(captured, at),
+    )
+    if solved.tightened:
+        notes.append(f"the replay sent the solver back {solved.tightened} times")
+    if solved.status in (Status.INFEASIBLE, Status.UNKNOWN):
+        if solved.minimum_budget_bytes is None:
+            raise InputError("no plan was found within the time limit; give more, options=SolveOptions(limits=...)")
+        return plan_of(
+            captured,
+            target=target,
+            budget_bytes=solved.budget_bytes,
+            status="infeasible",
+            gap=None,
+            bound_ms=None,
+            minimum_budget_bytes=max(solved.minimum_budget_bytes, solved.budget_bytes + 1),
+            checkpoint=(),
+            baseline=baseline,
+            predicted=None,
+            notes=[*notes, *_why(problem)],
+        )
+    return plan_of(
+        captured,
+        target=target,
+        budget_bytes=solved.budget_bytes,
+        status="optimal" if solved.status is Status.OPTIMAL else "feasible",
+        gap=solved.gap,
+        bound_ms=base_ms + solved.bound_ms,
+        minimum_budget_bytes=solved.minimum_budget_bytes,
+        checkpoint=[(candidate.unit, policy) for candidate, policy in solved.chosen],
+        baseline=baseline,
+        predicted=_prediction(problem, solved, base_ms),
+        shard=_shard_plan(problem),
+        notes=notes,
+    )
+
+
+def _prediction(problem: Problem, solved: Solved, base_ms: float) -> Prediction:
+    assert solved.replay is not None
+    judged, captured = solved.replay, problem.timeline.trace
+    at, peak, rerun = judged.peak_op, judged.peak_bytes, judged.highest_rerun
+    column = problem.during_by_row[:, at].copy()
+    column[CATEGORIES.index(Category.ACTIVATION)] += peak - int(column.sum())
+    return Prediction(
+        peak_bytes=peak,
+        peak_reserved_bytes=max(peak, _reserved_bytes(problem, peak) if not solved.chosen else peak),
+        step_ms=base_ms + solved.recompute_ms,
+        peak_by_category=_categories(column),
+        peak_at=peak_at(captured, at, second_run_of=None if rerun is None else rerun.unit),
+        recompute_ms=solved.recompute_ms,
+        exposed_communication_ms=problem.exposed_ms,
+    )
+
+
+def _categories(column: np.ndarray) -> dict[Category, int]:
+    """Bytes by category, none when what a plan drops is more than the activations that are there."""
+    if (column < 0).any():
+        return {}
+    return {category: int(n_bytes) for category, n_bytes in zip(CATEGORIES, column, strict=True) if n_bytes}
+
+
+def _reserved_bytes(problem: Problem, peak_bytes: int) -> int:
+    """What the caching allocator would reserve; the peak itself where it is not simulated."""
+    if problem.sharding is not None or not problem.target.device.allocator.caches:
+        return peak_bytes
+    return max(peak_bytes, reserved(problem.timeline.trace, problem.target.device).peak_reserved_bytes)
+
+
+def _shard_plan(problem: Problem) -> ShardPlan | None:
+    if problem.sharding is None:
+        return None
+    options: ShardOptions = problem.options.shard
+    units = tuple(
+        ShardedUnit(module=unit.module, reshard_after_forward=bool(unit.module)) for unit in problem.sharding.units
+    )
+    return ShardPlan(
+        ranks=problem.target.ranks,
+        units=units,
+        prefetch=1,
+        shard_dtype=options.shard_dtype,
+        param_dtype=options.param_dtype,
+        reduce_dtype=options.reduce_dtype,
+    )
+
+
+def _why(problem: Problem) -> list[str]:
+    """What stands in the way, and what would help there."""
+    least = least_budget(problem.program(1), problem.options.limits)
+    if least is None:
+        return []
+    blocker = blocker_of(problem, least.choice)
+    filled = ", ".join(f"{category.value} {display_bytes(n)}" for category, n in blocker.by_category.items())
+    lines = [f"nothing gets below {display_bytes(blocker.peak_bytes)} at {blocker}: {filled}"]
+    for lever in blocker.levers:
+        lines.append(f"{lever.name} would save about {display_bytes(lever.saves_bytes)} there: {lever.how}")
+    return lines
+
+
+@dataclass(slots=True)
+class _Work:
+    """Shows on the terminal what is being done."""
+
+    show: bool
+    spinner: Spinner | None = None
+    _doing: str = ""
+
+    def step(self, doing: str) -> AbstractContextManager[Any]:
+        console = Console(stderr=True)
+        if not (self.show and console.is_terminal):
+            return nullcontext()
+        self._doing = doing
+        self.spinner = console.status(f"{doing} …")
+        return self.spinner
+
+    def heard(self, incumbent: Incumbent) -> None:
+        if self.spinner is not None:
+            best, bound = display_ms(incumbent.objective), display_ms(incumbent.bound)
+            self.spinner.update(f"{self._doing}: adds {best}, at least {bound}, gap {incumbent.gap:.1%} …")
+
+    def point(self, done: int, all_points: int) -> None:
+        if self.spinner is not None:
+            self.spinner.update(f"{self._doing}: {done} of {all_points} budgets …")

@@ -1,0 +1,45 @@
+"""The fastest plan under a memory budget, proven: which units to checkpoint, and how."""
+
+from memfit.solve.blocker import Blocker, Lever, blocker_of
+from memfit.solve.curve import Curve, CurvePoint, curve_of
+from memfit.solve.milp import Incumbent, Limits, SolverError, Status
+from memfit.solve.op_policy import SACDecision, get_optimal_checkpointing_policy_per_module
+from memfit.solve.options import SolveOptions
+from memfit.solve.program import Candidate, Choice, Program
+from memfit.solve.replay import Replay, Rerun, replay
+from memfit.solve.sac_milp import SACSolution, sac_milp
+from memfit.solve.sharding import Sharding, ShardOptions, ShardUnit, repeated_blocks, shard
+from memfit.solve.solution import Problem, Solved, minimum_budget_bytes, solve
+
+__all__ = [
+    "Blocker",
+    "Candidate",
+    "Choice",
+    "Curve",
+    "CurvePoint",
+    "Incumbent",
+    "Lever",
+    "Limits",
+    "Problem",
+    "Program",
+    "Replay",
+    "Rerun",
+    "SACDecision",
+    "SACSolution",
+    "ShardOptions",
+    "ShardUnit",
+    "Sharding",
+    "SolveOptions",
+    "Solved",
+    "SolverError",
+    "Status",
+    "blocker_of",
+    "curve_of",
+    "get_optimal_checkpointing_policy_per_module",
+    "minimum_budget_bytes",
+    "repeated_blocks",
+    "replay",
+    "sac_milp",
+    "shard",
+    "solve",
+]

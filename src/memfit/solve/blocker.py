@@ -1,0 +1,107 @@
+"""Why nothing fits: the instant that stands in the way, what fills it, and what each lever would save there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from memfit.memory.timeline import CATEGORIES
+from memfit.solve.program import Choice
+from memfit.solve.solution import Problem
+from memfit.trace import NEVER, Category, Phase
+
+_STATES = (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lever:
+    """Something beyond checkpointing, and the bytes that it would save at the instant in the way."""
+
+    name: str
+    saves_bytes: int
+    how: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocker:
+    """The highest point of the plan with the lowest peak: no plan gets below it."""
+
+    op: int
+    name: str
+    phase: Phase
+    module: str | None
+    source: str
+    peak_bytes: int
+    by_category: dict[Category, int]
+    levers: tuple[Lever, ...]
+
+    def __str__(self) -> str:
+        where = "outside any module" if self.module is None else f"in {self.module or 'the model itself'}"
+        return f"op {self.op} ({self.name}) of the {self.phase.value}, {where}"
+
+
+def blocker_of(problem: Problem, choice: Choice) -> Blocker:
+    """What stands in the way of a lower peak than this choice has."""
+    program = problem.program(1)
+    level, reruns = program.peaks(choice)
+    op = int(level.argmax())
+    peak = int(level[op])
+    highest = max(reruns, key=lambda each: each[1], default=None)
+    if highest is not None and highest[1] > peak:
+        op, peak = highest[0].again, highest[1]
+    trace = problem.timeline.trace
+    at = min(op, len(trace.ops) - 1)
+    call = trace.ops[at].call
+    column = problem.during_by_row[:, op].copy()
+    column[CATEGORIES.index(Category.ACTIVATION)] -= int(program.freed(choice)[op])
+    by_category = {CATEGORIES[row]: int(column[row]) for row in np.argsort(-column, kind="stable") if column[row] > 0}
+    return Blocker(
+        op=at,
+        name=trace.ops[at].name,
+        phase=trace.ops[at].phase,
+        module=trace.calls[call].module if call != NEVER else None,
+        source=trace.source_of(at),
+        peak_bytes=peak,
+        by_category=by_category,
+        levers=_levers(problem, at, by_category),
+    )
+
+
+def _levers(problem: Problem, op: int, by_category: dict[Category, int]) -> tuple[Lever, ...]:
+    """Estimates at this instant alone; the largest first."""
+    trace, ranks = problem.timeline.trace, problem.target.ranks
+    phase = trace.ops[op].phase
+    states = sum(by_category.get(category, 0) for category in _STATES)
+    batch = by_category.get(Category.ACTIVATION, 0) + by_category.get(Category.INPUT, 0)
+    found = [
+        Lever(
+            name="sharding",
+            saves_bytes=states // 2,
+            how=f"shard parameters, gradients and optimizer state over {2 * ranks} ranks instead of {ranks}",
+        ),
+        Lever(
+            name="offload",
+            saves_bytes=by_category.get(Category.OPTIMIZER_STATE, 0),
+            how="keep the optimizer's state on the host",
+        ),
+    ]
+    if phase is Phase.OPTIMIZER:
+        found.append(
+            Lever(
+                name="optimizer",
+                saves_bytes=by_category.get(Category.TEMPORARY, 0),
+                how="use a fused optimizer (fused=True), which makes no temporaries",
+            )
+        )
+    else:
+        batch += by_category.get(Category.TEMPORARY, 0)
+    found.append(
+        Lever(name="micro-batch", saves_bytes=batch // 2, how="halve the micro-batch and accumulate two of them")
+    )
+    for unit in problem.units:
+        if unit.kind == "loss" and (unit.begin <= op < unit.end or unit.backward_begin <= op < unit.backward_end):
+            made = sum(storage.bytes for storage in trace.storages if unit.begin <= storage.birth < unit.end)
+            how = "compute the loss in four chunks of the sequence instead of on all logits at once"
+            found.append(Lever(name="chunked loss", saves_bytes=made * 3 // 4, how=how))
+    return tuple(sorted((each for each in found if each.saves_bytes > 0), key=lambda each: -each.saves_bytes))
