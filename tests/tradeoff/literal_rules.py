@@ -21,6 +21,7 @@ class Outcome:
     stop: int
     saved: tuple[int, ...]
     recomputed: tuple[int, ...]
+    dropped: tuple[int, ...]
     cached: int
 
 
@@ -75,11 +76,15 @@ class Literal:
             and record.death < self.unit.backward_end
             and len(record.saved_by) > 0
             and all(op in self.inside for op in record.saved_by)
+            and self.need(storage) in self.inside
             and not any(self.reads(op, storage) for op in self.forward if op >= self.unit.end)
         )
 
     def need(self, storage: int) -> int:
         def packed(op: int) -> int:
+            function = [i for i in self.forward if self.trace.ops[i].forward_op == op]
+            if function:
+                return max(function)
             is_result = any(ref.storage == storage for ref in self.trace.ops[op].outputs)
             return op if is_result else op - 1
 
@@ -151,6 +156,7 @@ class Literal:
             stop=stop - self.unit.begin if gone else -1,
             saved=tuple(op - self.unit.begin for op in sorted({*saved, *beyond})),
             recomputed=tuple(op - self.unit.begin for op in runs),
+            dropped=tuple(sorted({births[storage] - self.unit.begin for storage in gone})),
             cached=sum(map(self.size, kept)) + sum(map(self.size, fresh)),
         )
 

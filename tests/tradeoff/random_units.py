@@ -129,6 +129,9 @@ def units_in_traces(draw: st.DrawFn, most_ops: int = 10) -> tuple[Trace, Unit, n
     ops: list[OpDraft] = []
     for index in range(forward):
         ops.append(_draw_op(draw, index, storages))
+    for function in draw(st.sampled_from(((), (draw(st.integers(0, forward - 1)),)))):
+        for op in ops[function : function + draw(st.integers(1, 4))]:
+            op.forward_op = function
     for index in range(forward, total):
         inside = backward <= index < backward_end
         ops.append(OpDraft(Phase.BACKWARD, forward_op=draw(st.integers(begin, end - 1)) if inside else NEVER))
@@ -207,3 +210,4 @@ def _draw_fate(
     elif fate == "held":
         storage.savers = set(draw(st.lists(st.sampled_from(inside), max_size=2))) if inside else set()
         storage.death = draw(st.sampled_from((backward_end, backward_end + 1, NEVER)))
+    storage.savers = {op if ops[op].forward_op == NEVER else ops[op].forward_op for op in storage.savers}

@@ -66,6 +66,7 @@ def test_every_policy_does_what_it_says(drawn: Drawn) -> None:
         assert outcome is not None, "the rules forbid this policy"
         assert outcome.recomputed == policy.recomputed
         assert outcome.saved == policy.saved
+        assert outcome.dropped == policy.dropped
         assert outcome.stop == policy.stop
         assert outcome.cached == policy.cached_bytes
         assert (outcome.bytes, outcome.ms) == (policy.discarded_bytes, policy.recompute_ms)

@@ -93,11 +93,10 @@ class CheckpointModel:
             if self.budget is None and highest <= budget:
                 continue
             terms = [(self.lacking[begins[candidate.again] - 1], -1.0)]
-            terms += [
-                (x, policy.recompute_peak_bytes / SCALE)
-                for x, policy in zip(row, candidate.policies, strict=True)
-                if policy.recompute_peak_bytes
-            ]
+            lacks_itself = candidate.unit.end == candidate.again  # dropped and run again between the same two ops
+            for x, policy in zip(row, candidate.policies, strict=True):
+                own = policy.discarded_bytes if lacks_itself else 0
+                terms.append((x, (policy.recompute_peak_bytes - own) / SCALE))
             if self.budget is None:
                 self.milp.row(terms, upper=(budget - level) / SCALE)
             else:

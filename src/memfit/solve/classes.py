@@ -105,7 +105,7 @@ class ClassModel:
         terms: list[tuple[int, float]] = []
         counted: dict[int, list[int]] = {}
         for number, each in enumerate(self.classes):
-            active = [m for m in each.members if self._active(m, op)]
+            active = [m for m in each.members if m == rerun or self._active(m, op)]
             if not active:
                 continue
             policies = self.program.candidates[each.members[0]].policies

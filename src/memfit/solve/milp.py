@@ -101,9 +101,11 @@ class Milp:
 
     def row(self, terms: Iterable[tuple[int, float]], *, lower: float = -FREE, upper: float = FREE) -> None:
         """A new row: the sum of factor times variable lies between the two."""
+        summed: dict[int, float] = {}
         for index, factor in terms:
-            self.indices.append(index)
-            self.factors.append(factor)
+            summed[index] = summed.get(index, 0.0) + factor
+        self.indices += summed
+        self.factors += summed.values()
         self.starts.append(len(self.indices))
         self.row_lower.append(lower)
         self.row_upper.append(upper)

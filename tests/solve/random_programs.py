@@ -1,0 +1,135 @@
+"""Random programs: module trees with a mirrored backward, levels, and frontiers that some units share."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+from hypothesis import strategies as st
+
+from memfit.solve.program import Choice, Program, candidates_of
+from memfit.trace import NEVER
+from memfit.tradeoff import Frontier, Policy, Unit
+
+LENGTH = 24
+
+
+@st.composite
+def programs(draw: st.DrawFn, *, layers: bool = False) -> Program:
+    """A program of at most five candidates; with `layers`, several that share one frontier."""
+    shared = [draw(frontiers()) for _ in range(2)]
+    spans = _layer_spans(draw(st.integers(2, 4)), draw(st.booleans())) if layers else draw(nested_spans())
+    units, chosen = [], []
+    for number, (begin, end) in enumerate(spans):
+        units.append(_unit(f"unit{number}", begin, end))
+        if layers:
+            chosen.append(shared[1] if end - begin < 3 else shared[0])
+        else:
+            chosen.append(draw(st.sampled_from(shared)) if draw(st.booleans()) else draw(frontiers()))
+    forced = frozenset(unit.name for unit in units if draw(st.integers(0, 9)) == 0)
+    during = np.array(draw(st.lists(st.integers(20, 100), min_size=2 * LENGTH + 1, max_size=2 * LENGTH + 1)))
+    if layers:  # memory rises to the end of the forward and falls again
+        during = during // 4 + 4 * np.minimum(np.arange(2 * LENGTH + 1), np.arange(2 * LENGTH, -1, -1))
+    before = np.minimum(np.concatenate(([during[0]], during[:-1])), during)
+    budget = draw(st.integers(20, int(during.max())))
+    scale = 1 << 20
+    return Program(before * scale, during * scale, budget * scale, candidates_of(units, chosen, forced=forced))
+
+
+@st.composite
+def frontiers(draw: st.DrawFn) -> Frontier:
+    """Policies by growing bytes and time."""
+    count = draw(st.integers(1, 3))
+    freed = sorted(draw(st.lists(st.integers(1, 40), min_size=count, max_size=count, unique=True)))
+    times = sorted(draw(st.lists(st.integers(0, 30), min_size=count, max_size=count, unique=True)))
+    policies = tuple(
+        Policy(
+            saved=(),
+            recomputed=(0,),
+            dropped=(0,),
+            stop=0,
+            discarded_bytes=n << 20,
+            cached_bytes=0,
+            recompute_ms=float(ms),
+            recompute_peak_bytes=draw(st.integers(0, 50)) << 20,
+        )
+        for n, ms in zip(freed, times, strict=True)
+    )
+    return Frontier(policies=policies, exact=True, discardable_bytes=freed[-1] << 20)
+
+
+@st.composite
+def nested_spans(draw: st.DrawFn) -> list[tuple[int, int]]:
+    spans: list[tuple[int, int]] = []
+    while len(spans) < 5:
+        begin = draw(st.integers(0, LENGTH - 1))
+        end = draw(st.integers(begin + 1, LENGTH))
+        crossing = any(b < begin < e < end or begin < b < end < e for b, e in spans)
+        if not crossing and (begin, end) not in spans:
+            spans.append((begin, end))
+        elif draw(st.booleans()):
+            break
+    return spans
+
+
+def _layer_spans(count: int, inner: bool) -> list[tuple[int, int]]:
+    size = LENGTH // count
+    spans = [(number * size, (number + 1) * size) for number in range(count)]
+    return spans + ([(begin + 1, begin + 3) for begin, _ in spans[:2]] if inner else [])
+
+
+def _unit(name: str, begin: int, end: int) -> Unit:
+    again = 2 * LENGTH - end
+    return Unit(
+        name=name,
+        module=name,
+        kind="Module",
+        call=0,
+        begin=begin,
+        end=end,
+        backward_begin=again,
+        backward_end=2 * LENGTH - begin,
+    )
+
+
+def best_by_trying_all(program: Program) -> float | None:
+    """The least recompute time of all plans that hold, by going through them; None when there is none."""
+    best = None
+    for policies in product(*(range(-1, len(candidate.policies)) for candidate in program.candidates)):
+        choice = np.array(policies, np.int64)
+        if holds(program, choice):
+            ms = sum(
+                candidate.policies[policy].recompute_ms
+                for candidate, policy in zip(program.candidates, policies, strict=True)
+                if policy != NEVER
+            )
+            best = ms if best is None else min(best, ms)
+    return best
+
+
+def holds(program: Program, choice: Choice) -> bool:
+    """The rules of Note [Moments of a plan], word for word."""
+    chosen = [
+        (candidate.unit, candidate.policies[policy])
+        for candidate, policy in zip(program.candidates, choice.tolist(), strict=True)
+        if policy != NEVER
+    ]
+    if any(c.forced and p == NEVER for c, p in zip(program.candidates, choice.tolist(), strict=True)):
+        return False
+    for one, _ in chosen:
+        for other, _ in chosen:
+            if one is not other and one.begin <= other.begin and other.end <= one.end:
+                return False
+    for op in range(len(program.during)):
+        lacking = sum(p.discarded_bytes for unit, p in chosen if unit.end <= op < unit.backward_begin)
+        if program.during[op] - lacking > program.budget_bytes:
+            return False
+    for unit, policy in chosen:
+        lacking = sum(
+            p.discarded_bytes
+            for other, p in chosen
+            if other is unit or other.end <= unit.backward_begin - 1 < other.backward_begin
+        )
+        if program.before[unit.backward_begin] - lacking + policy.recompute_peak_bytes > program.budget_bytes:
+            return False
+    return True

@@ -1,0 +1,97 @@
+"""The program's optimum is what trying every plan finds."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from random_programs import best_by_trying_all, holds, programs
+
+from memfit.solve.checkpoint import CheckpointModel
+from memfit.solve.least import least_budget
+from memfit.solve.milp import Limits, Status
+from memfit.solve.program import Program
+from memfit.solve.search import search, usable
+
+RELAXED = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def check_optimum(program: Program) -> None:
+    expected = best_by_trying_all(program)
+    found = search(program)
+    if expected is None:
+        assert found.status is Status.INFEASIBLE and found.choice is None
+        return
+    assert found.status is Status.OPTIMAL and found.choice is not None
+    assert holds(program, found.choice)
+    assert math.isclose(found.recompute_ms, expected, abs_tol=1e-6)
+    assert found.gap < 1e-9
+
+
+@RELAXED
+@given(programs())
+def test_the_optimum_of_random_module_trees_is_that_of_trying_all_plans(program: Program) -> None:
+    check_optimum(program)
+
+
+@RELAXED
+@given(programs(layers=True))
+def test_the_optimum_of_equal_layers_is_that_of_trying_all_plans(program: Program) -> None:
+    check_optimum(program)
+
+
+@RELAXED
+@given(programs())
+def test_the_full_program_alone_finds_the_optimum_too(program: Program) -> None:
+    expected = best_by_trying_all(program)
+    model = CheckpointModel(program)
+    solved = model.milp.solve(Limits())
+    if expected is None:
+        assert solved.status is Status.INFEASIBLE
+    else:
+        assert math.isclose(solved.objective, expected, abs_tol=1e-6)
+        assert usable(program, model.choice_of(solved.values))
+
+
+@RELAXED
+@given(programs())
+def test_a_level_is_the_same_whether_a_plan_is_judged_by_row_or_by_op(program: Program) -> None:
+    random = np.random.default_rng(0)
+    for _ in range(5):
+        policies = [random.integers(-1, len(each.policies)) for each in program.candidates]
+        choice = np.array(policies, np.int64)
+        if not program.nested(choice):
+            assert usable(program, choice) == holds(program, choice)
+
+
+@RELAXED
+@given(programs())
+def test_the_least_budget_is_met_and_one_byte_less_is_not(program: Program) -> None:
+    least = least_budget(program)
+    if any(candidate.forced for candidate in program.candidates) and least is None:
+        return  # two that must be checkpointed lie inside one another
+    assert least is not None
+    at = Program(program.before, program.during, least.peak_bytes, program.candidates)
+    assert search(at).status is Status.OPTIMAL
+    below = Program(program.before, program.during, least.peak_bytes - 1, program.candidates)
+    assert best_by_trying_all(below) is None
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(programs(layers=True))
+def test_more_budget_never_takes_more_time(program: Program) -> None:
+    last = math.inf
+    for budget in np.linspace(program.budget_bytes, int(program.during.max()), 5).astype(int).tolist():
+        found = search(Program(program.before, program.during, budget, program.candidates))
+        if found.choice is not None:
+            assert found.recompute_ms <= last + 1e-9
+            last = found.recompute_ms
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(programs(layers=True))
+def test_a_first_answer_that_is_the_best_stays(program: Program) -> None:
+    found = search(program)
+    if found.choice is not None:
+        assert search(program, start=found.choice).recompute_ms == found.recompute_ms

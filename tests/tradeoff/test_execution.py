@@ -1,0 +1,231 @@
+"""Every policy of a frontier, run for real, gives the gradients of the plain step and runs again what it says."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zoo_models
+from executor import Execution
+from torch import nn
+
+import memfit
+from memfit.trace import Step
+from memfit.tradeoff import Unit, frontiers
+from memfit.tradeoff.facts import Facts
+from memfit.tradeoff.problem import Problem, Role
+
+
+class Between(nn.Module):
+    """A unit between two layers, so that gradients pass through it."""
+
+    def __init__(self, inner: nn.Module, before: nn.Module | None = None, after: nn.Module | None = None) -> None:
+        super().__init__()
+        self.before, self.inner, self.after = before or nn.Linear(8, 8), inner, after or nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(self.inner(self.before(x))).square().sum()
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.first_norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.second, self.second_norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.second_norm(self.second(self.relu(self.first_norm(self.first(x)))))
+        y += x
+        return self.relu(y)
+
+
+class Writes(nn.Module):
+    """In-place writes to whole tensors and to parts of them, inside autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = (x @ self.weight).clone()
+        a[:, :4].mul_(2.0)
+        b = a.sigmoid() * self.scale
+        c = torch.zeros_like(b)
+        c[:, :2] = b[:, :2].exp()
+        return (c.add_(b) + 1).clamp_(-0.5, 1.5) * b + x
+
+
+class TwoResults(nn.Module):
+    """An op with several results: one leaves the unit and is saved inside and outside, the others inside alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.norm(self.linear(x).tanh())
+        return y.sigmoid().tanh() + y, y
+
+
+class TwoReaders(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.inner, self.after = nn.Linear(8, 8), TwoResults(), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = self.inner(self.before(x))
+        return (self.after(one) * self.after(other)).sum()
+
+
+class TakesParameter(torch.autograd.Function):
+    """Its parameter is read first by an op in its middle, with which the trace counts the parameter's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        a = x.exp()
+        result = (a * weight).tanh()
+        ctx.save_for_backward(x, a, weight, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        _, a, weight, result = ctx.saved_tensors
+        inner = gradient * (1 - result * result)
+        return inner * a * weight, (inner * a).sum(0)
+
+
+class SavesInput(torch.autograd.Function):
+    """Several ops; the last one does not read what is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.exp().tanh() * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        tanh = x.exp().tanh()
+        return gradient * 2 * (1 - tanh * tanh) * x.exp()
+
+
+class ReadsInputTwice(torch.autograd.Function):
+    """Several ops; the last one reads what is saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.exp() * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * x.exp() * (x + 1)
+
+
+class OneOp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * x.exp()
+
+
+class Custom(nn.Module):
+    """A custom autograd function in the middle of a unit."""
+
+    def __init__(self, function: Any, *, weighted: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(8)) if weighted else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        more = () if self.weight is None else (self.weight,)
+        return self.second(self.function.apply(self.first(x).sigmoid(), *more).tanh())
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+    return Between(layer, nn.Linear(8, 16), nn.Linear(16, 4))
+
+
+def perceptron() -> nn.Module:
+    """The result of the last op is saved by that op, inside, and by the next layer, outside."""
+    return Between(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), nn.Sigmoid()))
+
+
+def convolutions() -> nn.Module:
+    return Between(Residual(), nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1))
+
+
+def gpt2() -> nn.Module:
+    model = zoo_models.causal_model("gpt2", n_embd=16, n_layer=1, n_head=2, attn_pdrop=0.0, use_cache=False)
+    return Between(model.transformer.h[0], nn.Linear(8, 16), nn.Linear(16, 4))
+
+
+def made(kind: Callable[..., nn.Module], *args: Any, **options: Any) -> Callable[[], nn.Module]:
+    return lambda: Between(kind(*args, **options))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "encoder layer with dropout": (encoder, (2, 5, 8)),
+    "residual block with batch norm": (convolutions, (2, 3, 6, 6)),
+    "perceptron": (perceptron, (4, 8)),
+    "writes in place": (made(Writes), (4, 8)),
+    "two results": (TwoReaders, (4, 8)),
+    "function with a parameter": (made(Custom, TakesParameter, weighted=True), (4, 8)),
+    "function that saves its input": (made(Custom, SavesInput), (4, 8)),
+    "function that reads its input last": (made(Custom, ReadsInputTwice), (4, 8)),
+    "function of one op": (made(Custom, OneOp), (4, 8)),
+    "block of gpt-2": (gpt2, (2, 5, 8)),
+}
+
+
+def discardable(facts: Facts, unit: Unit) -> set[int]:
+    """The storages of a unit that may be dropped."""
+    low, high = np.searchsorted(facts.born_at, (unit.begin, unit.end))
+    return set(facts.born[low:high][Problem.of(facts, unit).role == Role.DISCARDABLE].tolist())
+
+
+def run(model: nn.Module, batch: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Gradients and buffers after one step."""
+    torch.manual_seed(1)
+    model(batch).backward()
+    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return gradients, dict(model.named_buffers())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_policy_can_be_executed(name: str) -> None:
+    build, shape = MODELS[name]
+    torch.manual_seed(0)
+    model, batch = build(), torch.randn(shape)
+    trace = memfit.trace(Step(copy.deepcopy(model), (batch,), optimizer=torch.optim.SGD), target="cpu")
+    op_ms = np.array([0.0 if op.view else 1.0 for op in trace.ops])
+    facts, found = Facts.of(trace, op_ms), frontiers(trace, op_ms)
+    gradients, buffers = run(copy.deepcopy(model), batch)
+    executed = 0
+    for unit in (each for each in found.units if each.kind != "loss" and "#" not in each.name):
+        for policy in found.of(unit).policies[1:]:
+            again = copy.deepcopy(model)
+            execution = Execution(again.get_submodule(unit.module), trace, unit, policy, discardable(facts, unit))
+            found_gradients, found_buffers = run(again, batch)
+            where = f"{unit.name}: {policy}"
+            assert execution.names == [op.name for op in trace.ops[unit.begin : unit.end]], where
+            assert tuple(execution.ran) == policy.recomputed, where
+            assert execution.freed, where
+            assert found_gradients.keys() == gradients.keys(), where
+            assert all(torch.equal(found_gradients[key], gradients[key]) for key in gradients), where
+            assert all(torch.equal(found_buffers[key], buffers[key]) for key in buffers), where
+            executed += 1
+    assert executed > 4
