@@ -16,7 +16,8 @@ from memfit.solve.program import Choice, Program
 from memfit.trace import NEVER
 
 Watch = Callable[[Incumbent], None]
-_SAME_MS = 1e-9
+_SAME_MS = 1e-5
+"""Ten nanoseconds: what the solver's tolerances and the order of sums may make of equal times."""
 _ROUNDS = 60
 
 
@@ -108,6 +109,8 @@ def _outcome(
     program: Program, choice: Choice | None, status: Status, bound_ms: float, began: float, rows: int, columns: int
 ) -> Outcome:
     recompute_ms = math.inf if choice is None else program.recompute_ms(choice)
+    if abs(recompute_ms - bound_ms) <= _SAME_MS:
+        bound_ms = recompute_ms
     return Outcome(
         status=status,
         choice=choice,
