@@ -17,12 +17,16 @@ def python_blocks(name: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), flags=re.DOTALL)
 
 
-def test_example_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+def test_example_runs_as_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     exec(compile("\n".join(python_blocks("README.md")), "README.md", "exec"), {})
     shown = capsys.readouterr().out
     assert "NVIDIA H100" in shown
     assert "optimizer state" in shown
     assert "predicted time of one step" in shown
+    assert "plan for NVIDIA H100" in shown
 
 
 def test_links_lead_somewhere() -> None:
@@ -43,12 +47,16 @@ def test_first_screen_has_the_two_commands() -> None:
 def test_public_names_are_few_and_frozen() -> None:
     assert sorted(memfit.__all__) == [
         "CaptureError",
+        "Plan",
         "Step",
         "Trace",
         "__version__",
+        "curve",
         "hardware",
+        "load",
         "load_trace",
         "memory",
+        "plan",
         "report",
         "save_trace",
         "spec",

@@ -166,6 +166,29 @@ def test_of_equal_policies_the_one_that_saves_earlier_ops_is_taken() -> None:
     assert pairs(policies) == [(0, 0.0), (8, 1.0), (16, 2.0), (24, 3.0)]
 
 
+def test_dropping_a_storage_without_bytes_may_spare_what_would_be_newly_held() -> None:
+    """Op 0 is needed by op 1, which is random like op 2: saved, they would newly hold the result of op 1."""
+    problem = Problem(
+        signature=np.zeros((3, 1), np.int64),
+        ms=np.ones(3),
+        view=np.zeros(3, bool),
+        random=np.array([False, True, True]),
+        workspace=np.zeros(3, np.int64),
+        forced=np.zeros(3, bool),
+        fixed=np.zeros(3, bool),
+        ties=np.zeros((0, 2), np.int64),
+        size=np.array([8, 8, 0]),
+        birth=np.arange(3),
+        ends=np.array([3, 2, 3]),
+        role=np.array([Role.DISCARDABLE, Role.FRESH, Role.DISCARDABLE]),
+        need=np.array([1, -1, 2]),
+        input_bytes=0,
+    )
+    policies = frontier_of(problem).policies
+    assert pairs(policies) == [(0, 0.0), (8, 3.0)]
+    assert policies[1].dropped == (0, 2) and policies[1].stop == 2
+
+
 def test_equal_layers_share_one_frontier() -> None:
     shape = Shape(layers=8, hidden=64, heads=4, key_value_heads=2, feed_forward=128, vocabulary=256)
     trace = memfit.trace(training_step(shape, length=32), target="h100-sxm")

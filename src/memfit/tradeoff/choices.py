@@ -114,7 +114,7 @@ class _Sweep:
     def run(self) -> None:
         begun = settled = 0
         settling = sorted(self.groups, key=lambda group: (group.settles, group.number))
-        for stop in sorted({group.need for group in self.groups if group.discardable_bytes}):
+        for stop in sorted({group.need for group in self.groups if group.need >= 0}):
             while begun < len(self.groups) and self.groups[begun].ops[0] <= stop:
                 self.open[begun] = self.groups[begun]
                 begun += 1

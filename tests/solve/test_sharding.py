@@ -1,0 +1,117 @@
+"""What sharding changes in a step: shards, gathered parameters, reductions, communication."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit import Step, spec
+from memfit.cost import Roofline, Runtime
+from memfit.errors import InputError
+from memfit.hardware import Target
+from memfit.memory import CATEGORIES, Timeline
+from memfit.solve import ShardOptions, repeated_blocks, shard
+from memfit.solve.sharding import Sharding, shard_bytes
+from memfit.trace import Category, Parameter, Trace
+
+WIDTH, BLOCKS, RANKS = 64, 3, 4
+BLOCK_BYTES = (WIDTH * WIDTH + WIDTH) * 4
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(10, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        for block in self.blocks:
+            x = block(x).relu()
+        return self.head(x)
+
+
+@pytest.fixture(scope="module")
+def captured() -> Trace:
+    return memfit.trace(Step(Model, spec((2, 10)), loss=lambda out, _: out.sum()), target="cpu")
+
+
+def sharded(trace: Trace, ranks: int = RANKS, options: ShardOptions | None = None) -> Sharding:
+    runtime = Runtime.of(trace, Roofline())
+    return shard(Timeline.of(trace, 1), runtime, Target.parse("cpu", ranks=ranks), options)
+
+
+def level(sharding: Sharding, category: Category, op: int) -> int:
+    return int(sharding.during_by_row[CATEGORIES.index(category), op])
+
+
+def test_repeated_blocks_are_the_numbered_modules_that_are_alike(captured: Trace) -> None:
+    assert repeated_blocks(captured) == ("blocks.0", "blocks.1", "blocks.2")
+
+
+@pytest.mark.parametrize(("shape", "rows"), [((10, 3), 3), ((8, 3), 2), ((1,), 1), ((), 1), ((3, 5), 1)])
+def test_a_shard_is_whole_rows_padded(shape: tuple[int, ...], rows: int) -> None:
+    parameter = Parameter(names=("p",), storage=0, shape=shape, dtype="float32", trainable=True, gradient=-1, state=())
+    elements = rows
+    for size in shape[1:]:
+        elements *= size
+    assert shard_bytes(parameter, RANKS) == 4 * elements
+    assert shard_bytes(parameter, RANKS, "bfloat16") == 2 * elements
+
+
+def test_parameters_gradients_and_state_are_divided(captured: Trace) -> None:
+    found = sharded(captured)
+    shards = sum(shard_bytes(parameter, RANKS) for parameter in captured.parameters)
+    assert level(found, Category.PARAMETER, 0) == shards
+    last = len(captured.ops) - 1
+    assert level(found, Category.GRADIENT, last) == shards
+    counters = 4 * len(captured.parameters)  # AdamW's step, one number for each parameter
+    assert level(found, Category.OPTIMIZER_STATE, last) == 2 * shards + counters
+
+
+def test_a_unit_is_gathered_while_it_runs_and_the_next_one_ahead(captured: Trace) -> None:
+    found = sharded(captured)
+    block = next(unit for unit in found.units if unit.module == "blocks.1")
+    root = next(unit for unit in found.units if not unit.module)
+    assert block.gathered_bytes == BLOCK_BYTES
+    while_it_runs = level(found, Category.GATHERED_PARAMETER, block.begin)
+    assert while_it_runs == root.gathered_bytes + BLOCK_BYTES
+    ahead = level(found, Category.COMMUNICATION, block.begin + 1)
+    assert ahead == BLOCK_BYTES, "the buffer of blocks.2"
+    assert level(found, Category.GATHERED_PARAMETER, root.end) == root.gathered_bytes, "only the root's stay"
+
+
+def test_gathered_and_reduced_bytes_follow_their_dtypes(captured: Trace) -> None:
+    options = ShardOptions(shard_dtype="float32", param_dtype="bfloat16", reduce_dtype="float32")
+    block = next(unit for unit in sharded(captured, options=options).units if unit.module == "blocks.0")
+    assert (block.gathered_bytes, block.reduced_bytes) == (BLOCK_BYTES // 2, BLOCK_BYTES)
+
+
+def test_more_ranks_keep_less(captured: Trace) -> None:
+    starts = [int(sharded(captured, ranks).during[0]) for ranks in (2, 4, 8)]
+    assert starts == sorted(starts, reverse=True)
+
+
+def test_communication_is_counted_and_some_of_it_hidden(captured: Trace) -> None:
+    found = sharded(captured)
+    assert 0 < found.exposed_ms <= found.communication_ms
+
+
+def test_a_parameter_tied_across_units_belongs_to_the_root() -> None:
+    class Tied(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[2].weight = self.blocks[0].weight
+
+    trace = memfit.trace(Step(Tied, spec((2, 10)), loss=lambda out, _: out.sum()), target="cpu")
+    units = {unit.module: unit for unit in sharded(trace).units}
+    assert units["blocks.0"].parameters == 1 and units["blocks.1"].parameters == 2
+    assert units[""].parameters == 5
+
+
+def test_unknown_units_are_refused_by_name(captured: Trace) -> None:
+    with pytest.raises(InputError, match=r"'blocks\.9'"):
+        sharded(captured, options=ShardOptions(units=("blocks.9",)))

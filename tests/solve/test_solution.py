@@ -1,0 +1,173 @@
+"""From a step to a plan: options, replay, infeasible budgets, curves, and the same answer every time."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from llama import Shape, training_step
+
+import memfit
+from memfit.cost import Roofline, Runtime
+from memfit.errors import InputError
+from memfit.hardware import Target
+from memfit.memory import Timeline
+from memfit.solve import (
+    Problem,
+    ShardOptions,
+    SolveOptions,
+    Status,
+    blocker_of,
+    curve_of,
+    minimum_budget_bytes,
+    replay,
+    solve,
+)
+from memfit.solve.least import least_budget
+from memfit.trace import Trace
+
+SHAPE = Shape(layers=4, hidden=512, heads=8, key_value_heads=4, feed_forward=1024, vocabulary=8000)
+
+
+@pytest.fixture(scope="module")
+def captured() -> Trace:
+    return memfit.trace(training_step(SHAPE, length=2048, dtype=torch.float32), target="h100-sxm")
+
+
+def problem_of(trace: Trace, *, ranks: int = 1, options: SolveOptions | None = None) -> Problem:
+    return Problem.of(Runtime.of(trace, Roofline()), Target.parse("h100-sxm", ranks=ranks), options)
+
+
+def middle(problem: Problem) -> int:
+    least = minimum_budget_bytes(problem)
+    assert least is not None
+    return (least + problem.baseline_bytes) // 2
+
+
+def test_nothing_is_checkpointed_when_the_step_fits(captured: Trace) -> None:
+    problem = problem_of(captured)
+    solved = solve(problem, problem.baseline_bytes)
+    assert solved.status is Status.OPTIMAL and solved.chosen == () and solved.recompute_ms == 0
+
+
+def test_a_plan_is_replayed_within_the_budget_and_near_it(captured: Trace) -> None:
+    problem = problem_of(captured)
+    budget = middle(problem)
+    solved = solve(problem, budget)
+    assert solved.status is Status.OPTIMAL and solved.replay is not None
+    assert 0.9 * budget < solved.replay.peak_bytes <= budget
+    assert solved.recompute_ms == pytest.approx(sum(policy.recompute_ms for _, policy in solved.chosen))
+
+
+def test_the_replay_of_nothing_is_the_captured_timeline(captured: Trace) -> None:
+    problem = problem_of(captured)
+    judged = replay(problem.program(1), problem.facts, ())
+    assert np.array_equal(judged.during_bytes, Timeline.of(captured, 512).during_bytes)
+
+
+def test_only_the_named_units_are_checkpointed(captured: Trace) -> None:
+    names = ("layers.0", "layers.1")
+    problem = problem_of(captured, options=SolveOptions(ac_units=names))
+    solved = solve(problem, middle(problem))
+    assert {candidate.unit.name for candidate, _ in solved.chosen} <= set(names) and solved.chosen
+
+
+def test_forbidden_units_are_not_and_forced_ones_are(captured: Trace) -> None:
+    options = SolveOptions(forbid=("layers.0",), force=("layers.3.feed_forward",))
+    problem = problem_of(captured, options=options)
+    for budget in (middle(problem), problem.baseline_bytes):
+        names = {candidate.unit.name for candidate, _ in solve(problem, budget).chosen}
+        assert "layers.0" not in names and "layers.3.feed_forward" in names and "layers.3" not in names
+
+
+def test_a_checkpointed_unit_contains_no_sharded_one(captured: Trace) -> None:
+    problem = problem_of(captured, ranks=8)
+    assert all(candidate.unit.name not in ("", "layers") for candidate in problem.candidates)
+    inner = problem_of(
+        captured, ranks=8, options=SolveOptions(shard=ShardOptions(units=("layers.0.attention", "layers.1.attention")))
+    )
+    names = {candidate.unit.name for candidate in inner.candidates}
+    assert "layers.0" not in names and "layers.2" in names
+
+
+@pytest.mark.parametrize("field", ["ac_units", "forbid", "force"])
+def test_an_unknown_unit_is_refused_with_what_is_near(captured: Trace, field: str) -> None:
+    with pytest.raises(InputError, match=r"'layer\.1'.*'layers\.1'"):
+        problem_of(captured, options=SolveOptions(**{field: ("layer.1",)}))
+
+
+def test_forced_and_forbidden_at_once_is_refused(captured: Trace) -> None:
+    with pytest.raises(InputError, match="both forced and forbidden"):
+        problem_of(captured, options=SolveOptions(force=("layers.1",), forbid=("layers.1",)))
+
+
+def test_what_stands_in_the_way_is_named_with_levers(captured: Trace) -> None:
+    problem = problem_of(captured)
+    least = least_budget(problem.program(1))
+    assert least is not None
+    blocker = blocker_of(problem, least.choice)
+    assert blocker.peak_bytes == least.peak_bytes
+    assert sum(blocker.by_category.values()) <= blocker.peak_bytes
+    savings = [lever.saves_bytes for lever in blocker.levers]
+    assert savings == sorted(savings, reverse=True) and "sharding" in {lever.name for lever in blocker.levers}
+
+
+def test_a_curve_falls_from_the_smallest_budget_to_the_baseline(captured: Trace) -> None:
+    problem = problem_of(captured, ranks=4)
+    curve = curve_of(problem, points=6)
+    times = [point.step_ms for point in curve.points]
+    assert times == sorted(times, reverse=True)
+    assert curve.points[0].budget_bytes == minimum_budget_bytes(problem)
+    assert curve.points[-1].recompute_ms == 0 and curve.points[-1].price_ms_per_gib == 0
+    first, second = curve.points[:2]
+    gib = (second.budget_bytes - first.budget_bytes) / 2**30
+    assert first.price_ms_per_gib == pytest.approx((first.step_ms - second.step_ms) / gib)
+    assert all(point.status is Status.OPTIMAL and point.gap == 0 for point in curve.points)
+    with pytest.raises(InputError, match="begins at"):
+        curve.price_ms_per_gib(1)
+
+
+def test_a_budget_of_nothing_is_refused(captured: Trace) -> None:
+    with pytest.raises(InputError, match="0 bytes"):
+        solve(problem_of(captured), 0)
+
+
+def test_the_same_input_gives_the_same_plan(captured: Trace) -> None:
+    first = memfit.plan(captured, target="h100-sxm", ranks=4, budget=middle(problem_of(captured, ranks=4)))
+    again = memfit.trace(training_step(SHAPE, length=2048, dtype=torch.float32), target="h100-sxm")
+    second = memfit.plan(again, target="h100-sxm", ranks=4, budget=middle(problem_of(again, ranks=4)))
+    assert first.to_json() == second.to_json()
+
+
+def test_a_plan_document_says_what_was_solved(captured: Trace) -> None:
+    problem = problem_of(captured, ranks=4)
+    budget = middle(problem)
+    plan = memfit.plan(captured, target="h100-sxm", ranks=4, budget=budget)
+    solved = solve(problem, budget)
+    assert plan.status == "optimal" and plan.predicted is not None and solved.replay is not None
+    assert plan.predicted.peak_bytes == solved.replay.peak_bytes <= budget
+    assert sum(plan.predicted.peak_by_category.values()) == plan.predicted.peak_bytes
+    assert math.isclose(plan.predicted.recompute_ms, solved.recompute_ms, abs_tol=1e-5)
+    assert {entry.unit for entry in plan.checkpoint} == {candidate.unit.name for candidate, _ in solved.chosen}
+    assert plan.shard is not None and plan.shard.ranks == 4
+    plan.check(captured)
+
+
+def test_a_hopeless_budget_gives_a_document_with_the_smallest_one_and_why(captured: Trace) -> None:
+    plan = memfit.plan(captured, target="h100-sxm", budget="100MiB")
+    assert plan.status == "infeasible" and plan.minimum_budget_bytes == minimum_budget_bytes(problem_of(captured))
+    assert any("nothing gets below" in note for note in plan.notes)
+    assert any("sharding would save" in note for note in plan.notes)
+
+
+def test_a_trace_for_another_device_is_refused(captured: Trace) -> None:
+    with pytest.raises(InputError, match="captured for h100-sxm"):
+        memfit.plan(captured, target="a100-sxm-80gb", budget="10GiB")
+
+
+def test_a_model_and_a_batch_are_enough() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    plan = memfit.plan(model, memfit.spec((8, 64)), loss=lambda out, _: out.sum(), target="rtx-4090")
+    assert plan.status == "optimal" and plan.checkpoint == ()
