@@ -1,8 +1,9 @@
 """How fast a whole estimate is: trace, timeline, run time, statistics of every module, frontier of every unit.
 
-The peer runs in the same process on the same model: PyTorch's MemTracker, RuntimeEstimator and SACEstimator on fake
-CPU tensors and aggregate_stats. Its roofline needs a GPU, so its two questions to one (peak rate and bandwidth) are
-answered with an H100's figures. Ratios are of medians of interleaved runs.
+The peer runs in the same process on the same model, the transformer of PyTorch's own tests of these tools: MemTracker,
+RuntimeEstimator and SACEstimator on fake CPU tensors and aggregate_stats. Its roofline needs a GPU, so its two
+questions to one (peak rate and bandwidth) are answered with an H100's figures. Ratios are of medians of interleaved
+runs.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.distributed._tools.ilp_utils import aggregate_stats
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed._tools.runtime_estimator import RuntimeEstimator
 from torch.distributed._tools.sac_estimator import SACEstimator
+from torch.testing._internal.distributed._tensor.common_dtensor import ModelArgs, Transformer
 
 import memfit
 from memfit.cost import Roofline, Runtime
@@ -32,34 +34,21 @@ from memfit.trace import Trace
 from memfit.tradeoff import frontiers
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from llama import Llama, Shape, next_token_loss, training_step
+from llama import Shape, training_step
 
 LLAMA_405B = Shape(layers=126, hidden=16384, heads=128, key_value_heads=8, feed_forward=53248)
-PEER = Shape(layers=16, hidden=1024, heads=16, key_value_heads=16, feed_forward=4096, vocabulary=32000)
-LENGTH = 512
 REPEATS = 3
 
 
-class Decoder(Llama):
-    """The model after its embedding: PyTorch's aggregate_stats fails on modules whose inputs need no gradient."""
-
-    def __init__(self, shape: Shape, length: int) -> None:
-        super().__init__(shape, length)
-        del self.embedding
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x, (self.cosine, self.sine))
-        return self.head(self.norm(x))
+PEERS_MODEL = ModelArgs(vocab_size=8192, max_seq_len=1024, dim=1024, n_layers=16, n_heads=16, dropout_p=0.1)
+BATCH = 2
 
 
-def decoder_step() -> memfit.Step:
-    """One step of the model that the peer sees."""
-    tokens = memfit.spec((1, LENGTH), torch.int64)
+def transformer_step() -> memfit.Step:
+    """One step of the transformer with which PyTorch tests these trackers, with 16 layers."""
+    tokens = memfit.spec((BATCH, PEERS_MODEL.max_seq_len), torch.int64)
     return memfit.Step(
-        lambda: Decoder(PEER, LENGTH),
-        memfit.spec((1, LENGTH, PEER.hidden)),
-        loss=lambda logits, _: next_token_loss(logits, tokens),
+        lambda: Transformer(PEERS_MODEL), tokens, loss=lambda out, _: out.sum(), optimizer=torch.optim.Adam
     )
 
 
@@ -81,19 +70,18 @@ def estimate_from(trace: Trace) -> None:
 
 def estimate(target: str) -> None:
     """The whole estimate of the model that the peer sees."""
-    estimate_from(memfit.trace(decoder_step(), target=target))
+    estimate_from(memfit.trace(transformer_step(), target=target))
 
 
 def estimate_with_pytorch() -> None:
     """The three trackers on three runs, as PyTorch's own tests of its solver collect them."""
     with FakeTensorMode(), contextlib.redirect_stdout(io.StringIO()):
-        model = Decoder(PEER, LENGTH)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-        tokens = torch.randint(0, PEER.vocabulary, (1, LENGTH))
-        embedded = torch.randn(1, LENGTH, PEER.hidden, requires_grad=True)
+        model = Transformer(PEERS_MODEL)
+        optimizer = torch.optim.Adam(model.parameters())
+        tokens = torch.randint(0, PEERS_MODEL.vocab_size, (BATCH, PEERS_MODEL.max_seq_len))
 
         def run() -> None:
-            next_token_loss(model(embedded), tokens).backward()
+            model(tokens).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -115,7 +103,7 @@ def estimate_with_pytorch() -> None:
                 run()
             tradeoff = SACEstimator()
             with tradeoff("operator-level-cost-model"):
-                next_token_loss(model(embedded), tokens)
+                model(tokens).sum()
         aggregate_stats(model, memory, runtime, tradeoff, torch.device("cpu"))
 
 

@@ -16,9 +16,11 @@ from memfit.graph.stats import ModOrder, ModRuntime, ModStats, ModuleInfo
 from memfit.graph.tradeoffs import by_call, by_module, call_numbers, fitted, numbered
 from memfit.memory import Timeline
 from memfit.trace import NEVER, Trace
+from memfit.trace.environment import no_garbage_collection
 from memfit.tradeoff import SACEstimator, SACTradeOffStats
 
 
+@no_garbage_collection()
 def module_info(
     runtime: Runtime,
     *,

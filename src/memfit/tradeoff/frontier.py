@@ -9,6 +9,7 @@ import numpy as np
 
 from memfit.errors import InputError
 from memfit.trace import Trace
+from memfit.trace.environment import no_garbage_collection
 from memfit.tradeoff.choices import Choices
 from memfit.tradeoff.facts import Facts, Times
 from memfit.tradeoff.pareto import pool_of
@@ -65,6 +66,7 @@ class Frontiers(Mapping[str, Frontier]):
         return len({id(frontier) for frontier in self._by_name.values()})
 
 
+@no_garbage_collection()
 def frontiers(trace: Trace, op_ms: Sequence[float] | Times, *, points: int = POINTS) -> Frontiers:
     """The frontiers of all units of a step, at most `points` policies each, for these times of its ops."""
     if points < 2:
