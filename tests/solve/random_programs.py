@@ -92,6 +92,20 @@ def _unit(name: str, begin: int, end: int) -> Unit:
     )
 
 
+def every_plan(program: Program) -> list[Choice]:
+    """All choices without one unit inside another and with those that are forced."""
+    choices = (
+        np.array(policies, np.int64)
+        for policies in product(*(range(-1, len(candidate.policies)) for candidate in program.candidates))
+    )
+    return [
+        choice
+        for choice in choices
+        if not program.nested(choice)
+        and all(choice[i] != NEVER for i, candidate in enumerate(program.candidates) if candidate.forced)
+    ]
+
+
 def best_by_trying_all(program: Program) -> float | None:
     """The least recompute time of all plans that hold, by going through them; None when there is none."""
     best = None

@@ -6,13 +6,13 @@ import math
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
-from random_programs import best_by_trying_all, holds, programs
+from random_programs import best_by_trying_all, every_plan, holds, programs
 
 from memfit.solve.checkpoint import CheckpointModel
 from memfit.solve.least import least_budget
 from memfit.solve.milp import Limits, Status
 from memfit.solve.program import Program
-from memfit.solve.search import search, usable
+from memfit.solve.search import most_freed, search, usable
 
 RELAXED = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -95,3 +95,26 @@ def test_a_first_answer_that_is_the_best_stays(program: Program) -> None:
     found = search(program)
     if found.choice is not None:
         assert search(program, start=found.choice).recompute_ms == found.recompute_ms
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(programs())
+def test_the_choice_that_drops_most_is_a_plan(program: Program) -> None:
+    choice = most_freed(program)
+    assert not program.nested(choice)
+    most = max(
+        (sum(policy.discarded_bytes for _, policy in program.chosen(each)) for each in every_plan(program)), default=0
+    )
+    assert sum(policy.discarded_bytes for _, policy in program.chosen(choice)) == most
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(programs(layers=True))
+def test_however_short_the_time_what_is_returned_holds_and_its_bound_is_true(program: Program) -> None:
+    found = search(program, Limits(time_limit_s=0.0))
+    expected = best_by_trying_all(program)
+    if found.choice is not None:
+        assert expected is not None and holds(program, found.choice)
+        assert found.bound_ms <= expected + 1e-6 <= found.recompute_ms + 2e-6
+    elif found.status is Status.INFEASIBLE:
+        assert expected is None

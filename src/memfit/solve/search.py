@@ -48,7 +48,7 @@ def search(
     nothing = np.full(len(program.candidates), NEVER, np.int64)
     if not any(candidate.forced for candidate in program.candidates) and program.fits(nothing):
         return _outcome(program, nothing, Status.OPTIMAL, 0.0, began, 0, 0)
-    known = [start] if start is not None and usable(program, start) else []
+    known = [choice for choice in (start, most_freed(program)) if choice is not None and usable(program, choice)]
     bound, dealt, rows, columns = _by_classes(program, limits, began, watch)
     if bound is None:
         return _outcome(program, None, Status.INFEASIBLE, math.inf, began, rows, columns)
@@ -79,6 +79,34 @@ def _by_classes(
         if usable_plans or not model.add_broken_rows(dealt[0]):
             break
     return bound, usable_plans, model.milp.rows, model.milp.columns
+
+
+def most_freed(program: Program) -> Choice:
+    """The choice that drops the most: a first answer, so that there is one however short the time is."""
+    count = len(program.candidates)
+    inside: list[list[int]] = [[] for _ in range(count)]
+    for index, candidate in enumerate(program.candidates):
+        if candidate.outer != NEVER:
+            inside[candidate.outer].append(index)
+    best = [0] * count
+    forced = [candidate.forced for candidate in program.candidates]
+    for index in range(count - 1, -1, -1):  # those inside come after those around them
+        parts = sum(best[child] for child in inside[index])
+        own = program.candidates[index].policies[-1].discarded_bytes
+        must_open = any(forced[child] for child in inside[index])
+        forced[index] = forced[index] or must_open
+        best[index] = parts if must_open else max(own, parts) if not program.candidates[index].forced else own
+    choice = np.full(count, NEVER, np.int64)
+    taken: set[int] = set()
+    for index, candidate in enumerate(program.candidates):
+        if candidate.outer in taken:
+            taken.add(index)
+        elif best[index] == candidate.policies[-1].discarded_bytes and not any(
+            forced[child] for child in inside[index]
+        ):
+            choice[index] = len(candidate.policies) - 1
+            taken.add(index)
+    return choice
 
 
 def usable(program: Program, choice: Choice) -> bool:
