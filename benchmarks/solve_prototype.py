@@ -10,10 +10,12 @@ from __future__ import annotations
 import copy
 import math
 import statistics
+import sys
 import time
 import warnings
+from pathlib import Path
 
-from estimate_speed import decoder_step
+import torch
 
 import memfit
 from memfit.cost import Roofline, Runtime
@@ -21,13 +23,18 @@ from memfit.graph import Graph, module_info, parse_module_info
 from memfit.solve.sac_milp import sac_milp
 from memfit.units import GiB, MiB, display_bytes
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from llama import Shape, training_step
+
+SHAPE = Shape(layers=16, hidden=1024, heads=16, key_value_heads=16, feed_forward=4096, vocabulary=32000)
+
 RANKS = 8
 REPEATS = 5
 
 
 def module_graph() -> Graph:
     """The modules of the 16 layers that benchmarks/estimate_speed.py has."""
-    trace = memfit.trace(decoder_step(), target="h100-sxm")
+    trace = memfit.trace(training_step(SHAPE, length=512, dtype=torch.float32), target="h100-sxm")
     return parse_module_info(module_info(Runtime.of(trace, Roofline())))
 
 

@@ -14,7 +14,7 @@ from memfit.hardware import Target
 from memfit.memory import CATEGORIES, Timeline
 from memfit.solve import ShardOptions, repeated_blocks, shard
 from memfit.solve.sharding import Sharding, shard_bytes
-from memfit.trace import Category, Parameter, Trace
+from memfit.trace import Category, Parameter, Phase, Trace
 
 WIDTH, BLOCKS, RANKS = 64, 3, 4
 BLOCK_BYTES = (WIDTH * WIDTH + WIDTH) * 4
@@ -115,3 +115,23 @@ def test_a_parameter_tied_across_units_belongs_to_the_root() -> None:
 def test_unknown_units_are_refused_by_name(captured: Trace) -> None:
     with pytest.raises(InputError, match=r"'blocks\.9'"):
         sharded(captured, options=ShardOptions(units=("blocks.9",)))
+
+
+def test_gradients_kept_between_steps_are_shards_in_the_forward() -> None:
+    step = Step(Model, spec((2, 10)), loss=lambda out, _: out.sum(), set_to_none=False)
+    trace = memfit.trace(step, target="cpu")
+    shards = sum(shard_bytes(parameter, RANKS) for parameter in trace.parameters)
+    assert level(sharded(trace), Category.GRADIENT, 0) == shards
+
+
+def test_optimizer_temporaries_have_the_dtype_and_padding_of_the_shards() -> None:
+    trace = memfit.trace(Step(Model, spec((2, 10)), loss=lambda out, _: out.sum()), target="h100-sxm")
+    runtime = Runtime.of(trace, Roofline())
+    target = Target.parse("h100-sxm", ranks=RANKS)
+    rows = [
+        shard(Timeline.of(trace, 1), runtime, target, ShardOptions(shard_dtype=dtype)).during_by_row
+        for dtype in ("float32", "float64")
+    ]
+    optimizer = [i for i, op in enumerate(trace.ops) if op.phase is Phase.OPTIMIZER]
+    single, double = (int(each[CATEGORIES.index(Category.TEMPORARY), optimizer].max()) for each in rows)
+    assert double == pytest.approx(2 * single, rel=0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -11,10 +12,11 @@ from llama import Shape, training_step
 
 import memfit
 from memfit.cost import Roofline, Runtime
-from memfit.errors import InputError
+from memfit.errors import InputError, MissingFeatureError
 from memfit.hardware import Target
 from memfit.memory import Timeline
 from memfit.solve import (
+    Limits,
     Problem,
     ShardOptions,
     SolveOptions,
@@ -171,3 +173,40 @@ def test_a_model_and_a_batch_are_enough() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
     plan = memfit.plan(model, memfit.spec((8, 64)), loss=lambda out, _: out.sum(), target="rtx-4090")
     assert plan.status == "optimal" and plan.checkpoint == ()
+
+
+def test_the_number_of_threads_may_change_between_solves(captured: Trace) -> None:
+    for threads in (1, 2, 1):
+        problem = problem_of(captured, options=SolveOptions(limits=Limits(threads=threads)))
+        assert solve(problem, middle(problem)).status is Status.OPTIMAL
+
+
+def test_a_gap_that_is_not_closed_is_not_called_optimal(captured: Trace) -> None:
+    problem = problem_of(captured, options=SolveOptions(limits=Limits(gap=0.9)))
+    solved = solve(problem, middle(problem))
+    assert (solved.status is Status.OPTIMAL) == (solved.gap < 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("force", "message"),
+    [
+        (("embedding",), "nothing to give up"),
+        (("layers.1", "layers.1.feed_forward"), "lies inside"),
+        ("layers.1", "give a tuple"),
+    ],
+)
+def test_a_unit_that_cannot_be_forced_is_refused(captured: Trace, force: tuple[str, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        problem_of(captured, options=SolveOptions(force=force))
+
+
+def test_sharding_a_module_that_runs_twice_is_refused() -> None:
+    step = dataclasses.replace(training_step(SHAPE, length=256, dtype=torch.float32), accumulation_steps=2)
+    trace = memfit.trace(step, target="h100-sxm")
+    with pytest.raises(MissingFeatureError, match="runs 2 times"):
+        problem_of(trace, ranks=4)
+
+
+def test_what_belongs_to_the_step_is_not_given_beside_it() -> None:
+    with pytest.raises(InputError, match="part of the Step"):
+        memfit.plan(training_step(SHAPE, length=256), loss=lambda out, _: out.sum(), target="h100-sxm")

@@ -32,9 +32,9 @@ class Roofline:
     precision: Precision | None = None
 
     @classmethod
-    def of(cls, target: Target | Device) -> Roofline:
+    def of(cls, target: str | Device | Target) -> Roofline:
         """The roofline of a target's device."""
-        return cls(device=target.device if isinstance(target, Target) else target)
+        return cls(device=Target.parse(target).device)
 
     def op_ms(self, trace: Trace) -> Times:
         """Milliseconds of each op."""

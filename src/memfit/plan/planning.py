@@ -117,6 +117,8 @@ def _problem(
         captured = model
     else:
         step = model
+        if isinstance(model, Step) and (batch is not None or loss is not None or autocast is not None):
+            raise InputError("batch, loss and autocast are part of the Step; give them there")
         if not isinstance(model, Step):
             step = Step(model, batch, loss=loss, optimizer=optimizer, autocast=autocast)
         with work.step("capturing one training step"):
@@ -139,6 +141,15 @@ def _document(problem: Problem, solved: Solved, notes: list[str]) -> Plan:
         peak_by_category=_categories(rows[:, at]),
         peak_at=peak_at(captured, at),
     )
+    if problem.target.device.allocator.caches and (solved.chosen or problem.sharding is not None):
+        notes.append(
+            "what the caching allocator reserves beyond the peak is not simulated under a plan: leave it some room"
+        )
+    elif baseline.peak_reserved_bytes > solved.budget_bytes:
+        notes.append(
+            f"the caching allocator would reserve {display_bytes(baseline.peak_reserved_bytes)}, more than the budget: "
+            "it may have to empty its cache in every step"
+        )
     if solved.tightened:
         notes.append(f"the replay sent the solver back {solved.tightened} times")
     if solved.status in (Status.INFEASIBLE, Status.UNKNOWN):
@@ -151,7 +162,7 @@ def _document(problem: Problem, solved: Solved, notes: list[str]) -> Plan:
             status="infeasible",
             gap=None,
             bound_ms=None,
-            minimum_budget_bytes=max(solved.minimum_budget_bytes, solved.budget_bytes + 1),
+            minimum_budget_bytes=solved.minimum_budget_bytes,
             checkpoint=(),
             baseline=baseline,
             predicted=None,

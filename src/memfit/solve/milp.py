@@ -127,6 +127,7 @@ class Milp:
     ) -> Solution:
         """The best values, from a first answer if one is given; `watch` hears of every better one."""
         began = time.perf_counter()
+        _use_threads(limits.threads)
         solver = highspy.Highs()
         solver.setOptionValue("output_flag", False)
         solver.setOptionValue("threads", limits.threads)
@@ -185,6 +186,17 @@ class Milp:
             rows=self.rows,
             columns=self.columns,
         )
+
+
+_threads_in_use = 0
+
+
+def _use_threads(threads: int) -> None:
+    """HiGHS keeps the number of threads of a process's first solve until told otherwise."""
+    global _threads_in_use
+    if threads != _threads_in_use:
+        highspy.Highs.resetGlobalScheduler(True)
+        _threads_in_use = threads
 
 
 def _watch(solver: highspy.Highs, watch: Callable[[Incumbent], None], began: float) -> None:

@@ -31,6 +31,8 @@ class SolveOptions:
     def allowed(self, units: Sequence[Unit], sharded: Sequence[str]) -> tuple[Unit, ...]:
         """The units that may be checkpointed; none that contains a unit whose parameters are gathered by itself."""
         for names in (self.ac_units or (), self.forbid, self.force):
+            if isinstance(names, str):
+                raise InputError(f"{names!r} is one name; give a tuple of names, ({names!r},)")
             for name in names:
                 _known(name, units)
         clash = sorted(set(self.force) & set(self.forbid))

@@ -20,7 +20,7 @@ import numpy as np
 
 from memfit.cost import Collective, CollectiveModel, Runtime
 from memfit.cost.work import item_bytes_of
-from memfit.errors import InputError
+from memfit.errors import InputError, MissingFeatureError
 from memfit.hardware import Target
 from memfit.memory.timeline import CATEGORIES, Bytes, Timeline
 from memfit.trace import NEVER, Category, Parameter, Phase, Trace
@@ -86,11 +86,13 @@ class Sharding:
 def repeated_blocks(trace: Trace) -> tuple[str, ...]:
     """Modules that are alike and numbered in a row, the outermost such; what FSDP usually wraps."""
     called = {call.module for call in trace.calls}
+    owners = {name.rpartition(".")[0] for parameter in trace.parameters for name in parameter.names}
     lists: dict[str, list[str]] = defaultdict(list)
     kinds: dict[str, set[str]] = defaultdict(set)
     for module in trace.modules:
         match = _BLOCK.match(module.path)
-        if match and module.path in called:
+        holds = any(owner == module.path or owner.startswith(f"{module.path}.") for owner in owners)
+        if match and module.path in called and holds:
             lists[match["list"]].append(module.path)
             kinds[match["list"]].add(module.kind)
     found: list[str] = []
@@ -110,7 +112,10 @@ def shard(timeline: Timeline, runtime: Runtime, target: Target, options: ShardOp
     by_name = {unit.module: unit for unit in units}
     for parameter in trace.parameters:
         levels.shard_parameter(parameter, by_name[_home(parameter, tuple(by_name))], target.ranks, options)
-    levels.shard_optimizer_temporaries(target.ranks)
+    trained = [parameter for parameter in trace.parameters if parameter.trainable]
+    whole = sum(trace.storages[parameter.storage].bytes for parameter in trained)
+    kept = sum(shard_bytes(parameter, target.ranks, options.shard_dtype) for parameter in trained)
+    levels.shard_optimizer_temporaries(kept / whole if whole else 1.0)
     root = next(unit for unit in units if not unit.module)
     blocks = sorted((unit for unit in units if unit.module), key=lambda unit: unit.begin)
     levels.gather(root, blocks)
@@ -125,7 +130,9 @@ def shard(timeline: Timeline, runtime: Runtime, target: Target, options: ShardOp
 
 
 def _units(trace: Trace, ranks: int, options: ShardOptions) -> tuple[ShardUnit, ...]:
-    wanted = repeated_blocks(trace) if options.units is None else tuple(options.units)
+    if isinstance(options.units, str):
+        raise InputError(f"units is {options.units!r}; give a tuple of module paths, ({options.units!r},)")
+    wanted = repeated_blocks(trace) if options.units is None else tuple(dict.fromkeys(options.units))
     known = {module.path for module in trace.modules}
     unknown = [name for name in wanted if name not in known]
     if unknown:
@@ -139,6 +146,11 @@ def _units(trace: Trace, ranks: int, options: ShardOptions) -> tuple[ShardUnit, 
         calls = [call for call in trace.calls if call.module == name and call.phase is Phase.FORWARD]
         if not calls:
             raise InputError(f"module {name!r} is never called, so it cannot gather its parameters; leave it out")
+        if len(calls) > 1:
+            raise MissingFeatureError(
+                f"module {name!r} runs {len(calls)} times in the step, and its gathers are modelled for one run only; "
+                "plan one micro-batch, or leave the module out of the sharded units"
+            )
         trainable = [each for each in members[name] if each.trainable]
         backward = [call for call in calls if call.backward_begin != NEVER]
         found.append(
@@ -235,12 +247,12 @@ class _Levels:
         self.add(Category.PARAMETER, kept, *self.take(parameter.storage))
         if parameter.gradient != NEVER:
             begin, end = self.take(parameter.gradient)
+            whole = _bytes(parameter, ranks, options.param_dtype)
+            before_step = int(self._timeline.birth[parameter.gradient]) == NEVER
+            made = unit.backward_begin if before_step else begin
             reduced = unit.backward_end if unit.backward_end != NEVER else end
-            if begin < reduced < end:
-                self.add(Category.GRADIENT, _bytes(parameter, ranks, options.param_dtype), begin, reduced)
-                self.add(Category.GRADIENT, kept, reduced, end)
-            else:
-                self.add(Category.GRADIENT, kept, begin, end)
+            self.add(Category.GRADIENT, whole, made, min(reduced, end))
+            self.add(Category.GRADIENT, kept, begin if before_step else min(reduced, end), end)
         scale = _item_bytes(options.shard_dtype or parameter.dtype) / _item_bytes(parameter.dtype)
         for storage in parameter.state:
             whole = self._timeline.trace.storages[storage].bytes
@@ -250,14 +262,14 @@ class _Levels:
             part = _elements(parameter, ranks) / max(1, elements) / ranks
             self.add(Category.OPTIMIZER_STATE, int(np.ceil(whole * part * scale)), *self.take(storage))
 
-    def shard_optimizer_temporaries(self, ranks: int) -> None:
-        """What the optimizer's ops make is as large as the shards they work on."""
+    def shard_optimizer_temporaries(self, part: float) -> None:
+        """What the optimizer's ops make is as large as the shards they work on, `part` of the whole."""
         trace = self._timeline.trace
         for number, storage in enumerate(trace.storages):
             if storage.birth < 0 or number in self._gone or storage.category is not Category.TEMPORARY:
                 continue
             if storage.birth < len(trace.ops) and trace.ops[storage.birth].phase is Phase.OPTIMIZER:
-                self.add(Category.TEMPORARY, -(-storage.bytes // ranks), *self.take(number))
+                self.add(Category.TEMPORARY, int(np.ceil(storage.bytes * part)), *self.take(number))
 
     def gather(self, root: ShardUnit, blocks: Sequence[ShardUnit]) -> None:
         """Gathered parameters and buffers of Note [Sharded memory]."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -51,6 +51,7 @@ class Problem:
         sharded = tuple(unit.module for unit in sharding.units) if sharding is not None else ()
         units = options.allowed(found.units, sharded)
         candidates = candidates_of(units, [found.of(unit) for unit in units], forced=options.forced(units))
+        _check_forced(options, candidates, units)
         return cls(
             timeline=timeline,
             runtime=runtime,
@@ -163,20 +164,27 @@ def minimum_budget_bytes(problem: Problem, limits: Limits | None = None) -> int 
 
 
 def _without_plan(problem: Problem, budget_bytes: int, outcome: Outcome, tightened: int, began: float) -> Solved:
-    infeasible = outcome.status is Status.INFEASIBLE
+    """The plan with the lowest peak, when that fits and the search found none in its time; else why nothing does."""
+    program = problem.program(budget_bytes)
+    least = least_budget(program, problem.options.limits)
+    choice = None if least is None else least.choice
+    chosen = () if choice is None else tuple(program.chosen(choice))
+    judged = None if choice is None else replay(program, problem.facts, chosen)
+    fits = judged is not None and judged.peak_bytes <= budget_bytes
+    status = Status.FEASIBLE if fits else Status.UNKNOWN if judged is None else Status.INFEASIBLE
     return Solved(
-        status=Status.INFEASIBLE if infeasible or outcome.choice is not None else Status.UNKNOWN,
+        status=status,
         budget_bytes=budget_bytes,
-        chosen=(),
-        choice=None,
-        replay=None,
-        recompute_ms=float("inf"),
-        bound_ms=outcome.bound_ms,
+        chosen=chosen if fits else (),
+        choice=choice if fits else None,
+        replay=judged if fits else None,
+        recompute_ms=program.recompute_ms(choice) if fits and choice is not None else float("inf"),
+        bound_ms=outcome.bound_ms if outcome.bound_ms != float("inf") else 0.0,
         seconds=time.perf_counter() - began,
         rows=outcome.rows,
         columns=outcome.columns,
         tightened=tightened,
-        minimum_budget_bytes=minimum_budget_bytes(problem),
+        minimum_budget_bytes=None if judged is None else judged.peak_bytes,
     )
 
 
@@ -194,6 +202,20 @@ def _tighter(program: Program, judged: Replay, choice: Choice) -> Program:
             before[rerun.before_op] += more
             during[rerun.before_op - 1] = max(during[rerun.before_op - 1], before[rerun.before_op])
     return Program(before, during, program.budget_bytes, program.candidates)
+
+
+def _check_forced(options: SolveOptions, candidates: Sequence[Candidate], units: Sequence[Unit]) -> None:
+    """Every unit that must be checkpointed can be, and none lies inside another."""
+    able = {candidate.unit.name for candidate in candidates} | {candidate.unit.module for candidate in candidates}
+    for name in options.force:
+        if name not in able:
+            held = any(unit.name == name or unit.module == name for unit in units)
+            why = "it has nothing to give up" if held else "it contains a unit whose parameters are sharded"
+            raise InputError(f"{name!r} cannot be checkpointed: {why}; leave it out of force")
+    for candidate in candidates:
+        if candidate.forced and candidate.outer != NEVER and candidates[candidate.outer].forced:
+            outer = candidates[candidate.outer].unit.name
+            raise InputError(f"{candidate.unit.name!r} lies inside {outer!r}, and both are forced; leave one out")
 
 
 def nothing(problem: Problem) -> Choice:
