@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +20,7 @@ from memfit.errors import InputError, MissingFeatureError
 from memfit.hardware import Target
 from memfit.memory import Timeline
 from memfit.solve import (
+    Incumbent,
     Limits,
     Problem,
     ShardOptions,
@@ -141,6 +146,50 @@ def test_the_same_input_gives_the_same_plan(captured: Trace) -> None:
     again = memfit.trace(training_step(SHAPE, length=2048, dtype=torch.float32), target="h100-sxm")
     second = memfit.plan(again, target="h100-sxm", ranks=4, budget=middle(problem_of(again, ranks=4)))
     assert first.to_json() == second.to_json()
+
+
+_PLAN_AND_PRINT = """
+import sys, memfit
+plan = memfit.plan(memfit.load_trace(sys.argv[1]), target="h100-sxm", ranks=4, budget=int(sys.argv[2]))
+sys.stdout.write(plan.to_json())
+"""
+
+
+def test_every_process_makes_the_same_bytes(captured: Trace, tmp_path: Path) -> None:
+    """Ranks plan for themselves; dictionaries and sets are in another order in each of them."""
+    memfit.save_trace(captured, tmp_path / "step.trace")
+    budget = str(middle(problem_of(captured, ranks=4)))
+    documents = [
+        subprocess.run(
+            [sys.executable, "-c", _PLAN_AND_PRINT, str(tmp_path / "step.trace"), budget],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert documents[0] == documents[1]
+    assert memfit.Plan.from_json(documents[0]).checkpoint
+
+
+def test_a_unit_around_a_named_sharded_one_is_not_checkpointed_on_one_rank_either(captured: Trace) -> None:
+    problem = problem_of(captured, options=SolveOptions(shard=ShardOptions(units=("layers.1.attention",))))
+    assert not any(candidate.unit.name in ("", "layers.1") for candidate in problem.candidates)
+
+
+def test_the_smallest_budget_is_proven(captured: Trace) -> None:
+    least = problem_of(captured).least
+    assert least is not None and least.proven
+    assert not dataclasses.replace(least, bound_bytes=least.bound_bytes // 2).proven
+
+
+def test_progress_hears_of_plans_and_of_bounds_below_them(captured: Trace) -> None:
+    problem = problem_of(captured)
+    heard: list[Incumbent] = []
+    solved = solve(problem, middle(problem), watch=heard.append)
+    assert heard and heard[-1].objective == pytest.approx(solved.recompute_ms)
+    assert all(each.bound <= solved.recompute_ms + 1e-5 <= each.objective + 2e-5 for each in heard)
 
 
 def test_a_plan_document_says_what_was_solved(captured: Trace) -> None:

@@ -50,13 +50,21 @@ def search(
     if not any(candidate.forced for candidate in program.candidates) and program.fits(nothing):
         return _outcome(program, nothing, Status.OPTIMAL, 0.0, began, 0, 0)
     known = [choice for choice in (start, most_freed(program)) if choice is not None and usable(program, choice)]
-    bound, dealt, rows, columns = _by_classes(program, limits, began, watch)
+    first = min((program.recompute_ms(choice) for choice in known), default=math.inf)
+    bound, dealt, rows, columns = _by_classes(program, limits, began, _with_best(watch, first))
     if bound is None:
         return _outcome(program, None, Status.INFEASIBLE, math.inf, began, rows, columns)
     best = min([*known, *dealt], key=program.recompute_ms, default=None)
+    if watch is not None and best is not None:
+        watch(Incumbent(objective=program.recompute_ms(best), bound=bound, seconds=time.perf_counter() - began))
     if best is not None and program.recompute_ms(best) <= bound + _SAME_MS + limits.gap * bound:
         return _outcome(program, best, Status.OPTIMAL, bound, began, rows, columns)
     return _full(program, limits, best, bound, began, watch)
+
+
+def _with_best(watch: Watch | None, best_ms: float) -> Watch | None:
+    """Hears of a relaxation: its bound holds for the program, its answer is none."""
+    return None if watch is None else lambda heard: watch(replace(heard, objective=best_ms))
 
 
 def _by_classes(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -13,8 +15,8 @@ from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import Timeline
 from memfit.memory.timeline import Bytes
-from memfit.solve.least import least_budget
-from memfit.solve.milp import Incumbent, Limits, Status, relative_gap
+from memfit.solve.least import LeastBudget, least_budget
+from memfit.solve.milp import Incumbent, Status, relative_gap
 from memfit.solve.options import SolveOptions
 from memfit.solve.program import Candidate, Choice, Program, candidates_of
 from memfit.solve.replay import Replay, replay
@@ -48,7 +50,7 @@ class Problem:
         timeline = Timeline.of(trace, target.device.allocator.rounding_bytes)
         sharding = shard(timeline, runtime, target, options.shard) if target.ranks > 1 else None
         found = frontiers(trace, runtime.op_ms, points=options.points)
-        sharded = tuple(unit.module for unit in sharding.units) if sharding is not None else ()
+        sharded = options.shard.units or () if sharding is None else tuple(unit.module for unit in sharding.units)
         units = options.allowed(found.units, sharded)
         candidates = candidates_of(units, [found.of(unit) for unit in units], forced=options.forced(units))
         _check_forced(options, candidates, units)
@@ -79,6 +81,16 @@ class Problem:
     def baseline_bytes(self) -> int:
         """The peak when nothing is checkpointed."""
         return int(self.program(0).during.max())
+
+    @cached_property
+    def least(self) -> LeastBudget | None:
+        """The plan with the lowest peak, by its replay; None when none was found in the time that options give."""
+        program = self.program(1)
+        found = least_budget(program, self.options.limits)
+        if found is None:
+            return None
+        judged = replay(program, self.facts, program.chosen(found.choice))
+        return replace(found, peak_bytes=judged.peak_bytes)
 
     @property
     def exposed_ms(self) -> float:
@@ -154,37 +166,32 @@ def solve(
         start = None
 
 
-def minimum_budget_bytes(problem: Problem, limits: Limits | None = None) -> int | None:
-    """The smallest budget that a plan meets, by its replay."""
-    program = problem.program(1)
-    least = least_budget(program, limits or problem.options.limits)
-    if least is None:
-        return None
-    return replay(program, problem.facts, program.chosen(least.choice)).peak_bytes
+def minimum_budget_bytes(problem: Problem) -> int | None:
+    """The smallest budget that a plan meets, by its replay; `problem.least` says whether it is proven."""
+    return None if problem.least is None else problem.least.peak_bytes
 
 
 def _without_plan(problem: Problem, budget_bytes: int, outcome: Outcome, tightened: int, began: float) -> Solved:
     """The plan with the lowest peak, when that fits and the search found none in its time; else why nothing does."""
+    least = problem.least
     program = problem.program(budget_bytes)
-    least = least_budget(program, problem.options.limits)
-    choice = None if least is None else least.choice
+    choice = least.choice if least is not None and least.peak_bytes <= budget_bytes else None
     chosen = () if choice is None else tuple(program.chosen(choice))
-    judged = None if choice is None else replay(program, problem.facts, chosen)
-    fits = judged is not None and judged.peak_bytes <= budget_bytes
-    status = Status.FEASIBLE if fits else Status.UNKNOWN if judged is None else Status.INFEASIBLE
+    hopeless = outcome.status is Status.INFEASIBLE or (least is not None and least.bound_bytes > budget_bytes)
+    status = Status.FEASIBLE if choice is not None else Status.INFEASIBLE if hopeless else Status.UNKNOWN
     return Solved(
         status=status,
         budget_bytes=budget_bytes,
-        chosen=chosen if fits else (),
-        choice=choice if fits else None,
-        replay=judged if fits else None,
-        recompute_ms=program.recompute_ms(choice) if fits and choice is not None else float("inf"),
-        bound_ms=outcome.bound_ms if outcome.bound_ms != float("inf") else 0.0,
+        chosen=chosen,
+        choice=choice,
+        replay=None if choice is None else replay(program, problem.facts, chosen),
+        recompute_ms=math.inf if choice is None else program.recompute_ms(choice),
+        bound_ms=outcome.bound_ms if math.isfinite(outcome.bound_ms) else 0.0,
         seconds=time.perf_counter() - began,
         rows=outcome.rows,
         columns=outcome.columns,
         tightened=tightened,
-        minimum_budget_bytes=None if judged is None else judged.peak_bytes,
+        minimum_budget_bytes=None if least is None else least.peak_bytes,
     )
 
 
