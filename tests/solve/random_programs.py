@@ -46,7 +46,7 @@ def frontiers(draw: st.DrawFn) -> Frontier:
         Policy(
             saved=(),
             recomputed=(0,),
-            dropped=(0,),
+            dropped=((0, 0),),
             stop=0,
             discarded_bytes=n << 20,
             cached_bytes=0,

@@ -33,7 +33,7 @@ class Execution:
     def __init__(self, module: nn.Module, trace: Trace, unit: Unit, policy: Policy, discardable: set[int]) -> None:
         self.forward, self.policy = module.forward, policy
         self.made = [[ref.storage for ref in op.outputs] for op in trace.ops[unit.begin : unit.end]]
-        self.dropped = {s for s in discardable if trace.storages[s].birth - unit.begin in policy.dropped}
+        self.dropped = {s for s in discardable if _result(trace, unit, s) in policy.dropped}
         self.names: list[str] = []
         self.ran: list[int] = []
         self.freed = False
@@ -92,6 +92,13 @@ class Execution:
             except _Stop:
                 pass
         return found
+
+
+def _result(trace: Trace, unit: Unit, storage: int) -> tuple[int, int]:
+    """The op that makes a storage and its place among the new storages of that op."""
+    op = trace.storages[storage].birth
+    new = dict.fromkeys(ref.storage for ref in trace.ops[op].outputs if trace.storages[ref.storage].birth == op)
+    return op - unit.begin, list(new).index(storage)
 
 
 class _First(TorchDispatchMode):

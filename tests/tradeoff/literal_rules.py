@@ -21,7 +21,7 @@ class Outcome:
     stop: int
     saved: tuple[int, ...]
     recomputed: tuple[int, ...]
-    dropped: tuple[int, ...]
+    dropped: tuple[tuple[int, int], ...]
     cached: int
 
 
@@ -156,9 +156,15 @@ class Literal:
             stop=stop - self.unit.begin if gone else -1,
             saved=tuple(op - self.unit.begin for op in sorted({*saved, *beyond})),
             recomputed=tuple(op - self.unit.begin for op in runs),
-            dropped=tuple(sorted({births[storage] - self.unit.begin for storage in gone})),
+            dropped=tuple(sorted(map(self.result, gone))),
             cached=sum(map(self.size, kept)) + sum(map(self.size, fresh)),
         )
+
+    def result(self, storage: int) -> tuple[int, int]:
+        """The op that makes a storage and its place among the new storages of that op."""
+        birth = self.trace.storages[storage].birth
+        alike = [s for s in sorted(self.born) if self.made(s) and self.trace.storages[s].birth == birth]
+        return birth - self.unit.begin, alike.index(storage)
 
     def frontier(self) -> list[tuple[int, float]]:
         """The undominated pairs of bytes and time, after the policy that does nothing."""

@@ -186,7 +186,7 @@ def test_dropping_a_storage_without_bytes_may_spare_what_would_be_newly_held() -
     )
     policies = frontier_of(problem).policies
     assert pairs(policies) == [(0, 0.0), (8, 3.0)]
-    assert policies[1].dropped == (0, 2) and policies[1].stop == 2
+    assert policies[1].dropped == ((0, 0), (2, 0)) and policies[1].stop == 2
 
 
 def test_equal_layers_share_one_frontier() -> None:

@@ -14,8 +14,8 @@ from memfit.tradeoff.problem import Problem, Role
 class Policy:
     """Which ops of a unit are saved and which run again, as offsets from the unit's first op.
 
-    `dropped` are the ops whose discardable results are dropped: a tensor that autograd packs is dropped when its
-    storage is discardable and made by one of these, all others are held. `stop` is the last op of the second run,
+    `dropped` are the storages that are dropped, each as the op that makes it and its place among the new storages of
+    that op: a tensor that autograd packs is dropped when its storage is one of these, all others are held. `stop` is the last op of the second run,
     -1 when there is none. `discarded_bytes` is what backward no longer finds, less what is newly held;
     `cached_bytes` is what is held because of this policy. `recompute_peak_bytes` is the highest point of the second
     run above the level just before the unit's backward.
@@ -23,7 +23,7 @@ class Policy:
 
     saved: tuple[int, ...]
     recomputed: tuple[int, ...]
-    dropped: tuple[int, ...]
+    dropped: tuple[tuple[int, int], ...]
     stop: int
     discarded_bytes: int
     cached_bytes: int
@@ -50,13 +50,22 @@ def policy_of(problem: Problem, dropped: Flags) -> Policy:
     return Policy(
         saved=tuple(np.flatnonzero(np.where(reached, ~runs, carries)).tolist()),
         recomputed=tuple(np.flatnonzero(runs).tolist()),
-        dropped=tuple(np.unique(problem.birth[discardable & of_dropped]).tolist()),
+        dropped=_results(problem, discardable & of_dropped),
         stop=stop,
         discarded_bytes=gone - newly_held - problem.input_bytes if stop >= 0 else 0,
         cached_bytes=kept + newly_held,
         recompute_ms=float(problem.ms[runs].sum()),
         recompute_peak_bytes=_peak_bytes(problem, runs, stop),
     )
+
+
+def _results(problem: Problem, chosen: Flags) -> tuple[tuple[int, int], ...]:
+    """Storages by the op that makes them and their place among the new storages of that op."""
+    made = np.flatnonzero(problem.role != Role.LOOSE)
+    birth = problem.birth[made]
+    place = np.arange(len(made)) - np.searchsorted(birth, birth)
+    picked = chosen[made]
+    return tuple(zip(birth[picked].tolist(), place[picked].tolist(), strict=True))
 
 
 def _peak_bytes(problem: Problem, runs: Flags, stop: int) -> int:
