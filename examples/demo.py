@@ -1,6 +1,6 @@
-"""What fills the memory when Llama 3 8B trains on one H100, found without one: `make demo`.
+"""What fills the memory when Llama 3 8B trains on one H100, and the fastest plan that fits, without one: `make demo`.
 
-python examples/demo.py --layers 16 --length 4096 --target a100-sxm-80gb
+python examples/demo.py --layers 16 --length 4096 --target a100-sxm-80gb --budget 40GiB
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=Shape().layers)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--ranks", type=int, default=1, help="devices that the step is fully sharded over")
+    parser.add_argument("--budget", help="what tensors of one device may take, such as 40GiB; all of it unless given")
     options = parser.parse_args()
     console = Console()
     shape = Shape(layers=options.layers)
@@ -40,14 +42,20 @@ def main() -> None:
         runtime = Runtime.of(trace, Roofline())
         found = frontiers(trace, runtime.op_ms)
     done = time.perf_counter()
+    with console.status("solving for the fastest plan that fits …"):
+        plan = memfit.plan(trace, ranks=options.ranks, budget=options.budget, progress=False)
+    solved = time.perf_counter()
 
     elements = sum(_elements(parameter.shape) for parameter in trace.parameters)
     console.print(f"Llama: {what}, {elements / 1e9:.2f} billion parameters in bfloat16, AdamW")
     print_memory(summary, console)
     print_time(runtime, found, console)
-    took, then = display_ms((captured - began) * 1e3), display_ms((done - captured) * 1e3)
-    console.print(f"\n{len(trace.ops)} ops captured in {took} without a GPU, weights or data", highlight=False)
-    console.print(f"memory, time and frontiers worked out in {then}", highlight=False)
+    console.rule("[bold]the plan: what to keep for backward and what to recompute")
+    console.print(plan)
+    times = [display_ms((end - begin) * 1e3) for begin, end in ((began, captured), (captured, done), (done, solved))]
+    console.print(f"\n{len(trace.ops)} ops captured in {times[0]} without a GPU, weights or data", highlight=False)
+    console.print(f"memory, time and frontiers worked out in {times[1]}, the plan in {times[2]}", highlight=False)
+    console.print("plan.save('plan.json') keeps it; other budgets: --budget 60GiB, --ranks 8", highlight=False)
 
 
 def _elements(shape: tuple[int, ...]) -> int:

@@ -26,7 +26,8 @@ def test_example_runs_as_written(
     assert "NVIDIA H100" in shown
     assert "optimizer state" in shown
     assert "predicted time of one step" in shown
-    assert "plan for NVIDIA H100" in shown
+    assert "plan for NVIDIA H100" in shown and "checkpointed:" in shown
+    assert "the smallest budget that works" in shown
 
 
 def test_links_lead_somewhere() -> None:
@@ -47,6 +48,8 @@ def test_first_screen_has_the_two_commands() -> None:
 def test_public_names_are_few_and_frozen() -> None:
     assert sorted(memfit.__all__) == [
         "CaptureError",
+        "InputError",
+        "MemfitError",
         "Plan",
         "Step",
         "Trace",
@@ -72,3 +75,14 @@ def test_the_page_about_estimates_runs_as_written(tmp_path: Path, monkeypatch: p
     step = memfit.Step(model, memfit.spec((2, 8)), loss=lambda out, _: out.sum())
     memfit.save_trace(memfit.trace(step, target="h100-sxm"), tmp_path / "step.memfit")
     exec(compile("\n".join(python_blocks("docs/estimate.md")), "docs/estimate.md", "exec"), {"step": step})
+
+
+def test_the_page_about_plans_runs_as_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(compile("\n".join(python_blocks("docs/plan.md")), "docs/plan.md", "exec"), {})
+    shown = capsys.readouterr().out
+    assert "budget 12.00 GiB: optimal" in shown and "budget 6.00 GiB: infeasible" in shown
+    assert "the plan was made for another step" in shown
+    assert "only sharded" in shown

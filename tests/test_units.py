@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,3 +96,14 @@ def test_round_trip_for_people_is_within_the_digits_shown(n):
 @given(st.integers(min_value=0, max_value=2**20), st.sampled_from(["KiB", "MiB", "GiB", "TiB"]))
 def test_whole_units_round_trip_exactly(n, unit):
     assert parse_bytes(f"{n}{unit}") == parse_bytes(display_bytes(parse_bytes(f"{n} {unit}"), unit))
+
+
+def test_a_float_above_one_is_told_how_to_write_bytes():
+    with pytest.raises(InputError, match=r"1100000000\.0 is a float.*for bytes write 1100000000, or '1\.1GB'"):
+        parse_bytes(1.1e9, total_bytes=10)
+    with pytest.raises(InputError, match="for GiB write '72GiB'"):
+        parse_bytes(72.0, total_bytes=10)
+
+
+def test_whole_numbers_of_numpy_are_bytes():
+    assert parse_bytes(np.int64(7)) == 7

@@ -2,11 +2,14 @@
 
 from memfit import hardware, memory, report
 from memfit._version import __version__
+from memfit.errors import InputError, MemfitError
 from memfit.plan import Plan, curve, load, plan
 from memfit.trace import CaptureError, Step, Trace, load_trace, save_trace, spec, trace
 
 __all__ = [
     "CaptureError",
+    "InputError",
+    "MemfitError",
     "Plan",
     "Step",
     "Trace",

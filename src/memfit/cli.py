@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -57,10 +59,23 @@ class Version:
         return 0
 
 
+_COMMANDS: dict[str, Callable[..., Calibrate | Version]] = {"calibrate": Calibrate, "version": Version}
+_IN_PYTHON = {
+    "plan": "memfit.plan(step, target='h100-sxm', budget='72GiB')",
+    "explain": "print(memfit.load('plan.json'))",
+    "devices": "memfit.hardware.list_devices()",
+}
+"""What there is no command for yet, and how it is done without."""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; the exit code is 0 when done, 1 on an error and 2 on wrong usage."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in _COMMANDS:
+        _say(_unknown(arguments[0]))
+        return 2
     command: Calibrate | Version = tyro.extras.subcommand_cli_from_dict(
-        {"calibrate": Calibrate, "version": Version},
+        _COMMANDS,
         prog="memfit",
         description="Makes PyTorch training fit in memory, and then as fast as it can be.",
         args=arguments,
@@ -68,8 +83,22 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return command.run()
     except MemfitError as error:
-        Console(stderr=True).print(f"memfit: {error}", style="red", highlight=False, soft_wrap=True)
+        _say(str(error))
         return 1
+
+
+def _unknown(name: str) -> str:
+    """What to write instead of a command that does not exist."""
+    if name in _IN_PYTHON:
+        return f"there is no command {name!r} yet; in Python: {_IN_PYTHON[name]}"
+    near = difflib.get_close_matches(name, _COMMANDS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {' and '.join(_COMMANDS)}; memfit --help says more"
+    return f"there is no command {name!r}; {hint}"
+
+
+def _say(problem: str) -> None:
+    console = Console(stderr=True)
+    console.print(f"memfit: {problem}", style="red", highlight=False, markup=False, soft_wrap=True)
 
 
 def _table(calibration: Calibration) -> Table:

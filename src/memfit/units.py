@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from fractions import Fraction
 
@@ -34,11 +35,13 @@ _HOW = "write for example '72GiB', '80GB', '512 MiB', a number of bytes, or a fr
 
 def parse_bytes(size: str | int | float, *, total_bytes: int | None = None) -> int:
     """Turn a size into bytes. A float, '0.9' or '90%' is a fraction of `total_bytes`, which must be given."""
-    if isinstance(size, bool) or not isinstance(size, str | int | float):
+    if isinstance(size, bool) or not isinstance(size, str | float | numbers.Integral):
         raise InputError(f"a size cannot be {size!r}; {_HOW}")
-    if isinstance(size, int):
-        return _not_negative(size, size)
+    if isinstance(size, numbers.Integral):
+        return _not_negative(int(size), size)
     if isinstance(size, float):
+        if 1 < size < math.inf:
+            raise InputError(f"{size!r} is a float, which is a fraction, above 0 and at most 1; {_instead(size)}")
         return _fraction_of(size, total_bytes, size)
     match = _SIZE.fullmatch(size)
     if match is None:
@@ -90,6 +93,13 @@ def _fraction_of(fraction: float | Fraction, total_bytes: int | None, written: o
     if total_bytes is None:
         raise InputError(f"{written!r} is a fraction of a total that is not known here; write bytes, such as '72GiB'")
     return math.floor(Fraction(fraction) * total_bytes)
+
+
+def _instead(size: float) -> str:
+    """What to write for a number above 1: few must be GiB, many bytes."""
+    if size < KiB:
+        return f"for GiB write '{size:g}GiB'"
+    return f"for bytes write {math.floor(size)}, or '{size / 1e9:g}GB'"
 
 
 def _not_negative(n: int, written: object) -> int:

@@ -274,3 +274,13 @@ def test_an_unknown_link_has_the_figures_of_any_other() -> None:
     figures = collective_figures()
     own = Link(name="ours inter_node", kind="carrier-pigeon", bandwidth_bytes_per_s=1.0, latency_ms=1.0)
     assert figures.link(own) is figures.links["other"]
+
+
+def test_a_target_may_go_by_its_name():
+    by_name, parsed = CollectiveModel("h100-sxm"), CollectiveModel(Target.parse("h100-sxm"))
+    assert by_name == parsed and by_name.target.device.name == "h100-sxm"
+    assert Group.of("h100-sxm") == Group.of(Target.parse("h100-sxm"))
+    with pytest.raises(InputError, match="did you mean h100-sxm"):
+        CollectiveModel("h100-smx")
+    with pytest.raises(InputError, match="a target cannot be 8"):
+        CollectiveModel(8)

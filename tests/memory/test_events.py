@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from hypothesis import given
 from synthetic import make, op, storage, traces
@@ -14,6 +15,7 @@ from memfit import Step, spec, trace
 from memfit.hardware import Target
 from memfit.memory import Timeline, allocator_config, events, reserved
 from memfit.memory.allocator import FREE, AllocatorConfig, simulate
+from memfit.memory.events import Lives, events_of, reserved_of
 from memfit.trace import Category, Phase, Trace
 
 MIB = 1 << 20
@@ -51,6 +53,31 @@ def test_allocator_agrees_with_the_timeline(trace: Trace) -> None:
     # Every block here is small, so all that is left of one is split off and a block is its rounded size.
     assert exact.peak_allocated_bytes == Timeline.of(trace, 512).peak_bytes
     assert result.peak_reserved_bytes >= result.peak_allocated_bytes
+
+
+@given(traces())
+def test_lives_of_a_trace_have_its_levels(trace: Trace) -> None:
+    for rounding_bytes in (1, 512):
+        timeline = Timeline.of(trace, rounding_bytes)
+        before, during = Lives.of(trace).levels(rounding_bytes)
+        assert before.tolist() == timeline.before_by_row.tolist()
+        assert during.tolist() == timeline.during_by_row.tolist()
+
+
+def test_lives_may_come_from_elsewhere() -> None:
+    """Two instants: 8 bytes before the step, 5 of the first instant alone, and a workspace of 3 in the second."""
+    lives = Lives(
+        size_bytes=np.array([8, 5]),
+        row=np.array([0, 3]),
+        born=np.array([-1, 0]),
+        dies=np.array([-1, 0]),
+        workspace_bytes=np.array([0, 3]),
+        states_made=2,
+    )
+    assert [tuple(event) for event in events_of(lives)] == [(0, 8), (1, 5), (1, FREE), (2 + 1, 3), (2 + 1, FREE)]
+    assert lives.levels()[1].sum(axis=0).tolist() == [13, 11, 8]
+    assert reserved_of(lives, CPU).peak_reserved_bytes == 13
+    assert reserved_of(lives, H100).peak_reserved_bytes == 2 * MIB
 
 
 @given(traces())

@@ -15,8 +15,8 @@ import memfit
 from memfit.cost import Roofline, Runtime
 from memfit.hardware import Target
 from memfit.memory import summarize
-from memfit.plan import Estimate, Plan, Prediction, peak_at, plan_of
-from memfit.trace import Step, Trace
+from memfit.plan import Blocker, Estimate, Lever, Plan, Prediction, peak_at, plan_of
+from memfit.trace import Category, Step, Trace
 from memfit.tradeoff import Frontiers, Policy, Unit, frontiers
 
 DEVICE = "h100-sxm"
@@ -125,6 +125,12 @@ class Case:
         return plan_of(self.trace, **{**values, **changes})
 
     def infeasible(self) -> Plan:
+        blocker = Blocker(
+            peak_bytes=3 << 20,
+            peak_by_category={Category.PARAMETER: 1 << 20, Category.OPTIMIZER_STATE: 2 << 20},
+            peak_at=peak_at(self.trace, self.baseline.peak_at.op),
+            levers=(Lever(name="offload", saves_bytes=2 << 20, how="keep the optimizer's state on the host"),),
+        )
         return plan_of(
             self.trace,
             target=Target.parse(self.trace.device),
@@ -136,7 +142,8 @@ class Case:
             checkpoint=[],
             budget_bytes=1 << 20,
             minimum_budget_bytes=3 << 20,
-            notes=("parameters alone are above the budget",),
+            blocker=blocker,
+            notes=("a note",),
         )
 
 

@@ -10,13 +10,19 @@ import pytest
 from plan_cases import Case, Stack, captured
 from rich.console import Console
 
-from memfit.plan import Plan, ShardedUnit, ShardPlan
+from memfit.hardware import Target
+from memfit.plan import Plan, ShardedUnit, ShardPlan, UnitOp
 from memfit.units import display_bytes, display_ms
 
 
 @pytest.fixture(scope="module")
 def case() -> Case:
     return Case.of(captured())
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
 
 
 def line_of(text: str, start: str) -> str:
@@ -32,9 +38,11 @@ def test_memory_and_time_before_and_after(case: Case) -> None:
         assert display_bytes(estimate.peak_reserved_bytes) in line_of(shown, "reserved")
         assert display_ms(estimate.step_ms) in line_of(shown, "step")
     assert display_ms(plan.predicted.recompute_ms) in line_of(shown, "  recomputing")
-    assert "second run of layers.1" in line_of(shown, "highest in")
+    assert "highest with the plan: second run of layers.1" in shown
+    at = plan.baseline.peak_at
+    assert f"highest without a plan: {at.phase}, {at.name.split('.')[1]}" in shown
     for category, n_bytes in plan.baseline.peak_by_category.items():
-        assert display_bytes(n_bytes) in line_of(shown, f"  {category.value}")
+        assert display_bytes(n_bytes) in line_of(shown, category.value)
 
 
 def test_how_tight_it_is(case: Case) -> None:
@@ -57,11 +65,43 @@ def test_equal_layers_are_one_row(case: Case) -> None:
     plan = case.plan(case.chosen("layers.0", "layers.1", "layers.2") + case.chosen("layers.3", place=1))
     shown = str(plan)
     row = line_of(shown, "layers.0-2 ")
-    assert re.search(r"Block +│ +3 │", row) and "100%" in row and "nothing" in row
+    assert re.search(r"layers\.0-2 Block +│ +3 │", row) and "100%" in row
     assert display_bytes(plan.checkpoint[0].discarded_bytes) in row
-    kept = line_of(shown, "layers.3 ")
+    assert re.search(r"layers\.0-2 +│ +nothing │", shown)
+    kept = [line for line in shown.splitlines() if line.startswith("layers.3 ")][1]
     assert plan.checkpoint[3].saved_ops
+    assert display_bytes(plan.checkpoint[3].cached_bytes) in kept
     assert plan.checkpoint[3].saved_ops[0].name.split(".")[1] in kept
+
+
+def test_what_is_kept_is_named_by_its_bytes_not_by_how_often(case: Case) -> None:
+    plan = case.plan(case.chosen("layers.0"))
+    ops = (("aten.mul.Tensor", 64), ("aten.mul.Tensor", 64), ("aten.mm.default", 4096), ("aten.gelu.default", 512))
+    saved = tuple(UnitOp(offset=offset, name=name, bytes=size) for offset, (name, size) in enumerate(ops))
+    entry = msgspec.structs.replace(plan.checkpoint[0], saved_ops=saved, cached_bytes=4736)
+    shown = str(msgspec.structs.replace(plan, checkpoint=(entry,)))
+    assert re.search(r"layers\.0 +│ +4\.62 KiB │ mm, gelu, 2 mul\.Tensor", shown)
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 160])
+def test_nothing_is_wider_than_the_terminal_says(case: Case, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for plan in (case.plan(case.chosen("layers.0", "layers.1")), case.infeasible()):
+        assert max(map(len, str(plan).splitlines())) <= columns
+
+
+def test_rows_are_not_broken_at_eighty_columns(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = case.plan(case.chosen("layers.0", "layers.1", "layers.2"))
+    monkeypatch.setenv("COLUMNS", "80")
+    tables = [line for line in str(plan).splitlines() if "│" in line]
+    monkeypatch.setenv("COLUMNS", "200")
+    assert tables == [line for line in str(plan).splitlines() if "│" in line]
+
+
+def test_on_several_ranks_the_comparison_is_with_the_sharded_step(case: Case) -> None:
+    shown = str(case.plan(case.chosen("layers.0"), target=Target.parse(case.trace.device, ranks=8)))
+    assert "8 ranks" in shown and "only sharded, the step is" in shown and "highest when only sharded" in shown
+    assert "without a plan" not in shown
 
 
 def test_second_calls_are_told_apart() -> None:
@@ -74,9 +114,11 @@ def test_second_calls_are_told_apart() -> None:
 def test_an_infeasible_plan_says_what_would_work(case: Case) -> None:
     shown = str(case.infeasible())
     assert "budget 1.00 MiB: infeasible" in shown
-    assert "the smallest budget that works is 3.00 MiB" in shown
-    assert "no plan fits this budget" in shown
-    assert "note: parameters alone are above the budget" in shown
+    assert "no plan fits this budget; the smallest that works is 3.00 MiB, 2.00 MiB more" in shown
+    assert "3.00 MiB" in line_of(shown, "peak") and "2.00 MiB" in line_of(shown, "optimizer state")
+    assert "nothing gets below 3.00 MiB here: " in shown
+    assert re.search(r"offload +│ +2\.00 MiB │ keep the optimizer's state on the host", shown)
+    assert "note: a note" in shown
     assert "with the plan" not in shown and "checkpointed" not in shown
 
 
@@ -102,5 +144,8 @@ def test_a_console_prints_it_too(case: Case) -> None:
 
 def test_repr_is_one_short_line(case: Case) -> None:
     plan: Plan = case.plan(case.chosen("layers.0"))
-    assert repr(plan).startswith("Plan(optimal for ") and "1 units checkpointed" in repr(plan)
-    assert len(repr(plan)) < 150
+    assert repr(plan).startswith("Plan(optimal for ") and "1 unit checkpointed" in repr(plan)
+    assert "2 units checkpointed" in repr(case.plan(case.chosen("layers.0", "layers.1")))
+    hopeless = repr(case.infeasible())
+    assert hopeless.startswith("Plan(infeasible for 1.00 MiB on 1 x h100-sxm, the smallest budget that works is 3.00 M")
+    assert max(len(repr(plan)), len(hopeless)) < 150

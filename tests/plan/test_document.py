@@ -140,7 +140,7 @@ def turn_ops_around(document: Document) -> None:
 
 
 def save_beyond_the_unit(document: Document) -> None:
-    entry(document)["saved_ops"] = [[1000, "aten.mm.default"]]
+    entry(document)["saved_ops"] = [[1000, "aten.mm.default", 0]]
 
 
 def stop_early(document: Document) -> None:
@@ -171,6 +171,7 @@ def put(path: str, value: object) -> Callable[[Document], None]:
     return change
 
 
+AT = {"op": 0, "name": "aten.mm.default", "phase": "forward", "module": ""}
 DAMAGE: list[tuple[Callable[[Document], None], str]] = [
     (put("status", "great"), r"not a valid plan: Invalid enum value 'great' - at `\$\.status`"),
     (put("budget_bytes", -1), r"not a valid plan: .* at `\$\.budget_bytes`"),
@@ -199,6 +200,7 @@ DAMAGE: list[tuple[Callable[[Document], None], str]] = [
     (forget_an_op, "inconsistent: op 1 of unit 'layers.0' is neither in saved_ops nor in recomputed_ops"),
     (turn_ops_around, "inconsistent: recomputed_ops of unit 'layers.0' are not in the order of their offsets"),
     (save_beyond_the_unit, "inconsistent: op 1000 of unit 'layers.0' is beyond its 7 ops"),
+    (put("blocker", {"peak_bytes": 5, "peak_by_category": {}, "peak_at": AT, "levers": []}), "inconsistent: .*blocker"),
     (stop_early, "inconsistent: op 4 of unit 'layers.0' runs again, and the second run stops at 3"),
     (checkpoint_inside, "inconsistent: units 'layers.0' and 'layers.0.up' have ops in common"),
     (lambda document: document["checkpoint"].reverse(), "inconsistent: checkpoint is not in the order"),
@@ -233,6 +235,13 @@ def test_an_infeasible_plan_has_no_answer(name: str, value: object) -> None:
         Plan.from_json(json.dumps(document))
 
 
+def test_what_fills_the_blocker_adds_up() -> None:
+    document = json.loads(plan_cases.Case.of(plan_cases.captured()).infeasible().to_json())
+    document["blocker"]["peak_bytes"] += 1
+    with pytest.raises(InputError, match=r"inconsistent: blocker\.peak_by_category adds up to"):
+        Plan.from_json(json.dumps(document))
+
+
 def test_shipped_schema_is_what_the_types_say() -> None:
     assert SCHEMA_FILE.read_text() == schema_text(), "run python -m memfit.plan.schema"
 
@@ -240,4 +249,4 @@ def test_shipped_schema_is_what_the_types_say() -> None:
 def test_schema_names_every_field(plan: Plan) -> None:
     definitions = json.loads(SCHEMA_FILE.read_text())["$defs"]
     assert set(definitions["Plan"]["properties"]) == set(json.loads(plan.to_json()))
-    assert set(definitions["Checkpoint"]["required"]) == set(entry(json.loads(plan.to_json())))
+    assert set(definitions["Checkpoint"]["properties"]) == set(entry(json.loads(plan.to_json())))

@@ -10,6 +10,7 @@ import pytest
 from plan_cases import Case, Stack, captured
 
 from memfit.errors import InputError
+from memfit.plan import peak_at
 from memfit.tradeoff import Policy
 
 
@@ -28,6 +29,8 @@ def test_entries_say_what_the_policy_does(case: Case) -> None:
         assert tuple(op.offset for op in entry.recomputed_ops) == policy.recomputed
         for op in (*entry.saved_ops, *entry.recomputed_ops):
             assert op.name == case.trace.ops[unit.begin + op.offset].name
+            births = [each.bytes for each in case.trace.storages if each.birth == unit.begin + op.offset]
+            assert op.bytes == sum(births)
         assert entry.discarded_bytes == policy.discarded_bytes
         assert entry.cached_bytes == policy.cached_bytes
         assert entry.recompute_peak_bytes == policy.recompute_peak_bytes
@@ -93,6 +96,17 @@ def test_a_plan_above_its_budget_is_never_made(case: Case) -> None:
 def test_infinite_bounds_are_refused(case: Case) -> None:
     with pytest.raises(InputError, match="bound_ms is missing"):
         case.plan(case.chosen("layers.0"), bound_ms=float("inf"))
+
+
+def test_a_peak_at_a_view_names_the_next_op_that_does_something(case: Case) -> None:
+    ops = case.trace.ops
+    views = [op for op in range(len(ops) - 1) if ops[op].view and not ops[op + 1].view]
+    assert views
+    for view in views:
+        at = peak_at(case.trace, view)
+        same = ops[view].phase is ops[view + 1].phase
+        assert (at.op, at.name) == ((view + 1, ops[view + 1].name) if same else (view, ops[view].name))
+    assert peak_at(case.trace, -1).phase == "before the step"
 
 
 def test_two_captures_give_one_document() -> None:

@@ -18,6 +18,7 @@ from memfit.trace import Category, Parameter, Phase, Trace
 
 WIDTH, BLOCKS, RANKS = 64, 3, 4
 BLOCK_BYTES = (WIDTH * WIDTH + WIDTH) * 4
+ROOT_BYTES = (10 * WIDTH + WIDTH + 12 * WIDTH + 12) * 4  # the head's ten rows are padded to twelve
 
 
 class Model(nn.Module):
@@ -72,16 +73,43 @@ def test_parameters_gradients_and_state_are_divided(captured: Trace) -> None:
     assert level(found, Category.OPTIMIZER_STATE, last) == 2 * shards + counters
 
 
-def test_a_unit_is_gathered_while_it_runs_and_the_next_one_ahead(captured: Trace) -> None:
+def test_a_unit_has_its_parameters_and_its_buffer_while_it_runs(captured: Trace) -> None:
     found = sharded(captured)
-    block = next(unit for unit in found.units if unit.module == "blocks.1")
-    root = next(unit for unit in found.units if not unit.module)
-    assert block.gathered_bytes == BLOCK_BYTES
-    while_it_runs = level(found, Category.GATHERED_PARAMETER, block.begin)
-    assert while_it_runs == root.gathered_bytes + BLOCK_BYTES
-    ahead = level(found, Category.COMMUNICATION, block.begin + 1)
-    assert ahead == BLOCK_BYTES, "the buffer of blocks.2"
-    assert level(found, Category.GATHERED_PARAMETER, root.end) == root.gathered_bytes, "only the root's stay"
+    units = {unit.module: unit for unit in found.units}
+    (block,), root = units["blocks.1"].calls, units[""]
+    assert units["blocks.1"].gathered_bytes == BLOCK_BYTES
+    assert root.gathered_bytes == ROOT_BYTES
+    assert level(found, Category.GATHERED_PARAMETER, block.begin) == ROOT_BYTES + BLOCK_BYTES
+    assert level(found, Category.COMMUNICATION, block.begin) == BLOCK_BYTES, "its own buffer"
+    end = root.calls[0].end
+    assert level(found, Category.COMMUNICATION, end - 1) == BLOCK_BYTES, "the last block's, until the forward ends"
+    assert level(found, Category.GATHERED_PARAMETER, end) == ROOT_BYTES, "only the root's stay"
+    assert level(found, Category.COMMUNICATION, end) == 0
+
+
+def test_between_two_units_both_buffers_and_the_new_parameters_are_there(captured: Trace) -> None:
+    found = sharded(captured)
+    block = next(unit for unit in found.units if unit.module == "blocks.1").calls[0]
+    assert level(found, Category.COMMUNICATION, block.begin - 1) == 2 * BLOCK_BYTES
+    assert level(found, Category.GATHERED_PARAMETER, block.begin - 1) == ROOT_BYTES + BLOCK_BYTES
+    assert int(found.before_by_row[CATEGORIES.index(Category.COMMUNICATION), block.begin]) == BLOCK_BYTES
+
+
+def test_in_backward_the_next_unit_is_gathered_ahead(captured: Trace) -> None:
+    found = sharded(captured)
+    block = next(unit for unit in found.units if unit.module == "blocks.1").calls[0]
+    at = block.backward_begin
+    assert level(found, Category.GATHERED_PARAMETER, at) == ROOT_BYTES + BLOCK_BYTES
+    assert level(found, Category.COMMUNICATION, at) == 2 * BLOCK_BYTES, "blocks.0 ahead, and what blocks.2 reduces"
+    assert level(found, Category.GATHERED_PARAMETER, block.backward_end) == ROOT_BYTES
+
+
+def test_the_whole_gradients_of_a_unit_are_gone_when_its_backward_ends(captured: Trace) -> None:
+    found = sharded(captured)
+    block = next(unit for unit in found.units if unit.module == "blocks.2").calls[0]
+    head = (WIDTH * 10 + 10) * 4
+    assert level(found, Category.GRADIENT, block.backward_end - 2) == head + BLOCK_BYTES
+    assert level(found, Category.GRADIENT, block.backward_end) == head + BLOCK_BYTES // RANKS
 
 
 def test_gathered_and_reduced_bytes_follow_their_dtypes(captured: Trace) -> None:
@@ -115,6 +143,11 @@ def test_a_parameter_tied_across_units_belongs_to_the_root() -> None:
 def test_unknown_units_are_refused_by_name(captured: Trace) -> None:
     with pytest.raises(InputError, match=r"'blocks\.9'"):
         sharded(captured, options=ShardOptions(units=("blocks.9",)))
+
+
+def test_a_dtype_that_is_none_is_refused(captured: Trace) -> None:
+    with pytest.raises(InputError, match="param_dtype is 'half'"):
+        sharded(captured, options=ShardOptions(param_dtype="half"))  # type: ignore[arg-type]
 
 
 def test_gradients_kept_between_steps_are_shards_in_the_forward() -> None:

@@ -37,13 +37,13 @@ class Literal:
         self.all_discardable = [storage for storage in self.born if self.discardable(storage)]
         self.all_forced = {op for op in self.inside if self.forced(op) and not self.view(op)}
         self.all_fixed = {op for op in self.inside if self.fixed(op)}
+        given = trace.calls[unit.call].inputs if unit.call != NEVER else ()
         self.lost_inputs = {
-            ref.storage
-            for op in self.inside
-            for ref in trace.ops[op].inputs
-            if trace.storages[ref.storage].birth < unit.begin
-            and trace.storages[ref.storage].category not in OWNED
-            and not self.held(ref.storage)
+            storage
+            for storage in (*given, *(ref.storage for op in self.inside for ref in trace.ops[op].inputs))
+            if trace.storages[storage].birth < unit.begin
+            and trace.storages[storage].category not in OWNED
+            and not self.held(storage)
         }
 
     def size(self, storage: int) -> int:
@@ -191,6 +191,8 @@ class Literal:
 
     def _goes_after(self, storage: int, op: int) -> bool:
         if self.discardable(storage):
+            return False
+        if self.held(storage) and not self.made(storage) and self.trace.storages[storage].saved_by:
             return False
         if not self.held(storage):
             return op >= self.trace.storages[storage].death

@@ -20,7 +20,7 @@ from memfit.cost.collective_figures import (
     collective_figures,
 )
 from memfit.errors import InputError
-from memfit.hardware import Target
+from memfit.hardware import Device, Target
 
 AlgorithmChoice = Algorithm | Literal["best", "ring", "tree", "direct"]
 
@@ -42,18 +42,21 @@ class Group:
         return self.nodes * self.ranks_per_node
 
     @classmethod
-    def of(cls, target: Target) -> Group:
+    def of(cls, target: str | Device | Target) -> Group:
         """All ranks of the target."""
+        target = Target.parse(target)
         return cls(nodes=target.nodes, ranks_per_node=_ranks_per_node(target))
 
     @classmethod
-    def shard(cls, target: Target, ranks: int) -> Group:
+    def shard(cls, target: str | Device | Target, ranks: int) -> Group:
         """One of the groups of `ranks` consecutive ranks: the inner dimension of a mesh."""
+        target = Target.parse(target)
         return _spread(target, _divided(target, ranks), stride=1)
 
     @classmethod
-    def replicate(cls, target: Target, shard_ranks: int) -> Group:
+    def replicate(cls, target: str | Device | Target, shard_ranks: int) -> Group:
         """One of the groups of every `shard_ranks`-th rank, with the same shard: the outer dimension of a mesh."""
+        target = Target.parse(target)
         return _spread(target, target.ranks // _divided(target, shard_ranks), stride=shard_ranks)
 
 
@@ -93,11 +96,14 @@ class CollectiveEstimate:
         return self.launch_ms + self.latency_ms + self.transfer_ms
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class CollectiveModel:
-    """The collectives of one target."""
+    """The collectives of one target; a device by itself is one rank, which has nothing to communicate."""
 
     target: Target
+
+    def __init__(self, target: str | Device | Target) -> None:
+        object.__setattr__(self, "target", Target.parse(target))
 
     def collective_ms(
         self,
@@ -208,7 +214,7 @@ class CollectiveModel:
 def collective_ms(
     kind: Collective | str,
     n_bytes: int,
-    target: Target,
+    target: str | Device | Target,
     *,
     group: Group | None = None,
     algorithm: AlgorithmChoice = "best",

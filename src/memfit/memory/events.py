@@ -9,7 +9,7 @@ reserves nothing more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,9 +17,16 @@ import numpy.typing as npt
 
 from memfit.hardware import Device
 from memfit.memory.allocator import FREE, AllocatorConfig, AllocatorOutOfMemory, CachingAllocator, MemoryEvent
-from memfit.memory.timeline import Timeline
+from memfit.memory.timeline import CATEGORIES, Bytes
 from memfit.trace import NEVER, Category, Phase, Trace
 
+Ints = npt.NDArray[np.int64]
+Row = tuple[int, int, int]
+"""An event with its instant: instant, key, requested bytes."""
+
+_ROW = {category: row for row, category in enumerate(CATEGORIES)}
+_TEMPORARY = _ROW[Category.TEMPORARY]
+_STATE = _ROW[Category.OPTIMIZER_STATE]
 _MOST_STEPS = 8
 
 
@@ -57,35 +64,106 @@ def allocator_config(device: Device, *, limit_bytes: int | None = None) -> Alloc
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Lives:
+    """Every allocation of a step, and the instants that it lives through.
+
+    Instants are the ops in the order they run; the number after the last is the end of the step. An allocation is
+    made at instant `born` and freed after instant `dies`, each `NEVER` when that is not in the step; one that dies
+    before it is born was made and freed between two ops and is in no instant. `row` is its category's place in
+    `CATEGORIES`, `size_bytes` what is asked of the allocator. `workspace_bytes` has one entry for each op that runs.
+    `states_made` is the instant before which a first step makes the optimizer state.
+    """
+
+    size_bytes: Bytes
+    row: Ints
+    born: Ints
+    dies: Ints
+    workspace_bytes: Bytes
+    states_made: int
+
+    @classmethod
+    def of(cls, trace: Trace) -> Lives:
+        """Those of a captured step: an allocation is a storage, an instant an op."""
+        storages, count = trace.storages, len(trace.storages)
+        row = np.fromiter((_ROW[storage.category] for storage in storages), np.int64, count)
+        born = np.fromiter((storage.birth for storage in storages), np.int64, count)
+        return cls(
+            size_bytes=np.fromiter((storage.bytes for storage in storages), np.int64, count),
+            row=row,
+            born=born,
+            dies=np.fromiter((storage.death for storage in storages), np.int64, count),
+            workspace_bytes=np.fromiter((op.workspace_bytes for op in trace.ops), np.int64, len(trace.ops)),
+            states_made=_first_reader(trace, set(np.flatnonzero((born == NEVER) & (row == _STATE)).tolist())),
+        )
+
+    @property
+    def instants(self) -> int:
+        """How many ops run; also the number of the end of the step."""
+        return len(self.workspace_bytes)
+
+    def levels(self, rounding_bytes: int = 1) -> tuple[Bytes, Bytes]:
+        """Bytes before and during each instant (Note [Moments] of the timeline), a row for each category."""
+        size = -(-self.size_bytes // rounding_bytes) * rounding_bytes
+        born = np.zeros((len(CATEGORIES), self.instants + 1), np.int64)
+        freed = np.zeros((len(CATEGORIES), self.instants + 1), np.int64)
+        start = np.zeros(len(CATEGORIES), np.int64)
+        resident, seen = self.born == NEVER, self.seen
+        made, gone = seen & ~resident, seen & (self.dies != NEVER)
+        np.add.at(start, self.row[resident], size[resident])
+        np.add.at(born, (self.row[made], self.born[made]), size[made])
+        np.add.at(freed, (self.row[gone], self.dies[gone] + 1), size[gone])
+        before = start[:, None] + np.cumsum(born, axis=1) - born - np.cumsum(freed, axis=1)
+        during = before + born
+        during[_TEMPORARY, :-1] += -(-self.workspace_bytes // rounding_bytes) * rounding_bytes
+        return before, during
+
+    @property
+    def seen(self) -> npt.NDArray[np.bool_]:
+        """Those that are there at an instant."""
+        return (self.born == NEVER) | (self.dies == NEVER) | (self.dies >= self.born)
+
+
 def events(trace: Trace) -> Iterator[MemoryEvent]:
     """One steady step from nothing: residents, then each op's outputs, its workspace, and what dies after it.
 
     The key of a storage is its number; that of the workspace of op k is `len(trace.storages) + k`.
     """
-    for _, event in _Replay(trace).steady(fresh=True):
-        yield event
+    return events_of(Lives.of(trace))
+
+
+def events_of(lives: Lives) -> Iterator[MemoryEvent]:
+    """The same of any lives; the key of the workspace of instant k is the number of lives plus k."""
+    for _, key, requested_bytes in _Replay(lives).alone():
+        yield MemoryEvent(key, requested_bytes)
 
 
 def reserved(trace: Trace, device: Device, *, limit_bytes: int | None = None) -> Reserved:
     """Peaks of the device's allocator (Note [Steady state]); without a cache, reserved equals allocated."""
+    return reserved_of(Lives.of(trace), device, limit_bytes=limit_bytes)
+
+
+def reserved_of(lives: Lives, device: Device, *, limit_bytes: int | None = None) -> Reserved:
+    """The same of any lives; `out_of_memory_op` is then the instant that failed."""
     if not device.allocator.caches:
-        peak_bytes = Timeline.of(trace, device.allocator.rounding_bytes).peak_bytes
+        peak_bytes = _peak_bytes(lives, device.allocator.rounding_bytes)
         return Reserved(
-            peak_requested_bytes=Timeline.of(trace).peak_bytes,
+            peak_requested_bytes=_peak_bytes(lives, 1),
             peak_allocated_bytes=peak_bytes,
             peak_reserved_bytes=peak_bytes,
             first_step_reserved_bytes=peak_bytes,
             steps=1,
             retries=0,
         )
-    replay = _Replay(trace)
+    replay = _Replay(lives)
     allocator = CachingAllocator(allocator_config(device, limit_bytes=limit_bytes))
     failed = _run(allocator, replay.first())
     first_bytes = allocator.peak_reserved_bytes
     steps = 1
+    later = replay.later() if failed is None else []
     while failed is None and steps < _MOST_STEPS:
         earlier_bytes = allocator.peak_reserved_bytes
-        failed = _run(allocator, replay.steady(fresh=False))
+        failed = _run(allocator, later)
         steps += 1
         if allocator.peak_reserved_bytes == earlier_bytes:
             break
@@ -100,95 +178,92 @@ def reserved(trace: Trace, device: Device, *, limit_bytes: int | None = None) ->
     )
 
 
-def _run(allocator: CachingAllocator, stream: Iterator[tuple[int, MemoryEvent]]) -> int | None:
-    """Feed the allocator; gives the op whose malloc did not fit."""
-    for op, (key, requested_bytes) in stream:
+def _peak_bytes(lives: Lives, rounding_bytes: int) -> int:
+    return int(lives.levels(rounding_bytes)[1].sum(axis=0).max())
+
+
+def _run(allocator: CachingAllocator, stream: Iterable[Row]) -> int | None:
+    """Feed the allocator; gives the instant whose malloc did not fit."""
+    for instant, key, requested_bytes in stream:
         if requested_bytes == FREE:
             allocator.free(key)
             continue
         try:
             allocator.malloc(key, requested_bytes)
         except AllocatorOutOfMemory:
-            return op
+            return instant
     return None
 
 
 class _Replay:
-    """The events of a step with the op they belong to, `NEVER` before the first."""
+    """The events of a step with the instant they belong to, `NEVER` before the first."""
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-        self.size = [storage.bytes for storage in trace.storages]
-        moments = len(trace.ops) + 1
-        birth = np.array([storage.birth for storage in trace.storages], np.int64)
-        death = np.array([storage.death for storage in trace.storages], np.int64)
-        self.residents = np.flatnonzero(birth == NEVER).tolist()
-        self.lost = np.flatnonzero((birth == NEVER) & (death != NEVER)).tolist()
-        self.left = np.flatnonzero((birth != NEVER) & (death == NEVER)).tolist()
-        unseen = (birth != NEVER) & (death != NEVER) & (death < birth)
-        self.born = _grouped(birth, (birth != NEVER) & ~unseen, moments)
-        self.freed = _grouped(death, (death != NEVER) & ~unseen, moments)
+    def __init__(self, lives: Lives) -> None:
+        self.lives = lives
+        self.size = lives.size_bytes.tolist()
+        self.end = lives.instants
+        born, dies, seen = lives.born, lives.dies, lives.seen
+        resident, stays = born == NEVER, dies == NEVER
+        self.residents = np.flatnonzero(resident).tolist()
+        self.lost = np.flatnonzero(resident & ~stays).tolist()
+        self.left = np.flatnonzero(~resident & stays).tolist()
+        late = resident & (lives.row == _STATE) & (stays | (dies >= lives.states_made))
+        self.late = np.flatnonzero(late).tolist()
+        self.early = np.flatnonzero(resident & ~late).tolist()
+        self.born = _grouped(born, seen & ~resident, self.end + 1)
+        self.freed = _grouped(dies, seen & ~stays, self.end + 1)
+        self.workspace = lives.workspace_bytes.tolist()
 
-    def first(self) -> Iterator[tuple[int, MemoryEvent]]:
+    def first(self) -> list[Row]:
         """The first step of a process: optimizer state is made when the optimizer first runs on it."""
-        storages = self.trace.storages
-        states = [s for s in self.residents if storages[s].category is Category.OPTIMIZER_STATE]
-        made_at = self._first_reader(set(states))
-        late = [s for s in states if storages[s].death == NEVER or storages[s].death >= made_at]
-        yield from self._malloc(NEVER, sorted(set(self.residents).difference(late)))
-        for op in range(len(self.trace.ops)):
-            if op == made_at:
-                yield from self._malloc(op, late)
-            yield from self._op(op)
-        if made_at == len(self.trace.ops):
-            yield from self._malloc(made_at, late)
-        yield from self._end()
+        made = self.lives.states_made
+        return [
+            *self._malloc(NEVER, self.early),
+            *self._ops(0, made),
+            *self._malloc(made, self.late),
+            *self._ops(made, self.end),
+            *self._end(),
+        ]
 
-    def steady(self, *, fresh: bool) -> Iterator[tuple[int, MemoryEvent]]:
-        """A later step; with `fresh` as the only one, else after another on the same allocator."""
-        if fresh:
-            yield from self._malloc(NEVER, self.residents)
-        else:
-            yield from self._malloc(NEVER, self.lost)
-        for op in range(len(self.trace.ops)):
-            yield from self._op(op)
-        if fresh:
-            yield from self._malloc(len(self.trace.ops), self.born[-1])
-        else:
-            yield from self._end()
+    def later(self) -> list[Row]:
+        """A step after another on the same allocator."""
+        return [*self._malloc(NEVER, self.lost), *self._ops(0, self.end), *self._end()]
 
-    def _op(self, op: int) -> Iterator[tuple[int, MemoryEvent]]:
-        yield from self._malloc(op, self.born[op])
-        workspace_bytes = self.trace.ops[op].workspace_bytes
-        if workspace_bytes:
-            key = len(self.size) + op
-            yield op, MemoryEvent(key, workspace_bytes)
-            yield op, MemoryEvent(key, FREE)
-        for storage in self.freed[op]:
-            yield op, MemoryEvent(storage, FREE)
+    def alone(self) -> list[Row]:
+        """A later step as the only one."""
+        ops = self._ops(0, self.end)
+        return [*self._malloc(NEVER, self.residents), *ops, *self._malloc(self.end, self.born[-1])]
 
-    def _end(self) -> Iterator[tuple[int, MemoryEvent]]:
+    def _ops(self, begin: int, end: int) -> list[Row]:
+        stream: list[Row] = []
+        for instant in range(begin, end):
+            stream += self._malloc(instant, self.born[instant])
+            if self.workspace[instant]:
+                key = len(self.size) + instant
+                stream += ((instant, key, self.workspace[instant]), (instant, key, FREE))
+            stream += [(instant, key, FREE) for key in self.freed[instant]]
+        return stream
+
+    def _end(self) -> list[Row]:
         """What the step leaves behind is replaced by what the next one leaves."""
-        end = len(self.trace.ops)
-        yield from self._malloc(end, self.born[-1])
-        for storage in self.left:
-            yield end, MemoryEvent(storage, FREE)
+        return [*self._malloc(self.end, self.born[-1]), *((self.end, key, FREE) for key in self.left)]
 
-    def _malloc(self, op: int, storages: list[int]) -> Iterator[tuple[int, MemoryEvent]]:
-        for storage in storages:
-            yield op, MemoryEvent(storage, self.size[storage])
-
-    def _first_reader(self, states: set[int]) -> int:
-        """The op before which an optimizer makes all its state; the end of the step when none reads it."""
-        for index, op in enumerate(self.trace.ops):
-            if op.phase is Phase.OPTIMIZER and any(ref.storage in states for ref in op.inputs):
-                return index
-        return len(self.trace.ops)
+    def _malloc(self, instant: int, keys: list[int]) -> list[Row]:
+        return [(instant, key, self.size[key]) for key in keys]
 
 
-def _grouped(index: npt.NDArray[np.int64], chosen: npt.NDArray[np.bool_], count: int) -> list[list[int]]:
-    """The chosen storages by op index, each group in order of number."""
+def _first_reader(trace: Trace, states: set[int]) -> int:
+    """The op before which an optimizer makes all its state; the end of the step when none reads it."""
+    for index, op in enumerate(trace.ops):
+        if op.phase is Phase.OPTIMIZER and any(ref.storage in states for ref in op.inputs):
+            return index
+    return len(trace.ops)
+
+
+def _grouped(instant: Ints, chosen: npt.NDArray[np.bool_], count: int) -> list[list[int]]:
+    """The chosen allocations by instant, each group in order of number."""
     groups: list[list[int]] = [[] for _ in range(count)]
-    for storage in np.flatnonzero(chosen).tolist():
-        groups[index[storage]].append(storage)
+    numbers = np.flatnonzero(chosen)
+    for number, place in zip(numbers.tolist(), instant[numbers].tolist(), strict=True):
+        groups[place].append(number)
     return groups

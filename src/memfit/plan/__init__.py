@@ -3,11 +3,13 @@
 from memfit.plan.document import Plan, load
 from memfit.plan.facts import peak_at
 from memfit.plan.making import plan_of
-from memfit.plan.mismatch import PlanMismatch
+from memfit.plan.mismatch import PlanMismatch, model_differences
 from memfit.plan.planning import curve, plan
 from memfit.plan.record import (
+    Blocker,
     Checkpoint,
     Estimate,
+    Lever,
     PeakAt,
     Prediction,
     ShardedUnit,
@@ -16,8 +18,10 @@ from memfit.plan.record import (
 )
 
 __all__ = [
+    "Blocker",
     "Checkpoint",
     "Estimate",
+    "Lever",
     "PeakAt",
     "Plan",
     "PlanMismatch",
@@ -27,6 +31,7 @@ __all__ = [
     "UnitOp",
     "curve",
     "load",
+    "model_differences",
     "peak_at",
     "plan",
     "plan_of",

@@ -2,58 +2,62 @@
 
 from __future__ import annotations
 
-import io
-from collections import Counter
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from memfit.paths import alike, folded
-from memfit.plan.record import Checkpoint, Estimate, ShardPlan
+from memfit.plan.record import Blocker, Checkpoint, Estimate, PeakAt, ShardPlan
 from memfit.trace import Category
 from memfit.units import display_bytes, display_ms
 
 if TYPE_CHECKING:
     from memfit.plan.document import Plan
 
-_WIDTH = 120
 _NAMES = 4
 _STYLE = {"optimal": "green", "feasible": "yellow", "infeasible": "red"}
 
 
-def text_of(report: RenderableType) -> str:
-    """A report as plain text, the same on every terminal."""
-    console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, force_terminal=False, legacy_windows=False)
-    with console.capture() as captured:
-        console.print(report)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
-
-
 def plan_report(plan: Plan) -> Group:
-    """Everything about a plan that fits a screen."""
-    parts: list[RenderableType] = [_headline(plan), Text(), _before_and_after(plan)]
+    """Everything about a plan that fits a screen of 80 columns."""
+    parts: list[RenderableType] = [_headline(plan), Text(), _before_and_after(plan), Text(), _highest(plan)]
+    if plan.blocker is not None and plan.blocker.levers:
+        parts += [Text(), _levers(plan.blocker)]
     if plan.checkpoint:
-        parts += [Text(), _checkpoint(plan)]
+        groups = _groups(plan.checkpoint)
+        parts += [Text(), _checkpoint(plan, groups), Text(), _kept(groups)]
     if plan.shard is not None:
         parts += [Text(), _shard(plan.shard)]
-    parts += [Text(f"note: {note}", style="dim") for note in plan.notes]
+    if plan.notes:
+        parts += [Text(), *(Text(f"note: {note}", style="dim") for note in plan.notes)]
     return Group(*parts)
 
 
+def counted(number: int, name: str) -> str:
+    """`1 unit`, `2 units`."""
+    return f"{number} {name}" if number == 1 else f"{number} {name}s"
+
+
 def _headline(plan: Plan) -> Text:
-    ranks = "1 rank" if plan.ranks == 1 else f"{plan.ranks} ranks"
     budget = display_bytes(plan.budget_bytes)
-    text = Text(f"plan for {plan.target.title}, {ranks}, budget {budget}: ")
+    text = Text(f"plan for {plan.target.title}, {counted(plan.ranks, 'rank')}, budget {budget}: ")
     text.append(plan.status, style=f"bold {_STYLE[plan.status]}")
     over = plan.baseline.peak_bytes - plan.budget_bytes
-    text.append("\nwithout a plan the step ")
+    text.append("\nwithout a plan the step " if plan.ranks == 1 else "\nonly sharded, the step ")
     text.append(f"is {display_bytes(over)} above the budget" if over > 0 else "fits the budget")
-    if plan.minimum_budget_bytes is not None:
-        text.append(f"; the smallest budget that works is {display_bytes(plan.minimum_budget_bytes)}")
+    least = plan.minimum_budget_bytes
     if plan.predicted is None or plan.gap is None or plan.bound_ms is None:
-        return text.append("\nno plan fits this budget")
+        text.append("\nno plan fits this budget")
+        if least is not None:
+            missing = display_bytes(least - plan.budget_bytes)
+            text.append(f"; the smallest that works is {display_bytes(least)}, {missing} more")
+        return text
+    if least is not None:
+        text.append(f"; the smallest budget that works is {display_bytes(least)}")
     spare = plan.budget_bytes - plan.predicted.peak_bytes
     text.append(f"\nthe plan leaves {display_bytes(spare)} to spare; ")
     if plan.status == "optimal" and plan.gap == 0:
@@ -65,63 +69,105 @@ def _headline(plan: Plan) -> Text:
 
 
 def _before_and_after(plan: Plan) -> Table:
+    """Memory and time without the plan and with it; when nothing fits, beside the lowest peak that there is.
+
+    On several ranks the step is sharded also without the plan.
+    """
     table = Table(show_edge=False, pad_edge=False)
     table.add_column("")
-    table.add_column("without", justify="right")
-    columns: list[Estimate] = [plan.baseline]
+    table.add_column("without a plan" if plan.ranks == 1 else "only sharded", justify="right", no_wrap=True)
+    columns: list[Estimate | Blocker] = [plan.baseline]
     if plan.predicted is not None:
-        table.add_column("with the plan", justify="right")
+        table.add_column("with the plan", justify="right", no_wrap=True)
         columns.append(plan.predicted)
+    elif plan.blocker is not None:
+        table.add_column("the lowest there is", justify="right", no_wrap=True)
+        columns.append(plan.blocker)
+    estimates = [each for each in columns if isinstance(each, Estimate)]
     table.add_row("peak", *(display_bytes(each.peak_bytes) for each in columns))
-    table.add_row("reserved by the allocator", *(display_bytes(each.peak_reserved_bytes) for each in columns))
-    table.add_row("step", *(display_ms(each.step_ms) for each in columns))
+    table.add_row("reserved by the allocator", *(display_bytes(each.peak_reserved_bytes) for each in estimates))
+    table.add_row("step", *(display_ms(each.step_ms) for each in estimates))
     if plan.predicted is not None:
         table.add_row("  recomputing", "", display_ms(plan.predicted.recompute_ms))
         if plan.shard is not None or plan.predicted.exposed_communication_ms:
             table.add_row("  waiting for others", "", display_ms(plan.predicted.exposed_communication_ms))
-    table.add_row("highest in", *(_place(each) for each in columns))
+    table.add_section()
     by_category = [each.peak_by_category for each in columns]
-    largest = sorted(Category, key=lambda category: -max(each.get(category, 0) for each in by_category))
-    for category in largest:
+    for category in sorted(Category, key=lambda category: -max(each.get(category, 0) for each in by_category)):
         if any(category in each for each in by_category):
             cells = (display_bytes(each.get(category, 0)) if each else "" for each in by_category)
-            table.add_row(f"  {category.value}", *cells)
+            table.add_row(category.value, *cells)
     return table
 
 
-def _place(estimate: Estimate) -> Text:
-    at = estimate.peak_at
+def _highest(plan: Plan) -> Text:
+    """Where the peaks are."""
+    text = Text("highest without a plan: " if plan.ranks == 1 else "highest when only sharded: ")
+    text.append(_place(plan.baseline.peak_at))
+    if plan.predicted is not None:
+        text.append(f"\nhighest with the plan: {_place(plan.predicted.peak_at)}")
+    if plan.blocker is not None:
+        lowest = display_bytes(plan.blocker.peak_bytes)
+        text.append(f"\nnothing gets below {lowest} here: {_place(plan.blocker.peak_at)}")
+    return text
+
+
+def _place(at: PeakAt) -> str:
     if at.second_run_of is not None:
-        return Text(f"second run of {at.second_run_of or '(model)'}")
-    name = f", {_short(at.name)}" if at.name else ""
-    return Text(at.phase + name)
+        return f"second run of {at.second_run_of or '(model)'}"
+    if not at.name:
+        return at.phase
+    module = "outside any module" if at.module is None else f"in {at.module or 'the model itself'}"
+    return f"{at.phase}, {_short(at.name)}, {module}"
 
 
-def _checkpoint(plan: Plan) -> Table:
-    """Units whose paths differ in numbers only and that have the same policy are one row."""
+def _levers(blocker: Blocker) -> Table:
+    table = Table(title="what would help there", title_justify="left", show_edge=False, pad_edge=False)
+    table.add_column("lever", no_wrap=True)
+    table.add_column("saves about", justify="right", no_wrap=True)
+    table.add_column("how", overflow="fold")
+    for lever in blocker.levers:
+        table.add_row(Text(lever.name), display_bytes(lever.saves_bytes), Text(lever.how))
+    return table
+
+
+def _groups(checkpoint: Iterable[Checkpoint]) -> list[list[Checkpoint]]:
+    """Units whose paths differ in numbers only and that have the same policy."""
     groups: dict[tuple[object, ...], list[Checkpoint]] = {}
-    for entry in plan.checkpoint:
+    for entry in checkpoint:
         groups.setdefault(_policy(entry), []).append(entry)
-    units = "1 unit" if len(plan.checkpoint) == 1 else f"{len(plan.checkpoint)} units"
+    return list(groups.values())
+
+
+def _checkpoint(plan: Plan, groups: list[list[Checkpoint]]) -> Table:
     discarded = display_bytes(sum(entry.discarded_bytes for entry in plan.checkpoint))
-    title = f"checkpointed: {units}, {discarded} less to hold for backward"
+    title = f"checkpointed: {counted(len(plan.checkpoint), 'unit')}, {discarded} less to hold for backward"
     table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
     table.add_column("unit", overflow="fold")
-    table.add_column("kind", overflow="fold")
-    for name in ("units", "each drops", "of its bytes", "for"):
+    for name in ("units", "each drops", "share", "recompute"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("keeps", overflow="fold")
-    for members in groups.values():
+    for members in groups:
         first = members[0]
         table.add_row(
-            Text(_label(members)),
-            Text(first.kind),
+            Text.assemble(_label(members), " ", (first.kind, "dim")),
             str(len(members)),
             display_bytes(first.discarded_bytes),
             f"{first.discard_ratio:.0%}",
             _times(members),
-            Text(_kept(first)),
         )
+    return table
+
+
+def _kept(groups: list[list[Checkpoint]]) -> Table:
+    """What each unit keeps from forward to backward, and the ops that make it."""
+    table = Table(title="what each of them keeps", title_justify="left", show_edge=False, pad_edge=False)
+    table.add_column("unit", overflow="fold")
+    table.add_column("keeps", justify="right", no_wrap=True)
+    table.add_column("of, largest first", overflow="fold")
+    for members in groups:
+        first = members[0]
+        held = display_bytes(first.cached_bytes) if first.saved_ops else "nothing"
+        table.add_row(Text(_label(members)), held, Text(_kept_ops(first)))
     return table
 
 
@@ -152,20 +198,21 @@ def _label(members: list[Checkpoint]) -> str:
     return folded(entry.module for entry in members) + (f"#{first.call}" if first.call else "")
 
 
-def _kept(entry: Checkpoint) -> str:
-    """The ops whose results are saved, by how often."""
-    names = Counter(_short(op.name) for op in entry.saved_ops)
-    if not names:
-        return "nothing"
-    shown = [name if count == 1 else f"{count} {name}" for name, count in names.most_common(_NAMES)]
-    more = len(names) - _NAMES
+def _kept_ops(entry: Checkpoint) -> str:
+    """The ops whose results are saved, those that take most first."""
+    sizes: dict[str, list[int]] = defaultdict(list)
+    for op in entry.saved_ops:
+        sizes[_short(op.name)].append(op.bytes)
+    largest = sorted(sizes, key=lambda name: -sum(sizes[name]))
+    shown = [name if len(sizes[name]) == 1 else f"{len(sizes[name])} {name}" for name in largest[:_NAMES]]
+    more = len(sizes) - _NAMES
     return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
 
 
 def _shard(shard: ShardPlan) -> Text:
     """Units that keep their parameters between forward and backward are named, the others counted."""
     kept = [unit.module for unit in shard.units if not unit.reshard_after_forward]
-    text = Text(f"sharded by {shard.ranks}: {len(shard.units)} units, {shard.prefetch} gathered ahead")
+    text = Text(f"sharded by {shard.ranks}: {counted(len(shard.units), 'unit')}, {shard.prefetch} gathered ahead")
     patterns: dict[str, list[str]] = {}
     for module in kept:
         patterns.setdefault(alike(module), []).append(module)

@@ -12,10 +12,11 @@ from msgspec import Meta
 from rich.console import RenderableType
 
 from memfit.errors import InputError
-from memfit.plan.display import plan_report, text_of
+from memfit.plan.display import counted, plan_report
 from memfit.plan.mismatch import PlanMismatch, differences
 from memfit.plan.record import (
     SCHEMA,
+    Blocker,
     Bytes,
     Checkpoint,
     Estimate,
@@ -28,7 +29,9 @@ from memfit.plan.record import (
 )
 from memfit.plan.text import json_text
 from memfit.plan.validation import check_content
-from memfit.trace import Trace
+from memfit.solve.curve_display import text_of
+from memfit.trace import Step, Trace
+from memfit.trace import trace as capture
 from memfit.units import display_bytes
 
 _AGAIN = "plan the step again"
@@ -38,7 +41,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The decisions for one step, what they are predicted to do, and the step that they are for.
 
     `bound_ms` is proven: no plan under this budget has a shorter step. `gap` is how far the time that the plan adds may
-    be from the least possible, as a part of itself. An infeasible plan has neither, nor a prediction.
+    be from the least possible, as a part of itself. An infeasible plan has neither, nor a prediction; its `blocker` is
+    what stands in the way.
     """
 
     schema: Literal[1] = SCHEMA
@@ -53,6 +57,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     baseline: Estimate
     predicted: Prediction | None
     minimum_budget_bytes: Bytes | None
+    blocker: Blocker | None
     checkpoint: tuple[Checkpoint, ...]
     shard: ShardPlan | None
     notes: tuple[str, ...]
@@ -87,8 +92,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             temporary.unlink(missing_ok=True)
             raise
 
-    def check(self, trace: Trace) -> None:
-        """Raise `PlanMismatch` with what differs when the plan was made for another step than this."""
+    def check(self, trace: Trace | Step) -> None:
+        """Raise `PlanMismatch` with what differs when the plan was made for another step than this.
+
+        A `Step` is captured first, for the plan's device.
+        """
+        if isinstance(trace, Step):
+            trace = capture(trace, target=self.target.device)
+        if not isinstance(trace, Trace):
+            raise InputError(
+                f"check takes the step that the plan is to be used for, not a {type(trace).__name__}: a memfit.Trace, "
+                "or a memfit.Step, which is captured"
+            )
         found = differences(self, trace)
         if found:
             raise PlanMismatch(found)
@@ -100,10 +115,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return text_of(plan_report(self))
 
     def __repr__(self) -> str:
-        return (
-            f"Plan({self.status} for {display_bytes(self.budget_bytes)} on {self.ranks} x {self.target.device}, "
-            f"{len(self.checkpoint)} units checkpointed, fingerprint {self.fingerprint[:12]})"
-        )
+        what = f"{self.status} for {display_bytes(self.budget_bytes)} on {self.ranks} x {self.target.device}"
+        if self.minimum_budget_bytes is not None and self.status == "infeasible":
+            answer = f"the smallest budget that works is {display_bytes(self.minimum_budget_bytes)}"
+        else:
+            answer = f"{counted(len(self.checkpoint), 'unit')} checkpointed"
+        return f"Plan({what}, {answer}, fingerprint {self.fingerprint[:12]})"
 
 
 def load(path: str | os.PathLike[str]) -> Plan:

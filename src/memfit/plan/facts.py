@@ -11,6 +11,7 @@ def trace_facts(trace: Trace) -> TraceFacts:
     return TraceFacts(
         torch=release(trace.torch),
         device=trace.device,
+        device_type=trace.device_type,
         threads=trace.threads,
         autocast=trace.autocast,
         optimizer=trace.optimizer,
@@ -29,9 +30,16 @@ def release(version: str) -> str:
 
 
 def peak_at(trace: Trace, op: int, *, second_run_of: str | None = None) -> PeakAt:
-    """Where an op is; an index outside the ops is the start or the end of the step."""
+    """Where an op is; an index outside the ops is the start or the end of the step.
+
+    Views take no time and no memory: for one of them it is the next op of the phase that does something.
+    """
     if not 0 <= op < len(trace.ops):
         return PeakAt(op=op, name="", phase="before the step" if op < 0 else "end of the step", module=None)
+    phase = trace.ops[op].phase
+    later = (each for each in range(op, len(trace.ops)) if not trace.ops[each].view)
+    running = next(later, op)
+    op = running if trace.ops[running].phase is phase else op
     found = trace.ops[op]
     module = trace.calls[found.call].module if found.call != NEVER else None
     return PeakAt(op=op, name=found.name, phase=found.phase.value, module=module, second_run_of=second_run_of)

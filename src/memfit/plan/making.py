@@ -11,8 +11,8 @@ from memfit._version import __version__
 from memfit.hardware import Target
 from memfit.plan.document import Plan
 from memfit.plan.facts import trace_facts
-from memfit.plan.record import Checkpoint, Estimate, Prediction, ShardPlan, Status, TargetFacts, UnitOp
-from memfit.trace import NEVER, Trace
+from memfit.plan.record import Blocker, Checkpoint, Estimate, Prediction, ShardPlan, Status, TargetFacts, UnitOp
+from memfit.trace import NEVER, ModuleCall, Phase, Trace
 from memfit.tradeoff import LOSS, Policy, Unit
 
 _DIGITS = 6
@@ -33,6 +33,7 @@ def plan_of(
     checkpoint: Iterable[tuple[Unit, Policy]],
     baseline: Estimate,
     predicted: Prediction | None,
+    blocker: Blocker | None = None,
     shard: ShardPlan | None = None,
     notes: Sequence[str] = (),
 ) -> Plan:
@@ -50,6 +51,7 @@ def plan_of(
         baseline=_rounded_estimate(baseline),
         predicted=None if predicted is None else _rounded_estimate(predicted),
         minimum_budget_bytes=None if minimum_budget_bytes is None else int(minimum_budget_bytes),
+        blocker=blocker,
         checkpoint=tuple(checkpoint_of(trace, unit, policy) for unit, policy in chosen),
         shard=shard,
         notes=tuple(notes),
@@ -61,10 +63,12 @@ def plan_of(
 def checkpoint_of(trace: Trace, unit: Unit, policy: Policy) -> Checkpoint:
     """The entry of a unit that is checkpointed with this policy."""
     held = policy.discarded_bytes + policy.cached_bytes
+    after = _last_call_before(trace, unit) if unit.call == NEVER else None
     return Checkpoint(
         unit=unit.name,
         module=unit.module,
         call=_call_number(unit),
+        calls=_calls(trace, unit.module),
         kind=unit.kind,
         begin=unit.begin,
         end=unit.end,
@@ -76,11 +80,59 @@ def checkpoint_of(trace: Trace, unit: Unit, policy: Policy) -> Checkpoint:
         recompute_peak_bytes=policy.recompute_peak_bytes,
         saved_ops=_named(trace, unit, policy.saved),
         recomputed_ops=_named(trace, unit, policy.recomputed),
+        dropped=policy.dropped,
+        after=None if after is None else after.module,
+        after_call=0 if after is None else _number_in_model(trace, after),
     )
 
 
+def _calls(trace: Trace, module: str) -> int:
+    """How often a module runs in the step's forward."""
+    return sum(call.module == module and call.phase is Phase.FORWARD for call in trace.calls)
+
+
+def _last_call_before(trace: Trace, region: Unit) -> ModuleCall | None:
+    """The call inside the model at whose end a region begins, the model's own when nothing in it runs before; None
+    for a region after the model."""
+    model = next(
+        (
+            call
+            for call in trace.calls
+            if call.parent == NEVER and call.begin <= region.begin and region.end <= call.end
+        ),
+        None,
+    )
+    if model is None:
+        return None
+    before = [
+        call
+        for call in trace.calls
+        if call is not model and model.begin <= call.begin and call.end == region.begin and "<" not in call.module
+    ]
+    return before[0] if before else model
+
+
+def _number_in_model(trace: Trace, call: ModuleCall) -> int:
+    """How many calls of the same module came before this one in the same run of the model."""
+    begin = max((each.begin for each in trace.calls if each.parent == NEVER and each.begin <= call.begin), default=0)
+    return sum(each.module == call.module and begin <= each.begin < call.begin for each in trace.calls)
+
+
 def _named(trace: Trace, unit: Unit, offsets: Sequence[int]) -> tuple[UnitOp, ...]:
-    return tuple(UnitOp(offset=offset, name=trace.ops[unit.begin + offset].name) for offset in sorted(offsets))
+    return tuple(
+        UnitOp(
+            offset=offset,
+            name=trace.ops[unit.begin + offset].name,
+            bytes=_result_bytes(trace, unit.begin + offset),
+        )
+        for offset in sorted(offsets)
+    )
+
+
+def _result_bytes(trace: Trace, op: int) -> int:
+    """What an op allocates for its results: nothing when they are views, or when it writes to what is there."""
+    made = {ref.storage for ref in trace.ops[op].outputs if ref.storage != NEVER}
+    return sum(trace.storages[each].bytes for each in made if trace.storages[each].birth == op)
 
 
 def _call_number(unit: Unit) -> int:

@@ -6,10 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+from torch import nn
+
 from memfit._version import __version__
 from memfit.errors import InputError
 from memfit.paths import alike, folded
-from memfit.plan.facts import trace_facts
+from memfit.plan.facts import release, trace_facts
 from memfit.plan.record import InputFacts, ParameterFacts, TraceFacts
 from memfit.trace import Trace
 
@@ -48,6 +51,46 @@ def differences(plan: Plan, trace: Trace) -> list[str]:
         if plan.memfit != __version__:
             found.append(f"memfit is {__version__} here and {plan.memfit} in the plan")
     return found
+
+
+def model_differences(plan: Plan, model: nn.Module) -> list[str]:
+    """In which ways a model is not the one that the plan was made for; its batch is not known here."""
+    found = []
+    if release(torch.__version__) != plan.trace.torch:
+        found.append(f"torch is {release(torch.__version__)} here and {plan.trace.torch} in the plan")
+    kinds = sorted({parameter.device.type for parameter in model.parameters()} - {plan.trace.device_type})
+    if kinds:
+        found.append(
+            f"the model is on {' and '.join(kinds)}, and the plan is for {plan.trace.device}, a {plan.trace.device_type}"
+        )
+    found += parameter_differences(_parameters(model), plan.trace.parameters)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for entry in plan.checkpoint:
+        module = modules.get(entry.module)
+        if module is None:
+            found.append(f"unit {entry.unit!r} is not in the model")
+        elif not entry.is_loss and type(module).__name__ != entry.kind:
+            found.append(f"unit {entry.unit!r} is a {type(module).__name__} here and a {entry.kind} in the plan")
+        if entry.after is not None and entry.after not in modules:
+            found.append(f"module {entry.after!r}, after which the loss begins, is not in the model")
+    return found
+
+
+def _parameters(model: nn.Module) -> tuple[ParameterFacts, ...]:
+    names: dict[int, list[str]] = defaultdict(list)
+    parameters: dict[int, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+        parameters[id(parameter)] = parameter
+    return tuple(
+        ParameterFacts(
+            names=tuple(names[key]),
+            shape=tuple(parameter.shape),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            trainable=parameter.requires_grad,
+        )
+        for key, parameter in parameters.items()
+    )
 
 
 def fact_differences(here: TraceFacts, there: TraceFacts) -> Iterator[str]:

@@ -11,16 +11,23 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.status import Status as Spinner
-from torch import nn
 
-from memfit.cost import Cost, Roofline, Runtime
+from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
-from memfit.hardware import Device, Target
 from memfit.memory import CATEGORIES, reserved
 from memfit.plan.document import Plan
 from memfit.plan.facts import peak_at
+from memfit.plan.given import (
+    Model,
+    TargetLike,
+    check_nothing_beside,
+    cost_given,
+    options_given,
+    step_given,
+    target_given,
+)
 from memfit.plan.making import plan_of
-from memfit.plan.record import Estimate, Prediction, ShardedUnit, ShardPlan
+from memfit.plan.record import Blocker, Estimate, Lever, Prediction, ShardedUnit, ShardPlan
 from memfit.solve import (
     Curve,
     Incumbent,
@@ -31,32 +38,32 @@ from memfit.solve import (
     Status,
     blocker_of,
     curve_of,
+    replay,
     solve,
 )
-from memfit.solve.least import least_budget
 from memfit.trace import Category, Step, Trace, trace
 from memfit.units import display_bytes, display_ms
 
 
 def plan(
-    model: nn.Module | Callable[[], nn.Module] | Step | Trace,
+    model: Model,
     batch: Any = None,
     *,
     loss: Callable[..., torch.Tensor] | None = None,
     optimizer: Any = torch.optim.AdamW,
     autocast: torch.dtype | None = None,
-    target: str | Device | Target,
+    target: TargetLike | None = None,
     ranks: int | None = None,
     budget: str | int | float | None = None,
-    cost: Cost | None = None,
+    cost: Cost | str | None = None,
     options: SolveOptions | None = None,
     progress: bool = True,
 ) -> Plan:
     """The fastest plan for a training step that fits the budget, proven; also when nothing fits (`infeasible`).
 
     The budget is what tensors of one rank may take (`"72GiB"`, bytes, or a part of the device), all that is usable
-    unless given. A `Step` or a `Trace` may stand for model, batch and the rest. `cost` times the ops, by the device's
-    roofline unless given.
+    unless given. A `Step`, a `Trace` or a function that runs the step may stand for model, batch and the rest; a trace
+    knows its target. `cost` times the ops: `"roofline"`, by the device's figures, unless given.
     """
     work = _Work(progress)
     problem = _problem(work, model, batch, loss, optimizer, autocast, target, ranks, cost, options)
@@ -75,16 +82,16 @@ def plan(
 
 
 def curve(
-    model: nn.Module | Callable[[], nn.Module] | Step | Trace,
+    model: Model,
     batch: Any = None,
     *,
     loss: Callable[..., torch.Tensor] | None = None,
     optimizer: Any = torch.optim.AdamW,
     autocast: torch.dtype | None = None,
-    target: str | Device | Target,
+    target: TargetLike | None = None,
     ranks: int | None = None,
     points: int = 16,
-    cost: Cost | None = None,
+    cost: Cost | str | None = None,
     options: SolveOptions | None = None,
     progress: bool = True,
 ) -> Curve:
@@ -97,35 +104,29 @@ def curve(
 
 def _problem(
     work: _Work,
-    model: nn.Module | Callable[[], nn.Module] | Step | Trace,
+    model: Model,
     batch: Any,
     loss: Callable[..., torch.Tensor] | None,
     optimizer: Any,
     autocast: torch.dtype | None,
-    target: str | Device | Target,
+    target: TargetLike | None,
     ranks: int | None,
-    cost: Cost | None,
+    cost: Cost | str | None,
     options: SolveOptions | None,
 ) -> Problem:
-    aim = Target.parse(target, ranks=ranks)
+    aim, solver = target_given(model, target, ranks), options_given(options)
+    chosen = cost_given(cost, aim)
+    if isinstance(model, Step | Trace):
+        kind = type(model).__name__
+        check_nothing_beside(f"the {kind}", batch, loss, optimizer, autocast)
     if isinstance(model, Trace):
-        if model.device != aim.device.name:
-            raise InputError(
-                f"the trace was captured for {model.device}; capture the step again for {aim.device.name}, "
-                "whose kernels may be others"
-            )
         captured = model
     else:
-        step = model
-        if isinstance(model, Step) and (batch is not None or loss is not None or autocast is not None):
-            raise InputError("batch, loss and autocast are part of the Step; give them there")
-        if not isinstance(model, Step):
-            step = Step(model, batch, loss=loss, optimizer=optimizer, autocast=autocast)
+        step = step_given(model, batch, loss=loss, optimizer=optimizer, autocast=autocast)
         with work.step("capturing one training step"):
             captured = trace(step, target=aim)
     with work.step("timing its ops, working out frontiers"):
-        runtime = Runtime.of(captured, cost or Roofline.of(aim))
-        return Problem.of(runtime, aim, options)
+        return Problem.of(Runtime.of(captured, chosen), aim, solver)
 
 
 def _document(problem: Problem, solved: Solved, notes: list[str]) -> Plan:
@@ -166,7 +167,8 @@ def _document(problem: Problem, solved: Solved, notes: list[str]) -> Plan:
             checkpoint=(),
             baseline=baseline,
             predicted=None,
-            notes=[*notes, *_why(problem)],
+            blocker=_why(problem),
+            notes=notes,
         )
     return plan_of(
         captured,
@@ -232,17 +234,22 @@ def _shard_plan(problem: Problem) -> ShardPlan | None:
     )
 
 
-def _why(problem: Problem) -> list[str]:
+def _why(problem: Problem) -> Blocker | None:
     """What stands in the way, and what would help there."""
-    least = least_budget(problem.program(1), problem.options.limits)
+    least = problem.least
     if least is None:
-        return []
-    blocker = blocker_of(problem, least.choice)
-    filled = ", ".join(f"{category.value} {display_bytes(n)}" for category, n in blocker.by_category.items())
-    lines = [f"nothing gets below {display_bytes(blocker.peak_bytes)} at {blocker}: {filled}"]
-    for lever in blocker.levers:
-        lines.append(f"{lever.name} would save about {display_bytes(lever.saves_bytes)} there: {lever.how}")
-    return lines
+        return None
+    program, found = problem.program(1), blocker_of(problem, least.choice)
+    judged = replay(program, problem.facts, program.chosen(least.choice))
+    rerun = judged.highest_rerun
+    column = np.array([found.by_category.get(category, 0) for category in CATEGORIES])
+    column[CATEGORIES.index(Category.ACTIVATION)] += judged.peak_bytes - int(column.sum())
+    return Blocker(
+        peak_bytes=judged.peak_bytes,
+        peak_by_category=_categories(column),
+        peak_at=peak_at(problem.timeline.trace, judged.peak_op, second_run_of=None if rerun is None else rerun.unit),
+        levers=tuple(Lever(name=each.name, saves_bytes=each.saves_bytes, how=each.how) for each in found.levers),
+    )
 
 
 @dataclass(slots=True)

@@ -29,22 +29,26 @@ class _Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class UnitOp(_Row, frozen=True):
-    """An op of a unit's forward: its offset from the unit's first op, and its name."""
+    """An op of a unit's forward: its offset from the unit's first op, its name, and the bytes that its results take."""
 
     offset: Count
     name: str
+    bytes: Bytes
 
 
 class Checkpoint(_Part, frozen=True):
     """A unit that is checkpointed, and its policy.
 
-    `call` says which call of the module it is, counted over the step's forward. Its forward is ops `begin` up to (not
-    including) `end` of the step. Ops up to offset `stop` run again, but those that are saved.
+    `call` says which call of the module it is, of `calls` in the step's forward. Its forward is ops `begin` up to (not
+    including) `end` of the step. Ops up to offset `stop` run again, but those that are saved. `dropped` are the storages
+    that are not held for backward, each as the op that makes it and its place among the new storages of that op. The
+    region of the loss begins after call `after_call` of the module `after`; after the whole model when that is None.
     """
 
     unit: str
     module: str
     call: Count
+    calls: Annotated[int, Meta(ge=1)]
     kind: str
     begin: Count
     end: Count
@@ -56,6 +60,9 @@ class Checkpoint(_Part, frozen=True):
     recompute_peak_bytes: Bytes
     saved_ops: tuple[UnitOp, ...]
     recomputed_ops: tuple[UnitOp, ...]
+    dropped: tuple[tuple[Count, Count], ...]
+    after: str | None = None
+    after_call: Count = 0
 
     @property
     def is_loss(self) -> bool:
@@ -64,7 +71,7 @@ class Checkpoint(_Part, frozen=True):
 
 
 class PeakAt(_Part, frozen=True):
-    """The op at the highest point of a step.
+    """The op at the highest point of a step; where that is a view, the next op that does something.
 
     `module` is None outside any module. `second_run_of` is the unit that runs again when that is the highest point;
     the op is then the one of the backward before which it does.
@@ -92,6 +99,26 @@ class Prediction(Estimate, frozen=True):
 
     recompute_ms: Ms
     exposed_communication_ms: Ms
+
+
+class Lever(_Part, frozen=True):
+    """Something beyond checkpointing, and about how many bytes it would save at the instant in the way."""
+
+    name: str
+    saves_bytes: Bytes
+    how: str
+
+
+class Blocker(_Part, frozen=True):
+    """Why nothing fits: the highest point of the plan with the lowest peak, what fills it, what would help there.
+
+    `peak_by_category` adds up to `peak_bytes`, or is empty.
+    """
+
+    peak_bytes: Bytes
+    peak_by_category: dict[Category, Bytes]
+    peak_at: PeakAt
+    levers: tuple[Lever, ...]
 
 
 class ShardedUnit(_Part, frozen=True):
@@ -148,6 +175,7 @@ class TraceFacts(_Part, frozen=True):
 
     torch: str
     device: str
+    device_type: str
     threads: Count
     autocast: str | None
     optimizer: str

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from memfit.errors import InputError
-from memfit.plan.record import Checkpoint, Estimate
+from memfit.plan.record import Blocker, Checkpoint, Estimate
 
 if TYPE_CHECKING:
     from memfit.plan.document import Plan
@@ -34,6 +34,8 @@ def _problems(plan: Plan) -> Iterator[str]:
     yield from _estimate_problems("baseline", plan.baseline)
     if plan.predicted is not None:
         yield from _estimate_problems("predicted", plan.predicted)
+    if plan.blocker is not None:
+        yield from _estimate_problems("blocker", plan.blocker)
     yield from _shard_problems(plan)
     for name in _twice(name for parameter in plan.trace.parameters for name in parameter.names):
         yield f"parameter {name} is there twice"
@@ -56,6 +58,8 @@ def _answer_problems(plan: Plan) -> Iterator[str]:
     for name in ("predicted", "gap", "bound_ms"):
         if getattr(plan, name) is None:
             yield f"status is {plan.status}, and {name} is missing"
+    if plan.blocker is not None:
+        yield f"status is {plan.status}, and there is a value for blocker"
     if plan.predicted is None or plan.bound_ms is None:
         return
     if plan.predicted.peak_bytes > plan.budget_bytes:
@@ -69,7 +73,7 @@ def _answer_problems(plan: Plan) -> Iterator[str]:
         yield f"predicted.recompute_ms is {recompute_ms}, and that of the units adds up to {summed_ms:.6f}"
 
 
-def _estimate_problems(name: str, estimate: Estimate) -> Iterator[str]:
+def _estimate_problems(name: str, estimate: Estimate | Blocker) -> Iterator[str]:
     categories = estimate.peak_by_category
     if categories and sum(categories.values()) != estimate.peak_bytes:
         yield (

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rich.console import RenderableType
+
 from memfit.errors import InputError
+from memfit.solve.curve_display import curve_report, headline, text_of
 from memfit.solve.milp import Status
 from memfit.solve.solution import Problem, Solved, minimum_budget_bytes, solve
 
@@ -35,6 +38,7 @@ class Curve:
 
     @property
     def minimum_budget_bytes(self) -> int:
+        """The smallest budget that can be met."""
         return self.points[0].budget_bytes
 
     def price_ms_per_gib(self, budget_bytes: int) -> float:
@@ -42,6 +46,15 @@ class Curve:
         if budget_bytes < self.minimum_budget_bytes:
             raise InputError(f"no plan meets {budget_bytes} bytes; the curve begins at {self.minimum_budget_bytes}")
         return next(point for point in reversed(self.points) if point.budget_bytes <= budget_bytes).price_ms_per_gib
+
+    def __rich__(self) -> RenderableType:
+        return curve_report(self)
+
+    def __str__(self) -> str:
+        return text_of(curve_report(self))
+
+    def __repr__(self) -> str:
+        return f"Curve({headline(self)}; points: {len(self.points)})"
 
 
 def curve_of(

@@ -12,6 +12,7 @@ from memfit.solve.sharding import ShardOptions
 from memfit.tradeoff import Unit
 
 POINTS = 24
+_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,19 @@ def _contains(unit: Unit, module: str) -> bool:
 def _known(name: str, units: Sequence[Unit]) -> None:
     names = {unit.name for unit in units} | {unit.module for unit in units if unit.kind != "loss"}
     if name not in names:
-        near = difflib.get_close_matches(name, sorted(names), n=3)
+        near = _near(str(name), sorted(names))
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see memfit.tradeoff.units(trace)"
         raise InputError(f"no unit is called {name!r}; {hint}")
+
+
+def _near(name: str, names: Sequence[str]) -> list[str]:
+    """Names that may have been meant: those that differ in what they begin with, then those that look alike."""
+    found = [each for each in names if each and (each.endswith(f".{name}") or name.endswith(f".{each}"))]
+    ends: dict[str, list[str]] = {}
+    for each in names:
+        parts = each.split(".")
+        for place in range(len(parts)):
+            ends.setdefault(".".join(parts[place:]), []).append(each)
+    for close in difflib.get_close_matches(name, ends, n=_SHOWN):
+        found += ends[close]
+    return list(dict.fromkeys(found))[:_SHOWN]

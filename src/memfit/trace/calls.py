@@ -24,6 +24,7 @@ class _OpenCall:
     end: int = NEVER
     backward_begin: int = NEVER
     backward_end: int = NEVER
+    inputs: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -49,12 +50,12 @@ class CallTracker:
         """The path of the module that runs now."""
         return self.calls[self.current].module if self.current != NEVER else ""
 
-    def enter(self, module: nn.Module, phase: Phase, op: int) -> None:
-        """Open a call at op index `op`."""
+    def enter(self, module: nn.Module, phase: Phase, op: int, inputs: tuple[int, ...]) -> None:
+        """Open a call at op index `op`; `inputs` are the storages that it is given."""
         path = self._path_of(module)
         index = self._counts.get(path, 0)
         self._counts[path] = index + 1
-        self.calls.append(_OpenCall(path, type(module).__name__, index, self.current, phase, op))
+        self.calls.append(_OpenCall(path, type(module).__name__, index, self.current, phase, op, inputs=inputs))
         self.current = len(self.calls) - 1
 
     def exit(self, op: int) -> None:
@@ -93,14 +94,14 @@ class CallTracker:
 
 @contextlib.contextmanager
 def module_calls(enter: Any, leave: Any) -> Iterator[None]:
-    """Call `enter(module)` and `leave(module)` around every module execution, also when it raises."""
+    """Call `enter(module, args, kwargs)` and `leave(module)` around every module execution, also when it raises."""
     original = nn.Module.__call__
     here = threading.get_ident()
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != here:
             return original(self, *args, **kwargs)
-        enter(self)
+        enter(self, args, kwargs)
         try:
             return original(self, *args, **kwargs)
         finally:

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from memfit._version import __version__
 from memfit.errors import InputError, MemfitError
 from memfit.hardware import Device, Target
+from memfit.trace.arguments import tensors_of
 from memfit.trace.calls import CallTracker, module_calls
 from memfit.trace.discovery import Companions, step_of
 from memfit.trace.emulation import Emulation, python_functions_open
@@ -245,13 +246,15 @@ class _Capture:
 
     # -- phases -----------------------------------------------------------------------------------------------------
 
-    def _enter(self, module: nn.Module) -> None:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder = self.recorder
         if recorder.table.paused:
             return
         if self.calls.current == NEVER and recorder.phase is not Phase.BACKWARD:
             recorder.phase = Phase.FORWARD if self.calls.owns(module) else Phase.LOSS
-        self.calls.enter(module, recorder.phase, len(recorder.ops))
+        given = (recorder.table.number_of(tensor) for tensor in tensors_of((*args, *kwargs.values())))
+        inputs = tuple(dict.fromkeys(number for number in given if number != HOST))
+        self.calls.enter(module, recorder.phase, len(recorder.ops), inputs)
 
     def _leave(self, _: nn.Module) -> None:
         recorder = self.recorder

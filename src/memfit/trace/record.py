@@ -10,7 +10,7 @@ import msgspec
 
 from memfit.hardware import Device
 
-SCHEMA = 2
+SCHEMA = 3
 NEVER = -1
 """Marks a birth before the step, a death after it, or an index that does not apply."""
 
@@ -95,7 +95,10 @@ class Storage(_Record, frozen=True):
 
 
 class ModuleCall(_Record, frozen=True):
-    """One execution of one module: forward ops `begin` up to (not including) `end`, and its backward counterpart."""
+    """One execution of one module: forward ops `begin` up to (not including) `end`, and its backward counterpart.
+
+    `inputs` are the storages of the tensors that it is called with, read or not.
+    """
 
     module: str
     kind: str
@@ -106,6 +109,7 @@ class ModuleCall(_Record, frozen=True):
     end: int
     backward_begin: int
     backward_end: int
+    inputs: tuple[int, ...] = ()
 
 
 class Module(_Record, frozen=True):

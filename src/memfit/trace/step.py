@@ -73,7 +73,10 @@ class Step:
                 "loading weights or reading values; memfit puts it on the target itself"
             ) from error
         if not isinstance(model, nn.Module):
-            raise InputError(f"the model factory returned a {type(model).__name__}, not an nn.Module")
+            raise InputError(
+                f"the model factory returned a {type(model).__name__}, not an nn.Module; a function that runs a whole "
+                "step is given as memfit.Step(model, batch, optimizer=..., run=function)"
+            )
         return model
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
@@ -125,17 +128,23 @@ class Step:
             loss = output["loss"]
         else:
             loss = getattr(output, "loss", output)
-        if not isinstance(loss, torch.Tensor):
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            return loss
+        if self.loss is not None:
             raise InputError(
-                f"the loss is a {type(loss).__name__}, not a tensor; give Step.loss, called with the output and the "
-                "batch, or put labels into the batch so that the output has a .loss"
+                f"the loss function returned {_described(loss)}; it must return one number, for example with .mean()"
             )
-        if loss.numel() != 1:
-            raise InputError(
-                f"the loss has shape {tuple(loss.shape)}, not one element; reduce it in Step.loss, "
-                "for example with .mean()"
-            )
-        return loss
+        raise InputError(
+            f"no loss was given, and what the model returned as its loss is {_described(loss)}, not one number. Give "
+            "Step.loss, called with the output and the batch: loss=lambda output, batch: ...; or put labels into the "
+            "batch, if the model computes its loss from them"
+        )
+
+
+def _described(value: Any) -> str:
+    if value is None:
+        return "None"
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:

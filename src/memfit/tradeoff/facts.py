@@ -43,7 +43,7 @@ class Facts:
 
     `signature` has, for each op, everything of it that a frontier depends on and that is its own. `writes` and
     `reads` are pairs of op and storage, `stale` triples of a reader, the storage it reads and the first op
-    after it that overwrites that storage. `packed` is the op after which the last tensor of a storage that
+    after it that overwrites that storage. `cached` are copies of parameters that autocast holds until it ends. `packed` is the op after which the last tensor of a storage that
     autograd saves has been packed; `born` lists the storages made in the forward in the order of their birth.
     """
 
@@ -66,6 +66,7 @@ class Facts:
     death: Ints
     owned: Flags
     made: Flags
+    cached: Flags
     first_saver: Ints
     last_saver: Ints
     packed: Ints
@@ -99,12 +100,14 @@ class _Reader:
         self.pinned = np.zeros(count, bool)
         self.workspace = np.zeros(count, np.int64)
         self.made = np.zeros(len(trace.storages), bool)
+        self.cached = np.zeros(len(trace.storages), bool)
         self.reads: list[tuple[int, int]] = []
         self.writes: list[tuple[int, int]] = []
         self.last_of_function: dict[int, int] = {}
         self._kinds: dict[object, int] = {}
         self._geometries: dict[object, int] = {}
         self._geometry_of: dict[int, int] = {}
+        self._trained = {parameter.storage for parameter in trace.parameters if parameter.trainable}
         for index, op in enumerate(trace.ops):
             if op.phase in FORWARD:
                 self._read(index, op)
@@ -124,11 +127,18 @@ class _Reader:
             for ref in op.outputs:
                 if ref.storage != NEVER and storages[ref.storage].birth == index:
                     self.made[ref.storage] = True
+                    self.cached[ref.storage] = self._is_cached(op)
         for storage in (*op.mutates, *_updated(op)) if op.name in _UPDATES else op.mutates:
             if storage == NEVER:
                 self.pinned[index] = True
             else:
                 self.writes.append((index, storage))
+
+    def _is_cached(self, op: Op) -> bool:
+        """Whether an op casts a parameter that is trained, under autocast."""
+        if self.trace.autocast is None or op.name != "aten._to_copy.default":
+            return False
+        return op.inputs[0].storage in self._trained
 
     def _kind(self, op: Op) -> int:
         geometry = self._geometry_of
@@ -180,6 +190,7 @@ class _Reader:
             death=np.fromiter((storage.death for storage in storages), np.int64, count),
             owned=np.fromiter((storage.category in _OWNED for storage in storages), bool, count),
             made=self.made,
+            cached=self.cached,
             first_saver=first_saver,
             last_saver=last_saver,
             packed=packed,

@@ -13,7 +13,8 @@ Everything is relative to the unit's first op. Note [Rules]: what a policy may d
    be saved. A result that is overwritten after the unit cannot be saved: it is fixed to run again. An op that
    is both cannot be reached: the stop comes before it.
 5. Only what the unit's own ops save, nobody reads later in the forward and nobody else holds is discardable.
-   What is held anyway costs nothing to save; what autograd never saved costs its bytes.
+   What is held anyway costs nothing to save; what autograd never saved costs its bytes. Copies of parameters
+   that autocast made are held anyway: its cache has them until it ends.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class Problem:
     """One unit. `ties` are pairs of ops of one group; columns from `size` on are of the storages it makes.
 
     `ends` is the op after which a storage goes when the unit runs again; for a discardable one it is beyond the
-    last. `need` is the op after which a discardable storage has been packed.
+    last; for a number that an op keeps for its backward it is the last op of the run. `need` is the op after which a
+    discardable storage has been packed.
     """
 
     signature: Ints
@@ -80,11 +82,13 @@ class Problem:
             & (facts.last_read[own] < end)
             & (death != NEVER)
             & (death < unit.backward_end)
+            & ~facts.cached[own]
         )
         role = np.where(held, np.where(only_here, Role.DISCARDABLE, Role.KEPT), Role.FRESH)
         role[~facts.made[own]] = Role.LOOSE
         ends = np.where(held, np.maximum(_last_read(facts, own, end) - begin, birth), death - begin)
         ends[role == Role.DISCARDABLE] = count
+        ends[(role == Role.LOOSE) & held & (facts.first_saver[own] != NEVER)] = count - 1
         forced, fixed, ties = _constraints(facts, begin, end, backward)
         fixed[birth[(facts.last_write[own] >= end) & facts.made[own]]] = True
         return cls(
@@ -101,7 +105,7 @@ class Problem:
             ends=np.minimum(ends, count),
             role=role,
             need=np.where(role == Role.DISCARDABLE, facts.packed[own] - begin, NEVER),
-            input_bytes=_input_bytes(facts, begin, end, backward),
+            input_bytes=int(facts.size[lost_inputs(facts, unit)].sum()),
         )
 
     @cached_property
@@ -178,10 +182,11 @@ def _constraints(facts: Facts, begin: int, end: int, backward: int) -> tuple[Fla
     return forced, fixed, np.ascontiguousarray(ties - begin)
 
 
-def _input_bytes(facts: Facts, begin: int, end: int, backward: int) -> int:
-    """Bytes of the inputs that would be gone when the unit's backward begins."""
-    low, high = np.searchsorted(facts.read_op, (begin, end))
-    read = facts.read_storage[low:high]
-    death = facts.death[read]
-    lost = read[(facts.birth[read] < begin) & (death != NEVER) & (death < backward) & ~facts.owned[read]]
-    return int(facts.size[np.unique(lost)].sum()) if len(lost) else 0
+def lost_inputs(facts: Facts, unit: Unit) -> Ints:
+    """Storages that a unit reads or is called with and that would be gone when it runs again."""
+    low, high = np.searchsorted(facts.read_op, (unit.begin, unit.end))
+    given = facts.trace.calls[unit.call].inputs if unit.call != NEVER else ()
+    inputs = np.unique(np.concatenate((facts.read_storage[low:high], np.array(given, np.int64))))
+    death = facts.death[inputs]
+    gone = (death != NEVER) & (death < unit.backward_begin)
+    return inputs[(facts.birth[inputs] < unit.begin) & gone & ~facts.owned[inputs]]

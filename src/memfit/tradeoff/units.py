@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -19,7 +20,8 @@ class Unit:
     """Forward ops `begin` up to (not including) `end` that can be run again as one, and their backward.
 
     `name` is the module's path, with `#1` appended for its second call of the step, `#2` for its third; the
-    model itself has the empty path. `call` is the index of the module call.
+    model itself has the empty path. `call` is the index of the module call. `backward_begin` is the first op that asks
+    for a tensor which autograd saved in the unit.
     """
 
     name: str
@@ -43,7 +45,37 @@ def units(trace: Trace) -> tuple[Unit, ...]:
         for unit in forward_calls(trace)
         if unit.backward_begin >= unit.end and not any(first < unit.end and last >= unit.begin for first, last in runs)
     ]
-    return (*found, *_losses(trace, runs))
+    asking = _asking(trace)
+    return tuple(_from_first_question(unit, asking) for unit in (*found, *_losses(trace, runs)))
+
+
+def _asking(trace: Trace) -> list[tuple[int, int]]:
+    """Backward ops that ask for a tensor that autograd saved, each with the forward op that saved it."""
+    packing: set[int] = set()
+    for number, storage in enumerate(trace.storages):
+        packing.update(op for op in storage.saved_by if not _is_number(trace, number, op))
+    return [
+        (index, op.forward_op)
+        for index, op in enumerate(trace.ops)
+        if op.phase is Phase.BACKWARD and op.forward_op in packing
+    ]
+
+
+def _is_number(trace: Trace, storage: int, op: int) -> bool:
+    """Whether a storage is a number that an op keeps for its backward, which no hook sees."""
+    refs = (*trace.ops[op].outputs, *trace.ops[op].inputs)
+    return trace.storages[storage].birth == op and all(ref.storage != storage for ref in refs)
+
+
+def _from_first_question(unit: Unit, asking: list[tuple[int, int]]) -> Unit:
+    """The unit with its backward from the first op on that asks for a tensor: there the unit runs again, not before."""
+    place = bisect_left(asking, (unit.backward_begin, NEVER))
+    for index, forward_op in asking[place:]:
+        if index >= unit.backward_end:
+            break
+        if unit.begin <= forward_op < unit.end:
+            return replace(unit, backward_begin=index)
+    return unit
 
 
 def forward_calls(trace: Trace) -> list[Unit]:

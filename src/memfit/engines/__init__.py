@@ -1,0 +1,5 @@
+"""What runs a plan."""
+
+from memfit.engines.local import Applied, apply, plan_of_model, remove
+
+__all__ = ["Applied", "apply", "plan_of_model", "remove"]

@@ -1,0 +1,91 @@
+"""How a model comes to run its plan without anything of it being changed that can be seen.
+
+Note [Attachment]: the modules of a plan keep their class, their dictionary and their hooks. What changes is `forward` of
+their classes, once for each class and for as long as an instance of it has a plan: it looks the instance up, in a table
+that holds it weakly, and runs it as it always did when it is not there. Copies and pickles of the model are therefore
+plain models. An instance that has a `forward` of its own in its dictionary gets another there, and back on removal.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+Handler = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+_handlers: weakref.WeakKeyDictionary[nn.Module, Handler] = weakref.WeakKeyDictionary()
+_OWN = "_memfit_forward_before"
+
+
+def attach(module: nn.Module, handler: Handler) -> None:
+    """From now on, calls of this module go to the handler, with what its forward was."""
+    _handlers[module] = handler
+    if "forward" in module.__dict__:
+        before = module.__dict__["forward"]
+        module.__dict__["forward"] = _of_instance(module, before)
+    else:
+        _patch(type(module))
+
+
+def detach(module: nn.Module) -> None:
+    """The module is called as before."""
+    _handlers.pop(module, None)
+    own = module.__dict__.get("forward")
+    if own is not None and hasattr(own, _OWN):
+        module.__dict__["forward"] = getattr(own, _OWN)
+    if not any(type(each) is type(module) for each in _handlers):
+        _restore(type(module))
+
+
+def attached(module: nn.Module) -> Handler | None:
+    """What this module's calls go to, if it has a plan."""
+    return _handlers.get(module)
+
+
+def _of_instance(module: nn.Module, before: Callable[..., Any]) -> Callable[..., Any]:
+    here = weakref.ref(module)
+
+    @functools.wraps(before)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        self = here()
+        handler = None if self is None else _handlers.get(self)
+        if handler is None or not torch.is_grad_enabled():
+            return before(*args, **kwargs)
+        assert self is not None
+        return handler(self, before, args, kwargs)
+
+    setattr(forward, _OWN, before)
+    return forward
+
+
+def _patch(kind: type[nn.Module]) -> None:
+    before = kind.forward
+    if getattr(before, _OWN, None) is not None and before.__dict__.get("_memfit_class") is kind:
+        return
+
+    @functools.wraps(before)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() and type(self) is kind:
+            handler = _handlers.get(self)
+            if handler is not None:
+                return handler(self, before.__get__(self), args, kwargs)
+        return before(self, *args, **kwargs)
+
+    setattr(forward, _OWN, before)
+    forward._memfit_class = kind  # type: ignore[attr-defined]
+    forward._memfit_inherited = "forward" not in kind.__dict__  # type: ignore[attr-defined]
+    kind.forward = forward  # type: ignore[method-assign]
+
+
+def _restore(kind: type[nn.Module]) -> None:
+    forward = kind.__dict__.get("forward")
+    if forward is None or getattr(forward, "_memfit_class", None) is not kind:
+        return
+    if forward._memfit_inherited:
+        del kind.forward
+    else:
+        kind.forward = getattr(forward, _OWN)  # type: ignore[method-assign]

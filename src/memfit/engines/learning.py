@@ -1,0 +1,155 @@
+"""A first run that looks at every op, does what the policy says, and writes down how to do it without looking."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from memfit.engines.policy import RunPolicy, not_counted, same_op
+from memfit.engines.recipe import FromPack, Gap, OpKey, Recipe
+from memfit.engines.rerun import Rerun, Saved, unpack
+from memfit.engines.tour import Learner, Visit
+from memfit.engines.windows import plain, window_of
+
+Maker = tuple[int, int]
+
+
+class Learning(TorchDispatchMode):
+    """Runs a unit and learns its recipe. `followed` says whether the ops are those that the plan knows."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init__(self, policy: RunPolicy, unit: nn.Module, run: Rerun) -> None:
+        super().__init__()
+        self.policy = policy
+        self.followed = True
+        self.differs = ""
+        self._run = run
+        self._tour = Learner(unit)
+        self._ops = 0
+        self._maker: dict[int, Maker] = {}
+        self._packs: list[tuple[Maker | None, torch.Size | None]] = []
+        self._results: list[tuple[Visit, int, OpKey, Any, list[tuple[Maker, Any] | None]]] = []
+        self._counts: dict[tuple[int, int, Any], int] = {}
+
+    def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recipe | None]:
+        """Run the forward; the recipe is None when the plan knows other ops than ran."""
+        self._run.surround(args, kwargs)
+        with saved_tensors_hooks(self._pack, unpack), self:
+            result = self._tour.run(self._run._forward, args, kwargs)
+        if self._ops <= max(self.policy.names, default=-1):
+            self._differ(f"it ran {self._ops} ops and has {self.policy.ops} in the plan")
+        if not self.followed:
+            self._results.clear()
+            self._run.held.clear()
+            return result, None
+        recipe = self._recipe()
+        self._run.recipe = recipe
+        return result, recipe
+
+    def _differ(self, what: str) -> None:
+        if self.followed:
+            self.followed, self.differs = False, what
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not_counted(func, self.policy.names.get(self._ops)):
+            return func(*args, **kwargs)
+        offset = self._ops
+        self._ops += 1
+        name = str(func)
+        expected = self.policy.names.get(offset, name)
+        in_place = name != expected and same_op(name, expected)
+        if name != expected and not in_place:
+            self._differ(f"its op {offset} is {name} and {expected} in the plan")
+        before = {each.untyped_storage()._cdata for each in tree_flatten((args, kwargs))[0] if _strided(each)}
+        result = func(*args, **kwargs)
+        outputs = tree_flatten(result)[0]
+        place = 0
+        for output in outputs:
+            if _strided(output) and (key := output.untyped_storage()._cdata) not in before:
+                before.add(key)
+                self._maker[key] = (offset, place)
+                place += 1
+                if in_place and _strided(args[0]) and args[0].untyped_storage()._cdata in self._maker:
+                    self._maker[key] = self._maker[args[0].untyped_storage()._cdata]
+        visit, gap = self._tour.place
+        counted = (id(visit), gap, func)
+        number = self._counts.get(counted, 0)
+        self._counts[counted] = number + 1
+        if offset in self.policy.saved:
+            self._keep(visit, gap, (func, number), result, outputs)
+        return result
+
+    def _keep(self, visit: Visit, gap: int, key: OpKey, result: Any, outputs: list[Any]) -> None:
+        kept = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+        tensors: list[tuple[Maker, Any] | None] = []
+        for output in outputs:
+            if output is None:
+                tensors.append(None)
+            elif plain(output) and output.untyped_storage()._cdata in self._maker:
+                tensors.append((self._maker[output.untyped_storage()._cdata], window_of(output)))
+            else:
+                tensors.append(((-1, -1), None))
+        self._results.append((visit, gap, key, kept, tensors))
+
+    def _pack(self, tensor: torch.Tensor) -> Saved:
+        guard = torch._C._DisableTorchDispatch()
+        try:
+            index = len(self._packs)
+            maker = self._maker.get(tensor.untyped_storage()._cdata) if _strided(tensor) else None
+            if self.followed and maker in self.policy.dropped:
+                self._packs.append((maker, tensor.shape))
+                return self._run.dropped(index, tensor.shape)
+            self._packs.append((maker, None))
+            held = tensor.detach() if tensor.grad_fn is not None else tensor
+            if maker is not None:
+                self._run.held[index] = held
+            return Saved(self._run, index, held)
+        finally:
+            del guard
+
+    def _recipe(self) -> Recipe:
+        holders: dict[Maker, int] = {}
+        for index, (maker, shape) in enumerate(self._packs):
+            if maker is not None and shape is None:
+                holders.setdefault(maker, index)
+        needed: set[int] = set()
+        keeps, answers = False, bool(self._results)
+        for visit, gap, key, kept, tensors in self._results:
+            found = visit.gaps[gap]
+            if found is None:
+                found = visit.gaps[gap] = Gap()
+            if not isinstance(kept, (tuple, list)):
+                found.single.add(key)
+            if tensors and all(each is None or each[0] in holders for each in tensors):
+                sources = tuple(None if each is None else FromPack(holders[each[0]], each[1]) for each in tensors)
+                found.sources[key] = sources
+                needed.update(source.pack for source in sources if source is not None)
+            else:
+                found.fresh.add(key)
+                keeps = True
+                self._run.kept[id(found), key] = kept
+        self._results.clear()  # autograd keeps the hook, and the hook this object
+        for index in self._run.held.keys() - needed:
+            del self._run.held[index]
+        drops = [shape for _, shape in self._packs]
+        return Recipe(
+            drops=drops,
+            needed=frozenset(needed),
+            root=self._tour.root,
+            last=max((index for index, shape in enumerate(drops) if shape is not None), default=-1),
+            keeps=keeps,
+            answers=answers,
+        )
+
+
+def _strided(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided

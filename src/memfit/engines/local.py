@@ -1,0 +1,142 @@
+"""A plan on one device: `apply` makes a model run it, `remove` makes the model what it was."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.engines.attachment import Handler, attach, detach
+from memfit.engines.loss import LossRegion
+from memfit.engines.policy import RunPolicy
+from memfit.engines.unit import PlannedUnit
+from memfit.errors import InputError, MissingFeatureError, StateError
+from memfit.plan import Checkpoint, Plan, PlanMismatch, model_differences
+from memfit.units import display_bytes
+
+_applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
+
+
+class Applied:
+    """A plan at work on a model."""
+
+    def __init__(self, plan: Plan, model: nn.Module) -> None:
+        self.plan = plan
+        self._model = weakref.ref(model)
+        first = next(iter(model.parameters()), None)
+        self.device_type = "cpu" if first is None else first.device.type
+        self._units: list[PlannedUnit | LossRegion] = []
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._step_hook: Any = None
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is being trained; otherwise nothing of the plan is done."""
+        model = self._model()
+        return model is not None and model.training
+
+    def reset(self, *_: Any) -> None:
+        """A new step begins."""
+        for unit in self._units:
+            unit.reset()
+
+    def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Hand the modules of the plan over; everything is given back when one of them cannot be."""
+        try:
+            for module, handler in self._handlers():
+                attach(module, handler)
+                self._modules.append(weakref.ref(module))
+            if optimizer is not None:
+                self._step_hook = optimizer.register_step_post_hook(self.reset)
+        except BaseException:
+            self.detach()
+            raise
+
+    def detach(self) -> None:
+        """Give all modules back."""
+        self.reset()
+        for reference in self._modules:
+            module = reference()
+            if module is not None:
+                detach(module)
+        self._modules = []
+        if self._step_hook is not None:
+            self._step_hook.remove()
+            self._step_hook = None
+
+    def _handlers(self) -> list[tuple[nn.Module, Handler]]:
+        model = self._model()
+        assert model is not None
+        entries: dict[str, list[Checkpoint]] = defaultdict(list)
+        losses: list[Checkpoint] = []
+        for entry in self.plan.checkpoint:
+            losses.append(entry) if entry.is_loss else entries[entry.module].append(entry)
+        found: list[tuple[nn.Module, Handler]] = []
+        for path, members in entries.items():
+            policies = [RunPolicy.of(entry) for entry in members]
+            unit = PlannedUnit(self, members[0].calls, policies)
+            self._units.append(unit)
+            found.append((model.get_submodule(path), unit))
+        if losses:
+            inner = next((handler for module, handler in found if module is model), None)
+            found = [each for each in found if each[0] is not model]
+            regions = {entry.call: (RunPolicy.of(entry), entry.after, entry.after_call) for entry in losses}
+            region = LossRegion(self, losses[0].calls, regions, inner)
+            self._units.append(region)
+            found.append((model, region))
+        return found
+
+
+def apply(
+    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    """Make a model run a plan, from its next step on. Refused, with what is wrong, before anything is changed."""
+    _check(plan, model, optimizer)
+    applied = Applied(plan, model)
+    applied.attach(optimizer)
+    _applied[model] = applied
+    return model, optimizer
+
+
+def remove(plan: Plan, model: nn.Module) -> nn.Module:
+    """Make the model what it was before `apply`."""
+    applied = _applied.get(model)
+    if applied is None:
+        raise StateError("this model has no plan to be removed; give the model that apply was called with")
+    if applied.plan.fingerprint != plan.fingerprint or applied.plan.checkpoint != plan.checkpoint:
+        raise StateError("this model runs another plan; remove that one")
+    del _applied[model]
+    applied.detach()
+    return model
+
+
+def plan_of_model(model: nn.Module) -> Applied | None:
+    """The plan that a model runs."""
+    return _applied.get(model)
+
+
+def _check(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"apply takes the model, an nn.Module, not a {type(model).__name__}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(
+            f"apply takes the model's optimizer, a torch.optim.Optimizer, not a {type(optimizer).__name__}"
+        )
+    if plan.status == "infeasible":
+        least = "" if plan.minimum_budget_bytes is None else f" {display_bytes(plan.minimum_budget_bytes)}"
+        raise InputError(f"this plan is infeasible and cannot be applied; plan with a budget of{least} or more")
+    if plan.shard is not None:
+        raise MissingFeatureError(
+            f"this plan shards the model over {plan.shard.ranks} ranks, which no engine of memfit runs yet; "
+            "plan with ranks=1 to apply it on one device"
+        )
+    if model in _applied:
+        raise StateError("this model already runs a plan; call remove on that plan first")
+    if hasattr(model, "_orig_mod"):
+        raise InputError("this model is compiled; apply the plan to the model first and compile it afterwards")
+    found = model_differences(plan, model)
+    if found:
+        raise PlanMismatch(found)

@@ -1,0 +1,47 @@
+"""What one run of a unit taught: which tensors that autograd packs are dropped, and where saved results come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from memfit.engines.tour import Visit
+from memfit.engines.windows import Window
+
+OpKey = tuple[Any, int]
+"""An op of a gap: its overload, and how many calls of that overload came before it in the gap."""
+
+
+class FromPack(NamedTuple):
+    """A tensor of a saved result that autograd packs anyway."""
+
+    pack: int
+    window: Window
+
+
+@dataclass(slots=True)
+class Gap:
+    """The saved ops of a gap. Those in `fresh` are kept when they run; the tensors of the others are packed anyway."""
+
+    sources: dict[OpKey, tuple[FromPack | None, ...]] = field(default_factory=dict)
+    fresh: set[OpKey] = field(default_factory=set)
+    single: set[OpKey] = field(default_factory=set)
+    """Ops whose result is one tensor and no sequence of them."""
+
+
+@dataclass(slots=True)
+class Recipe:
+    """`drops` has, for each tensor that autograd packs, its shape if it is dropped and None if it is held."""
+
+    drops: list[torch.Size | None]
+    needed: frozenset[int]
+    """Packs that are held and whose storages stand for saved results."""
+    root: Visit
+    last: int
+    """The last pack that is dropped; -1 when none is."""
+    keeps: bool
+    """Whether a saved result has to be kept when it is made."""
+    answers: bool
+    """Whether a second run has to answer for saved ops."""

@@ -1,0 +1,324 @@
+"""A module whose forward runs again in backward, as its policy says.
+
+Note [Rerun]: what autograd packs while the unit runs is counted. A recipe says which of these tensors are dropped; all
+others are held. When backward asks for the first of them, the forward runs again under the same surroundings, on the
+same inputs, until the last dropped tensor has been packed again. A unit of which nothing is saved pays for two hooks
+and nothing else. Where ops are saved, a dispatch mode looks at the gaps (Note [Gaps]) that contain them: in the second
+run it answers with what was kept; in the first it is there only for results that autograd would not have packed.
+The recipe is learnt by a run that looks at every op, once for each kind of input.
+
+A run that packs other tensors than its recipe says is still right: everything dropped can be made again by running the
+whole forward, with buffers as they were. It is run so, and learnt anew the next time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from memfit.engines.ambient import Ambient, generators_of, with_generators
+from memfit.engines.recipe import Gap, OpKey, Recipe
+from memfit.engines.tour import Tour
+from memfit.engines.windows import Window
+from memfit.errors import StateError
+
+_here = threading.local()
+
+
+def running_again() -> bool:
+    """Whether a unit runs for the second time on this thread: what it calls is no new call of the step."""
+    return getattr(_here, "again", False)
+
+
+class _Stop(Exception):
+    """The second run has made everything that was dropped."""
+
+
+class Saved:
+    """What autograd holds for a tensor it packed: the tensor, or the run that will make it."""
+
+    __slots__ = ("index", "run", "tensor")
+
+    def __init__(self, run: Rerun, index: int, tensor: torch.Tensor | None) -> None:
+        self.run: Rerun | None = run
+        self.index = index
+        self.tensor = tensor
+
+
+class Rerun:
+    """One run of a unit, from its forward to its second run."""
+
+    __slots__ = (
+        "_again",
+        "_ambient",
+        "_count",
+        "_forward",
+        "_generators",
+        "_inputs",
+        "_name",
+        "_shapes",
+        "_unit",
+        "device_type",
+        "held",
+        "kept",
+        "recipe",
+    )
+
+    def __init__(self, name: str, unit: nn.Module, forward: Callable[..., Any], device_type: str) -> None:
+        self._name = name
+        self._unit = unit
+        self._forward = forward
+        self.device_type = device_type
+        self.recipe: Recipe | None = None
+        self.held: dict[int, torch.Tensor] = {}
+        self.kept: dict[tuple[int, OpKey], Any] = {}
+        self._inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._shapes: dict[int, torch.Size] = {}
+        self._again: dict[int, torch.Tensor] | None = None
+        self._count = 0
+
+    def surround(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remember what the run starts from."""
+        self._inputs = (args, kwargs)
+        self._ambient = Ambient.here(self.device_type)
+        self._generators = generators_of(self.device_type, *args)
+
+    def dropped(self, index: int, shape: torch.Size) -> Saved:
+        """What stands for a tensor that is not held."""
+        self._shapes[index] = shape
+        return Saved(self, index, None)
+
+    def first(self, recipe: Recipe, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+        """Run the forward as the recipe says. False when it did not go as learnt."""
+        self.surround(args, kwargs)
+        drops, needed, held = recipe.drops, recipe.needed, self.held
+        expected = len(drops)
+        count = 0
+        same = True
+
+        def pack(tensor: torch.Tensor) -> Saved:
+            nonlocal count, same
+            index = count
+            count = index + 1
+            shape = drops[index] if index < expected else None
+            if shape is not None:
+                same = same and shape == tensor.shape
+                return self.dropped(index, tensor.shape)
+            if tensor.grad_fn is not None:
+                tensor = _detached(tensor)
+            if index in needed:
+                held[index] = tensor
+            return Saved(self, index, tensor)
+
+        with saved_tensors_hooks(pack, unpack):
+            if recipe.keeps:
+                tour = Tour(recipe.root, lambda gap: _Keep(gap, self) if gap.fresh else None)
+                result = tour.run(self._forward, args, kwargs)
+                same = same and not tour.astray and len(self.kept) == _fresh(recipe)
+            else:
+                result = self._forward(*args, **kwargs)
+        same = same and count == expected
+        self.recipe = recipe if same else None
+        return result, same
+
+    def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward and drop all that it makes: for a unit that the plan does not know as it is now."""
+        self.surround(args, kwargs)
+        inputs = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if _strided(each)}
+        count = 0
+
+        def pack(tensor: torch.Tensor) -> Saved:
+            nonlocal count
+            index = count
+            count = index + 1
+            if tensor.grad_fn is None or not _strided(tensor) or tensor.untyped_storage()._cdata in inputs:
+                return Saved(self, index, _detached(tensor) if tensor.grad_fn is not None else tensor)
+            return self.dropped(index, tensor.shape)
+
+        with saved_tensors_hooks(pack, unpack):
+            return self._forward(*args, **kwargs)
+
+    def second(self) -> dict[int, torch.Tensor]:
+        """Every dropped tensor, made again."""
+        found: dict[int, torch.Tensor] = {}
+        shapes, last, count = self._shapes, max(self._shapes, default=-1), 0
+
+        def pack(tensor: torch.Tensor) -> None:
+            nonlocal count
+            index = count
+            count = index + 1
+            if index in shapes:
+                if tensor.shape != shapes[index]:
+                    raise StateError(
+                        f"unit {self._name!r} ran differently the second time: what it packs as number {index} has "
+                        f"shape {tuple(tensor.shape)} and had {tuple(shapes[index])}; make its forward depend on "
+                        "nothing but its inputs, or forbid it: SolveOptions(forbid=(...,))"
+                    )
+                found[index] = _detached(tensor)
+                if index == last:
+                    raise _Stop
+
+        assert self._inputs is not None
+        args, kwargs = _fresh_inputs(self._inputs)
+        self._inputs = None
+        with (
+            with_generators(self._generators, self.device_type),
+            self._ambient.again(),
+            saved_tensors_hooks(pack, unpack),
+        ):
+            before, _here.again = running_again(), True
+            try:
+                self._forward_again(args, kwargs)
+            except _Stop:
+                pass
+            finally:
+                _here.again = before
+        if len(found) < len(shapes):
+            raise StateError(
+                f"unit {self._name!r} ran differently the second time: it packed {count} tensors, and number {last} "
+                "was needed; make its forward depend on nothing but its inputs, or forbid it: SolveOptions(forbid=...)"
+            )
+        self.held.clear()  # autograd keeps the hook, and the hook this dictionary
+        self.kept.clear()
+        return found
+
+    def _forward_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recipe = self.recipe
+        if recipe is None:
+            with _buffers_as_they_are(self._unit):
+                self._forward(*args, **kwargs)
+        elif recipe.answers:
+            Tour(recipe.root, lambda gap: _Answer(gap, self)).run(self._forward, args, kwargs)
+        else:
+            self._forward(*args, **kwargs)
+
+    def take(self, index: int) -> torch.Tensor:
+        """A dropped tensor."""
+        assert self._again is not None
+        return self._again.pop(index)
+
+    def ensure(self) -> None:
+        """Run again unless that has been done, or there is nothing to make."""
+        if self._again is None:
+            self._again = {}
+            if self._shapes:
+                self._again = self.second()
+
+
+def unpack(saved: Saved) -> torch.Tensor:
+    """Hook for what backward asks for; the unit runs again when it asks for the first time."""
+    run, saved.run = saved.run, None
+    if run is not None:
+        run.ensure()
+        if saved.tensor is None:
+            saved.tensor = run.take(saved.index)
+    assert saved.tensor is not None
+    return saved.tensor
+
+
+class _Keep(TorchDispatchMode):
+    """Keeps the results that autograd would not have packed."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init__(self, gap: Gap, run: Rerun) -> None:
+        super().__init__()
+        self._gap, self._run = gap, run
+        self._counts: dict[Any, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        number = self._counts.get(func, 0)
+        self._counts[func] = number + 1
+        if (func, number) in self._gap.fresh:
+            self._run.kept[id(self._gap), (func, number)] = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+        return result
+
+
+class _Answer(TorchDispatchMode):
+    """Returns for saved ops what they returned before, and lets all others run."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init__(self, gap: Gap, run: Rerun) -> None:
+        super().__init__()
+        self._gap, self._run = gap, run
+        self._counts: dict[Any, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        number = self._counts.get(func, 0)
+        self._counts[func] = number + 1
+        key = (func, number)
+        if key in self._gap.fresh:
+            kept = self._run.kept[id(self._gap), key]
+            return tree_map_only(torch.Tensor, torch.Tensor.detach, kept)
+        sources = self._gap.sources.get(key)
+        if sources is None:
+            return func(*args, **(kwargs or {}))
+        made = [None if source is None else _window(self._run.held[source.pack], source.window) for source in sources]
+        return made[0] if key in self._gap.single else tuple(made)
+
+
+def _window(tensor: torch.Tensor, window: Window) -> torch.Tensor:
+    return window.of(tensor.untyped_storage())
+
+
+def _fresh(recipe: Recipe) -> int:
+    """How many results a first run keeps."""
+    stack, count = [recipe.root], 0
+    while stack:
+        visit = stack.pop()
+        stack += visit.children
+        count += sum(len(gap.fresh) for gap in visit.gaps if gap is not None)
+    return count
+
+
+def _fresh_inputs(inputs: tuple[Any, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The inputs, cut off from the graph that made them; a tensor that is there twice stays one."""
+    seen: dict[int, torch.Tensor] = {}
+
+    def fresh(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, nn.Parameter):
+            return tensor
+        return seen.setdefault(id(tensor), tensor.detach().requires_grad_(tensor.requires_grad))
+
+    args, kwargs = tree_map_only(torch.Tensor, fresh, inputs)
+    return args, kwargs
+
+
+def _strided(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    guard = torch._C._DisableTorchDispatch()
+    try:
+        return tensor.detach()
+    finally:
+        del guard
+
+
+class _buffers_as_they_are:
+    """Puts the buffers of a module back to what they were."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exception: Any) -> None:
+        with torch.no_grad():
+            for buffer, before in self._buffers:
+                buffer.copy_(before)

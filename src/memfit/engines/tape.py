@@ -1,0 +1,241 @@
+"""A region whose ops are written down as they run, so that they can be run again without the code that made them.
+
+Note [Tape]: for regions that are no module (the loss), and for modules whose inputs change while they run (a cache of
+keys and values), running the code again is impossible or wrong. The tape sees every op through a dispatch mode and
+keeps its arguments: storages made inside the region by number, everything else as it is. What autograd packs is
+dropped when the plan says so, and a second run of the tape, below autograd and without views, makes it again. A tape
+replays what really ran: when that is not what the plan knows, it drops nothing from then on, and is right all the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from memfit.engines.ambient import Generators, generators_of, with_generators
+from memfit.engines.policy import RunPolicy, not_counted, same_op
+from memfit.engines.windows import Window, plain, window_of
+
+_aten = torch.ops.aten
+_EMPTY = {
+    _aten.empty.memory_format,
+    _aten.empty_strided.default,
+    _aten.empty_like.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+    _aten.empty_permuted.default,
+}
+"""What these make has no value until an op writes it; a kernel that no op stands for is not seen."""
+
+
+class _Slot(NamedTuple):
+    """A tensor that is a window onto a storage made in the region."""
+
+    number: int
+    window: Window
+
+
+class _Line(NamedTuple):
+    """One op of the tape. `makes` are the numbers of its new storages, by the place of the tensor in its result."""
+
+    func: Any
+    leaves: list[Any]
+    tree: Any
+    makes: tuple[tuple[int, int], ...]
+    kept: dict[int, torch.UntypedStorage] | None
+    generators: Generators | None
+
+
+class Saved:
+    """What autograd holds for a tensor it packed: the tensor, or where to find it once the region has run again."""
+
+    __slots__ = ("number", "tape", "tensor", "window")
+
+    def __init__(self, tape: Tape, tensor: torch.Tensor | None, number: int = -1, window: Window | None = None) -> None:
+        self.tape: Tape | None = tape
+        self.tensor = tensor
+        self.number = number
+        self.window = window
+
+
+class Tape(TorchDispatchMode):
+    """One run of a region under a policy."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init__(self, policy: RunPolicy, device_type: str) -> None:
+        super().__init__()
+        self.policy = policy
+        self.device_type = device_type
+        self.followed = True
+        """Whether the ops so far are those that the plan knows, and all of them can be run again."""
+        self._lines: list[_Line] = []
+        self._ops = 0
+        self._numbers: dict[int, int] = {}
+        self._made_by: list[tuple[int, int]] = []
+        self._unwritten: set[int] = set()
+        self._needed = 0
+        self._again: dict[int, torch.UntypedStorage] | None = None
+        self._wanted: dict[int, int] = {}
+
+    # -- the first run ----------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not_counted(func, self.policy.names.get(self._ops)):
+            return func(*args, **kwargs)
+        offset = self._ops
+        self._ops += 1
+        if offset >= self.policy.ops or not same_op(str(func), self.policy.names.get(offset)):
+            self.followed = False
+        generators = None
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            generators = generators_of(self.device_type, *(each for each in args if isinstance(each, torch.Tensor)))
+        leaves, tree = tree_flatten((args, kwargs))
+        before = {each.untyped_storage()._cdata for each in leaves if _strided(each)} if leaves else set()
+        slots = [self._slot(leaf) for leaf in leaves] if self.followed else []
+        result = func(*args, **kwargs)
+        outputs = tree_flatten(result)[0]
+        makes = []
+        places: dict[int, int] = {}
+        for place, output in enumerate(outputs):
+            if not isinstance(output, torch.Tensor):
+                continue
+            if not plain(output):
+                self.followed = False
+                continue
+            key = output.untyped_storage()._cdata
+            if key in before:
+                continue
+            if key not in places:
+                places[key] = len(self._made_by)
+                self._numbers[key] = places[key]
+                self._made_by.append((offset, len(places) - 1))
+            makes.append((place, places[key]))
+        self._note_writes(func, args, kwargs, places)
+        if self.followed and not (outputs and not makes and not _writes(func)):  # views are windows, not lines
+            kept = None
+            if offset in self.policy.saved:
+                kept = {number: outputs[place].untyped_storage() for place, number in makes}
+            self._lines.append(_Line(func, slots, tree, tuple(makes), kept, generators))
+        return result
+
+    def _slot(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if not plain(leaf):
+            self.followed = False
+            return None
+        number = self._numbers.get(leaf.untyped_storage()._cdata)
+        return leaf.detach() if number is None else _Slot(number, window_of(leaf))
+
+    def _note_writes(self, func: Any, args: Any, kwargs: Any, made: dict[int, int]) -> None:
+        """A storage of the region that no op has written has no known value; one from outside cannot be run again."""
+        if func in _EMPTY:
+            self._unwritten.update(made.values())
+            return
+        for target in _written(func, args, kwargs):
+            number = self._numbers.get(target.untyped_storage()._cdata)
+            if number is not None:
+                self._unwritten.discard(number)
+            elif self._ops - 1 not in self.policy.saved:
+                self.followed = False
+
+    def pack(self, tensor: torch.Tensor) -> Saved:
+        """Hook for what autograd saves."""
+        guard = torch._C._DisableTorchDispatch()
+        try:
+            number = self._numbers.get(tensor.untyped_storage()._cdata, -1) if plain(tensor) else -1
+            if (
+                self.followed
+                and number >= 0
+                and number not in self._unwritten
+                and self._made_by[number] in self.policy.dropped
+            ):
+                self._needed = len(self._lines)
+                self._wanted[number] = self._wanted.get(number, 0) + 1
+                return Saved(self, None, number, window_of(tensor))
+            return Saved(self, tensor.detach() if tensor.grad_fn is not None else tensor)
+        finally:
+            del guard
+
+    # -- the second run ---------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def unpack(saved: Saved) -> torch.Tensor:
+        """Hook for what backward asks for. The region runs again when it asks for the first time."""
+        tape, saved.tape = saved.tape, None
+        if tape is not None:
+            if tape._again is None:
+                tape._again = tape._second_run()
+            if saved.tensor is None:
+                saved.tensor = tape._take(saved)
+        assert saved.tensor is not None
+        return saved.tensor
+
+    def _take(self, saved: Saved) -> torch.Tensor:
+        assert self._again is not None and saved.window is not None
+        tensor = saved.window.of(self._again[saved.number])
+        self._wanted[saved.number] -= 1
+        if not self._wanted[saved.number]:
+            del self._again[saved.number]
+        return tensor
+
+    def _second_run(self) -> dict[int, torch.UntypedStorage]:
+        """The storages that were dropped, made again."""
+        lines, self._lines = self._lines[: self._needed], []
+        last = {
+            leaf.number: index for index, line in enumerate(lines) for leaf in line.leaves if isinstance(leaf, _Slot)
+        }
+        storages: dict[int, torch.UntypedStorage] = {}
+        with torch.no_grad(), torch.autocast(self.device_type, enabled=False):
+            for index, line in enumerate(lines):
+                if line.kept is not None:
+                    storages.update(line.kept)
+                else:
+                    self._run(line, storages)
+                for number in {leaf.number for leaf in line.leaves if isinstance(leaf, _Slot)}:
+                    if last[number] == index and number not in self._wanted:
+                        del storages[number]
+                for _, number in line.makes:
+                    if number not in last and number not in self._wanted:
+                        storages.pop(number, None)
+                lines[index] = None  # type: ignore[call-overload]
+        return storages
+
+    def _run(self, line: _Line, storages: dict[int, torch.UntypedStorage]) -> None:
+        leaves = [leaf.window.of(storages[leaf.number]) if isinstance(leaf, _Slot) else leaf for leaf in line.leaves]
+        args, kwargs = tree_unflatten(leaves, line.tree)
+        if line.generators is None:
+            result = line.func(*args, **kwargs)
+        else:
+            with with_generators(line.generators, self.device_type):
+                result = line.func(*args, **kwargs)
+        outputs = tree_flatten(result)[0]
+        for place, number in line.makes:
+            storages[number] = outputs[place].untyped_storage()
+
+
+def _strided(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def _writes(func: Any) -> bool:
+    return func._schema.is_mutable
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors that an op writes to."""
+    if not func._schema.is_mutable:
+        return []
+    found: list[Any] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            found += value if isinstance(value, (list, tuple)) else [value]
+    return [each for each in found if _strided(each)]

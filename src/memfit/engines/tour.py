@@ -1,0 +1,146 @@
+"""The way of a run through the modules inside a unit, and the places on it where ops are looked at.
+
+Note [Gaps]: a run of a module is cut by the calls of the modules inside it into gaps, numbered from 0. A gap in which
+nothing is to be kept or answered runs without any dispatch mode. Modules are followed by an entry `forward` in their
+own dictionary that is there for the time of a run only, and only where a gap is looked at.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import nn
+
+
+class Look(Protocol):
+    """What looks at the ops of a gap: a dispatch mode."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exception: Any) -> Any: ...
+
+
+@dataclass(slots=True)
+class Visit:
+    """One call of a module during a run. `gaps` holds what was learnt of each gap, None where there is nothing."""
+
+    module: weakref.ref[nn.Module]
+    children: list[Visit] = field(default_factory=list)
+    gaps: list[Any] = field(default_factory=lambda: [None])
+
+    @property
+    def open(self) -> bool:
+        """Whether a gap of this call, or of one inside it, is looked at."""
+        return any(gap is not None for gap in self.gaps) or any(child.open for child in self.children)
+
+
+class Tour:
+    """Follows one run. `look` makes what looks at a gap, None where nothing has to."""
+
+    def __init__(self, root: Visit, look: Callable[[Any], Look | None]) -> None:
+        self.astray = False
+        """Whether the run called other modules than were learnt."""
+        self._root = root
+        self._look = look
+        self._here: Visit | None = root
+        self._gap = 0
+        self._looking: Look | None = None
+
+    def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the unit's forward."""
+        patches: list[tuple[nn.Module, Any]] = []
+        try:
+            for module in _followed(self._root):
+                patches.append((module, module.__dict__.get("forward")))
+                module.__dict__["forward"] = self._visitor(module, module.forward)
+            self._enter_gap()
+            return forward(*args, **kwargs)
+        finally:
+            self._leave_gap()
+            for module, forward_before in reversed(patches):
+                if forward_before is None:
+                    del module.__dict__["forward"]
+                else:
+                    module.__dict__["forward"] = forward_before
+
+    def _visitor(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def visit(*args: Any, **kwargs: Any) -> Any:
+            outer, gap = self._here, self._gap
+            if outer is None:  # inside a call where nothing is looked at
+                return forward(*args, **kwargs)
+            self._leave_gap()
+            self._here, self._gap = self._child(outer, gap, module), 0
+            self._enter_gap()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._leave_gap()
+                self._here, self._gap = outer, gap + 1
+                self._enter_gap()
+
+        return visit
+
+    def _child(self, outer: Visit, gap: int, module: nn.Module) -> Visit | None:
+        if gap >= len(outer.children) or outer.children[gap].module() is not module:
+            self.astray = True
+            return None
+        child = outer.children[gap]
+        return child if child.open else None
+
+    def _enter_gap(self) -> None:
+        here = self._here
+        if here is None or self.astray or self._gap >= len(here.gaps) or here.gaps[self._gap] is None:
+            return
+        self._looking = self._look(here.gaps[self._gap])
+        if self._looking is not None:
+            self._looking.__enter__()
+
+    def _leave_gap(self) -> None:
+        if self._looking is not None:
+            self._looking.__exit__(None, None, None)
+            self._looking = None
+
+
+class Learner(Tour):
+    """Follows a run through all modules of a unit and writes the visits down."""
+
+    def __init__(self, unit: nn.Module) -> None:
+        self.root = Visit(weakref.ref(unit))
+        super().__init__(self.root, lambda gap: None)
+        self._unit = unit
+
+    @property
+    def place(self) -> tuple[Visit, int]:
+        """The visit and the gap in which the run is."""
+        assert self._here is not None
+        return self._here, self._gap
+
+    def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        inside = [Visit(weakref.ref(module)) for module in self._unit.modules() if module is not self._unit]
+        self._root = Visit(self.root.module, children=inside, gaps=[True] * (len(inside) + 1))
+        return super().run(forward, args, kwargs)
+
+    def _child(self, outer: Visit, gap: int, module: nn.Module) -> Visit | None:
+        child = Visit(weakref.ref(module))
+        outer.children.append(child)
+        outer.gaps.append(None)
+        return child
+
+
+def _followed(root: Visit) -> list[nn.Module]:
+    """The modules that must be followed: those called directly by a call that is looked at."""
+    found: dict[int, nn.Module] = {}
+    stack = [root]
+    while stack:
+        visit = stack.pop()
+        if not visit.open:
+            continue
+        for child in visit.children:
+            module = child.module()
+            if module is not None:
+                found[id(module)] = module
+        stack += visit.children
+    return list(found.values())

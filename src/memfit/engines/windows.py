@@ -1,0 +1,34 @@
+"""Windows onto storages: what is needed to make a tensor again from the bytes behind it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Window(NamedTuple):
+    """Where a tensor lies in its storage."""
+
+    dtype: torch.dtype
+    device: torch.device
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """The tensor that lies there."""
+        made = torch.empty(0, dtype=self.dtype, device=self.device)
+        return made.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
+
+
+def window_of(tensor: torch.Tensor) -> Window:
+    """Where this tensor lies."""
+    return Window(tensor.dtype, tensor.device, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but a window onto a storage."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not (
+        tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg()
+    )

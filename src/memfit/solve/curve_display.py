@@ -1,0 +1,76 @@
+"""A curve for people: what every budget costs in time, and what more of it would save."""
+
+from __future__ import annotations
+
+import io
+import math
+import shutil
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from memfit.units import GiB, MiB, display_bytes, display_ms
+
+if TYPE_CHECKING:
+    from memfit.solve.curve import Curve, CurvePoint
+
+_WIDTH = 100
+"""Columns where no terminal says how many it has."""
+
+
+def text_of(report: RenderableType) -> str:
+    """A report as plain text, as wide as COLUMNS or the terminal says."""
+    width = shutil.get_terminal_size((_WIDTH, 24)).columns
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(report)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def headline(curve: Curve) -> str:
+    """The curve in one line."""
+    least = curve.points[0]
+    begin, end = display_bytes(least.budget_bytes), display_bytes(curve.baseline_bytes)
+    if least.budget_bytes >= curve.baseline_bytes:
+        return f"nothing gets below {end}, where nothing is recomputed: {display_ms(curve.baseline_ms)} a step"
+    slower = _slower(curve, least)
+    at_most = f"{slower} slower" if slower else "no slower"
+    return f"from {begin}, the smallest budget that works ({at_most}), to {end}, where nothing is recomputed"
+
+
+def curve_report(curve: Curve) -> Group:
+    """The headline and a row for each budget."""
+    unit, size = ("GiB", GiB) if curve.baseline_bytes - curve.minimum_budget_bytes >= GiB else ("MiB", MiB)
+    proven = all(point.gap == 0 for point in curve.points)
+    table = Table(show_edge=False, pad_edge=False)
+    for name in ("budget", "peak", "step", "slower by", f"each further {unit} saves"):
+        table.add_column(name, justify="right", no_wrap=True)
+    if not proven:
+        table.add_column("gap", justify="right", no_wrap=True)
+    for point in curve.points:
+        saves = point.price_ms_per_gib * size / GiB
+        cells = [
+            display_bytes(point.budget_bytes),
+            display_bytes(point.peak_bytes) if point.peak_bytes else "",
+            display_ms(point.step_ms) if math.isfinite(point.step_ms) else "no plan found",
+            _slower(curve, point),
+            display_ms(saves) if math.isfinite(saves) and saves > 0 else "",
+            *(() if proven else (f"{point.gap:.2%}" if point.gap else "",)),
+        ]
+        table.add_row(*cells)
+    parts: list[RenderableType] = [Text(headline(curve)), Text(), table, Text()]
+    parts.append(Text("slower by: than without a limit; saves: of a step, on the way to the next row", "dim"))
+    if not proven:
+        parts.append(Text("gap: the part of the added time that a better plan could save, at most", "dim"))
+    return Group(*parts)
+
+
+def _slower(curve: Curve, point: CurvePoint) -> str:
+    """How much longer a step takes than without a limit; nothing when it does not."""
+    added_ms = point.step_ms - curve.baseline_ms
+    if not math.isfinite(added_ms) or curve.baseline_ms <= 0 or added_ms <= 0:
+        return ""
+    share = added_ms / curve.baseline_ms
+    return f"{share:.1%}" if share >= 5e-4 else "under 0.1%"

@@ -1,0 +1,452 @@
+"""The step under a plan as allocations: levels, events, and what the allocator reserves."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from llama import Shape, training_step
+from planned_steps import facts_of, make, op, planned_steps, policy_saving, storage, unit
+from torch import nn
+
+import memfit
+from memfit import Step, spec
+from memfit.cost import Roofline, Runtime
+from memfit.errors import InputError
+from memfit.hardware import Target
+from memfit.memory import CATEGORIES, Timeline, reserved
+from memfit.memory.allocator import FREE, simulate
+from memfit.solve import Candidate, Problem, Program, Replay, minimum_budget_bytes, replay, solve
+from memfit.solve.planned import PlannedTimeline, planned_events, planned_reserved, planned_timeline
+from memfit.solve.planned_lives import BETWEEN, Interval
+from memfit.trace import NEVER, Category, Phase, Trace
+from memfit.tradeoff import Frontier, Policy, Unit
+from memfit.tradeoff.facts import Facts
+from memfit.tradeoff.problem import Problem as UnitProblem
+from memfit.tradeoff.problem import Role, lost_inputs
+
+MIB = 1 << 20
+H100 = Target.parse("h100-sxm").device
+CPU = Target.parse("cpu").device
+SHAPE = Shape(layers=4, hidden=512, heads=8, key_value_heads=4, feed_forward=1024, vocabulary=8000)
+UNIT = unit("unit", 1, 4, 6, 8)
+Chosen = list[tuple[Unit, Policy]]
+
+
+def small_step(scale: int = 1, device: str = "cpu") -> Facts:
+    """A parameter and its state; a unit of ops 1 to 3 whose input goes with op 1; its backward is ops 6 and 7.
+
+    Storages 3 and 6 are saved by the unit alone, 4 is a temporary of it, 5 its result, which the loss (4) reads.
+    """
+    ops = (
+        op(Phase.FORWARD, makes=(2,)),
+        op(Phase.FORWARD, reads=(2, 0), makes=(3,)),
+        op(Phase.FORWARD, reads=(3,), makes=(4,), workspace=5 * scale),
+        op(Phase.FORWARD, reads=(4,), makes=(5, 6)),
+        op(Phase.LOSS, reads=(5,)),
+        op(Phase.BACKWARD),
+        op(Phase.BACKWARD),
+        op(Phase.BACKWARD),
+        op(Phase.OPTIMIZER, reads=(0, 1)),
+    )
+    storages = (
+        storage(100 * scale, NEVER, NEVER, category=Category.PARAMETER),
+        storage(50 * scale, NEVER, NEVER, category=Category.OPTIMIZER_STATE),
+        storage(10 * scale, 0, 1),
+        storage(20 * scale, 1, 6, saved_by=(2,)),
+        storage(30 * scale, 2, 3, category=Category.TEMPORARY),
+        storage(40 * scale, 3, 4),
+        storage(7 * scale, 3, 7, saved_by=(3,)),
+    )
+    return facts_of(make(ops, storages, device))
+
+
+def test_a_unit_without_saved_results_is_made_again_in_full() -> None:
+    facts = small_step()
+    found = planned_timeline(facts, [(UNIT, policy_saving(facts, UNIT))])
+    assert found.op.tolist() == [0, 1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 8, 9]
+    assert found.run.tolist() == [NEVER] * 6 + [0] * 3 + [NEVER] * 4
+    assert found.during_bytes.tolist() == [160, 180, 215, 257, 200, 160, 180, 215, 257, 177, 157, 150, 150]
+    assert found.before_bytes.tolist() == [150, 160, 180, 210, 200, 160, 160, 180, 210, 177, 157, 150, 150]
+    again = (7, 8, 9, 10)  # in place of storages 3 to 6
+    assert [tuple(event) for event in planned_events(found)] == [
+        *((0, 100), (1, 50)),
+        (2, 10),
+        (3, 20),
+        *((4, 30), (11 + 2, 5), (11 + 2, FREE)),
+        *((5, 40), (6, 7), (3, FREE), (4, FREE), (6, FREE)),
+        (5, FREE),
+        (again[0], 20),
+        *((again[1], 30), (11 + 7, 5), (11 + 7, FREE)),
+        *((again[2], 40), (again[3], 7), (2, FREE), (again[1], FREE), (again[2], FREE)),
+        (again[0], FREE),
+        (again[3], FREE),
+    ]
+
+
+def test_a_result_that_is_saved_stays_until_the_second_run_is_over() -> None:
+    """Op 2 returns storage 4 again: it has no second workspace, and 4 is there once, from the forward on."""
+    facts = small_step()
+    found = planned_timeline(facts, [(UNIT, policy_saving(facts, UNIT, 1))])
+    assert found.op.tolist() == [0, 1, 2, 3, 4, 5, 1, 3, 6, 7, 8, 9]
+    assert found.during_bytes.tolist() == [160, 180, 215, 257, 230, 190, 210, 257, 177, 157, 150, 150]
+    assert found.by_category[Category.TEMPORARY].tolist() == [0, 0, 35, 30, 30, 30, 30, 30, 0, 0, 0, 0]
+
+
+def test_what_the_second_run_does_not_reach_is_not_held_for_it() -> None:
+    """Op 3 is saved and only op 1 runs again: of what op 3 made, 6 stays for backward and 5 goes with the loss."""
+    facts = small_step()
+    found = planned_timeline(facts, [(UNIT, policy_saving(facts, UNIT, 2))])
+    assert found.op.tolist() == [0, 1, 2, 3, 4, 5, 1, 6, 7, 8, 9]
+    assert found.during_bytes.tolist() == [160, 180, 215, 257, 207, 167, 187, 177, 157, 150, 150]
+
+
+def test_what_a_second_run_makes_is_told_from_what_it_replaces() -> None:
+    facts = small_step()
+    found = planned_timeline(facts, [(UNIT, policy_saving(facts, UNIT))])
+    assert found.peak_instant == 3 and found.second_run_of(3) is None and found.second_run_of(8) == "unit"
+    largest = found.largest_at(8, 3)
+    assert [(each.size_bytes, each.storage, each.remade) for each in largest] == [
+        (100, 0, None),
+        (50, 1, None),
+        (40, 5, "unit"),
+    ]
+    assert found.by_category_during(8) == {
+        Category.PARAMETER: 100,
+        Category.ACTIVATION: 77,
+        Category.OPTIMIZER_STATE: 50,
+        Category.TEMPORARY: 30,
+    }
+
+
+def test_a_unit_that_runs_again_right_after_its_forward_lacks_what_it_dropped() -> None:
+    """As a loss may: its results go, and come again before the next op."""
+    ops = (op(Phase.FORWARD, makes=(0,)), op(Phase.FORWARD, reads=(0,)), op(Phase.BACKWARD))
+    facts = facts_of(make(ops, (storage(10, 0, 2, saved_by=(1,)),)))
+    loss = unit("loss", 0, 2, 2, 3)
+    assert planned_timeline(facts, [(loss, policy_saving(facts, loss))]).during_bytes.tolist() == [10, 10, 10, 10, 0]
+
+
+def test_an_input_that_two_units_need_is_there_once_until_the_last_has_run_again() -> None:
+    ops = (
+        op(Phase.FORWARD, makes=(0,)),
+        op(Phase.FORWARD, reads=(0,), makes=(1,)),
+        op(Phase.FORWARD, reads=(0,), makes=(2,)),
+        op(Phase.LOSS),
+        op(Phase.BACKWARD),
+        op(Phase.BACKWARD),
+    )
+    storages = (storage(100, 0, 2), storage(10, 1, 5, saved_by=(1,)), storage(20, 2, 4, saved_by=(2,)))
+    facts = facts_of(make(ops, storages))
+    units = (unit("first", 1, 2, 5, 6), unit("second", 2, 3, 4, 5))
+    chosen = [(each, policy_saving(facts, each)) for each in units]
+    found = planned_timeline(facts, chosen)
+    assert [each.name for each in found.units] == ["second", "first"]
+    assert found.op.tolist() == [0, 1, 2, 3, 2, 4, 1, 5, 6]
+    assert found.during_bytes.tolist() == [100, 110, 120, 100, 120, 120, 110, 10, 0]
+
+
+@given(planned_steps())
+def test_events_are_well_formed_and_their_level_is_the_timeline(step: tuple[Facts, Chosen]) -> None:
+    found = planned_timeline(*step)
+    lives = found.lives
+    live: dict[int, int] = {}
+    during = np.full(lives.instants + 1, NEVER)
+    instant = NEVER
+    for key, n_bytes in planned_events(found):
+        own = key < len(lives.born)
+        here = int((lives.dies if n_bytes == FREE else lives.born)[key]) if own else key - len(lives.born)
+        assert here >= instant, "in the order of instants"
+        for passed in range(max(0, instant), here):
+            during[passed] = max(during[passed], sum(live.values()))
+        instant = here
+        if n_bytes == FREE:
+            during[instant] = max(during[instant], sum(live.values()))
+            assert key in live, "freed once, after its malloc"
+            del live[key]
+        else:
+            assert key not in live and n_bytes >= 0
+            live[key] = n_bytes
+    for passed in range(max(0, instant), lives.instants + 1):
+        during[passed] = max(during[passed], sum(live.values()))
+    assert during.tolist() == found.during_bytes.tolist()
+    assert set(live) == {number for number in range(len(lives.born)) if lives.dies[number] == NEVER}, (
+        "what stays after the step, and nothing else"
+    )
+    assert simulate(planned_events(found)).peak_requested_bytes == found.peak_bytes
+
+
+@given(planned_steps())
+def test_levels_are_those_of_the_replay_but_for_what_it_counts_again(step: tuple[Facts, Chosen]) -> None:
+    facts, chosen = step
+    timeline = Timeline.of(facts.trace)
+    judged = replay(program_of(timeline), facts, candidates(chosen))
+    compare(facts, chosen, judged, planned_timeline(facts, chosen))
+
+
+def program_of(timeline: Timeline) -> Program:
+    return Program(timeline.before_bytes, timeline.during_bytes, 1, ())
+
+
+def candidates(chosen: Chosen) -> list[tuple[Candidate, Policy]]:
+    empty = Frontier(policies=(), exact=True, discardable_bytes=0)
+    return [(Candidate(unit=u, policies=(), frontier=empty, outer=NEVER), policy) for u, policy in chosen]
+
+
+def compare(facts: Facts, chosen: Chosen, judged: Replay, found: PlannedTimeline) -> None:
+    """The replay's levels, less `counted_again`, are those of the timeline: while ops run and run again."""
+    again, in_runs = counted_again(facts, chosen)
+    assert (judged.during_bytes - again).tolist() == found.during_bytes[found.step_instants].tolist()
+    policies = {each.name: policy for each, policy in chosen}
+    reruns = {each.unit: each.during_bytes for each in judged.reruns}
+    for number, each in enumerate(found.units):
+        levels = reruns[each.name][list(policies[each.name].recomputed)] - in_runs[each.name]
+        assert levels.tolist() == found.during_bytes[found.second_run_instants(number)].tolist()
+
+
+def counted_again(facts: Facts, chosen: Chosen) -> tuple[np.ndarray, dict[str, int]]:
+    """What the replay counts beyond one life of each storage that units newly hold, by op and by second run.
+
+    It counts an input from the end of each unit that needs it, a saved result from its end in the unit.
+    """
+    held: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for each, policy in chosen:
+        problem = UnitProblem.of(facts, each)
+        for number in lost_inputs(facts, each).tolist():
+            held[number].append((each.end, each.backward_begin))
+        low, high = np.searchsorted(facts.born_at, (each.begin, each.end))
+        for place, number in enumerate(facts.born[low:high].tolist()):
+            birth, ends = int(problem.birth[place]), int(problem.ends[place])
+            if problem.role[place] == Role.FRESH and birth in policy.saved and birth <= policy.stop:
+                held[number].append((min(each.begin + ends + 1, each.end), each.backward_begin))
+    moments = np.arange(len(facts.trace.ops) + 1)
+    by_op = np.zeros(len(moments), np.int64)
+    in_runs = dict.fromkeys((each.name for each, _ in chosen), 0)
+    for number, spans in held.items():
+        size, death, until = int(facts.size[number]), int(facts.death[number]), max(again for _, again in spans)
+        by_op -= size * ((death < moments) & (moments < until))
+        for begin, again in spans:
+            by_op += size * ((begin <= moments) & (moments < again))
+        for each, _ in chosen:
+            at = each.backward_begin
+            counted = sum(begin < at <= again for begin, again in spans)
+            in_runs[each.name] += size * (counted - int(death < at <= until))
+    return by_op, in_runs
+
+
+class WideNorm(nn.Module):
+    """A norm in another dtype: autograd does not save its input, so a plan that checkpoints it must hold that."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x.double()).to(x.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = WideNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def mixed_step() -> Step:
+    def build() -> nn.Module:
+        return nn.Sequential(*(Block(64) for _ in range(4)), nn.Linear(64, 8))
+
+    return Step(build, spec((4096, 64)), loss=lambda out, _: out.square().mean())
+
+
+def traced(name: str) -> Trace:
+    if name == "mixed":
+        return memfit.trace(mixed_step(), target="h100-sxm")
+    step = training_step(SHAPE, length=512, dtype=getattr(torch, name))
+    return memfit.trace(step, target="h100-sxm")
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "mixed"])
+def problem(request: pytest.FixtureRequest) -> Problem:
+    return Problem.of(Runtime.of(traced(request.param), Roofline()), Target.parse("h100-sxm"))
+
+
+def budgets(problem: Problem) -> list[int]:
+    least = minimum_budget_bytes(problem)
+    assert least is not None
+    return [least + (problem.baseline_bytes - least) * part // 4 for part in range(5)]
+
+
+def units_of(chosen: tuple[tuple[Candidate, Policy], ...]) -> Chosen:
+    return [(candidate.unit, policy) for candidate, policy in chosen]
+
+
+def test_plans_of_real_models_have_the_levels_that_judged_them(problem: Problem) -> None:
+    some = False
+    for budget in budgets(problem):
+        solved = solve(problem, budget)
+        chosen = units_of(solved.chosen)
+        some |= bool(chosen)
+        found = planned_timeline(problem.facts, chosen)
+        assert solved.replay is not None
+        compare(problem.facts, chosen, solved.replay, found)
+        assert found.peak_bytes == solved.replay.peak_bytes
+        assert found.starts_ms(problem.runtime.op_ms)[-1] == pytest.approx(
+            problem.runtime.total_ms + solved.recompute_ms
+        )
+        for number, each in enumerate(found.units):
+            for instant in found.second_run_instants(number).tolist():
+                assert found.second_run_of(instant) == each.name
+                assert each.begin <= found.op[instant] < each.end
+                assert each.module in ("", found.module_of(instant)) or found.module_of(instant).startswith(each.module)
+    assert some, "no budget needed a plan"
+
+
+def test_held_inputs_are_those_that_the_frontier_counts(problem: Problem) -> None:
+    facts = problem.facts
+    for candidate in problem.candidates:
+        held = int(facts.size[lost_inputs(facts, candidate.unit)].sum())
+        assert held == UnitProblem.of(facts, candidate.unit).input_bytes
+
+
+def test_without_a_plan_everything_is_as_captured(problem: Problem) -> None:
+    trace = problem.facts.trace
+    found = planned_timeline(problem.facts, ())
+    assert np.array_equal(found.during_by_row, problem.timeline.during_by_row)
+    assert np.array_equal(found.before_by_row, problem.timeline.before_by_row)
+    assert planned_reserved(found, H100) == reserved(trace, H100)
+
+
+def test_a_tight_plan_reserves_no_more_than_no_plan_and_no_less_than_its_peak(problem: Problem) -> None:
+    solved = solve(problem, budgets(problem)[0])
+    found = planned_timeline(problem.facts, units_of(solved.chosen))
+    settled = planned_reserved(found, H100)
+    assert settled.peak_requested_bytes == int(found.lives.levels()[1].sum(axis=0).max())
+    assert found.peak_bytes <= settled.peak_allocated_bytes <= settled.peak_reserved_bytes
+    whole = reserved(problem.facts.trace, H100)
+    assert settled.peak_allocated_bytes < whole.peak_allocated_bytes
+    assert settled.peak_reserved_bytes <= whole.peak_reserved_bytes
+
+
+def test_reserved_memory_of_the_small_step_by_hand() -> None:
+    """In MiB: segments are as large as what they are made for, 20 below 10."""
+    facts = small_step(MIB, "h100-sxm")
+    found = planned_timeline(facts, [(UNIT, policy_saving(facts, UNIT))])
+    result = planned_reserved(found, H100)
+    assert found.peak_bytes == result.peak_allocated_bytes == 257 * MIB
+    # The parameter, the input (held to the end of the second run), storages 3, 4 and 5, and a segment of 20 for the
+    # workspace, then for storage 6. The second run finds them free. None of them is large enough for the state.
+    assert result.first_step_reserved_bytes == (100 + 10 + 20 + 30 + 40 + 20 + 50) * MIB
+    assert (result.peak_reserved_bytes, result.steps) == (result.first_step_reserved_bytes, 2)
+
+
+def test_the_op_that_fails_in_a_second_run_is_named_as_in_the_trace() -> None:
+    """In MiB. A buffer of 100 is made ahead of the second run, 320 in all; the state then takes half of its block.
+
+    In the second step the cache is given back for the buffer: 10 of the input, 100 of the parameter and two of 100
+    are left. Storages 3 and 4 fill the half, a workspace takes 20, and 40 for storage 5 would be 370.
+    """
+    facts = small_step(MIB, "h100-sxm")
+    buffer = Interval(category=Category.COMMUNICATION, size_bytes=100 * MIB, begin=6, end=8)
+    found = planned_timeline(facts, [(UNIT, policy_saving(facts, UNIT))], intervals=(buffer,))
+    failed = planned_reserved(found, H100, limit_bytes=340 * MIB)
+    assert (failed.out_of_memory_op, failed.steps, failed.retries) == (3, 2, 2)
+    assert planned_reserved(found, H100, limit_bytes=420 * MIB).out_of_memory_op is None
+
+
+def test_without_a_cache_reserved_is_the_peak() -> None:
+    facts = small_step()
+    found = planned_timeline(facts, [(UNIT, policy_saving(facts, UNIT))])
+    result = planned_reserved(found, CPU)
+    assert result.peak_reserved_bytes == result.peak_allocated_bytes == found.peak_bytes == 257
+
+
+def test_intervals_of_sharding_stand_for_the_storages_they_replace() -> None:
+    """A shard of 25 for the parameter; it is gathered (100) ahead of the forward and, before the second run, ahead
+    of the backward; a gradient (9) is made by op 6 itself and stays."""
+    facts = small_step()
+    intervals = (
+        Interval(category=Category.PARAMETER, size_bytes=25, begin=NEVER, end=NEVER),
+        Interval(category=Category.GATHERED_PARAMETER, size_bytes=100, begin=1, end=4, module="unit"),
+        Interval(category=Category.GATHERED_PARAMETER, size_bytes=100, begin=6, end=8, module="unit"),
+        Interval(category=Category.GRADIENT, size_bytes=9, begin=6, end=NEVER, ahead=False),
+        Interval(category=Category.COMMUNICATION, size_bytes=3, begin=5, end=5),
+    )
+    found = planned_timeline(facts, [(UNIT, policy_saving(facts, UNIT))], intervals=intervals, removed=frozenset({0}))
+    plain = planned_timeline(facts, [(UNIT, policy_saving(facts, UNIT))])
+    added = found.during_bytes - plain.during_bytes
+    assert added.tolist() == [-75, 25, 25, 25, -75, -75, 25, 25, 25, 34, 34, -66, -66]
+    assert found.by_category[Category.GATHERED_PARAMETER].tolist() == [0, *[100] * 3, 0, 0, *[100] * 5, 0, 0]
+    assert {(each.module, each.storage, each.category) for each in found.largest_at(7, 1)} == {
+        ("unit", NEVER, Category.GATHERED_PARAMETER)
+    }
+    assert simulate(planned_events(found)).peak_requested_bytes == found.peak_bytes
+
+
+def test_what_sharding_makes_before_it_frees_between_two_ops_is_an_instant() -> None:
+    """Before op 6 it makes 20 while 10 of before are still there, then 5 that go at once, then 1 that stays longer."""
+    facts = small_step()
+    moved = Category.COMMUNICATION
+    intervals = (
+        Interval(category=moved, size_bytes=10, begin=1, end=6, freed_order=1),
+        Interval(category=moved, size_bytes=20, begin=6, end=8, made_order=0, freed_order=0, module="unit"),
+        Interval(category=moved, size_bytes=5, begin=6, end=6, made_order=2, freed_order=3),
+        Interval(category=moved, size_bytes=1, begin=6, end=7, made_order=4),
+    )
+    found = planned_timeline(facts, [(UNIT, policy_saving(facts, UNIT))], intervals=intervals)
+    assert found.op.tolist() == [0, 1, 2, 3, 4, 5, 6, 6, 1, 2, 3, 6, 7, 8, 9]
+    assert found.run.tolist() == [NEVER] * 6 + [BETWEEN] * 2 + [0] * 3 + [NEVER] * 4
+    levels = found.by_category[moved].tolist()
+    assert levels == [0, 10, 10, 10, 10, 10, 30, 25, 21, 21, 21, 21, 20, 0, 0]
+    assert found.during_bytes[5:8].tolist() == [170, 190, 185]
+    assert found.starts_ms(np.ones(9)).tolist() == [0, 1, 2, 3, 4, 5, 6, 6, 6, 7, 8, 9, 10, 11, 12]
+    assert found.module_of(6) == "" and found.second_run_of(6) is None
+    assert simulate(planned_events(found)).peak_requested_bytes == found.peak_bytes == 257 + 21
+
+
+def test_state_that_is_sharded_is_made_by_the_first_optimizer_step() -> None:
+    """It takes the block of storage 4 (30 MiB); from then on 4 takes that of 5 (40), and 5 needs another."""
+    facts = small_step(MIB, "h100-sxm")
+    shard = Interval(category=Category.OPTIMIZER_STATE, size_bytes=30 * MIB, begin=NEVER, end=NEVER)
+    found = planned_timeline(facts, (), intervals=(shard,), removed=frozenset({1}))
+    result = planned_reserved(found, H100)
+    assert result.first_step_reserved_bytes == (100 + 10 + 20 + 30 + 40) * MIB
+    assert result.peak_reserved_bytes == result.first_step_reserved_bytes + 40 * MIB
+
+
+def test_intervals_add_up_over_a_real_plan(problem: Problem) -> None:
+    chosen = units_of(solve(problem, budgets(problem)[1]).chosen)
+    plain = planned_timeline(problem.facts, chosen)
+    ops = len(problem.facts.trace.ops)
+    intervals = [
+        Interval(category=Category.COMMUNICATION, size_bytes=512 * (1 + i), begin=i, end=min(2 * i + 3, ops))
+        for i in range(0, ops // 2, 7)
+    ]
+    found = planned_timeline(problem.facts, chosen, intervals=intervals)
+    added = (found.during_by_row - plain.during_by_row)[CATEGORIES.index(Category.COMMUNICATION)]
+    expected = np.zeros(ops + 1, np.int64)
+    for each in intervals:
+        expected[each.begin : each.end] += each.size_bytes
+    assert np.array_equal(added[found.step_instants], expected)
+    # While a unit runs again, what is made ahead of the op after it is there, and what goes before that op is not.
+    for number, each in enumerate(found.units):
+        assert set(added[found.second_run_instants(number)].tolist()) == {int(expected[each.backward_begin])}
+
+
+def test_units_inside_one_another_are_refused() -> None:
+    facts = small_step()
+    policy = policy_saving(facts, UNIT)
+    with pytest.raises(InputError, match="'inner' lies inside 'unit'"):
+        planned_timeline(facts, [(UNIT, policy), (unit("inner", 2, 3, 6, 7), policy)])
+
+
+@pytest.mark.parametrize(("begin", "end"), [(10, NEVER), (-2, 3), (0, -5)])
+def test_an_interval_outside_of_the_step_is_refused(begin: int, end: int) -> None:
+    interval = Interval(category=Category.PARAMETER, size_bytes=1, begin=begin, end=end)
+    with pytest.raises(InputError, match="9 ops"):
+        planned_timeline(small_step(), (), intervals=(interval,))
