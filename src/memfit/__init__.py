@@ -1,6 +1,6 @@
 """memfit makes PyTorch training fit in memory."""
 
-from memfit import hardware, memory, report
+from memfit import engines, hardware, memory, report
 from memfit._version import __version__
 from memfit.errors import InputError, MemfitError
 from memfit.plan import Plan, curve, load, plan
@@ -15,6 +15,7 @@ __all__ = [
     "Trace",
     "__version__",
     "curve",
+    "engines",
     "hardware",
     "load",
     "load_trace",

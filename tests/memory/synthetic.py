@@ -57,6 +57,7 @@ def storage(
     module: str = "",
 ) -> Storage:
     return Storage(
+        released=death,
         bytes=size,
         category=category,
         birth=birth,

@@ -51,6 +51,7 @@ def storage(
         category=category,
         birth=birth,
         death=death,
+        released=death,
         call=NEVER,
         module="",
         name="",

@@ -211,3 +211,42 @@ def test_levels_are_the_sum_of_what_was_kept_and_what_was_made(model: type[nn.Mo
     assert (raised >= 0).all()
     moments = {made.begin for made in found.allocations} | {made.end for made in found.allocations}
     assert {int(op) + 1 for op in np.flatnonzero(raised)} <= moments | {1}, "only where sharding acts after an op"
+
+
+def _penalty(model: nn.Module, batch: torch.Tensor) -> None:
+    inputs = batch.clone().requires_grad_(True)
+    output = model(inputs).sum()
+    (slope,) = torch.autograd.grad(output, inputs, create_graph=True)
+    (slope.square().sum() + output).backward()
+
+
+def _two_forwards(model: nn.Module, batch: torch.Tensor) -> None:
+    (model(batch).sum() + model(2 * batch).sum()).backward()
+
+
+def _two_backwards(model: nn.Module, batch: torch.Tensor) -> None:
+    loss = model(batch).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _look_first(model: nn.Module, batch: torch.Tensor) -> None:
+    with torch.no_grad():
+        model(batch)
+    model(batch).sum().backward()
+
+
+@pytest.mark.parametrize("train", [_penalty, _two_forwards, _two_backwards, _look_first])
+def test_whatever_a_step_does_nothing_is_freed_twice_or_left_gathered(train) -> None:
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+        train(model, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    trace = memfit.trace(Step(Model, spec((2, 10)), run=run), target="cpu")
+    found = sharded(trace)
+    assert (found.before_by_row >= 0).all() and (found.during_by_row >= 0).all()
+    assert (found.before[1:] <= found.during[:-1]).all()
+    for category in (Category.GATHERED_PARAMETER, Category.COMMUNICATION):
+        assert level(found, category, len(trace.ops)) == 0
+    assert 0 < found.exposed_ms <= found.communication_ms

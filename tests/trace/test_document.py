@@ -60,7 +60,7 @@ def test_a_flipped_bit_is_refused(trace: Trace, tmp_path: Path) -> None:
 def test_other_versions_are_refused(trace: Trace, tmp_path: Path) -> None:
     path = tmp_path / "step.memfit"
     save_trace(trace, path)
-    path.write_bytes(path.read_bytes().replace(b"memfit trace 2", b"memfit trace 9", 1))
+    path.write_bytes(path.read_bytes().replace(b"memfit trace 3", b"memfit trace 9", 1))
     with pytest.raises(InputError, match="schema 9, this memfit reads 3"):
         load_trace(path)
 

@@ -74,6 +74,7 @@ class Literal:
             and self.held(storage)
             and record.death != NEVER
             and record.death < self.unit.backward_end
+            and NEVER < record.released < self.unit.end
             and len(record.saved_by) > 0
             and all(op in self.inside for op in record.saved_by)
             and self.need(storage) in self.inside
@@ -196,4 +197,5 @@ class Literal:
             return False
         if not self.held(storage):
             return op >= self.trace.storages[storage].death
-        return not any(self.reads(later, storage) for later in self.inside if later > op)
+        released = self.trace.storages[storage].released
+        return released != NEVER and op >= released

@@ -60,6 +60,7 @@ class StorageDraft:
     size: int
     birth: int
     death: int = NEVER
+    released: int | None = None
     category: Category = Category.ACTIVATION
     savers: set[int] = field(default_factory=set)
 
@@ -69,6 +70,7 @@ class StorageDraft:
             category=self.category,
             birth=self.birth,
             death=self.death,
+            released=self.death if self.released is None else self.released,
             call=NEVER,
             module="",
             name="",
@@ -210,4 +212,6 @@ def _draw_fate(
     elif fate == "held":
         storage.savers = set(draw(st.lists(st.sampled_from(inside), max_size=2))) if inside else set()
         storage.death = draw(st.sampled_from((backward_end, backward_end + 1, NEVER)))
+    if storage.savers and storage.death != NEVER:
+        storage.released = draw(st.integers(last, draw(st.sampled_from((max(last, end - 1), storage.death)))))
     storage.savers = {op if ops[op].forward_op == NEVER else ops[op].forward_op for op in storage.savers}

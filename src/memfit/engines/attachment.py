@@ -1,9 +1,10 @@
 """How a model comes to run its plan without anything of it being changed that can be seen.
 
-Note [Attachment]: the modules of a plan keep their class, their dictionary and their hooks. What changes is `forward` of
-their classes, once for each class and for as long as an instance of it has a plan: it looks the instance up, in a table
-that holds it weakly, and runs it as it always did when it is not there. Copies and pickles of the model are therefore
-plain models. An instance that has a `forward` of its own in its dictionary gets another there, and back on removal.
+Note [Attachment]: the modules of a plan keep their class, their dictionary and their hooks. What changes is `forward`
+of their classes, once for each class and for as long as an instance of it has a plan: it looks the instance up, in a
+table that holds it weakly, and runs it as it always did when it is not there. Copies and pickles of the model are
+therefore plain models. An instance that has a `forward` of its own in its dictionary gets another there, and the old
+one back on removal.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from memfit.engines.policy import RunPolicy
 from memfit.engines.unit import PlannedUnit
 from memfit.errors import InputError, MissingFeatureError, StateError
 from memfit.plan import Checkpoint, Plan, PlanMismatch, model_differences
+from memfit.plan.uses import use
 from memfit.units import display_bytes
 
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
@@ -90,6 +91,7 @@ class Applied:
         return found
 
 
+@use("apply")
 def apply(
     plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
@@ -101,6 +103,7 @@ def apply(
     return model, optimizer
 
 
+@use("remove")
 def remove(plan: Plan, model: nn.Module) -> nn.Module:
     """Make the model what it was before `apply`."""
     applied = _applied.get(model)

@@ -1,8 +1,8 @@
 """The region of the loss: it is no module, so its ops are written down while they run (Note [Tape]).
 
-It begins when a module's call ends, the model's own or that of the last one inside it, and ends with the model's forward
-or, after the model, with the backward. Nobody says when that begins: `torch.autograd.backward` and `grad` are watched
-from the end of the model's forward until the first of them is called.
+It begins when a module's call ends, the model's own or that of the last one inside it, and ends with the model's
+forward or, after the model, with the backward. Nobody says when that begins: `torch.autograd.backward` and `grad` are
+watched from the end of the model's forward until the first of them is called.
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ if TYPE_CHECKING:
     from memfit.engines.local import Applied
 
 
+LossPolicy = tuple[RunPolicy, str | None, int]
+"""The policy, the module after which the region begins, and after which call of it."""
+
+
 class LossRegion:
     """Runs the losses of a step's passes under their policies, around what else handles the model's calls."""
 
-    def __init__(
-        self,
-        applied: Applied,
-        calls: int,
-        policies: dict[int, tuple[RunPolicy, str | None, int]],
-        inner: Handler | None,
-    ) -> None:
+    def __init__(self, applied: Applied, calls: int, policies: dict[int, LossPolicy], inner: Handler | None) -> None:
         self._applied = applied
         self._calls = calls
         self._policies = policies

@@ -192,7 +192,7 @@ class Rerun:
     def _forward_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recipe = self.recipe
         if recipe is None:
-            with _buffers_as_they_are(self._unit):
+            with _BuffersKept(self._unit):
                 self._forward(*args, **kwargs)
         elif recipe.answers:
             Tour(recipe.root, lambda gap: _Answer(gap, self)).run(self._forward, args, kwargs)
@@ -309,7 +309,7 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
         del guard
 
 
-class _buffers_as_they_are:
+class _BuffersKept:
     """Puts the buffers of a module back to what they were."""
 
     def __init__(self, module: nn.Module) -> None:

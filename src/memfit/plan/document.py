@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
+import torch
 from msgspec import Meta
 from rich.console import RenderableType
+from torch import nn
 
 from memfit.errors import InputError
 from memfit.plan.display import counted, plan_report
@@ -28,6 +30,7 @@ from memfit.plan.record import (
     TraceFacts,
 )
 from memfit.plan.text import json_text
+from memfit.plan.uses import used
 from memfit.plan.validation import check_content
 from memfit.solve.curve_display import text_of
 from memfit.trace import Step, Trace
@@ -107,6 +110,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         found = differences(self, trace)
         if found:
             raise PlanMismatch(found)
+
+    def apply(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+        """Make a model run the plan from its next step on; both come back as they are.
+
+        A plan that does not belong to the model is refused with what differs, before anything is changed.
+        """
+        return used("apply")(self, model, optimizer)
+
+    def remove(self, model: nn.Module) -> nn.Module:
+        """Make a model that runs the plan what it was before `apply`."""
+        return used("remove")(self, model)
 
     def __rich__(self) -> RenderableType:
         return plan_report(self)

@@ -61,7 +61,7 @@ def model_differences(plan: Plan, model: nn.Module) -> list[str]:
     kinds = sorted({parameter.device.type for parameter in model.parameters()} - {plan.trace.device_type})
     if kinds:
         found.append(
-            f"the model is on {' and '.join(kinds)}, and the plan is for {plan.trace.device}, a {plan.trace.device_type}"
+            f"the model is on {' and '.join(kinds)}, and the plan is for {plan.trace.device} ({plan.trace.device_type})"
         )
     found += parameter_differences(_parameters(model), plan.trace.parameters)
     modules = dict(model.named_modules(remove_duplicate=False))

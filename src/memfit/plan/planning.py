@@ -7,14 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.status import Status as Spinner
 
 from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
-from memfit.memory import CATEGORIES, reserved
 from memfit.plan.document import Plan
 from memfit.plan.facts import peak_at
 from memfit.plan.given import (
@@ -31,17 +29,17 @@ from memfit.plan.record import Blocker, Estimate, Lever, Prediction, ShardedUnit
 from memfit.solve import (
     Curve,
     Incumbent,
+    PlannedTimeline,
     Problem,
-    ShardOptions,
     Solved,
     SolveOptions,
     Status,
     blocker_of,
     curve_of,
-    replay,
+    planned_reserved,
     solve,
 )
-from memfit.trace import Category, Step, Trace, trace
+from memfit.trace import Step, Trace, trace
 from memfit.units import display_bytes, display_ms
 
 
@@ -132,25 +130,16 @@ def _problem(
 def _document(problem: Problem, solved: Solved, notes: list[str]) -> Plan:
     captured, target = problem.timeline.trace, problem.target
     base_ms = problem.runtime.total_ms + problem.exposed_ms
-    rows = problem.during_by_row
-    levels = rows.sum(axis=0)
-    at = int(levels.argmax())
-    baseline = Estimate(
-        peak_bytes=int(levels[at]),
-        peak_reserved_bytes=_reserved_bytes(problem, int(levels[at])),
-        step_ms=base_ms,
-        peak_by_category=_categories(rows[:, at]),
-        peak_at=peak_at(captured, at),
-    )
-    if problem.target.device.allocator.caches and (solved.chosen or problem.sharding is not None):
+    baseline = Estimate(step_ms=base_ms, **_peak(problem, problem.replay(())))
+    predicted = _prediction(problem, solved, base_ms)
+    fullest = baseline if predicted is None else predicted
+    if fullest.peak_reserved_bytes > solved.budget_bytes >= fullest.peak_bytes:
         notes.append(
-            "what the caching allocator reserves beyond the peak is not simulated under a plan: leave it some room"
+            f"the caching allocator would reserve {display_bytes(fullest.peak_reserved_bytes)}, more than the budget: "
+            "it has to empty its cache now and then; PYTORCH_ALLOC_CONF=expandable_segments:True may help"
         )
-    elif baseline.peak_reserved_bytes > solved.budget_bytes:
-        notes.append(
-            f"the caching allocator would reserve {display_bytes(baseline.peak_reserved_bytes)}, more than the budget: "
-            "it may have to empty its cache in every step"
-        )
+    if problem.least_is_unproven:
+        notes.append("the smallest budget is the lowest found in the time limit, not proven to be the lowest there is")
     if solved.tightened:
         notes.append(f"the replay sent the solver back {solved.tightened} times")
     if solved.status in (Status.INFEASIBLE, Status.UNKNOWN):
@@ -180,57 +169,49 @@ def _document(problem: Problem, solved: Solved, notes: list[str]) -> Plan:
         minimum_budget_bytes=solved.minimum_budget_bytes,
         checkpoint=[(candidate.unit, policy) for candidate, policy in solved.chosen],
         baseline=baseline,
-        predicted=_prediction(problem, solved, base_ms),
+        predicted=predicted,
         shard=_shard_plan(problem),
         notes=notes,
     )
 
 
-def _prediction(problem: Problem, solved: Solved, base_ms: float) -> Prediction:
-    assert solved.replay is not None
-    judged, captured = solved.replay, problem.timeline.trace
-    at, peak, rerun = judged.peak_op, judged.peak_bytes, judged.highest_rerun
-    column = problem.during_by_row[:, at].copy()
-    column[CATEGORIES.index(Category.ACTIVATION)] += peak - int(column.sum())
+def _prediction(problem: Problem, solved: Solved, base_ms: float) -> Prediction | None:
+    if solved.replay is None:
+        return None
     return Prediction(
-        peak_bytes=peak,
-        peak_reserved_bytes=max(peak, _reserved_bytes(problem, peak) if not solved.chosen else peak),
         step_ms=base_ms + solved.recompute_ms,
-        peak_by_category=_categories(column),
-        peak_at=peak_at(captured, at, second_run_of=None if rerun is None else rerun.unit),
         recompute_ms=solved.recompute_ms,
         exposed_communication_ms=problem.exposed_ms,
+        **_peak(problem, solved.replay),
     )
 
 
-def _categories(column: np.ndarray) -> dict[Category, int]:
-    """Bytes by category, none when what a plan drops is more than the activations that are there."""
-    if (column < 0).any():
-        return {}
-    return {category: int(n_bytes) for category, n_bytes in zip(CATEGORIES, column, strict=True) if n_bytes}
-
-
-def _reserved_bytes(problem: Problem, peak_bytes: int) -> int:
-    """What the caching allocator would reserve; the peak itself where it is not simulated."""
-    if problem.sharding is not None or not problem.target.device.allocator.caches:
-        return peak_bytes
-    return max(peak_bytes, reserved(problem.timeline.trace, problem.target.device).peak_reserved_bytes)
+def _peak(problem: Problem, judged: PlannedTimeline) -> dict[str, Any]:
+    """The fields of an estimate that are about memory."""
+    device, instant = problem.target.device, judged.peak_instant
+    held = judged.peak_bytes
+    if device.allocator.caches:
+        held = max(held, planned_reserved(judged, device).peak_reserved_bytes)
+    return {
+        "peak_bytes": judged.peak_bytes,
+        "peak_reserved_bytes": held,
+        "peak_by_category": judged.peak_by_category,
+        "peak_at": peak_at(judged.trace, int(judged.op[instant]), second_run_of=judged.second_run_of(instant)),
+    }
 
 
 def _shard_plan(problem: Problem) -> ShardPlan | None:
     if problem.sharding is None:
         return None
-    options: ShardOptions = problem.options.shard
-    units = tuple(
-        ShardedUnit(module=unit.module, reshard_after_forward=bool(unit.module)) for unit in problem.sharding.units
-    )
+    sharding = problem.sharding
+    units = tuple(ShardedUnit(module=unit.module, reshard_after_forward=bool(unit.module)) for unit in sharding.units)
     return ShardPlan(
         ranks=problem.target.ranks,
         units=units,
         prefetch=1,
-        shard_dtype=options.shard_dtype,
-        param_dtype=options.param_dtype,
-        reduce_dtype=options.reduce_dtype,
+        shard_dtype=sharding.shard_dtype,
+        param_dtype=sharding.param_dtype,
+        reduce_dtype=sharding.reduce_dtype,
     )
 
 
@@ -239,15 +220,11 @@ def _why(problem: Problem) -> Blocker | None:
     least = problem.least
     if least is None:
         return None
-    program, found = problem.program(1), blocker_of(problem, least.choice)
-    judged = replay(program, problem.facts, program.chosen(least.choice))
-    rerun = judged.highest_rerun
-    column = np.array([found.by_category.get(category, 0) for category in CATEGORIES])
-    column[CATEGORIES.index(Category.ACTIVATION)] += judged.peak_bytes - int(column.sum())
+    found = blocker_of(problem, least.choice)
     return Blocker(
-        peak_bytes=judged.peak_bytes,
-        peak_by_category=_categories(column),
-        peak_at=peak_at(problem.timeline.trace, judged.peak_op, second_run_of=None if rerun is None else rerun.unit),
+        peak_bytes=found.peak_bytes,
+        peak_by_category=found.by_category,
+        peak_at=peak_at(problem.timeline.trace, found.op, second_run_of=found.second_run_of),
         levers=tuple(Lever(name=each.name, saves_bytes=each.saves_bytes, how=each.how) for each in found.levers),
     )
 

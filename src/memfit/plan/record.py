@@ -40,8 +40,8 @@ class Checkpoint(_Part, frozen=True):
     """A unit that is checkpointed, and its policy.
 
     `call` says which call of the module it is, of `calls` in the step's forward. Its forward is ops `begin` up to (not
-    including) `end` of the step. Ops up to offset `stop` run again, but those that are saved. `dropped` are the storages
-    that are not held for backward, each as the op that makes it and its place among the new storages of that op. The
+    including) `end` of the step. Ops up to offset `stop` run again, but those that are saved. `dropped` are what is
+    not held for backward, each as the op that makes it and its place among the new storages of that op. The
     region of the loss begins after call `after_call` of the module `after`; after the whole model when that is None.
     """
 
@@ -74,7 +74,7 @@ class PeakAt(_Part, frozen=True):
     """The op at the highest point of a step; where that is a view, the next op that does something.
 
     `module` is None outside any module. `second_run_of` is the unit that runs again when that is the highest point;
-    the op is then the one of the backward before which it does.
+    the op is then one of its forward.
     """
 
     op: int

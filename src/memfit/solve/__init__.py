@@ -5,8 +5,8 @@ from memfit.solve.curve import Curve, CurvePoint, curve_of
 from memfit.solve.milp import Incumbent, Limits, SolverError, Status
 from memfit.solve.op_policy import SACDecision, get_optimal_checkpointing_policy_per_module
 from memfit.solve.options import SolveOptions
+from memfit.solve.planned import PlannedTimeline, planned_events, planned_reserved, planned_timeline
 from memfit.solve.program import Candidate, Choice, Program
-from memfit.solve.replay import Replay, Rerun, replay
 from memfit.solve.sac_milp import SACSolution, sac_milp
 from memfit.solve.sharding import Sharding, ShardOptions, ShardUnit, repeated_blocks, shard
 from memfit.solve.solution import Problem, Solved, minimum_budget_bytes, solve
@@ -20,10 +20,9 @@ __all__ = [
     "Incumbent",
     "Lever",
     "Limits",
+    "PlannedTimeline",
     "Problem",
     "Program",
-    "Replay",
-    "Rerun",
     "SACDecision",
     "SACSolution",
     "ShardOptions",
@@ -37,8 +36,10 @@ __all__ = [
     "curve_of",
     "get_optimal_checkpointing_policy_per_module",
     "minimum_budget_bytes",
+    "planned_events",
+    "planned_reserved",
+    "planned_timeline",
     "repeated_blocks",
-    "replay",
     "sac_milp",
     "shard",
     "solve",

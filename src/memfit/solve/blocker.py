@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-from memfit.memory.timeline import CATEGORIES
 from memfit.solve.program import Choice
 from memfit.solve.solution import Problem
 from memfit.trace import NEVER, Category, Phase
@@ -32,6 +29,7 @@ class Blocker:
     phase: Phase
     module: str | None
     source: str
+    second_run_of: str | None
     peak_bytes: int
     by_category: dict[Category, int]
     levers: tuple[Lever, ...]
@@ -43,28 +41,21 @@ class Blocker:
 
 def blocker_of(problem: Problem, choice: Choice) -> Blocker:
     """What stands in the way of a lower peak than this choice has."""
-    program = problem.program(1)
-    level, reruns = program.peaks(choice)
-    op = int(level.argmax())
-    peak = int(level[op])
-    highest = max(reruns, key=lambda each: each[1], default=None)
-    if highest is not None and highest[1] > peak:
-        op, peak = highest[0].again, highest[1]
-    trace = problem.timeline.trace
-    at = min(op, len(trace.ops) - 1)
-    call = trace.ops[at].call
-    column = problem.during_by_row[:, op].copy()
-    column[CATEGORIES.index(Category.ACTIVATION)] -= int(program.freed(choice)[op])
-    by_category = {CATEGORIES[row]: int(column[row]) for row in np.argsort(-column, kind="stable") if column[row] > 0}
+    judged = problem.replay(problem.program(1).chosen(choice))
+    trace, instant = judged.trace, judged.peak_instant
+    op = min(int(judged.op[instant]), len(trace.ops) - 1)
+    call = trace.ops[op].call
+    by_category = judged.peak_by_category
     return Blocker(
-        op=at,
-        name=trace.ops[at].name,
-        phase=trace.ops[at].phase,
+        op=op,
+        name=trace.ops[op].name,
+        phase=trace.ops[op].phase,
         module=trace.calls[call].module if call != NEVER else None,
-        source=trace.source_of(at),
-        peak_bytes=peak,
+        source=trace.source_of(op),
+        second_run_of=judged.second_run_of(instant),
+        peak_bytes=judged.peak_bytes,
         by_category=by_category,
-        levers=_levers(problem, at, by_category),
+        levers=_levers(problem, op, by_category),
     )
 
 

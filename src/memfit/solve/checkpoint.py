@@ -111,9 +111,11 @@ class CheckpointModel:
                     choice[index] = policy
         return choice
 
-    def values_of(self, choice: Choice) -> list[float]:
-        """A full assignment for a choice, to start the solver from."""
+    def values_of(self, choice: Choice, peak_bytes: int = 0) -> list[float]:
+        """A full assignment for a choice, to start the solver from; its peak where the budget is a variable."""
         values = [0.0] * self.milp.columns
+        if self.budget is not None:
+            values[self.budget] = peak_bytes / SCALE
         for index, policy in enumerate(choice.tolist()):
             if policy != NEVER:
                 values[self.x[index][policy]] = 1.0

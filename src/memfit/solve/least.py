@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from memfit.solve.checkpoint import CheckpointModel
 from memfit.solve.milp import Limits, Status
+from memfit.solve.prefixes import Place, Walks, walks_of
 from memfit.solve.program import Choice, Program
+from memfit.trace import NEVER
 
 _TOLERANCE_BYTES = 1024
 """A thousandth of a MiB, the unit of the program's rows."""
@@ -30,16 +34,77 @@ class LeastBudget:
 def least_budget(program: Program, limits: Limits | None = None) -> LeastBudget | None:
     """The plan with the lowest peak; None when the solver found none in its time.
 
-    Of the plans with that peak the solver gives any: solve again at this budget for the fastest of them.
+    Of the plans with that peak any is given: solve again at this budget for the fastest of them.
     """
+    walked = _by_walking(program)
+    if walked is not None and walked.peak_bytes <= walked.bound_bytes:
+        return walked
     model = CheckpointModel(program, least_budget=True)
-    solved = model.milp.solve(replace(limits or Limits(), gap=0.0))
+    start = None if walked is None else model.values_of(walked.choice, walked.peak_bytes)
+    solved = model.milp.solve(replace(limits or Limits(), gap=0.0), start=start)
     if solved.status not in (Status.OPTIMAL, Status.FEASIBLE):
-        return None
+        return walked
     choice = model.choice_of(solved.values)
     scale = 1 << 20
     return LeastBudget(
         choice=choice,
         peak_bytes=program.peak_bytes(choice),
-        bound_bytes=math.floor(solved.bound * scale),
+        bound_bytes=max(math.floor(solved.bound * scale), 0 if walked is None else walked.bound_bytes),
     )
+
+
+def _by_walking(program: Program) -> LeastBudget | None:
+    """The least budget under the rows of Note [Prefixes], by halving: more dropped is never worse when time is free."""
+    walks = walks_of(program)
+    if walks is None:
+        return None
+    highest = max((int(policy.recompute_peak_bytes) for each in program.candidates for policy in each.policies), default=0)
+    low, high = walks.floor_bytes, max(walks.floor_bytes, int(program.during.max()) + highest)
+    plan = _plan_within(program, walks, high)
+    if plan is None:
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        better = _plan_within(program, walks, middle)
+        if better is None:
+            low = middle + 1
+        else:
+            plan, high = better, middle
+    return LeastBudget(choice=plan, peak_bytes=program.peak_bytes(plan), bound_bytes=high)
+
+
+_Picks = tuple["_Picks", int, int] | None
+"""The last candidate that is checkpointed, its policy, and those before it."""
+
+
+def _plan_within(program: Program, walks: Walks, budget_bytes: int) -> Choice | None:
+    """A plan that drops the most at every place of the walks, None when it does not hold their rows."""
+    choice = np.full(len(program.candidates), NEVER, np.int64)
+    for places in walks.walks:
+        lacking, picks = 0, None
+        for place in places:
+            passed = _most_dropped(place, lacking, budget_bytes - program.budget_bytes, picks)
+            if passed is None:
+                return None
+            lacking, picks = passed
+        while picks is not None:
+            picks, index, policy = picks
+            choice[index] = policy
+    return choice
+
+
+def _most_dropped(place: Place, lacking: int, spare: int, picks: _Picks) -> tuple[int, _Picks] | None:
+    """The most that can be lacking after a place; `spare` is the budget above that of the place's rows."""
+    inner: tuple[int, _Picks] | None = None if place.forced else (lacking, picks)
+    for each in place.inside:
+        if inner is not None:
+            inner = _most_dropped(each, inner[0], spare, inner[1])
+    if inner is not None and inner[0] + spare < place.need_bytes:
+        inner = None
+    if place.opened:
+        return inner
+    for policy in range(len(place.freed) - 1, -1, -1):  # by falling bytes
+        if lacking + spare >= place.required_bytes[policy]:
+            dropped = lacking + int(place.freed[policy])
+            return inner if inner is not None and inner[0] >= dropped else (dropped, (picks, place.index, policy))
+    return inner

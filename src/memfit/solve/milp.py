@@ -123,9 +123,13 @@ class Milp:
         limits: Limits,
         *,
         start: Sequence[float] | None = None,
+        target: float | None = None,
         watch: Callable[[Incumbent], None] | None = None,
     ) -> Solution:
-        """The best values, from a first answer if one is given; `watch` hears of every better one."""
+        """The best values, from a first answer if one is given; `watch` hears of every better one.
+
+        An answer no worse than `target`, below which the caller knows that there is none, ends the search.
+        """
         began = time.perf_counter()
         _use_threads(limits.threads)
         solver = highspy.Highs()
@@ -137,6 +141,8 @@ class Milp:
         solver.setOptionValue("mip_feasibility_tolerance", 1e-9)
         solver.setOptionValue("primal_feasibility_tolerance", 1e-9)
         solver.setOptionValue("time_limit", float(limits.time_limit_s))
+        if target is not None:
+            solver.setOptionValue("objective_target", target)
         if watch is not None:
             _watch(solver, watch, began)
         _check(solver.passModel(self._model()), "reading the model")

@@ -1,8 +1,8 @@
 """Memory over the ops of a step under a plan, its second runs included, and what the allocator reserves for it.
 
-`replay.py` judges plans by levels alone: it counts what a unit newly holds from the end of its forward on, also while
-the storage was still alive, and once for each unit that holds it. Here (Note [Lives under a plan]) such a storage is
-there once, from its birth on, as the allocator sees it. All else is the same to the byte.
+This is the judge of a plan and knows nothing of the program that found it (Note [Lives under a plan]). The program's
+rows are never lower, but where inputs die inside a unit: what a unit drops leaves them with the end of its forward and
+not as soon as it could, and what several units hold counts for each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from memfit.memory import CATEGORIES, Reserved
 from memfit.memory.allocator import MemoryEvent
 from memfit.memory.events import Lives, events_of, reserved_of
 from memfit.memory.timeline import Bytes
-from memfit.solve.planned_lives import BETWEEN, Interval, PlannedLives, planned_lives
+from memfit.solve.intervals import Interval
+from memfit.solve.planned_lives import BETWEEN, PlannedLives, planned_lives
 from memfit.trace import NEVER, Category, Trace
 from memfit.tradeoff import Policy, Unit
 from memfit.tradeoff.facts import Facts, Ints
@@ -103,6 +104,14 @@ class PlannedTimeline:
     def second_run_instants(self, run: int) -> Ints:
         """The instants of a unit's second run, by its number in `units`."""
         return np.flatnonzero(self.run == run)
+
+    @cached_property
+    def during_step_bytes(self) -> Bytes:
+        """Bytes while each op of the step runs, and between it and the next; not in second runs."""
+        found = self.during_bytes[self.step_instants]
+        between = np.flatnonzero(self.run == BETWEEN)
+        np.maximum.at(found, np.maximum(self.op[between] - 1, 0), self.during_bytes[between])
+        return found
 
     @cached_property
     def peak_instant(self) -> int:

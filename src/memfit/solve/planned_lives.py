@@ -3,8 +3,8 @@
 Note [Lives under a plan]: instants are the ops of the step and, before the op at which a unit runs again, those of its
 ops that do. A storage lives as it did in the captured step, except that
 
-1. one that a policy drops is freed after the last op of its unit's forward; the second run makes another in its place,
-   which lives until the original would have gone;
+1. one that a policy drops is freed when nothing but autograd held it; the second run makes another in its place, which
+   lives until the original would have gone;
 2. a result that a policy saves and autograd would not have kept, and an input of a checkpointed unit that would be gone
    by then, live until the second run that needs them is over. Several units may need one; it is there once;
 3. whatever else a second run makes again lives as long within it as it did in the first run, at most until its end.
@@ -26,7 +26,8 @@ import numpy as np
 from memfit.errors import InputError
 from memfit.memory import CATEGORIES
 from memfit.memory.events import Lives
-from memfit.trace import NEVER, Category
+from memfit.solve.intervals import Interval
+from memfit.trace import NEVER
 from memfit.tradeoff import Policy, Unit
 from memfit.tradeoff.facts import Facts, Ints
 from memfit.tradeoff.problem import Problem, Role, lost_inputs
@@ -35,26 +36,6 @@ Chosen = tuple[Unit, Policy]
 
 BETWEEN = -2
 """Marks an instant between two ops, when sharding has made something and not yet freed something else."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
-    """Bytes that sharding adds, there while ops `begin` up to (not including) `end` run.
-
-    `begin` is `NEVER` for what is there before the step, `end` is `NEVER` for what stays. With `ahead` it is made
-    before op `begin` and before a unit that runs again there, as a gather is; otherwise by the op, as a gradient is.
-    `made_order` and `freed_order` are its places in what happens between the same two ops; `NEVER` is before all
-    of that. What has them may be made and freed between the same two ops.
-    """
-
-    category: Category
-    size_bytes: int
-    begin: int
-    end: int
-    ahead: bool = True
-    made_order: int = NEVER
-    freed_order: int = NEVER
-    module: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -157,7 +138,8 @@ def _run_again(facts: Facts, number: int, chosen: Chosen, instants: Ints, at: In
     newly_held = own[(problem.role == Role.FRESH) & held & (problem.birth <= policy.stop)]
     for storages in (newly_held, lost_inputs(facts, unit)):
         dies[storages] = np.maximum(dies[storages], instants[-1])
-    dies[own[discardable & ~held]] = at[unit.end - 1]
+    dropped = own[discardable & ~held]
+    dies[dropped] = at[np.maximum(facts.released[dropped], facts.birth[dropped])]
     made = runs[problem.birth] & (problem.ends >= problem.birth)
     again, ends = own[made], problem.ends[made]
     offsets = np.array(policy.recomputed, np.int64)

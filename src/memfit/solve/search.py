@@ -1,4 +1,8 @@
-"""Finds the least recompute time under the budget: equal layers together first, all units where that is not enough."""
+"""Finds the least recompute time under the budget.
+
+A walk through the forward proves it where backward mirrors forward (Note [Prefixes]), which is the rule. Elsewhere its time
+is a bound, and integer programs follow: equal layers together first, all units where that is not enough.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,24 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from memfit.solve.checkpoint import CheckpointModel
 from memfit.solve.classes import ClassModel
 from memfit.solve.milp import Incumbent, Limits, Status, relative_gap
+from memfit.solve.prefixes import PICOSECONDS, Walks, broken_rows, walks_of
 from memfit.solve.program import Choice, Program
+from memfit.solve.walk import best_of
 from memfit.trace import NEVER
 
 Watch = Callable[[Incumbent], None]
 _SAME_MS = 1e-5
 """Ten nanoseconds: what the solver's tolerances and the order of sums may make of equal times."""
 _ROUNDS = 60
+_REPAIRS = 30
+_WIDEST, _NARROW = 1 << 17, 1 << 10
 _PROVEN = 1e-6
 
 
@@ -51,15 +60,77 @@ def search(
         return _outcome(program, nothing, Status.OPTIMAL, 0.0, began, 0, 0)
     known = [choice for choice in (start, most_freed(program)) if choice is not None and usable(program, choice)]
     first = min((program.recompute_ms(choice) for choice in known), default=math.inf)
+    walked_bound, walked = _by_walking(program, limits, began, _with_best(watch, first))
+    rows, columns = len(program.segments), sum(len(candidate.policies) for candidate in program.candidates)
+    if math.isinf(walked_bound):
+        return _outcome(program, None, Status.INFEASIBLE, math.inf, began, rows, columns)
+    if walked is not None and _enough(program, limits, walked, walked_bound):
+        _tell(program, watch, walked, walked_bound, began)
+        return _outcome(program, walked, Status.OPTIMAL, walked_bound, began, rows, columns)
     bound, dealt, rows, columns = _by_classes(program, limits, began, _with_best(watch, first))
     if bound is None:
         return _outcome(program, None, Status.INFEASIBLE, math.inf, began, rows, columns)
-    best = min([*known, *dealt], key=program.recompute_ms, default=None)
-    if watch is not None and best is not None:
-        watch(Incumbent(objective=program.recompute_ms(best), bound=bound, seconds=time.perf_counter() - began))
-    if best is not None and program.recompute_ms(best) <= bound + _SAME_MS + limits.gap * bound:
-        return _outcome(program, best, Status.OPTIMAL, bound, began, rows, columns)
+    bound = max(bound, walked_bound)
+    found = [*known, *dealt] if walked is None else [walked, *known, *dealt]
+    best = min(found, key=program.recompute_ms, default=None)
+    if best is not None:
+        _tell(program, watch, best, bound, began)
+        if _enough(program, limits, best, bound):
+            return _outcome(program, best, Status.OPTIMAL, bound, began, rows, columns)
     return _full(program, limits, best, bound, began, watch)
+
+
+def _enough(program: Program, limits: Limits, choice: Choice, bound_ms: float) -> bool:
+    return program.recompute_ms(choice) <= bound_ms + _SAME_MS + limits.gap * bound_ms
+
+
+def _tell(program: Program, watch: Watch | None, choice: Choice, bound_ms: float, began: float) -> None:
+    if watch is not None:
+        seconds = time.perf_counter() - began
+        watch(Incumbent(objective=program.recompute_ms(choice), bound=bound_ms, seconds=seconds))
+
+
+def _by_walking(program: Program, limits: Limits, began: float, watch: Watch | None) -> tuple[float, Choice | None]:
+    """A proven bound, infinite when nothing fits, and the best plan of the walks that holds every row.
+
+    Where backward does not mirror forward, the first plan may break rows: what mends them is asked for, and walked again.
+    """
+    walks = walks_of(program)
+    if walks is None:
+        return 0.0, None
+    if walks.floor_bytes > program.budget_bytes:
+        return math.inf, None
+    bound, choice = _walked(program, walks, limits, began, _WIDEST, watch)
+    raised: dict[int, int] = {}
+    for _ in range(_REPAIRS):
+        if choice is None or usable(program, choice):
+            break
+        for index, need in broken_rows(program, choice).items():
+            raised[index] = max(need, raised.get(index, need))
+        stricter = walks_of(program, raised)
+        _, choice = (0.0, None) if stricter is None else _walked(program, stricter, limits, began, _NARROW, None)
+    return bound, choice if choice is not None and usable(program, choice) else None
+
+
+def _walked(
+    program: Program, walks: Walks, limits: Limits, began: float, widest: int, watch: Watch | None
+) -> tuple[float, Choice | None]:
+    """The bound and the plan of all walks together."""
+    bound, whole = 0.0, True
+    choice = np.full(len(program.candidates), NEVER, np.int64)
+    for places in walks.walks:
+        heard = None if watch is None else partial(_hear, watch, bound, began)
+        walked = best_of(places, gap=limits.gap, deadline=began + limits.time_limit_s, widest=widest, watch=heard)
+        bound += walked.bound / PICOSECONDS
+        whole = whole and walked.picks is not None
+        for index, policy in walked.picks or ():
+            choice[index] = policy
+    return bound, choice if whole else None
+
+
+def _hear(watch: Watch, before_ms: float, began: float, _: float, bound: float) -> None:
+    seconds = time.perf_counter() - began
+    watch(Incumbent(objective=math.inf, bound=before_ms + bound / PICOSECONDS, seconds=seconds))
 
 
 def _with_best(watch: Watch | None, best_ms: float) -> Watch | None:
@@ -129,7 +200,8 @@ def _full(
 ) -> Outcome:
     full = CheckpointModel(program)
     left = replace(limits, time_limit_s=max(0.1, limits.time_limit_s - (time.perf_counter() - began)))
-    solved = full.milp.solve(left, start=None if best is None else full.values_of(best), watch=watch)
+    start = None if best is None else full.values_of(best)
+    solved = full.milp.solve(left, start=start, target=bound_ms + _SAME_MS / 2, watch=watch)
     rows, columns = solved.rows, solved.columns
     if solved.status is Status.INFEASIBLE:
         return _outcome(program, None, Status.INFEASIBLE, math.inf, began, rows, columns)
@@ -138,7 +210,7 @@ def _full(
         best = min((c for c in (best, full.choice_of(solved.values)) if c is not None), key=program.recompute_ms)
     if best is None:
         return _outcome(program, None, Status.UNKNOWN, bound, began, rows, columns)
-    proven = solved.status is Status.OPTIMAL
+    proven = solved.status is Status.OPTIMAL or program.recompute_ms(best) <= bound + _SAME_MS
     return _outcome(program, best, Status.OPTIMAL if proven else Status.FEASIBLE, bound, began, rows, columns)
 
 

@@ -7,30 +7,15 @@ The highest point goes to `during[k-1]`, when it is higher than that (to `during
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
 from memfit.memory.timeline import CATEGORIES, Bytes, Timeline
+from memfit.solve.intervals import Interval
 from memfit.trace import NEVER, Category
 
 _ROW = {category: row for row, category in enumerate(CATEGORIES)}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardAllocation:
-    """Bytes that sharding adds, there while ops `begin` up to (not including) `end` run; none when they are equal.
-
-    `begin` is `NEVER` for what is there before the step, `end` for what stays. With `ahead` it is made before op
-    `begin`, as a gather is, otherwise by the op, as a gradient is.
-    """
-
-    category: Category
-    size_bytes: int
-    begin: int
-    end: int
-    ahead: bool
-    module: str
 
 
 class Levels:
@@ -39,8 +24,8 @@ class Levels:
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
         self._ops = len(timeline.trace.ops)
-        self._made: list[ShardAllocation] = []
-        self._ended: dict[int, int] = {}
+        self._made: list[Interval] = []
+        self._ended: dict[int, tuple[int, int]] = {}
         self._taken: set[int] = set()
         self._between: list[tuple[int, int, int, int]] = []  # moment, order, row, bytes
 
@@ -50,17 +35,12 @@ class Levels:
         return frozenset(self._taken)
 
     @property
-    def allocations(self) -> tuple[ShardAllocation, ...]:
+    def allocations(self) -> tuple[Interval, ...]:
         """Everything that was made, in that order."""
         return tuple(
-            ShardAllocation(
-                category=each.category,
-                size_bytes=each.size_bytes,
-                begin=each.begin,
-                end=self._ended.get(number, NEVER),
-                ahead=each.ahead,
-                module=each.module,
-            )
+            replace(each, end=self._ended[number][0], freed_order=self._ended[number][1])
+            if number in self._ended
+            else each
             for number, each in enumerate(self._made)
         )
 
@@ -79,25 +59,32 @@ class Levels:
 
     def make(self, category: Category, n_bytes: int, begin: int, *, module: str = "", by_op: bool = False) -> int:
         """Make an allocation before op `begin`, or by it, and give its number; it stays until it is ended."""
+        order = NEVER
+        if not by_op and begin != NEVER:
+            order = self._note(begin, _ROW[category], self.rounded(n_bytes))
         self._made.append(
-            ShardAllocation(
-                category=category, size_bytes=n_bytes, begin=begin, end=NEVER, ahead=not by_op, module=module
+            Interval(
+                category=category,
+                size_bytes=n_bytes,
+                begin=begin,
+                end=NEVER,
+                ahead=not by_op,
+                made_order=order,
+                module=module,
             )
         )
-        if not by_op and begin != NEVER:
-            self._note(begin, _ROW[category], self.rounded(n_bytes))
         return len(self._made) - 1
 
     def end(self, allocation: int, moment: int) -> None:
         """Free an allocation before op `moment`, after what was noted there until now."""
-        self._ended[allocation] = moment
         made = self._made[allocation]
-        self._note(moment, _ROW[made.category], -self.rounded(made.size_bytes))
+        order = self._note(moment, _ROW[made.category], -self.rounded(made.size_bytes))
+        self._ended[allocation] = (moment, order)
 
     def end_with(self, allocation: int, death: int) -> None:
         """Free an allocation as the step frees it, after op `death` and before anything else."""
         if death != NEVER:
-            self._ended[allocation] = death + 1
+            self._ended[allocation] = (death + 1, NEVER)
             made = self._made[allocation]
             self._between.append((death + 1, NEVER, _ROW[made.category], -self.rounded(made.size_bytes)))
 
@@ -156,5 +143,8 @@ class Levels:
             column[row] += n_bytes
             columns.append(column)
 
-    def _note(self, moment: int, row: int, n_bytes: int) -> None:
-        self._between.append((moment, len(self._between), row, n_bytes))
+    def _note(self, moment: int, row: int, n_bytes: int) -> int:
+        """Write down a change, and its place among all."""
+        order = len(self._between)
+        self._between.append((moment, order, row, n_bytes))
+        return order

@@ -15,9 +15,10 @@ import numpy as np
 from memfit.cost import Runtime
 from memfit.hardware import Target
 from memfit.memory.timeline import Bytes, Timeline
+from memfit.solve.intervals import Interval
 from memfit.solve.shard_communication import communication
 from memfit.solve.shard_gradients import WholeGradient, casts_of, whole_gradients, without_casts
-from memfit.solve.shard_levels import Levels, ShardAllocation
+from memfit.solve.shard_levels import Levels
 from memfit.solve.shard_options import (
     ShardDtype,
     ShardDtypes,
@@ -33,7 +34,6 @@ from memfit.solve.shard_units import ShardCall, ShardUnit, members_of, passes_of
 from memfit.trace import NEVER, Category, Parameter, Phase, Trace
 
 __all__ = [
-    "ShardAllocation",
     "ShardCall",
     "ShardDtype",
     "ShardOptions",
@@ -61,7 +61,7 @@ class Sharding:
     during_by_row: Bytes
     units: tuple[ShardUnit, ...]
     removed: frozenset[int]
-    allocations: tuple[ShardAllocation, ...]
+    allocations: tuple[Interval, ...]
     transfers: tuple[Transfer, ...]
     communication_ms: float
     exposed_ms: float

@@ -18,8 +18,8 @@ from memfit.memory.timeline import Bytes
 from memfit.solve.least import LeastBudget, least_budget
 from memfit.solve.milp import Incumbent, Status, relative_gap
 from memfit.solve.options import SolveOptions
+from memfit.solve.planned import PlannedTimeline, planned_timeline
 from memfit.solve.program import Candidate, Choice, Program, candidates_of
-from memfit.solve.replay import Replay, replay
 from memfit.solve.search import Outcome, search
 from memfit.solve.sharding import Sharding, shard
 from memfit.trace import NEVER
@@ -49,7 +49,8 @@ class Problem:
         trace = runtime.trace
         timeline = Timeline.of(trace, target.device.allocator.rounding_bytes)
         sharding = shard(timeline, runtime, target, options.shard) if target.ranks > 1 else None
-        found = frontiers(trace, runtime.op_ms, points=options.points)
+        runtime = runtime if sharding is None else sharding.runtime
+        found = frontiers(runtime.trace, runtime.op_ms, points=options.points)
         sharded = options.shard.units or () if sharding is None else tuple(unit.module for unit in sharding.units)
         units = options.allowed(found.units, sharded)
         candidates = candidates_of(units, [found.of(unit) for unit in units], forced=options.forced(units))
@@ -58,7 +59,7 @@ class Problem:
             timeline=timeline,
             runtime=runtime,
             target=target,
-            facts=Facts.of(trace, runtime.op_ms),
+            facts=Facts.of(runtime.trace, runtime.op_ms),
             units=found.units,
             candidates=candidates,
             sharding=sharding,
@@ -89,8 +90,21 @@ class Problem:
         found = least_budget(program, self.options.limits)
         if found is None:
             return None
-        judged = replay(program, self.facts, program.chosen(found.choice))
-        return replace(found, peak_bytes=judged.peak_bytes)
+        return replace(found, peak_bytes=self.replay(program.chosen(found.choice)).peak_bytes)
+
+    @property
+    def least_is_unproven(self) -> bool:
+        """Whether the lowest peak was asked for and could not be proven in its time."""
+        return "least" in self.__dict__ and self.least is not None and not self.least.proven
+
+    def replay(self, chosen: Sequence[tuple[Candidate, Policy]]) -> PlannedTimeline:
+        """The step under these policies, op by op."""
+        return planned_timeline(
+            self.facts,
+            [(candidate.unit, policy) for candidate, policy in chosen],
+            intervals=self.sharding.allocations if self.sharding is not None else (),
+            removed=self.sharding.removed if self.sharding is not None else frozenset(),
+        )
 
     @property
     def exposed_ms(self) -> float:
@@ -110,7 +124,7 @@ class Solved:
     budget_bytes: int
     chosen: tuple[tuple[Candidate, Policy], ...]
     choice: Choice | None
-    replay: Replay | None
+    replay: PlannedTimeline | None
     recompute_ms: float
     bound_ms: float
     seconds: float
@@ -145,7 +159,7 @@ def solve(
         if outcome.choice is None or tightened > _TIGHTENINGS:
             return _without_plan(problem, budget_bytes, outcome, tightened, began)
         chosen = tuple(program.chosen(outcome.choice))
-        judged = replay(problem.program(budget_bytes), problem.facts, chosen)
+        judged = problem.replay(chosen)
         if judged.peak_bytes <= budget_bytes:
             return Solved(
                 status=outcome.status,
@@ -184,7 +198,7 @@ def _without_plan(problem: Problem, budget_bytes: int, outcome: Outcome, tighten
         budget_bytes=budget_bytes,
         chosen=chosen,
         choice=choice,
-        replay=None if choice is None else replay(program, problem.facts, chosen),
+        replay=None if choice is None else problem.replay(chosen),
         recompute_ms=math.inf if choice is None else program.recompute_ms(choice),
         bound_ms=outcome.bound_ms if math.isfinite(outcome.bound_ms) else 0.0,
         seconds=time.perf_counter() - began,
@@ -195,19 +209,20 @@ def _without_plan(problem: Problem, budget_bytes: int, outcome: Outcome, tighten
     )
 
 
-def _tighter(program: Program, judged: Replay, choice: Choice) -> Program:
+def _tighter(program: Program, judged: PlannedTimeline, choice: Choice) -> Program:
     """The program with the levels raised where the replay was higher than it thought."""
     during, before = program.during.copy(), program.before.copy()
     thought, reruns = program.peaks(choice)
-    worse = judged.during_bytes - thought
-    high = (judged.during_bytes > program.budget_bytes) & (worse > 0)
+    worse = judged.during_step_bytes - thought
+    high = (judged.during_step_bytes > program.budget_bytes) & (worse > 0)
     during[high] += worse[high]
     expected = {candidate.unit.name: peak for candidate, peak in reruns}
-    for rerun in judged.reruns:
-        more = rerun.peak_bytes - expected[rerun.unit]
-        if rerun.peak_bytes > program.budget_bytes and more > 0:
-            before[rerun.before_op] += more
-            during[rerun.before_op - 1] = max(during[rerun.before_op - 1], before[rerun.before_op])
+    for number, unit in enumerate(judged.units):
+        peak = int(judged.during_bytes[judged.second_run_instants(number)].max(initial=0))
+        more, op = peak - expected[unit.name], unit.backward_begin
+        if peak > program.budget_bytes and more > 0:
+            before[op] += more
+            during[op - 1] = max(during[op - 1], before[op])
     return Program(before, during, program.budget_bytes, program.candidates)
 
 

@@ -443,11 +443,11 @@ class Recorder(TorchDispatchMode):
             producer = self._producer(ref)
             if producer != NEVER:
                 self.saved_ops.add(producer)
-            node = tensor.grad_fn
-            if node is None or node._sequence_nr() != sequence:
-                return tensor
             with _disable_current_modes():  # kept as it is, a node's own result would hold the node in a cycle
-                return tensor.detach()
+                if self.table.phase is not Phase.BACKWARD and tensor.is_meta:
+                    return self.table.saved(tensor)
+                node = tensor.grad_fn
+                return tensor if node is None or node._sequence_nr() != sequence else tensor.detach()
 
     def _note_node(self, sequence: int, number: int) -> None:
         """Remember a node that packs a storage later than a single op would, as a custom autograd function does.
@@ -487,6 +487,7 @@ class Recorder(TorchDispatchMode):
                 category=draft.category or self._category_of(draft),
                 birth=draft.birth,
                 death=draft.death,
+                released=draft.released,
                 call=draft.call,
                 module=draft.module or (self.calls.calls[draft.call].module if draft.call != NEVER else ""),
                 name=draft.name,

@@ -22,7 +22,10 @@ _LISTED = 16
 
 @dataclass(slots=True)
 class StorageDraft:
-    """A storage while the capture runs; `lives` counts the C++ storages that stand for it."""
+    """A storage while the capture runs; `lives` counts the C++ storages that stand for it.
+
+    Of these, `saved` counts the one that autograd holds.
+    """
 
     bytes: int
     birth: int
@@ -34,6 +37,8 @@ class StorageDraft:
     name: str = ""
     saved_by: set[int] | None = None
     lives: int = 1
+    saved: int = 0
+    released: int = NEVER
 
     def save(self, sequence: int) -> None:
         """Note the autograd node, by its sequence number, that holds the storage for its backward."""
@@ -43,9 +48,10 @@ class StorageDraft:
 
 
 class _StorageRef(weakref.ref):
-    __slots__ = ("number", "pointer")
+    __slots__ = ("number", "pointer", "saved")
     number: int
     pointer: int
+    saved: bool
 
 
 class StorageTable:
@@ -63,6 +69,7 @@ class StorageTable:
         self._refs: dict[int, _StorageRef] = {}
         self.paused = False
         self._held: dict[int, _StorageRef] = {}
+        self._saved: dict[int, _StorageRef] = {}
 
     def number_of(self, tensor: torch.Tensor) -> int:
         """The number of the tensor's storage, or `HOST`."""
@@ -149,6 +156,24 @@ class StorageTable:
             self.drafts[number].lives += 1
         self._watch(twin, number)
 
+    def saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What autograd is given to hold for a tensor: one on a storage of its own, so that it is seen when nobody
+        else holds the tensor any more."""
+        storage = tensor.untyped_storage()
+        number = self.known[storage._cdata]
+        if self.drafts[number].birth == NEVER or tensor.is_conj() or tensor.is_neg():
+            return tensor.detach()
+        ref = self._saved.get(number)
+        twin = None if ref is None else ref()
+        if twin is None:
+            twin = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
+            self.known[twin._cdata] = number
+            self.drafts[number].lives += 1
+            self.drafts[number].saved += 1
+            self._saved[number] = self._watch(twin, number, saved=True)
+        made = torch.empty(0, dtype=tensor.dtype, device="meta")
+        return made.set_(twin, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+
     @contextlib.contextmanager
     def pause(self, category: Category) -> Iterator[None]:
         """What is made in the block and outlives it counts as having existed before the step."""
@@ -168,10 +193,11 @@ class StorageTable:
         """The step is over: what is freed from now on was alive at its end."""
         self._refs.clear()
 
-    def _watch(self, storage: torch.UntypedStorage, number: int) -> None:
+    def _watch(self, storage: torch.UntypedStorage, number: int, *, saved: bool = False) -> _StorageRef:
         ref = _StorageRef(storage, self._on_death)
-        ref.number, ref.pointer = number, storage._cdata
+        ref.number, ref.pointer, ref.saved = number, storage._cdata, saved
         self._refs[ref.pointer] = ref
+        return ref
 
     def _on_death(self, ref: weakref.ref) -> None:
         assert isinstance(ref, _StorageRef)
@@ -186,5 +212,8 @@ class StorageTable:
             return
         draft = self.drafts[number]
         draft.lives -= 1
+        draft.saved -= ref.saved
+        if draft.lives == draft.saved and not ref.saved:
+            draft.released = max(0, self.now - 1)
         if draft.lives == 0:
             draft.death = max(0, self.now - 1)

@@ -43,8 +43,9 @@ class Facts:
 
     `signature` has, for each op, everything of it that a frontier depends on and that is its own. `writes` and
     `reads` are pairs of op and storage, `stale` triples of a reader, the storage it reads and the first op
-    after it that overwrites that storage. `cached` are copies of parameters that autocast holds until it ends. `packed` is the op after which the last tensor of a storage that
-    autograd saves has been packed; `born` lists the storages made in the forward in the order of their birth.
+    after it that overwrites that storage. `cached` are copies of parameters that autocast holds until it ends.
+    `packed` is the op after which the last tensor of a storage that autograd saves has been packed; `born` lists the
+    storages made in the forward in the order of their birth.
     """
 
     trace: Trace
@@ -64,6 +65,7 @@ class Facts:
     size: Ints
     birth: Ints
     death: Ints
+    released: Ints
     owned: Flags
     made: Flags
     cached: Flags
@@ -188,6 +190,7 @@ class _Reader:
             size=_rounded(np.fromiter((s.bytes for s in storages), np.int64, count), self.rounding_bytes),
             birth=birth,
             death=np.fromiter((storage.death for storage in storages), np.int64, count),
+            released=np.fromiter((storage.released for storage in storages), np.int64, count),
             owned=np.fromiter((storage.category in _OWNED for storage in storages), bool, count),
             made=self.made,
             cached=self.cached,

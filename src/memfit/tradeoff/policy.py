@@ -15,10 +15,10 @@ class Policy:
     """Which ops of a unit are saved and which run again, as offsets from the unit's first op.
 
     `dropped` are the storages that are dropped, each as the op that makes it and its place among the new storages of
-    that op: a tensor that autograd packs is dropped when its storage is one of these, all others are held. `stop` is the last op of the second run,
-    -1 when there is none. `discarded_bytes` is what backward no longer finds, less what is newly held;
-    `cached_bytes` is what is held because of this policy. `recompute_peak_bytes` is the highest point of the second
-    run above the level just before the unit's backward.
+    that op: a tensor that autograd packs is dropped when its storage is one of these, all others are held. `stop` is
+    the last op of the second run, -1 when there is none. `discarded_bytes` is what backward no longer finds, less what
+    is newly held; `cached_bytes` is what is held because of this policy. `recompute_peak_bytes` is the highest point of
+    the second run above the level just before the unit's backward.
     """
 
     saved: tuple[int, ...]

@@ -72,6 +72,7 @@ class Problem:
         count = end - begin
         low, high = np.searchsorted(facts.born_at, (begin, end))
         own = facts.born[low:high]
+        released = np.where(facts.released[own] == NEVER, len(facts.trace.ops), facts.released[own])
         birth = facts.born_at[low:high] - begin
         death = facts.death[own]
         held = (death == NEVER) | (death >= backward)
@@ -83,10 +84,11 @@ class Problem:
             & (death != NEVER)
             & (death < unit.backward_end)
             & ~facts.cached[own]
+            & (released < end)
         )
         role = np.where(held, np.where(only_here, Role.DISCARDABLE, Role.KEPT), Role.FRESH)
         role[~facts.made[own]] = Role.LOOSE
-        ends = np.where(held, np.maximum(_last_read(facts, own, end) - begin, birth), death - begin)
+        ends = np.where(held, np.clip(released - begin, birth, count - 1), death - begin)
         ends[role == Role.DISCARDABLE] = count
         ends[(role == Role.LOOSE) & held & (facts.first_saver[own] != NEVER)] = count - 1
         forced, fixed, ties = _constraints(facts, begin, end, backward)
@@ -149,16 +151,6 @@ class Problem:
     def groups(self) -> int:
         """How many groups there are."""
         return int(self.group.max(initial=NEVER)) + 1
-
-
-def _last_read(facts: Facts, storages: Ints, end: int) -> Ints:
-    """The last forward op before `end` that reads each storage; `NEVER` when there is none."""
-    span = len(facts.trace.ops) + 1
-    place = np.searchsorted(facts.read_keys, storages * span + end) - 1
-    if not len(facts.read_keys):
-        return np.full(len(storages), NEVER)
-    storage, op = np.divmod(facts.read_keys[np.maximum(place, 0)], span)
-    return np.where((place >= 0) & (storage == storages), op, NEVER)
 
 
 def _constraints(facts: Facts, begin: int, end: int, backward: int) -> tuple[Flags, Flags, Ints]:
