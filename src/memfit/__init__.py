@@ -1,6 +1,7 @@
 """memfit makes PyTorch training fit in memory."""
 
-from memfit import engines, hardware, memory, report
+from memfit import engines as _engines  # noqa: F401  (Plan.apply finds its engine)
+from memfit import hardware, memory, report
 from memfit._version import __version__
 from memfit.errors import InputError, MemfitError
 from memfit.plan import Plan, curve, load, plan
@@ -15,7 +16,6 @@ __all__ = [
     "Trace",
     "__version__",
     "curve",
-    "engines",
     "hardware",
     "load",
     "load_trace",

@@ -1,8 +1,7 @@
-"""The step under a plan, op by op: which storages live when, and what the second runs of units add.
+"""Levels of a step under a plan by other means than the planned timeline: what each policy adds to them and takes away.
 
-This is the judge of a plan and knows nothing of the program that found it. Dropped storages leave with the last op of
-their unit's forward and come back, as others with their sizes, when the unit runs again; saved results that autograd
-would not have kept stay until then; every op of a second run has its workspace.
+Dropped storages leave when only autograd held them and come back, as others with their sizes, when the unit runs again;
+saved results that autograd would not have kept stay until then; every op of a second run has its workspace.
 """
 
 from __future__ import annotations
@@ -71,7 +70,9 @@ def replay(program: Program, facts: Facts, chosen: Sequence[tuple[Candidate, Pol
         own = saved[problem.birth]
         dropped = (problem.role == Role.DISCARDABLE) & ~own
         begin, end, again = candidate.unit.begin, candidate.unit.end, candidate.again
-        change[end] -= int(problem.size[dropped].sum())
+        low, high = np.searchsorted(facts.born_at, (begin, end))
+        gone = facts.born[low:high][dropped]
+        np.subtract.at(change, np.maximum(facts.released[gone], facts.birth[gone]) + 1, problem.size[dropped])
         change[again] += int(problem.size[dropped].sum())
         newly = (problem.role == Role.FRESH) & own & (problem.birth <= policy.stop)
         for size, gone in zip(problem.size[newly].tolist(), problem.ends[newly].tolist(), strict=True):

@@ -44,14 +44,22 @@ def op(phase: Phase, reads: Any = (), makes: Any = (), *, workspace: int = 0, vi
 
 
 def storage(
-    n_bytes: int, birth: int, death: int, saved_by: Any = (), category: Category = Category.ACTIVATION
+    n_bytes: int,
+    birth: int,
+    death: int,
+    saved_by: Any = (),
+    category: Category = Category.ACTIVATION,
+    released: int | None = None,
 ) -> Storage:
+    """What autograd saves is let go by all others after the last op that saves it, unless said otherwise."""
+    if released is None:
+        released = max(saved_by) if saved_by else death
     return Storage(
         bytes=n_bytes,
         category=category,
         birth=birth,
         death=death,
-        released=death,
+        released=released,
         call=NEVER,
         module="",
         name="",
@@ -184,4 +192,5 @@ def _fate(draw: st.DrawFn, each: Draft, ops: list[Op], units: list[Unit], forwar
         death = draw(st.integers(home.backward_begin, home.backward_end - 1))
     else:
         death = draw(st.integers(forward, total - 1))
-    return storage(each.size, each.birth, death, saved_by)
+    most = draw(st.sampled_from((last, max(last, units[each.home].end - 1) if each.home != NEVER else last, death)))
+    return storage(each.size, each.birth, death, saved_by, released=draw(st.integers(last, max(last, most))))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
 from hypothesis import strategies as st
 
+from memfit.memory.timeline import Bytes
 from memfit.solve.program import Choice, Program, candidates_of
 from memfit.trace import NEVER
 from memfit.tradeoff import Frontier, Policy, Unit
@@ -37,9 +39,79 @@ def programs(draw: st.DrawFn, *, layers: bool = False) -> Program:
 
 
 @st.composite
-def frontiers(draw: st.DrawFn) -> Frontier:
+def near_equal_layers(draw: st.DrawFn) -> Program:
+    """Layers with a module inside each, all in one container; each has the frontier of the others, or nearly."""
+    count = draw(st.integers(2, 3))
+    size = LENGTH // count
+    whole, layer, inner = (draw(frontiers(most=2)) for _ in range(3))
+    units, chosen = [], []
+    if draw(st.booleans()):
+        units.append(_unit("model", 0, LENGTH - draw(st.integers(0, 1))))
+        chosen.append(whole)
+    for number in range(count):
+        begin, end = number * size, (number + 1) * size - draw(st.integers(1, 2))
+        units.append(_unit(f"layer{number}", begin, end))
+        chosen.append(draw(nearly(layer)))
+        units.append(_unit(f"layer{number}.inner", begin + 1, draw(st.sampled_from((begin + 3, end)))))
+        chosen.append(draw(nearly(inner)))
+    slope = 4 * np.minimum(np.arange(2 * LENGTH + 1), np.arange(2 * LENGTH, -1, -1))
+    during = slope + np.array(draw(st.lists(st.integers(5, 25), min_size=len(slope), max_size=len(slope))))
+    return _program(draw, during, units, chosen)
+
+
+@st.composite
+def programs_of_two_passes(draw: st.DrawFn) -> Program:
+    """Two forwards, each with its own backward, as when gradients are accumulated."""
+    half = LENGTH // 2
+    units, chosen = [], []
+    for first in (0, LENGTH):
+        for begin, end in ((0, half // 2), (half // 2, half)):
+            unit = _unit("unit", first + begin, first + end)
+            units.append(replace(unit, backward_begin=first + LENGTH - end, backward_end=first + LENGTH - begin))
+            chosen.append(draw(frontiers()))
+    during = np.array(draw(st.lists(st.integers(20, 100), min_size=2 * LENGTH + 1, max_size=2 * LENGTH + 1)))
+    return _program(draw, during, units, chosen)
+
+
+@st.composite
+def unmirrored_programs(draw: st.DrawFn, *, layers: bool = False) -> Program:
+    """Programs whose backward runs the units in any order."""
+    program = draw(programs(layers=layers))
+    again = draw(st.permutations(range(LENGTH + 1, 2 * LENGTH)))
+    candidates = tuple(
+        replace(candidate, unit=replace(candidate.unit, backward_begin=op))
+        for candidate, op in zip(program.candidates, again, strict=False)
+    )
+    return Program(program.before, program.during, program.budget_bytes, candidates)
+
+
+def _program(draw: st.DrawFn, during: Bytes, units: list[Unit], chosen: list[Frontier]) -> Program:
+    before = np.minimum(np.concatenate(([during[0]], during[:-1])), during)
+    budget = draw(st.integers(20, int(during.max())))
+    scale = 1 << 20
+    return Program(before * scale, during * scale, budget * scale, candidates_of(units, chosen))
+
+
+@st.composite
+def nearly(draw: st.DrawFn, frontier: Frontier) -> Frontier:
+    """The frontier itself, or one that differs a little in bytes and times."""
+    if draw(st.booleans()):
+        return frontier
+    policies = tuple(
+        replace(
+            policy,
+            discarded_bytes=policy.discarded_bytes + draw(st.integers(0, 3)) * 512,
+            recompute_ms=policy.recompute_ms + draw(st.integers(0, 3)) / 1024,
+        )
+        for policy in frontier.policies
+    )
+    return replace(frontier, policies=policies)
+
+
+@st.composite
+def frontiers(draw: st.DrawFn, *, most: int = 3) -> Frontier:
     """Policies by growing bytes and time."""
-    count = draw(st.integers(1, 3))
+    count = draw(st.integers(1, most))
     freed = sorted(draw(st.lists(st.integers(1, 40), min_size=count, max_size=count, unique=True)))
     times = sorted(draw(st.lists(st.integers(0, 30), min_size=count, max_size=count, unique=True)))
     policies = tuple(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from level_replay import Replay, replay
 from llama import Shape, training_step
 from planned_steps import facts_of, make, op, planned_steps, policy_saving, storage, unit
 from torch import nn
@@ -19,7 +20,7 @@ from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import CATEGORIES, Timeline, reserved
 from memfit.memory.allocator import FREE, simulate
-from memfit.solve import Candidate, Problem, Program, Replay, minimum_budget_bytes, replay, solve
+from memfit.solve import Candidate, Problem, Program, minimum_budget_bytes, solve
 from memfit.solve.planned import PlannedTimeline, planned_events, planned_reserved, planned_timeline
 from memfit.solve.planned_lives import BETWEEN, Interval
 from memfit.trace import NEVER, Category, Phase, Trace
@@ -56,7 +57,7 @@ def small_step(scale: int = 1, device: str = "cpu") -> Facts:
         storage(100 * scale, NEVER, NEVER, category=Category.PARAMETER),
         storage(50 * scale, NEVER, NEVER, category=Category.OPTIMIZER_STATE),
         storage(10 * scale, 0, 1),
-        storage(20 * scale, 1, 6, saved_by=(2,)),
+        storage(20 * scale, 1, 6, saved_by=(2,), released=3),
         storage(30 * scale, 2, 3, category=Category.TEMPORARY),
         storage(40 * scale, 3, 4),
         storage(7 * scale, 3, 7, saved_by=(3,)),
@@ -294,7 +295,7 @@ def test_plans_of_real_models_have_the_levels_that_judged_them(problem: Problem)
         some |= bool(chosen)
         found = planned_timeline(problem.facts, chosen)
         assert solved.replay is not None
-        compare(problem.facts, chosen, solved.replay, found)
+        compare(problem.facts, chosen, replay(problem.program(budget), problem.facts, solved.chosen), found)
         assert found.peak_bytes == solved.replay.peak_bytes
         assert found.starts_ms(problem.runtime.op_ms)[-1] == pytest.approx(
             problem.runtime.total_ms + solved.recompute_ms

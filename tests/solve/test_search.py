@@ -6,13 +6,26 @@ import math
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
-from random_programs import best_by_trying_all, every_plan, holds, programs
+from hypothesis import strategies as st
+from random_programs import (
+    best_by_trying_all,
+    every_plan,
+    holds,
+    near_equal_layers,
+    programs,
+    programs_of_two_passes,
+    unmirrored_programs,
+)
 
 from memfit.solve.checkpoint import CheckpointModel
+from memfit.solve.classes import ClassModel
 from memfit.solve.least import least_budget
 from memfit.solve.milp import Limits, Status
-from memfit.solve.program import Program
+from memfit.solve.prefixes import PICOSECONDS, walks_of
+from memfit.solve.program import Choice, Program
 from memfit.solve.search import most_freed, search, usable
+from memfit.solve.walk import WIDTHS, best_of
+from memfit.trace import NEVER
 
 RELAXED = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -42,6 +55,78 @@ def test_the_optimum_of_equal_layers_is_that_of_trying_all_plans(program: Progra
 
 
 @RELAXED
+@given(near_equal_layers())
+def test_the_optimum_of_nested_and_nearly_equal_layers_is_that_of_trying_all_plans(program: Program) -> None:
+    check_optimum(program)
+
+
+@RELAXED
+@given(programs_of_two_passes())
+def test_the_optimum_of_accumulated_passes_is_that_of_trying_all_plans(program: Program) -> None:
+    check_optimum(program)
+
+
+@RELAXED
+@given(unmirrored_programs() | unmirrored_programs(layers=True))
+def test_the_optimum_is_found_too_when_backward_does_not_mirror_forward(program: Program) -> None:
+    check_optimum(program)
+
+
+def walked(program: Program, widths: tuple[int, ...] = WIDTHS) -> tuple[float, float, Choice | None]:
+    """Time, bound and plan of the walks alone."""
+    walks = walks_of(program)
+    assert walks is not None
+    if walks.floor_bytes > program.budget_bytes:
+        return math.inf, math.inf, None
+    found = [best_of(places, widths=widths) for places in walks.walks]
+    choice = np.full(len(program.candidates), NEVER, np.int64)
+    for index, policy in (pick for each in found for pick in each.picks or ()):
+        choice[index] = policy
+    whole = all(each.picks is not None for each in found)
+    times, bounds = (each.time for each in found), (each.bound for each in found)
+    return sum(times) / PICOSECONDS, sum(bounds) / PICOSECONDS, choice if whole else None
+
+
+@RELAXED
+@given(programs() | near_equal_layers() | programs_of_two_passes())
+def test_a_walk_alone_proves_the_optimum_where_backward_mirrors_forward(program: Program) -> None:
+    expected = best_by_trying_all(program)
+    time_ms, bound_ms, choice = walked(program)
+    if expected is None:
+        assert choice is None and math.isinf(bound_ms)
+    else:
+        assert choice is not None and holds(program, choice)
+        assert math.isclose(program.recompute_ms(choice), expected, abs_tol=1e-6)
+        assert math.isclose(time_ms, expected, abs_tol=1e-6) and math.isclose(bound_ms, expected, abs_tol=1e-6)
+
+
+@RELAXED
+@given(programs() | near_equal_layers(), st.sampled_from([(1,), (2,), (1, 2, 3)]))
+def test_a_walk_too_narrow_to_be_sure_has_a_true_bound(program: Program, widths: tuple[int, ...]) -> None:
+    expected = best_by_trying_all(program)
+    time_ms, bound_ms, choice = walked(program, widths)
+    if expected is not None:
+        assert bound_ms <= expected + 1e-6 and expected <= time_ms + 1e-6
+    if choice is not None:
+        assert holds(program, choice)
+
+
+@RELAXED
+@given(unmirrored_programs() | unmirrored_programs(layers=True))
+def test_bounds_of_walks_and_classes_are_true_when_backward_does_not_mirror_forward(program: Program) -> None:
+    expected = best_by_trying_all(program)
+    if expected is None:
+        return
+    assert walked(program)[1] <= expected + 1e-6
+    model = ClassModel(program)
+    for _ in range(10):
+        relaxed = model.milp.solve(Limits())
+        assert relaxed.bound <= expected + 1e-6
+        if not model.add_broken_rows(model.deal(relaxed.values)):
+            break
+
+
+@RELAXED
 @given(programs())
 def test_the_full_program_alone_finds_the_optimum_too(program: Program) -> None:
     expected = best_by_trying_all(program)
@@ -66,7 +151,7 @@ def test_a_level_is_the_same_whether_a_plan_is_judged_by_row_or_by_op(program: P
 
 
 @RELAXED
-@given(programs())
+@given(programs() | near_equal_layers() | unmirrored_programs())
 def test_the_least_budget_is_met_and_one_byte_less_is_not(program: Program) -> None:
     least = least_budget(program)
     if any(candidate.forced for candidate in program.candidates) and least is None:

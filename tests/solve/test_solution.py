@@ -16,7 +16,7 @@ from llama import Shape, training_step
 
 import memfit
 from memfit.cost import Roofline, Runtime
-from memfit.errors import InputError, MissingFeatureError
+from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import Timeline
 from memfit.solve import (
@@ -29,7 +29,6 @@ from memfit.solve import (
     blocker_of,
     curve_of,
     minimum_budget_bytes,
-    replay,
     solve,
 )
 from memfit.solve.least import least_budget
@@ -70,7 +69,7 @@ def test_a_plan_is_replayed_within_the_budget_and_near_it(captured: Trace) -> No
 
 def test_the_replay_of_nothing_is_the_captured_timeline(captured: Trace) -> None:
     problem = problem_of(captured)
-    judged = replay(problem.program(1), problem.facts, ())
+    judged = problem.replay(())
     assert np.array_equal(judged.during_bytes, Timeline.of(captured, 512).during_bytes)
 
 
@@ -209,8 +208,18 @@ def test_a_plan_document_says_what_was_solved(captured: Trace) -> None:
 def test_a_hopeless_budget_gives_a_document_with_the_smallest_one_and_why(captured: Trace) -> None:
     plan = memfit.plan(captured, target="h100-sxm", budget="100MiB")
     assert plan.status == "infeasible" and plan.minimum_budget_bytes == minimum_budget_bytes(problem_of(captured))
-    assert any("nothing gets below" in note for note in plan.notes)
-    assert any("sharding would save" in note for note in plan.notes)
+    assert plan.blocker is not None and plan.blocker.peak_bytes == plan.minimum_budget_bytes
+    assert any(lever.name == "sharding" for lever in plan.blocker.levers)
+
+
+def test_a_plan_of_another_budget_may_be_the_start(captured: Trace) -> None:
+    budget = middle(problem_of(captured))
+    tight = memfit.plan(captured, budget=budget, progress=False)
+    assert memfit.plan(captured, budget=budget, start=tight, progress=False) == tight
+    more = memfit.plan(captured, budget=budget + (budget >> 4), progress=False)
+    assert memfit.plan(captured, budget=budget + (budget >> 4), start=tight, progress=False).bound_ms == more.bound_ms
+    with pytest.raises(InputError, match="start is a plan"):
+        memfit.plan(captured, budget=budget, start="tight", progress=False)  # type: ignore[arg-type]
 
 
 def test_a_trace_for_another_device_is_refused(captured: Trace) -> None:
@@ -249,11 +258,32 @@ def test_a_unit_that_cannot_be_forced_is_refused(captured: Trace, force: tuple[s
         problem_of(captured, options=SolveOptions(force=force))
 
 
-def test_sharding_a_module_that_runs_twice_is_refused() -> None:
+def test_a_sharded_step_of_two_passes_is_planned() -> None:
     step = dataclasses.replace(training_step(SHAPE, length=256, dtype=torch.float32), accumulation_steps=2)
+    problem = problem_of(memfit.trace(step, target="h100-sxm"), ranks=4)
+    budget = middle(problem)
+    solved = solve(problem, budget)
+    assert solved.status is Status.OPTIMAL and solved.replay is not None and solved.replay.peak_bytes <= budget
+    assert {candidate.unit.name for candidate, _ in solved.chosen}
+
+
+def test_the_autocast_of_a_step_is_the_precision_of_gathered_parameters() -> None:
+    step = dataclasses.replace(training_step(SHAPE, length=256, dtype=torch.float32), autocast=torch.bfloat16)
     trace = memfit.trace(step, target="h100-sxm")
-    with pytest.raises(MissingFeatureError, match="runs 2 times"):
-        problem_of(trace, ranks=4)
+    plan = memfit.plan(trace, ranks=4, progress=False)
+    assert plan.shard is not None
+    assert (plan.shard.shard_dtype, plan.shard.param_dtype, plan.shard.reduce_dtype) == (
+        "float32",
+        "bfloat16",
+        "float32",
+    )
+
+
+def test_what_the_allocator_reserves_is_simulated_under_the_plan(captured: Trace) -> None:
+    problem = problem_of(captured)
+    plan = memfit.plan(captured, budget=middle(problem), progress=False)
+    assert plan.predicted is not None and plan.checkpoint
+    assert plan.predicted.peak_bytes < plan.predicted.peak_reserved_bytes < 2 * plan.baseline.peak_reserved_bytes
 
 
 def test_what_belongs_to_the_step_is_not_given_beside_it() -> None:

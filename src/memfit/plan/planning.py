@@ -27,6 +27,7 @@ from memfit.plan.given import (
 from memfit.plan.making import plan_of
 from memfit.plan.record import Blocker, Estimate, Lever, Prediction, ShardedUnit, ShardPlan
 from memfit.solve import (
+    Choice,
     Curve,
     Incumbent,
     PlannedTimeline,
@@ -36,6 +37,7 @@ from memfit.solve import (
     Status,
     blocker_of,
     curve_of,
+    nothing,
     planned_reserved,
     solve,
 )
@@ -55,13 +57,15 @@ def plan(
     budget: str | int | float | None = None,
     cost: Cost | str | None = None,
     options: SolveOptions | None = None,
+    start: Plan | None = None,
     progress: bool = True,
 ) -> Plan:
     """The fastest plan for a training step that fits the budget, proven; also when nothing fits (`infeasible`).
 
     The budget is what tensors of one rank may take (`"72GiB"`, bytes, or a part of the device), all that is usable
     unless given. A `Step`, a `Trace` or a function that runs the step may stand for model, batch and the rest; a trace
-    knows its target. `cost` times the ops: `"roofline"`, by the device's figures, unless given.
+    knows its target. `cost` times the ops: `"roofline"`, by the device's figures, unless given. `start` is a plan of
+    the same step for another budget; the search begins with it.
     """
     work = _Work(progress)
     problem = _problem(work, model, batch, loss, optimizer, autocast, target, ranks, cost, options)
@@ -75,7 +79,8 @@ def plan(
             f"{overhead} of the device are its context and library workspaces"
         )
     with work.step("solving"):
-        solved = solve(problem, allowed, watch=work.heard)
+        first = None if start is None else _choice(problem, start)
+        solved = solve(problem, allowed, start=first, watch=work.heard)
     return _document(problem, solved, notes)
 
 
@@ -125,6 +130,19 @@ def _problem(
             captured = trace(step, target=aim)
     with work.step("timing its ops, working out frontiers"):
         return Problem.of(Runtime.of(captured, chosen), aim, solver)
+
+
+def _choice(problem: Problem, start: Plan) -> Choice:
+    """The choice that a plan made, with the nearest policies where its own are not among the candidates'."""
+    if not isinstance(start, Plan):
+        raise InputError(f"start is a plan to begin with, not a {type(start).__name__}")
+    dropped = {entry.unit: entry.discarded_bytes for entry in start.checkpoint}
+    choice = nothing(problem)
+    for index, candidate in enumerate(problem.candidates):
+        if candidate.unit.name in dropped:
+            distances = [abs(policy.discarded_bytes - dropped[candidate.unit.name]) for policy in candidate.policies]
+            choice[index] = distances.index(min(distances))
+    return choice
 
 
 def _document(problem: Problem, solved: Solved, notes: list[str]) -> Plan:
