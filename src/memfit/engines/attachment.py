@@ -20,16 +20,21 @@ from torch import nn
 Handler = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _handlers: weakref.WeakKeyDictionary[nn.Module, Handler] = weakref.WeakKeyDictionary()
 _OWN = "_memfit_forward_before"
+_NOT_COMPILED = (
+    "this module runs a memfit plan, which saves and recomputes by itself, so it is not compiled: "
+    "compile without fullgraph=True, or call plan.remove(model) first"
+)
 
 
 def attach(module: nn.Module, handler: Handler) -> None:
     """From now on, calls of this module go to the handler, with what its forward was."""
-    _handlers[module] = handler
+    _handlers[module] = torch.compiler.disable(handler, reason=_NOT_COMPILED)
     if "forward" in module.__dict__:
         before = module.__dict__["forward"]
         module.__dict__["forward"] = _of_instance(module, before)
     else:
         _patch(type(module))
+        weakref.finalize(module, _restore_unused, type(module))
 
 
 def detach(module: nn.Module) -> None:
@@ -38,8 +43,7 @@ def detach(module: nn.Module) -> None:
     own = module.__dict__.get("forward")
     if own is not None and hasattr(own, _OWN):
         module.__dict__["forward"] = getattr(own, _OWN)
-    if not any(type(each) is type(module) for each in _handlers):
-        _restore(type(module))
+    _restore_unused(type(module))
 
 
 def attached(module: nn.Module) -> Handler | None:
@@ -82,7 +86,10 @@ def _patch(kind: type[nn.Module]) -> None:
     kind.forward = forward  # type: ignore[method-assign]
 
 
-def _restore(kind: type[nn.Module]) -> None:
+def _restore_unused(kind: type[nn.Module]) -> None:
+    """Give a class its forward back when no instance of it has a plan."""
+    if any(type(each) is kind for each in _handlers):
+        return
     forward = kind.__dict__.get("forward")
     if forward is None or getattr(forward, "_memfit_class", None) is not kind:
         return

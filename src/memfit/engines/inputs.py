@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import types
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ def kind_of(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype, value.requires_grad
     if isinstance(value, _PLAIN):
-        return value
+        return cast(Hashable, value)
     if isinstance(value, tuple | list):
         return type(value), *map(kind_of, value)
     if isinstance(value, dict):

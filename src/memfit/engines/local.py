@@ -16,6 +16,7 @@ from memfit.engines.unit import PlannedUnit
 from memfit.errors import InputError, MissingFeatureError, StateError
 from memfit.plan import Checkpoint, Plan, PlanMismatch, model_differences
 from memfit.plan.uses import use
+from memfit.trace.optimizers import implementations, set_flags, set_implementation
 from memfit.units import display_bytes
 
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
@@ -32,6 +33,7 @@ class Applied:
         self._units: list[PlannedUnit | LossRegion] = []
         self._modules: list[weakref.ref[nn.Module]] = []
         self._step_hook: Any = None
+        self._optimizer: tuple[torch.optim.Optimizer, list[dict[str, Any]]] | None = None
 
     @property
     def training(self) -> bool:
@@ -52,6 +54,8 @@ class Applied:
                 self._modules.append(weakref.ref(module))
             if optimizer is not None:
                 self._step_hook = optimizer.register_step_post_hook(self.reset)
+                if self.plan.optimizer is not None:
+                    self._optimizer = optimizer, set_implementation(optimizer, self.plan.optimizer)
         except BaseException:
             self.detach()
             raise
@@ -67,6 +71,9 @@ class Applied:
         if self._step_hook is not None:
             self._step_hook.remove()
             self._step_hook = None
+        if self._optimizer is not None:
+            set_flags(*self._optimizer)
+            self._optimizer = None
 
     def _handlers(self) -> list[tuple[nn.Module, Handler]]:
         model = self._model()
@@ -136,6 +143,11 @@ def _check(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
             f"this plan shards the model over {plan.shard.ranks} ranks, which no engine of memfit runs yet; "
             "plan with ranks=1 to apply it on one device"
         )
+    if plan.optimizer is not None:
+        if optimizer is None:
+            raise InputError(f"this plan changes the optimizer's step to {plan.optimizer!r}: apply(model, optimizer)")
+        if plan.optimizer not in implementations(optimizer):
+            raise InputError(f"{type(optimizer).__name__} has no {plan.optimizer!r} step, which the plan needs")
     if model in _applied:
         raise StateError("this model already runs a plan; call remove on that plan first")
     if hasattr(model, "_orig_mod"):

@@ -10,17 +10,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Look(Protocol):
-    """What looks at the ops of a gap: a dispatch mode."""
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *exception: Any) -> Any: ...
+Look = Callable[[Any], TorchDispatchMode | None]
+"""Makes what looks at the ops of a gap, None where nothing has to."""
 
 
 @dataclass(slots=True)
@@ -38,16 +35,16 @@ class Visit:
 
 
 class Tour:
-    """Follows one run. `look` makes what looks at a gap, None where nothing has to."""
+    """Follows one run through the gaps that are looked at."""
 
-    def __init__(self, root: Visit, look: Callable[[Any], Look | None]) -> None:
+    def __init__(self, root: Visit, look: Look) -> None:
         self.astray = False
         """Whether the run called other modules than were learnt."""
         self._root = root
         self._look = look
         self._here: Visit | None = root
         self._gap = 0
-        self._looking: Look | None = None
+        self._looking: TorchDispatchMode | None = None
 
     def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the unit's forward."""

@@ -24,7 +24,7 @@ class Window(NamedTuple):
 
 def window_of(tensor: torch.Tensor) -> Window:
     """Where this tensor lies."""
-    return Window(tensor.dtype, tensor.device, tensor.size(), tensor.stride(), tensor.storage_offset())
+    return Window(tensor.dtype, tensor.device, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 def plain(tensor: torch.Tensor) -> bool:

@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 _NAMES = 4
 _STYLE = {"optimal": "green", "feasible": "yellow", "infeasible": "red"}
 
+_WAYS = {
+    "single": "one tensor after another (foreach=False)",
+    "foreach": "on lists of tensors (foreach=True)",
+    "fused": "in one kernel (fused=True)",
+}
+
 
 def plan_report(plan: Plan) -> Group:
     """Everything about a plan that fits a screen of 80 columns."""
@@ -30,6 +36,8 @@ def plan_report(plan: Plan) -> Group:
     if plan.checkpoint:
         groups = _groups(plan.checkpoint)
         parts += [Text(), _checkpoint(plan, groups), Text(), _kept(groups)]
+    if plan.optimizer is not None:
+        parts += [Text(), Text(f"optimizer: its step is done {_WAYS[plan.optimizer]}, which needs less at once")]
     if plan.shard is not None:
         parts += [Text(), _shard(plan.shard)]
     if plan.notes:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
@@ -35,6 +36,7 @@ from memfit.plan.validation import check_content
 from memfit.solve.curve_display import text_of
 from memfit.trace import Step, Trace
 from memfit.trace import trace as capture
+from memfit.trace.optimizers import Implementation, step_with
 from memfit.units import display_bytes
 
 _AGAIN = "plan the step again"
@@ -63,6 +65,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     blocker: Blocker | None
     checkpoint: tuple[Checkpoint, ...]
     shard: ShardPlan | None
+    optimizer: Implementation | None
     notes: tuple[str, ...]
     trace: TraceFacts
 
@@ -101,7 +104,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         A `Step` is captured first, for the plan's device.
         """
         if isinstance(trace, Step):
-            trace = capture(trace, target=self.target.device)
+            trace = self.trace_of(trace)
         if not isinstance(trace, Trace):
             raise InputError(
                 f"check takes the step that the plan is to be used for, not a {type(trace).__name__}: a memfit.Trace, "
@@ -110,6 +113,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         found = differences(self, trace)
         if found:
             raise PlanMismatch(found)
+
+    def trace_of(self, step: Step) -> Trace:
+        """Capture a step for the plan's device as the plan runs it, with its implementation of the optimizer's step."""
+        if self.optimizer is None:
+            return capture(step, target=self.target.device)
+        with step_with(step, self.optimizer) as other:
+            return capture(other, target=self.target.device)
 
     def apply(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
@@ -123,6 +133,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def remove(self, model: nn.Module) -> nn.Module:
         """Make a model that runs the plan what it was before `apply`."""
         return used("remove")(self, model)
+
+    def verify(
+        self,
+        step: Step | Callable[[], Any],
+        steps: int = 3,
+        *,
+        memory_tolerance: float = 0.01,
+        time_tolerance: float | None = 0.15,
+    ) -> Any:
+        """Run the real step with the plan and without it and compare both with the prediction: a `Verification`.
+
+        Everything is left as it was found. The measured time is the median of `steps` steps; with a `time_tolerance`
+        of None it is shown and does not count.
+        """
+        return used("verify")(self, step, steps, memory_tolerance=memory_tolerance, time_tolerance=time_tolerance)
 
     def __rich__(self) -> RenderableType:
         return plan_report(self)

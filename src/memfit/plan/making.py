@@ -13,6 +13,7 @@ from memfit.plan.document import Plan
 from memfit.plan.facts import trace_facts
 from memfit.plan.record import Blocker, Checkpoint, Estimate, Prediction, ShardPlan, Status, TargetFacts, UnitOp
 from memfit.trace import NEVER, ModuleCall, Phase, Trace
+from memfit.trace.optimizers import Implementation
 from memfit.tradeoff import LOSS, Policy, Unit
 
 _DIGITS = 6
@@ -35,6 +36,7 @@ def plan_of(
     predicted: Prediction | None,
     blocker: Blocker | None = None,
     shard: ShardPlan | None = None,
+    optimizer: Implementation | None = None,
     notes: Sequence[str] = (),
 ) -> Plan:
     """The plan, validated as if it came from a file. Policies that discard nothing are left out."""
@@ -54,6 +56,7 @@ def plan_of(
         blocker=blocker,
         checkpoint=tuple(checkpoint_of(trace, unit, policy) for unit, policy in chosen),
         shard=shard,
+        optimizer=optimizer,
         notes=tuple(notes),
         trace=trace_facts(trace),
     )

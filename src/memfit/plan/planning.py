@@ -24,6 +24,7 @@ from memfit.plan.given import (
     step_given,
     target_given,
 )
+from memfit.plan.implementations import Answer, best_implementation, optimizer_binds
 from memfit.plan.making import plan_of
 from memfit.plan.record import Blocker, Estimate, Lever, Prediction, ShardedUnit, ShardPlan
 from memfit.solve import (
@@ -68,7 +69,7 @@ def plan(
     the same step for another budget; the search begins with it.
     """
     work = _Work(progress)
-    problem = _problem(work, model, batch, loss, optimizer, autocast, target, ranks, cost, options)
+    problem, step = _problem(work, model, batch, loss, optimizer, autocast, target, ranks, cost, options)
     asked = problem.target.budget_bytes(budget)
     allowed = min(asked, problem.target.usable_bytes)
     notes = list(problem.timeline.trace.notes)
@@ -81,7 +82,11 @@ def plan(
     with work.step("solving"):
         first = None if start is None else _choice(problem, start)
         solved = solve(problem, allowed, start=first, watch=work.heard)
-    return _document(problem, solved, notes)
+    best = Answer(problem=problem, solved=solved, implementation=None)
+    if step is not None and problem.options.optimizer and optimizer_binds(best):
+        with work.step("trying other optimizer steps"):
+            best = best_implementation(best, step, cost_given(cost, problem.target))
+    return _document(best, problem, notes)
 
 
 def curve(
@@ -100,7 +105,7 @@ def curve(
 ) -> Curve:
     """Budget against step time, from the smallest budget that can be met to the one that needs nothing."""
     work = _Work(progress)
-    problem = _problem(work, model, batch, loss, optimizer, autocast, target, ranks, cost, options)
+    problem, _ = _problem(work, model, batch, loss, optimizer, autocast, target, ranks, cost, options)
     with work.step("solving"):
         return curve_of(problem, points=points, watch=work.point)
 
@@ -116,12 +121,13 @@ def _problem(
     ranks: int | None,
     cost: Cost | str | None,
     options: SolveOptions | None,
-) -> Problem:
+) -> tuple[Problem, Step | None]:
     aim, solver = target_given(model, target, ranks), options_given(options)
     chosen = cost_given(cost, aim)
     if isinstance(model, Step | Trace):
         kind = type(model).__name__
         check_nothing_beside(f"the {kind}", batch, loss, optimizer, autocast)
+    step = None
     if isinstance(model, Trace):
         captured = model
     else:
@@ -129,7 +135,7 @@ def _problem(
         with work.step("capturing one training step"):
             captured = trace(step, target=aim)
     with work.step("timing its ops, working out frontiers"):
-        return Problem.of(Runtime.of(captured, chosen), aim, solver)
+        return Problem.of(Runtime.of(captured, chosen), aim, solver), step
 
 
 def _choice(problem: Problem, start: Plan) -> Choice:
@@ -145,10 +151,13 @@ def _choice(problem: Problem, start: Plan) -> Choice:
     return choice
 
 
-def _document(problem: Problem, solved: Solved, notes: list[str]) -> Plan:
+def _document(answer: Answer, given: Problem, notes: list[str]) -> Plan:
+    """The plan; its baseline is the step as it was given, also where the plan changes the optimizer's step."""
+    problem, solved = answer.problem, answer.solved
     captured, target = problem.timeline.trace, problem.target
     base_ms = problem.runtime.total_ms + problem.exposed_ms
-    baseline = Estimate(step_ms=base_ms, **_peak(problem, problem.replay(())))
+    given_ms = given.runtime.total_ms + given.exposed_ms
+    baseline = Estimate(step_ms=given_ms, **_peak(given, given.replay(())))
     predicted = _prediction(problem, solved, base_ms)
     fullest = baseline if predicted is None else predicted
     if fullest.peak_reserved_bytes > solved.budget_bytes >= fullest.peak_bytes:
@@ -189,6 +198,7 @@ def _document(problem: Problem, solved: Solved, notes: list[str]) -> Plan:
         baseline=baseline,
         predicted=predicted,
         shard=_shard_plan(problem),
+        optimizer=answer.implementation,
         notes=notes,
     )
 

@@ -1,0 +1,156 @@
+"""What it costs to run a plan beyond the ops that it runs again, beside PyTorch's selective checkpointing.
+
+Three ways to train one Llama shape, interleaved, medians: plain; under a plan of memfit; with the same units and the same
+saved ops through `torch.utils.checkpoint` and `create_selective_checkpoint_contexts`. The ops that run again are timed
+by themselves, without any code around them. Prints the planned step as a part of the plain step and these ops, and the
+part of PyTorch's overhead that memfit has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import memfit
+from memfit.cost import Roofline, Runtime
+from memfit.hardware import Target
+from memfit.plan import Checkpoint, Plan
+from memfit.solve import Problem, SolveOptions, minimum_budget_bytes
+
+
+def build(layers: int, hidden: int) -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 64,
+        vocab_size=1024,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).train()
+
+
+def make_plan(step: memfit.Step, part: float, layers: int) -> Plan:
+    trace = memfit.trace(step, target="cpu")
+    blocks = tuple(f"model.layers.{number}" for number in range(layers))
+    options = SolveOptions(ac_units=blocks)
+    problem = Problem.of(Runtime.of(trace, Roofline.of(Target.parse("cpu"))), Target.parse("cpu"), options)
+    least = minimum_budget_bytes(problem)
+    assert least is not None
+    budget = int(least + (problem.baseline_bytes - least) * part)
+    return memfit.plan(trace, budget=budget, options=options, progress=False)
+
+
+def selective(model: nn.Module, plan: Plan) -> None:
+    """PyTorch's way: the same units, the same saved ops."""
+    for entry in plan.checkpoint:
+        module = model.get_submodule(entry.module)
+        forward = module.forward
+        module.forward = partial(_checkpointed, forward, entry)  # type: ignore[method-assign]
+
+
+def _checkpointed(forward: Callable[..., Any], entry: Checkpoint, *args: Any, **kwargs: Any) -> Any:
+    saved = {op.offset for op in entry.saved_ops}
+    counts = {False: -1, True: -1}
+
+    def policy(context: Any, func: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        counts[context.is_recompute] += 1
+        save = counts[context.is_recompute] in saved
+        return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    context = partial(create_selective_checkpoint_contexts, policy) if saved else None
+    more = {} if context is None else {"context_fn": context}
+    return checkpoint(forward, *args, use_reentrant=False, **more, **kwargs)
+
+
+class _Again(TorchDispatchMode):
+    """Writes down the ops of the backward that are a forward running again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[tuple[Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled() and "empty" not in str(func):
+            clone = partial(tree_map_only, torch.Tensor, lambda tensor: tensor.detach().clone())
+            self.ops.append((func, clone(args), clone(kwargs or {})))
+        return result
+
+
+def ops_again(step: memfit.Step, model: nn.Module) -> list[tuple[Any, Any, Any]]:
+    """The ops that run again in one backward of the planned model."""
+    loss = model(**step.batch).loss
+    with _Again() as seen:
+        loss.backward()
+    model.zero_grad()
+    return seen.ops
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    tokens = torch.randint(0, 1024, (options.batch, options.length))
+    batch = {"input_ids": tokens, "labels": tokens}
+    worst, parts = 0.0, []
+    for part, label in ((0.0, "everything runs again"), (0.35, "some ops saved"), (0.7, "most ops saved")):
+        plain = build(options.layers, options.hidden)
+        step = memfit.Step(plain, batch)
+        plan = make_plan(step, part, options.layers)
+        ours, theirs = build(options.layers, options.hidden), build(options.layers, options.hidden)
+        plan.apply(ours)
+        selective(theirs, plan)
+        again = None
+        times: dict[str, list[float]] = {"plain": [], "memfit": [], "pytorch": [], "ops": []}
+        for model in (plain, ours, theirs):
+            for _ in range(2):
+                model(**batch).loss.backward()
+                model.zero_grad()
+        again = ops_again(step, ours)
+        for _ in range(options.rounds):
+            for name, model in (("plain", plain), ("memfit", ours), ("pytorch", theirs)):
+                began = time.perf_counter()
+                model(**batch).loss.backward()
+                times[name].append(time.perf_counter() - began)
+                model.zero_grad()
+            with torch.no_grad():
+                began = time.perf_counter()
+                for func, args, kwargs in again:
+                    func(*args, **kwargs)
+                times["ops"].append(time.perf_counter() - began)
+        median = {name: 1e3 * statistics.median(each) for name, each in times.items()}
+        needed = median["plain"] + median["ops"]
+        over, theirs_over = median["memfit"] / needed, median["pytorch"] / needed
+        worst = max(worst, over)
+        parts.append((median["memfit"] - needed, median["pytorch"] - needed))
+        saved = sum(len(entry.saved_ops) for entry in plan.checkpoint)
+        print(
+            f"{label:24s} {len(plan.checkpoint)} units, {saved:3d} ops saved, {len(again):4d} run again: "
+            f"plain {median['plain']:7.1f} ms, ops again {median['ops']:6.1f}, memfit {median['memfit']:7.1f} "
+            f"({over:.3f} of needed), PyTorch {median['pytorch']:7.1f} ({theirs_over:.3f})",
+            flush=True,
+        )
+    print(f"the planned step over what its ops need, worst: {worst:.3f}")
+
+
+if __name__ == "__main__":
+    main()
