@@ -13,7 +13,7 @@ from memfit.cli import main
     [
         (["plan", "--help"], r"no command 'plan' yet; in Python: memfit.plan("),
         (["versoin"], "did you mean 'version'?"),
-        (["frobnicate", "--help"], "there are calibrate and version"),
+        (["frobnicate", "--help"], "there are calibrate, verify and version"),
     ],
 )
 def test_a_command_that_does_not_exist_is_wrong_usage(

@@ -55,6 +55,7 @@ def test_public_names_are_few_and_frozen() -> None:
         "Trace",
         "__version__",
         "curve",
+        "guard",
         "hardware",
         "load",
         "load_trace",

@@ -15,8 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from memfit.cost import Calibration, calibrate
-from memfit.errors import MemfitError
+from memfit.errors import InputError, MemfitError
+from memfit.plan import load
 from memfit.units import display_ms
+from memfit.verify import step_at
+from memfit.verify.verification import MEMORY_TOLERANCE, TIME_TOLERANCE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,42 @@ class Calibrate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Verify:
+    """Run a training step with a plan and without it, and show what was predicted beside what was measured.
+
+    The exit code is 0 when everything is within the tolerances and 1 when something is not.
+    """
+
+    plan: tyro.conf.Positional[Path]
+    """The plan, as Plan.save wrote it."""
+    step: tyro.conf.Positional[str]
+    """A function that returns a memfit.Step: `path/to/file.py:function` or `package.module:function`."""
+    steps: int = 3
+    """Steps whose median is the measured time."""
+    memory_tolerance: float = MEMORY_TOLERANCE
+    """How far the measured peak may be from its prediction, as a part of it."""
+    time_tolerance: float | None = TIME_TOLERANCE
+    """The same of the step's time; None shows times without judging them."""
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print JSON."""
+
+    def run(self) -> int:
+        if not self.plan.is_file():
+            raise InputError(f"there is no file {self.plan}; give a plan that Plan.save wrote")
+        found = load(self.plan).verify(
+            step_at(self.step),
+            self.steps,
+            memory_tolerance=self.memory_tolerance,
+            time_tolerance=self.time_tolerance,
+        )
+        if self.json:
+            print(found.to_json(), end="")
+        else:
+            Console().print(found)
+        return 0 if found.ok else 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class Version:
     """Print memfit's version."""
 
@@ -59,7 +98,8 @@ class Version:
         return 0
 
 
-_COMMANDS: dict[str, Callable[..., Calibrate | Version]] = {"calibrate": Calibrate, "version": Version}
+Command = Calibrate | Verify | Version
+_COMMANDS: dict[str, Callable[..., Command]] = {"calibrate": Calibrate, "verify": Verify, "version": Version}
 _IN_PYTHON = {
     "plan": "memfit.plan(step, target='h100-sxm', budget='72GiB')",
     "explain": "print(memfit.load('plan.json'))",
@@ -74,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments and not arguments[0].startswith("-") and arguments[0] not in _COMMANDS:
         _say(_unknown(arguments[0]))
         return 2
-    command: Calibrate | Version = tyro.extras.subcommand_cli_from_dict(
+    command: Command = tyro.extras.subcommand_cli_from_dict(
         _COMMANDS,
         prog="memfit",
         description="Makes PyTorch training fit in memory, and then as fast as it can be.",
@@ -92,8 +132,12 @@ def _unknown(name: str) -> str:
     if name in _IN_PYTHON:
         return f"there is no command {name!r} yet; in Python: {_IN_PYTHON[name]}"
     near = difflib.get_close_matches(name, _COMMANDS, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {' and '.join(_COMMANDS)}; memfit --help says more"
+    hint = f"did you mean {near[0]!r}?" if near else f"there are {_listed(list(_COMMANDS))}; memfit --help says more"
     return f"there is no command {name!r}; {hint}"
+
+
+def _listed(names: list[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _say(problem: str) -> None:

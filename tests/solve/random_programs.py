@@ -39,7 +39,7 @@ def programs(draw: st.DrawFn, *, layers: bool = False) -> Program:
 
 
 @st.composite
-def near_equal_layers(draw: st.DrawFn) -> Program:
+def near_equal_layers(draw: st.DrawFn, *, equal: bool = False) -> Program:
     """Layers with a module inside each, all in one container; each has the frontier of the others, or nearly."""
     count = draw(st.integers(2, 3))
     size = LENGTH // count
@@ -51,12 +51,26 @@ def near_equal_layers(draw: st.DrawFn) -> Program:
     for number in range(count):
         begin, end = number * size, (number + 1) * size - draw(st.integers(1, 2))
         units.append(_unit(f"layer{number}", begin, end))
-        chosen.append(draw(nearly(layer)))
+        chosen.append(layer if equal else draw(nearly(layer)))
         units.append(_unit(f"layer{number}.inner", begin + 1, draw(st.sampled_from((begin + 3, end)))))
-        chosen.append(draw(nearly(inner)))
+        chosen.append(inner if equal else draw(nearly(inner)))
     slope = 4 * np.minimum(np.arange(2 * LENGTH + 1), np.arange(2 * LENGTH, -1, -1))
     during = slope + np.array(draw(st.lists(st.integers(5, 25), min_size=len(slope), max_size=len(slope))))
     return _program(draw, during, units, chosen)
+
+
+@st.composite
+def many_layers(draw: st.DrawFn) -> Program:
+    """Eight nearly equal layers under a budget for about half of what they keep: too many plans to try all."""
+    layer = draw(frontiers())
+    units = [_unit(f"layer{number}", 3 * number, 3 * number + 3) for number in range(8)]
+    chosen = [draw(nearly(layer)) for _ in units]
+    kept = sum(each.discardable_bytes for each in chosen) >> 20
+    slope = kept * np.minimum(np.arange(2 * LENGTH + 1), np.arange(2 * LENGTH, -1, -1)) // LENGTH
+    during = slope + 100
+    budget = int(during.max()) - draw(st.integers(1, max(1, kept // 2)))
+    before = np.minimum(np.concatenate(([during[0]], during[:-1])), during)
+    return Program(before << 20, during << 20, budget << 20, candidates_of(units, chosen))
 
 
 @st.composite
@@ -74,9 +88,9 @@ def programs_of_two_passes(draw: st.DrawFn) -> Program:
 
 
 @st.composite
-def unmirrored_programs(draw: st.DrawFn, *, layers: bool = False) -> Program:
+def unmirrored_programs(draw: st.DrawFn) -> Program:
     """Programs whose backward runs the units in any order."""
-    program = draw(programs(layers=layers))
+    program = draw(programs() | programs(layers=True) | near_equal_layers(equal=True))
     again = draw(st.permutations(range(LENGTH + 1, 2 * LENGTH)))
     candidates = tuple(
         replace(candidate, unit=replace(candidate.unit, backward_begin=op))

@@ -15,6 +15,7 @@ from torch import nn
 import memfit
 from memfit.errors import InputError
 from memfit.trace import Step, Trace, load_trace, save_trace
+from memfit.trace.record import SCHEMA
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +36,7 @@ def test_round_trip(trace: Trace, tmp_path: Path) -> None:
 def rewrite(path: Path, trace: Trace) -> None:
     """A file with a right checksum around whatever content."""
     packed = zlib.compress(msgspec.msgpack.encode(trace))
-    path.write_bytes(b"memfit trace 2 %s\n" % hashlib.sha256(packed).hexdigest().encode() + packed)
+    path.write_bytes(b"memfit trace %d %s\n" % (SCHEMA, hashlib.sha256(packed).hexdigest().encode()) + packed)
 
 
 @pytest.mark.parametrize("cut", [0, 5, 60, -1])
@@ -99,6 +100,6 @@ def test_inconsistent_content_is_refused(trace: Trace, tmp_path: Path, break_it)
 def test_wrong_types_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "step.memfit"
     packed = zlib.compress(msgspec.msgpack.encode({"schema": "one"}))
-    path.write_bytes(b"memfit trace 2 %s\n" % hashlib.sha256(packed).hexdigest().encode() + packed)
+    path.write_bytes(b"memfit trace %d %s\n" % (SCHEMA, hashlib.sha256(packed).hexdigest().encode()) + packed)
     with pytest.raises(InputError, match="valid trace"):
         load_trace(path)

@@ -9,7 +9,7 @@ from memfit.solve.planned import PlannedTimeline, planned_events, planned_reserv
 from memfit.solve.program import Candidate, Choice, Program
 from memfit.solve.sac_milp import SACSolution, sac_milp
 from memfit.solve.sharding import Sharding, ShardOptions, ShardUnit, repeated_blocks, shard
-from memfit.solve.solution import Problem, Solved, minimum_budget_bytes, solve
+from memfit.solve.solution import Problem, Solved, minimum_budget_bytes, nothing, solve
 
 __all__ = [
     "Blocker",
@@ -36,6 +36,7 @@ __all__ = [
     "curve_of",
     "get_optimal_checkpointing_policy_per_module",
     "minimum_budget_bytes",
+    "nothing",
     "planned_events",
     "planned_reserved",
     "planned_timeline",

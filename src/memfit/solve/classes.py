@@ -104,10 +104,12 @@ class ClassModel:
         self._known.add(key)
         terms: list[tuple[int, float]] = []
         counted: dict[int, list[int]] = {}
+        seen: dict[int, list[int]] = {}
         for number, each in enumerate(self.classes):
             active = [m for m in each.members if m == rerun or self._active(m, op)]
             if not active:
                 continue
+            seen[number] = active
             policies = self.program.candidates[each.members[0]].policies
             again = rerun is not None and rerun in active
             if len(active) == len(each.members) and not again:
@@ -119,20 +121,30 @@ class ClassModel:
                 extra = self._again(number, counted[number])
                 terms += extra
                 counted[number] = [*counted[number], *(w for w, _ in extra)]
-            self._paths_of_part(number, len(active), counted)
+            self._paths_of_part(number, seen, counted)
         self.milp.row(terms, lower=(level_bytes - self.program.budget_bytes) / SCALE)
         return True
 
-    def _paths_of_part(self, number: int, active: int, counted: dict[int, list[int]]) -> None:
-        """Family 2 among the units that a row counts: a unit of the part has its path to itself there too."""
+    def _paths_of_part(self, number: int, seen: dict[int, list[int]], counted: dict[int, list[int]]) -> None:
+        """Family 2 among the units that a row sees: the sum over those of one class of what is chosen on their paths.
+
+        A unit around them is counted as often as units of the class that the row sees lie in it, at least.
+        """
+        active = seen[number]
+        if len(active) == len(self.classes[number].members):
+            return
         terms = [(n, 1.0) for n in counted[number]]
         outer = self.classes[number].outer
         while outer != NEVER:
-            under = float(self.under[number].get(outer, 0))
-            terms += [(n, under) for n in counted.get(outer, ())]
+            around = dict.fromkeys(seen.get(outer, ()), 0)
+            for path in map(self.program.path, active):
+                for each in path:
+                    if each in around:
+                        around[each] += 1
+            terms += [(n, float(min(around.values(), default=0))) for n in counted.get(outer, ())]
             outer = self.classes[outer].outer
-        if active < len(self.classes[number].members) and len(terms) > len(counted[number]):
-            self.milp.row(terms, upper=float(active))
+        if len(terms) > len(counted[number]):
+            self.milp.row(terms, upper=float(len(active)))
 
     def _active(self, member: int, op: int) -> bool:
         candidate = self.program.candidates[member]

@@ -1,7 +1,7 @@
 """What the rest of a walk costs at least, as a convex function of what is lacking already.
 
-Note [Completion]: let V(F) be the least time from some place on when F bytes are lacking. With every frontier replaced by
-its convex hull, V is convex, falls, and comes from the one after it: the choice of a unit is the infimal convolution
+Note [Completion]: let V(F) be the least time from some place on when F bytes are lacking. With every frontier replaced
+by its convex hull, V is convex, falls, and comes from the one after it: the choice of a unit is the infimal convolution
 with its hull, a merge of segments by slope; a row cuts the domain; a container or what is inside it is the hull of the
 two. So it is found for all places by one pass from the last to the first. It is at most the true time: it may choose
 between any two policies as if they were shares, and it leaves out what second runs need.
@@ -23,7 +23,7 @@ _SAME_SLOPE = 1e-12
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Falling:
-    """A convex function: corners by growing bytes with falling times, infinite before the first, level after the last."""
+    """A convex function by its corners, with falling times; infinite before the first, level after the last."""
 
     at: Floats
     time: Floats
@@ -86,7 +86,7 @@ def hull_of(at: Floats, time: Floats) -> Falling:
 def completions(places: tuple[Place, ...]) -> tuple[Falling, dict[int, Falling]]:
     """The function before the first place, and the one after each place by the index of its candidate."""
     after: dict[int, Falling] = {}
-    hulls: dict[tuple[object, ...], Falling] = {}
+    hulls: dict[int, Falling] = {}
 
     def before(place: Place, rest: Falling) -> Falling:
         after[place.index] = rest

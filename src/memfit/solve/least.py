@@ -58,7 +58,9 @@ def _by_walking(program: Program) -> LeastBudget | None:
     walks = walks_of(program)
     if walks is None:
         return None
-    highest = max((int(policy.recompute_peak_bytes) for each in program.candidates for policy in each.policies), default=0)
+    highest = max(
+        (int(policy.recompute_peak_bytes) for each in program.candidates for policy in each.policies), default=0
+    )
     low, high = walks.floor_bytes, max(walks.floor_bytes, int(program.during.max()) + highest)
     plan = _plan_within(program, walks, high)
     if plan is None:
@@ -73,29 +75,35 @@ def _by_walking(program: Program) -> LeastBudget | None:
     return LeastBudget(choice=plan, peak_bytes=program.peak_bytes(plan), bound_bytes=high)
 
 
-_Picks = tuple["_Picks", int, int] | None
-"""The last candidate that is checkpointed, its policy, and those before it."""
+@dataclass(frozen=True, slots=True)
+class _Picked:
+    """A candidate that is checkpointed, its policy, and the one picked before it."""
+
+    before: _Picked | None
+    index: int
+    policy: int
 
 
 def _plan_within(program: Program, walks: Walks, budget_bytes: int) -> Choice | None:
     """A plan that drops the most at every place of the walks, None when it does not hold their rows."""
     choice = np.full(len(program.candidates), NEVER, np.int64)
     for places in walks.walks:
-        lacking, picks = 0, None
+        lacking = 0
+        picks: _Picked | None = None
         for place in places:
             passed = _most_dropped(place, lacking, budget_bytes - program.budget_bytes, picks)
             if passed is None:
                 return None
             lacking, picks = passed
         while picks is not None:
-            picks, index, policy = picks
-            choice[index] = policy
+            choice[picks.index] = picks.policy
+            picks = picks.before
     return choice
 
 
-def _most_dropped(place: Place, lacking: int, spare: int, picks: _Picks) -> tuple[int, _Picks] | None:
+def _most_dropped(place: Place, lacking: int, spare: int, picks: _Picked | None) -> tuple[int, _Picked | None] | None:
     """The most that can be lacking after a place; `spare` is the budget above that of the place's rows."""
-    inner: tuple[int, _Picks] | None = None if place.forced else (lacking, picks)
+    inner: tuple[int, _Picked | None] | None = None if place.forced else (lacking, picks)
     for each in place.inside:
         if inner is not None:
             inner = _most_dropped(each, inner[0], spare, inner[1])
@@ -106,5 +114,7 @@ def _most_dropped(place: Place, lacking: int, spare: int, picks: _Picks) -> tupl
     for policy in range(len(place.freed) - 1, -1, -1):  # by falling bytes
         if lacking + spare >= place.required_bytes[policy]:
             dropped = lacking + int(place.freed[policy])
-            return inner if inner is not None and inner[0] >= dropped else (dropped, (picks, place.index, policy))
+            return (
+                inner if inner is not None and inner[0] >= dropped else (dropped, _Picked(picks, place.index, policy))
+            )
     return inner

@@ -41,7 +41,7 @@ NO_NEED = -(1 << 50)
 class Place:
     """One candidate of a walk and those inside it, in the order of their ends. Places of one `kind` are equal subtrees.
 
-    `need_bytes` must be lacking when the walk has passed it, `inner_bytes` before it when it is checkpointed as a whole,
+    `need_bytes` must be lacking when the walk has passed it, `inner_bytes` before it when it is checkpointed whole,
     `required_bytes` before it for each of its policies, second run included; with `safe_bytes` every way through
     it is open. `opened` says that something inside it is forced.
     """
@@ -98,7 +98,7 @@ def walks_of(program: Program, raised: Mapping[int, int] | None = None) -> Walks
 
 
 def broken_rows(program: Program, choice: Choice) -> dict[int, int]:
-    """For rows of the program that a plan breaks, the candidate they see last and the prefix sum that would mend them."""
+    """For rows that a plan breaks, the candidate that each sees last and the prefix sum that would mend it."""
     order = _by_end(_inside(program))
     freed = [program.candidates[i].policies[choice[i]].discarded_bytes if choice[i] != NEVER else 0 for i in order]
     dropped = dict(zip(order, np.cumsum(np.array(freed, np.int64)).tolist(), strict=True))

@@ -1,14 +1,14 @@
 """Finds the least recompute time under the budget.
 
-A walk through the forward proves it where backward mirrors forward (Note [Prefixes]), which is the rule. Elsewhere its time
-is a bound, and integer programs follow: equal layers together first, all units where that is not enough.
+A walk through the forward proves it where backward mirrors forward (Note [Prefixes]), which is the rule. Elsewhere its
+time is a bound, and integer programs follow: equal layers together first, all units where that is not enough.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,7 +19,7 @@ from memfit.solve.classes import ClassModel
 from memfit.solve.milp import Incumbent, Limits, Status, relative_gap
 from memfit.solve.prefixes import PICOSECONDS, Walks, broken_rows, walks_of
 from memfit.solve.program import Choice, Program
-from memfit.solve.walk import best_of
+from memfit.solve.walk import WIDTHS, best_of
 from memfit.trace import NEVER
 
 Watch = Callable[[Incumbent], None]
@@ -27,7 +27,6 @@ _SAME_MS = 1e-5
 """Ten nanoseconds: what the solver's tolerances and the order of sums may make of equal times."""
 _ROUNDS = 60
 _REPAIRS = 30
-_WIDEST, _NARROW = 1 << 17, 1 << 10
 _PROVEN = 1e-6
 
 
@@ -93,14 +92,14 @@ def _tell(program: Program, watch: Watch | None, choice: Choice, bound_ms: float
 def _by_walking(program: Program, limits: Limits, began: float, watch: Watch | None) -> tuple[float, Choice | None]:
     """A proven bound, infinite when nothing fits, and the best plan of the walks that holds every row.
 
-    Where backward does not mirror forward, the first plan may break rows: what mends them is asked for, and walked again.
+    Where backward does not mirror forward, the first plan may break rows: more is asked for there, and walked again.
     """
     walks = walks_of(program)
     if walks is None:
         return 0.0, None
     if walks.floor_bytes > program.budget_bytes:
         return math.inf, None
-    bound, choice = _walked(program, walks, limits, began, _WIDEST, watch)
+    bound, choice = _walked(program, walks, limits, began, WIDTHS, watch)
     raised: dict[int, int] = {}
     for _ in range(_REPAIRS):
         if choice is None or usable(program, choice):
@@ -108,19 +107,19 @@ def _by_walking(program: Program, limits: Limits, began: float, watch: Watch | N
         for index, need in broken_rows(program, choice).items():
             raised[index] = max(need, raised.get(index, need))
         stricter = walks_of(program, raised)
-        _, choice = (0.0, None) if stricter is None else _walked(program, stricter, limits, began, _NARROW, None)
+        _, choice = (0.0, None) if stricter is None else _walked(program, stricter, limits, began, WIDTHS[:2], None)
     return bound, choice if choice is not None and usable(program, choice) else None
 
 
 def _walked(
-    program: Program, walks: Walks, limits: Limits, began: float, widest: int, watch: Watch | None
+    program: Program, walks: Walks, limits: Limits, began: float, widths: Sequence[int], watch: Watch | None
 ) -> tuple[float, Choice | None]:
     """The bound and the plan of all walks together."""
     bound, whole = 0.0, True
     choice = np.full(len(program.candidates), NEVER, np.int64)
     for places in walks.walks:
         heard = None if watch is None else partial(_hear, watch, bound, began)
-        walked = best_of(places, gap=limits.gap, deadline=began + limits.time_limit_s, widest=widest, watch=heard)
+        walked = best_of(places, gap=limits.gap, deadline=began + limits.time_limit_s, widths=widths, watch=heard)
         bound += walked.bound / PICOSECONDS
         whole = whole and walked.picks is not None
         for index, policy in walked.picks or ():

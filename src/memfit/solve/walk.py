@@ -2,7 +2,7 @@
 
 Note [Walk]: a label is the bytes dropped and the time spent up to a place (Note [Prefixes]). Of two labels at one place
 the one with no more bytes and no less time goes; so does one whose time, with the least that the rest costs (Note
-[Completion]), is above the best plan known. Where more than `width` labels are left, those with the least such sums stay,
+[Completion]), is above the best plan known. Where more than `width` labels are left, those with the least sums stay,
 and the least sum that went is remembered: no plan that was lost is below it. A walk whose best plan is not above that
 has proven it. Otherwise it is walked again, wider, and what it found lets more labels go.
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time as clock
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,7 +25,7 @@ from memfit.solve.prefixes import Place
 from memfit.solve.ways import Ways, WaysOf, undominated
 from memfit.tradeoff.facts import Ints
 
-_WIDTHS = (64, 1024, 16384, 131072)
+WIDTHS = (64, 1024, 16384, 131072)
 _MOST_LABELS = 1 << 24
 """As many labels a walk may keep for the way back, a few hundred MB."""
 _SLACK = 1000.0
@@ -186,7 +186,7 @@ def best_of(
     *,
     gap: float = 0.0,
     deadline: float = math.inf,
-    widest: int = _WIDTHS[-1],
+    widths: Sequence[int] = WIDTHS,
     watch: Callable[[float, float], None] | None = None,
 ) -> Walked:
     """The best plan of a walk, proven unless that needs more labels than the widest walk has, or more time.
@@ -196,9 +196,7 @@ def best_of(
     walker = _Walker(places, deadline)
     bound = float(walker.first(np.zeros(1, np.int64))[0])
     picks: Picks | None = None
-    for width in _WIDTHS:
-        if width > widest:
-            break
+    for width in widths:
         try:
             found = walker.run(width)
         except _StoppedError:

@@ -82,7 +82,7 @@ class Emulation(TorchFunctionMode):
             rule = self._rules.get(name)
             if rule is not None:
                 args, kwargs = map_tensors(args, self._lift), map_tensors(kwargs, self._lift)
-                result = rule(self._context, *args, **kwargs)
+                result = self._apply(rule, args, kwargs)
                 if result is not NotImplemented:
                     return result
             result = func(*args, **kwargs)
@@ -92,6 +92,13 @@ class Emulation(TorchFunctionMode):
         except Exception as error:
             self.recorder.note_failure(error, name)
             raise
+
+    def _apply(self, rule: Rule, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a rule. In one marked as `composed`, autocast applies to the functions that it calls, not to itself."""
+        if getattr(rule, "composed", False) and torch.is_autocast_enabled(self._device_type):
+            with self:
+                return rule(self._context, *args, **kwargs)
+        return rule(self._context, *args, **kwargs)
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.stand_ins.get(id(tensor), tensor)

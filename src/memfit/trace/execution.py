@@ -100,6 +100,8 @@ class Executor:
             for position, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         )
+        if torch.Tag.inplace_view in func.tags and func._overloadpacket not in _RESIZING:
+            writes = ()  # `transpose_` and its like: the same elements, seen differently
         aliases = not writes and any(returned.alias_info is not None for returned in schema.returns)
         return OpInfo(
             name=str(func),

@@ -38,7 +38,7 @@ class RuleContext:
 
 
 _DECOMPOSITIONS = ("aten.linalg_", "aten._linalg_", "aten._fft", "aten.cholesky", "aten.triangular_solve", "aten.geqrf")
-_SIMPLE = ("aten.linalg_vector_norm",)
+_SIMPLE = ("aten.linalg_vector_norm", "aten._linalg_check_errors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class Rules:
         return self.decomposition if name.startswith(_DECOMPOSITIONS) and not name.startswith(_SIMPLE) else None
 
 
-_MODULES = """attention elementwise grouped layout normalization products recurrent sequence strides vendor
+_MODULES = """activations attention bags elementwise grouped images layout normalization products recurrent sequence strides vendor
 cuda_attention cuda_copies cuda_indexing cuda_normalization cuda_pointwise cuda_recurrent"""
 """Where two have a rule for the same name, the later one holds."""
 

@@ -27,6 +27,24 @@ def fills_its_memory(tensor: Tensor) -> bool:
     return True
 
 
+_CHANNELS_LAST = {
+    4: ((1, 3, 2, 0), torch.channels_last),
+    5: ((1, 4, 3, 2, 0), torch.channels_last_3d),
+}
+
+
+def suggested_format(tensor: Tensor) -> torch.memory_format:
+    """Channels-last for strides in that order, gaps or not (c10, `suggest_memory_format`, `is_channels_last_strides`)."""
+    order, layout = _CHANNELS_LAST.get(tensor.dim(), ((), torch.contiguous_format))
+    sizes, strides = tensor.size(), tensor.stride()
+    least = 0
+    for dim in order:
+        if sizes[dim] == 0 or strides[dim] < least or strides[1] == 0 or (dim == 0 and least == strides[1]):
+            return torch.contiguous_format
+        least = strides[dim] * max(1, sizes[dim])
+    return layout
+
+
 def contiguous_copy(tensor: Tensor) -> int:
     """Bytes of the copy that `tensor.contiguous()` makes, 0 when it is contiguous already."""
     return 0 if tensor.is_contiguous() else bytes_of(tensor)
@@ -92,9 +110,11 @@ def _embedding_backward(context: RuleContext, func: Any, args: Any, kwargs: dict
     return contiguous_copy(args[0]) + contiguous_copy(args[1])
 
 
-_STRUCTURED_LOSSES = ("aten.mse_loss.default", "aten.smooth_l1_loss.default")
+_SHRUNK_LOSSES = tuple(
+    f"aten.{name}.default" for name in ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
+)
 
-KERNELS = {device: dict.fromkeys(_STRUCTURED_LOSSES, _reduced_loss) for device in ("cpu", "cuda")}
+KERNELS = {device: dict.fromkeys(_SHRUNK_LOSSES, _reduced_loss) for device in ("cpu", "cuda")}
 WORKSPACES = {
     "cpu": {
         "aten.adaptive_max_pool2d_backward.default": _pool_backward,

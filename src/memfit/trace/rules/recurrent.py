@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +19,20 @@ _aten = torch.ops.aten
 _LSTM = 2
 
 
-_Project = Callable[[Tensor, int], Any]
-_Unroll = Callable[[Any, int, bool], tuple[Tensor, Any]]
+class _Weights(NamedTuple):
+    """What one direction of one layer multiplies with and adds (RNN.cpp, `CellParams`)."""
+
+    input: Tensor
+    hidden: Tensor
+    input_bias: Tensor | None
+    hidden_bias: Tensor | None
+    projection: Tensor | None
+
+    def hidden_product(self, state: Tensor) -> Tensor:
+        return F.linear(state, self.hidden, self.hidden_bias)
+
+    def projected(self, state: Tensor) -> Tensor:
+        return state if self.projection is None else torch.matmul(state, self.projection.t())
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,36 +51,31 @@ class _Network:
     def directions(self) -> int:
         return 2 if self.bidirectional else 1
 
-    def weights(self, index: int) -> Sequence[Tensor]:
-        """The weights, and biases, of one direction of one layer."""
-        count = 4 if self.has_biases else 2
-        return self.params[index * count : (index + 1) * count]
-
     @property
     def projected(self) -> bool:
-        return len(self.params) != self.num_layers * self.directions * (4 if self.has_biases else 2)
+        """Whether each direction has one more weight, which makes its states narrower than its cells."""
+        return len(self.params) % self._parts != 0 or len(self.params) // self._parts != self.num_layers * self.directions
 
-    def run(self, inputs: Tensor, project: _Project, unroll: _Unroll, *, contiguous: bool = False) -> Tensor:
-        """Stack layers (ATen/native/RNN.cpp, `apply_layer_stack` and `FullBidirectionalLayer`).
+    @property
+    def _parts(self) -> int:
+        return 4 if self.has_biases else 2
 
-        A direction's input is projected, then unrolled; what is projected, and the results of the steps, live as
-        long as they do there.
-        """
-        if self.batch_first:
-            inputs = inputs.transpose(0, 1)
-        if contiguous:
-            inputs = inputs.contiguous()
-        for number in range(self.num_layers):
-            made = []
-            for direction in range(self.directions):
-                index = number * self.directions + direction
-                projected = project(inputs, index)
-                made.append(unroll(projected, index, direction == 1))
-            inputs = made[0][0] if len(made) == 1 else torch.cat([output for output, _ in made], -1)
-            del made, projected
-            if self.dropout != 0 and self.train and number < self.num_layers - 1:
-                inputs = torch.dropout(inputs, self.dropout, True)
-        return inputs.transpose(0, 1) if self.batch_first else inputs
+    def weights(self, index: int) -> _Weights:
+        """The weights and biases of one direction of one layer."""
+        count = self._parts + self.projected
+        values = self.params[index * count : (index + 1) * count]
+        biases = values[2:4] if self.has_biases else (None, None)
+        return _Weights(*values[:2], *biases, values[-1] if self.projected else None)
+
+    def turned(self, tensor: Tensor) -> Tensor:
+        """Input or output between the order that the user wants and steps first."""
+        return tensor.transpose(0, 1) if self.batch_first else tensor
+
+    def dropped(self, output: Tensor, number: int) -> Tensor:
+        """What the next layer is given; the last one has none."""
+        if self.dropout == 0 or not self.train or number == self.num_layers - 1:
+            return output
+        return torch.dropout(output, self.dropout, True)
 
 
 def _network(arguments: Sequence[Any]) -> _Network:
@@ -79,70 +86,85 @@ def _network(arguments: Sequence[Any]) -> _Network:
 
 
 def _cpu_lstm(context: RuleContext, inputs: Tensor, hx: Any, *rest: Any) -> Any:
-    """oneDNN runs float layers without projections (ATen/native/RNN.cpp, `use_mkldnn`; mkldnn/RNN.cpp)."""
+    """oneDNN runs float layers without projections (ATen/native/RNN.cpp, `use_mkldnn`)."""
     network = _network(rest)
-    if network.projected or inputs.numel() == 0:
+    if inputs.numel() == 0:
         return NotImplemented
-    if inputs.dtype != torch.float32:
+    if network.projected or inputs.dtype != torch.float32:
         return _composed_lstm(network, inputs, hx)
-    state, cell = hx
+    return _vendor_lstm(network, inputs, *hx)
+
+
+def _vendor_lstm(network: _Network, inputs: Tensor, state: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One kernel for each direction of each layer (ATen/native/mkldnn/RNN.cpp, `mkldnn_rnn`)."""
+    inputs = network.turned(inputs).contiguous()
+    state, cell = state.contiguous(), cell.contiguous()
+    settings = (_LSTM, state.size(2), network.num_layers, network.has_biases, network.bidirectional)
+    outputs: list[Tensor] = [inputs] * network.directions
     states: list[Tensor] = []
     cells: list[Tensor] = []
+    for number in range(network.num_layers):
+        for direction in range(network.directions):
+            index = number * network.directions + direction
+            weights = network.weights(index)
+            first, first_cell = state[index], cell[index]
+            biases = weights[2:4]
+            if not network.has_biases:
+                biases = _no_biases(weights)
+            outputs[direction], last, last_cell, _ = _aten.mkldnn_rnn_layer(
+                inputs, *weights[:2], *biases, first, first_cell, direction == 1, [], *settings,
+                network.batch_first, network.train,
+            )  # fmt: skip
+            states.append(last)
+            cells.append(last_cell)
+        inputs = outputs[0] if network.directions == 1 else torch.cat(outputs, -1)
+        inputs = network.dropped(inputs, number)
+    last, last_cell = torch.stack(states, 0), torch.stack(cells, 0)
+    return network.turned(inputs), last, last_cell
 
-    def unroll(layer_input: Tensor, index: int, reverse: bool) -> tuple[Tensor, None]:
-        weights = network.weights(index)
-        if not network.has_biases:
-            weights = (*weights, *map(torch.zeros_like, weights))
-        settings = (
-            _LSTM,
-            state.size(2),
-            network.num_layers,
-            network.has_biases,
-            network.bidirectional,
-            False,
-        )
-        output, last_state, last_cell, _ = _aten.mkldnn_rnn_layer(
-            layer_input, *weights, state[index], cell[index], reverse, [], *settings, network.train
-        )
-        states.append(last_state)
-        cells.append(last_cell)
-        return output, None
 
-    output = network.run(inputs, lambda layer_input, _: layer_input, unroll, contiguous=True)
-    return output, torch.stack(states, 0), torch.stack(cells, 0)
+def _no_biases(weights: _Weights) -> Sequence[Tensor]:
+    """Zeros, the second argument first as C++ evaluates them."""
+    second, first = (
+        torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+        for weight in (weights.hidden, weights.input)
+    )
+    return first, second
 
 
 def _unrolled(
-    network: _Network, inputs: Tensor, states: list[Any], cell: Callable[[Tensor, Any, Sequence[Tensor]], Any]
+    network: _Network, inputs: Tensor, states: Sequence[Any], cell: Callable[[Tensor, Any, _Weights], Any]
 ) -> tuple[Tensor, list[Any]]:
-    """On CPU the inputs of all steps are multiplied at once (ATen/native/RNN.cpp, `FullLayer`)."""
+    """Layers of single steps (ATen/native/RNN.cpp, `apply_layer_stack`, `FullLayer` and `FullBidirectionalLayer`).
+
+    On CPU the inputs of all steps are multiplied at once. That product, and the results of the steps, live as long as
+    they do there.
+    """
     finals: list[Any] = []
-
-    def project(layer_input: Tensor, index: int) -> Sequence[Tensor]:
-        weights = network.weights(index)
-        return torch.unbind(F.linear(layer_input, weights[0], weights[2] if network.has_biases else None), 0)
-
-    def unroll(steps: Sequence[Tensor], index: int, reverse: bool) -> tuple[Tensor, list[Tensor]]:
-        weights = network.weights(index)
-        state = states[index]
-        outputs = []
-        for step in reversed(steps) if reverse else steps:
-            state = cell(step, state, weights)
-            outputs.append(state[0] if isinstance(state, tuple) else state)
-        finals.append(state)
-        return torch.stack(outputs[::-1] if reverse else outputs, 0), outputs
-
-    return network.run(inputs, project, unroll), finals
-
-
-def _hidden_product(state: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    return F.linear(state, weights[1], weights[3] if len(weights) == 4 else None)
+    for number in range(network.num_layers):
+        made: list[tuple[Tensor, list[Tensor]]] = []
+        steps: Sequence[Tensor] = ()
+        for direction in range(network.directions):
+            index = number * network.directions + direction
+            weights = network.weights(index)
+            steps = torch.unbind(F.linear(inputs, weights.input, weights.input_bias), 0)
+            state = states[index]
+            outputs = []
+            for step in reversed(steps) if direction else steps:
+                state = cell(step, state, weights)
+                outputs.append(state[0] if isinstance(state, tuple) else state)
+            finals.append(state)
+            made.append((torch.stack(outputs[::-1] if direction else outputs, 0), outputs))
+        inputs = made[0][0] if len(made) == 1 else torch.cat([output for output, _ in made], -1)
+        del made, steps, step, outputs
+        inputs = network.dropped(inputs, number)
+    return inputs, finals
 
 
-def _lstm_cell(step: Tensor, state: tuple[Tensor, Tensor], weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _lstm_cell(step: Tensor, state: tuple[Tensor, Tensor], weights: _Weights) -> tuple[Tensor, Tensor]:
     """RNN.cpp, `LSTMCell`."""
     hidden, cell = state
-    gates = _hidden_product(hidden, weights).add_(step).unsafe_chunk(4, 1)
+    gates = weights.hidden_product(hidden).add_(step).unsafe_chunk(4, 1)
     entry, forget, candidate, exit_ = (
         gates[0].sigmoid_(),
         gates[1].sigmoid_(),
@@ -150,13 +172,13 @@ def _lstm_cell(step: Tensor, state: tuple[Tensor, Tensor], weights: Sequence[Ten
         gates[3].sigmoid_(),
     )
     cell = (forget * cell).add_(entry * candidate)
-    return exit_ * cell.tanh(), cell
+    return weights.projected(exit_ * cell.tanh()), cell
 
 
-def _gru_cell(step: Tensor, state: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def _gru_cell(step: Tensor, state: Tensor, weights: _Weights) -> Tensor:
     """RNN.cpp, `GRUCell`."""
     inputs = step.unsafe_chunk(3, 1)
-    hidden = _hidden_product(state, weights).unsafe_chunk(3, 1)
+    hidden = weights.hidden_product(state).unsafe_chunk(3, 1)
     reset = hidden[0].add_(inputs[0]).sigmoid_()
     update = hidden[1].add_(inputs[1]).sigmoid_()
     candidate = inputs[2].add(hidden[2].mul_(reset)).tanh_()
@@ -164,34 +186,31 @@ def _gru_cell(step: Tensor, state: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 
 def _composed_lstm(network: _Network, inputs: Tensor, hx: Any) -> Any:
+    inputs = network.turned(inputs)
     pairs = list(zip(hx[0].unbind(0), hx[1].unbind(0), strict=True))
     output, finals = _unrolled(network, inputs, pairs, _lstm_cell)
-    return (
-        output,
-        torch.stack([state for state, _ in finals], 0),
-        torch.stack([cell for _, cell in finals], 0),
-    )
+    cell = torch.stack([cell for _, cell in finals], 0)
+    state = torch.stack([state for state, _ in finals], 0)
+    return network.turned(output), state, cell
 
 
-def _cpu_gru(context: RuleContext, inputs: Tensor, hx: Tensor, *rest: Any) -> Any:
-    """RNN.cpp, `gru`: composed on CPU."""
-    network = _network(rest)
-    output, finals = _unrolled(network, inputs, list(hx.unbind(0)), _gru_cell)
-    return output, torch.stack(finals, 0)
-
-
-def _cpu_rnn(activation: Callable[[Tensor], Tensor]) -> Rule:
-    """RNN.cpp, `SimpleCell`: composed on CPU."""
-
-    def cell(step: Tensor, state: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        return activation(_hidden_product(state, weights).add_(step))
+def _composed(cell: Callable[[Tensor, Any, _Weights], Any]) -> Rule:
+    """RNN.cpp, `ONE_HIDDEN_RNN`: networks whose only state is their output are composed on CPU."""
 
     def rule(context: RuleContext, inputs: Tensor, hx: Tensor, *rest: Any) -> Any:
         network = _network(rest)
-        output, finals = _unrolled(network, inputs, list(hx.unbind(0)), cell)
-        return output, torch.stack(finals, 0)
+        inputs = network.turned(inputs)
+        output, finals = _unrolled(network, inputs, hx.unbind(0), cell)
+        state = torch.stack(finals, 0)
+        return (output.transpose_(0, 1) if network.batch_first else output), state
 
+    rule.composed = True  # type: ignore[attr-defined]
     return rule
+
+
+def _simple_cell(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor, _Weights], Tensor]:
+    """RNN.cpp, `SimpleCell`."""
+    return lambda step, state, weights: activation(weights.hidden_product(state).add_(step))
 
 
 def _rnn_layer(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -241,9 +260,9 @@ FUNCTIONS = {
     "cpu": {
         "_pack_padded_sequence": _pack,
         "lstm": _cpu_lstm,
-        "gru": _cpu_gru,
-        "rnn_tanh": _cpu_rnn(torch.tanh),
-        "rnn_relu": _cpu_rnn(torch.relu),
+        "gru": _composed(_gru_cell),
+        "rnn_tanh": _composed(_simple_cell(torch.tanh)),
+        "rnn_relu": _composed(_simple_cell(torch.relu)),
     },
 }
 KERNELS = {

@@ -1,13 +1,14 @@
-"""CPU kernels whose internal allocations change with the machine: measured once on this one."""
+"""CPU kernels whose internal allocations change with the machine, or are many small ones: measured once on this one."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memfit.trace.arguments import tensors_of
+from memfit.trace.arguments import map_tensors, tensors_of
 from memfit.trace.probe import probe_workspace, remembered, signature
 from memfit.trace.rules import RuleContext
 from memfit.trace.rules.layout import bytes_of
@@ -15,7 +16,7 @@ from memfit.trace.rules.layout import bytes_of
 _PROBE_LIMIT_BYTES = 1 << 28
 
 
-def _probed(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+def probed(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     """oneDNN reorders operands into layouts that depend on the instruction set (ATen/native/mkldnn)."""
     if sum(map(bytes_of, tensors_of((*args, result)))) > _PROBE_LIMIT_BYTES:
         context.note(f"{func}: too large to run once here; what it allocates inside itself is not counted")
@@ -30,20 +31,46 @@ def _not_counted(context: RuleContext, func: Any, args: Any, kwargs: dict[str, A
 
 def _decomposition(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     context.note(f"{func}: what it allocates inside itself may depend on values; measured on small ones")
-    return _probed(context, func, args, kwargs, result)
+    return probed(context, func, map_tensors(args, _valid_pivots), kwargs, result)
+
+
+def _valid_pivots(tensor: Tensor) -> Tensor:
+    """Row numbers from 1, as the kernels check; other tensors are left to the probe."""
+    return torch.ones(tensor.shape, dtype=tensor.dtype) if tensor.dtype == torch.int32 else tensor
 
 
 DECOMPOSITIONS = {"cpu": _decomposition, "cuda": _not_counted}
 
 
 def _convolution(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-    """Channels-last in, channels-last out (ATen/native/ConvUtils.h, `mkldnn_conv_use_channels_last`)."""
+    """Channels-last in, channels-last out (ATen/native/ConvUtils.h, `mkldnn_conv_use_channels_last`).
+
+    ATen's own kernels for three dimensions are contiguous.
+    """
     result = func(*args, **kwargs)
-    if any(map(_channels_last, args[:2])):
+    vendor = result.dim() != 5 or _vendor_convolves(context, *args)
+    if vendor and any(map(_channels_last, args[:2])):
         return torch.empty_like(result, memory_format=_FORMATS[result.dim()])
     return torch.empty_like(result, memory_format=torch.contiguous_format)
 
 
+def _vendor_convolves(
+    context: RuleContext, source: Tensor, weight: Tensor, _: Any, stride: Any, padding: Any, dilation: Any, *rest: Any
+) -> bool:
+    """Whether oneDNN convolves (ATen/native/Convolution.cpp, `ConvParams::use_mkldnn`)."""
+    if source.dtype in _LOW:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    plain = all(step == 1 for step in (*stride, *dilation)) and weight.shape[-2:] == (1, 1)
+    wide = weight.size(-1) > 3 and weight.size(-2) > 3
+    samples, groups = source.size(0), rest[-1]
+    return (
+        source.dtype == torch.float32
+        and (not plain or samples >= 16 or context.threads > 1)
+        and (groups > 1 or wide or samples > 1 or math.prod(source.shape[:4]) > 20480)
+    )
+
+
+_LOW = (torch.bfloat16, torch.float16)
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -57,15 +84,21 @@ def _channels_last(tensor: Tensor) -> bool:
 KERNELS = {"cpu": {"aten.convolution.default": _convolution}}
 WORKSPACES = {
     "cpu": {
-        "aten.convolution.default": _probed,
-        "aten.convolution_backward.default": _probed,
-        "aten.mkldnn_rnn_layer.default": _probed,
-        "aten.upsample_bilinear2d.default": _probed,
-        "aten.upsample_bicubic2d.default": _probed,
-        "aten._upsample_bilinear2d_aa.default": _probed,
-        "aten._upsample_bicubic2d_aa.default": _probed,
-        "aten.avg_pool2d_backward.default": _probed,
-        "aten.sort.default": _probed,
-        "aten.sort.stable": _probed,
+        "aten.convolution.default": probed,
+        "aten.convolution_backward.default": probed,
+        "aten.mkldnn_rnn_layer.default": probed,
+        "aten.upsample_bilinear2d.default": probed,
+        "aten.upsample_bicubic2d.default": probed,
+        "aten._upsample_bilinear2d_aa.default": probed,
+        "aten._upsample_bicubic2d_aa.default": probed,
+        "aten.avg_pool2d_backward.default": probed,
+        "aten.sort.default": probed,
+        "aten.sort.stable": probed,
+        "aten.max_pool3d_with_indices_backward.default": probed,
+        "aten._trilinear.default": probed,
+        "aten.binary_cross_entropy.default": probed,
+        "aten.binary_cross_entropy_backward.default": probed,
+        "aten.soft_margin_loss.default": probed,
+        "aten.soft_margin_loss_backward.default": probed,
     }
 }

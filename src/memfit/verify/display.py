@@ -1,0 +1,130 @@
+"""A verification for people: what does not hold first, then predicted beside measured."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from memfit.paths import alike, folded
+from memfit.units import display_bytes, display_ms
+
+if TYPE_CHECKING:
+    from memfit.verify.verification import BytesBeside, MsBeside, Verification
+
+_ROWS = 8
+
+
+def verification_report(found: Verification) -> Group:
+    """Everything that fits a screen of 80 columns."""
+    parts: list[RenderableType] = [_headline(found), Text(), _beside(found)]
+    if found.by_module:
+        parts += [Text(), _modules(found)]
+    if found.forward_by_module and not found.time_agrees:
+        parts += [Text(), _forwards(found)]
+    return Group(*parts)
+
+
+def _headline(found: Verification) -> Text:
+    text = Text("the plan ")
+    if found.ok:
+        text.append("holds", style="bold green")
+    elif found.only_time_differs:
+        text.append("holds, but for its time,", style="bold yellow")
+    else:
+        text.append("does not hold", style="bold red")
+    text.append(f" on {found.device}")
+    for finding in found.findings:
+        text.append(f"\n  - {finding}")
+    exactness = found.exactness
+    if found.skipped is not None:
+        text.append(f"\nthe step without the plan was not run: {found.skipped}", style="yellow")
+    elif exactness is not None and exactness.equal:
+        text.append(
+            f"\nlosses, {exactness.gradients} gradients, parameters and buffers of {exactness.steps} steps are the "
+            "same bit for bit with and without the plan"
+        )
+    return text
+
+
+def _beside(found: Verification) -> Table:
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column("")
+    for name in ("predicted", "measured", "difference"):
+        table.add_column(name, justify="right", no_wrap=True)
+    if found.baseline_peak is not None:
+        _bytes_row(table, "peak without the plan", found.baseline_peak, percent=True)
+    _bytes_row(table, "peak with the plan", found.peak, percent=True)
+    if found.baseline_step is not None:
+        _ms_row(table, "step without the plan", found.baseline_step)
+    _ms_row(table, "step with the plan", found.step)
+    if found.by_category:
+        table.add_section()
+    for each in found.by_category:
+        _bytes_row(table, each.name, each)
+    return table
+
+
+def _modules(found: Verification) -> Table:
+    """Modules that differ come first, then those that hold most."""
+    table = Table(title="at the peak, by module", title_justify="left", show_edge=False, pad_edge=False)
+    table.add_column("module", overflow="fold")
+    for name in ("predicted", "measured", "difference"):
+        table.add_column(name, justify="right", no_wrap=True)
+    groups = _groups(found.by_module)
+    rows = [
+        (name, sum(each.predicted_bytes for each in members), sum(each.measured_bytes for each in members))
+        for name, members in groups
+    ]
+    rows.sort(key=lambda row: (-abs(row[2] - row[1]), -row[2]))
+    for name, predicted, measured in rows[:_ROWS]:
+        table.add_row(Text(name), display_bytes(predicted), display_bytes(measured), _signed(measured - predicted))
+    _more(table, len(rows))
+    return table
+
+
+def _forwards(found: Verification) -> Table:
+    table = Table(title="own forward, by module", title_justify="left", show_edge=False, pad_edge=False)
+    table.add_column("module", overflow="fold")
+    for name in ("predicted", "measured", "difference"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = [
+        (name, sum(each.predicted_ms for each in members), sum(each.measured_ms for each in members))
+        for name, members in _groups(found.forward_by_module)
+    ]
+    rows.sort(key=lambda row: -abs(row[2] - row[1]))
+    for name, predicted, measured in rows[:_ROWS]:
+        table.add_row(Text(name), display_ms(predicted), display_ms(measured), display_ms(measured - predicted))
+    _more(table, len(rows))
+    return table
+
+
+def _groups(rows: Iterable[BytesBeside] | Iterable[MsBeside]) -> list[tuple[str, list]]:
+    """Modules whose paths differ in numbers only, under one name."""
+    found: dict[str, list] = defaultdict(list)
+    for each in rows:
+        found[alike(each.name)].append(each)
+    return [(folded(each.name for each in members) or "(model)", members) for members in found.values()]
+
+
+def _bytes_row(table: Table, name: str, each: BytesBeside, *, percent: bool = False) -> None:
+    difference = f"{each.error:+.2%}" if percent and each.difference_bytes else _signed(each.difference_bytes)
+    table.add_row(name, display_bytes(each.predicted_bytes), display_bytes(each.measured_bytes), difference)
+
+
+def _ms_row(table: Table, name: str, each: MsBeside) -> None:
+    table.add_row(name, display_ms(each.predicted_ms), display_ms(each.measured_ms), f"{each.error:+.1%}")
+
+
+def _signed(n_bytes: int) -> str:
+    return f"{'+' if n_bytes > 0 else ''}{display_bytes(n_bytes)}" if n_bytes else "none"
+
+
+def _more(table: Table, rows: int) -> None:
+    if rows > _ROWS:
+        table.caption = f"and {rows - _ROWS} more"
+        table.caption_justify = "left"

@@ -1,0 +1,147 @@
+"""Whether a step gives the same under a plan, bit for bit: losses, gradients, and what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.trace.environment import patched
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Something that is not the same with the plan as without it. `step` counts from 0.
+
+    `kind` is loss, gradient, parameter, buffer or random state; `largest` is the largest difference of two values,
+    infinite when one of them is missing or not finite.
+    """
+
+    kind: str
+    name: str
+    step: int
+    largest: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exactness:
+    """How the steps with the plan compare with the same steps without it. The largest difference of a kind comes first.
+
+    `reproducible` says whether the step without the plan gives the same when it is run twice; None when that was not
+    asked, because nothing differs.
+    """
+
+    steps: int
+    gradients: int
+    differences: tuple[Difference, ...]
+    reproducible: bool | None = None
+
+    @property
+    def equal(self) -> bool:
+        """Whether everything is the same, bit for bit."""
+        return not self.differences
+
+    def first(self, kind: str) -> Difference | None:
+        """The largest difference of a kind."""
+        return next((each for each in self.differences if each.kind == kind), None)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one step computed, in host memory."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def recorded(model: nn.Module) -> Iterator[Outcome]:
+    """Note the losses and the last gradients of the steps that run in the block."""
+    outcome = Outcome()
+    with contextlib.ExitStack() as stack:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                stack.enter_context(_watched(name, parameter, outcome))
+        stack.enter_context(patched(torch.autograd, "backward", lambda backward: _noting(backward, outcome)))
+        yield outcome
+
+
+@contextlib.contextmanager
+def _watched(name: str, parameter: nn.Parameter, outcome: Outcome) -> Iterator[None]:
+    def note(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            outcome.gradients[name] = host_copy(parameter.grad)
+
+    had_hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) is not None
+    handle = parameter.register_post_accumulate_grad_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+        if not had_hooks:
+            parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+
+
+def _noting(backward: Callable[..., Any], outcome: Outcome) -> Callable[..., Any]:
+    """Backward, with the numbers that it begins from written down; those inside another backward are none."""
+
+    def noting(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+            roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+            outcome.losses += [host_copy(root) for root in roots if root.numel() == 1]
+        return backward(tensors, *args, **kwargs)
+
+    return noting
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor, in host memory."""
+    dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
+    return dense.to("cpu", copy=True)
+
+
+def outcome_differences(planned: Outcome, plain: Outcome, step: int) -> list[Difference]:
+    """Losses and gradients of one step that are not the same."""
+    names = [f"{number}" for number in range(max(len(planned.losses), len(plain.losses)))]
+    losses = [dict(zip(names, each.losses, strict=False)) for each in (planned, plain)]
+    return [
+        *differences("loss", losses[0], losses[1], step),
+        *differences("gradient", planned.gradients, plain.gradients, step),
+    ]
+
+
+def differences(
+    kind: str, planned: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor], step: int
+) -> list[Difference]:
+    """The tensors of one kind that are not the same bit for bit, the largest difference first."""
+    found = []
+    for name in dict.fromkeys((*planned, *plain)):
+        one, other = planned.get(name), plain.get(name)
+        if one is None or other is None or not same_bits(one, other):
+            found.append(Difference(kind=kind, name=name, step=step, largest=_largest(one, other)))
+    return sorted(found, key=lambda each: -each.largest)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same; a NaN is itself here, and zeros have signs."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _largest(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+    if one is None or other is None or one.shape != other.shape:
+        return math.inf
+    exact = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
+    apart = (one.to(exact) - other.to(exact)).abs()
+    largest = float(apart.max()) if apart.numel() else 0.0
+    return largest if math.isfinite(largest) else math.inf

@@ -1,0 +1,145 @@
+"""Out of memory: how it is recognised, how much was asked for, and where in the step it happened.
+
+Note [Where it failed]: nothing is written down while steps run. The traceback of the error knows the modules that were
+being called, the unit that ran for the second time and the optimizer. A backward runs without any Python of its own;
+which gradients are there already says how far it came.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from memfit.engines.rerun import Rerun
+from memfit.engines.tape import Tape
+from memfit.errors import MemfitError
+from memfit.trace import Phase
+
+if TYPE_CHECKING:
+    from memfit.verify.explanation import Explanation
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_MEMFIT = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_OPTIMIZERS = os.path.join(_TORCH, "optim", "")
+_AUTOGRAD = os.path.join(_TORCH, "autograd", "")
+_SIGNS = ("DefaultCPUAllocator", "out of memory", "bad_alloc", "can't allocate memory", "not enough memory")
+_ASKED = (
+    (re.compile(r"tried to allocate (\d+) bytes"), 1),
+    (re.compile(r"Tried to allocate ([\d.]+) bytes"), 1),
+    (re.compile(r"Tried to allocate ([\d.]+) KiB"), 1 << 10),
+    (re.compile(r"Tried to allocate ([\d.]+) MiB"), 1 << 20),
+    (re.compile(r"Tried to allocate ([\d.]+) GiB"), 1 << 30),
+)
+
+
+class OutOfMemory(MemfitError, RuntimeError):
+    """A training step did not fit; `explanation` says why, and `__cause__` is the allocator's error.
+
+    `restored` says whether parameters, optimizer state, gradients, buffers and generators are as before the step.
+    """
+
+    def __init__(self, explanation: Explanation, *, restored: bool) -> None:
+        super().__init__(explanation)
+        self.explanation = explanation
+        self.restored = restored
+
+    def __str__(self) -> str:
+        return str(self.explanation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailedAt:
+    """Where a step failed. `phase` is None outside a step, `module` where it is not known.
+
+    `second_run_of` is the unit that ran again. `source` is the user's line.
+    """
+
+    phase: Phase | None
+    module: str | None
+    second_run_of: str | None
+    source: str
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or the one that caused it, is an allocation that failed on the device or on the host."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS):
+            return True
+        error = error.__cause__
+    return False
+
+
+def asked_bytes(error: BaseException) -> int | None:
+    """How much the allocation that failed asked for; CUDA's allocator says it with three digits only."""
+    for pattern, unit in _ASKED:
+        found = pattern.search(str(error))
+        if found is not None:
+            return int(float(found.group(1)) * unit)
+    return None
+
+
+def failed_at(error: BaseException, model: nn.Module, *, in_step: bool, in_optimizer: bool) -> FailedAt:
+    """Where it happened, by the traceback (Note [Where it failed])."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    phase = Phase.LOSS if in_step else None
+    module = unit = None
+    source = ""
+    for frame, line in _frames(error.__traceback__):
+        name, function = frame.f_code.co_filename, frame.f_code.co_name
+        if name.startswith(_OPTIMIZERS):
+            phase = Phase.OPTIMIZER
+        elif name.startswith(_AUTOGRAD) and function in ("backward", "grad", "_engine_run_backward"):
+            phase, module = Phase.BACKWARD, None
+        elif name.startswith(_MEMFIT):
+            unit = _second_run(frame, function) or unit
+        elif not name.startswith(_TORCH):
+            source = _line(name, line)
+        owner = frame.f_locals.get("self") if function in ("_call_impl", "forward") else None
+        if owner is not None and id(owner) in paths:
+            module = paths[id(owner)]
+            phase = Phase.FORWARD if phase in (None, Phase.LOSS) else phase
+    if in_optimizer:
+        phase = Phase.OPTIMIZER
+    return FailedAt(phase=phase, module=module, second_run_of=unit, source=source)
+
+
+def release(error: BaseException | None) -> None:
+    """Let go of the tensors in the frames of an error, so that the memory of the failed step can be used again."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _frames(trail: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
+    while trail is not None:
+        yield trail.tb_frame, trail.tb_lineno
+        trail = trail.tb_next
+
+
+def _second_run(frame: FrameType, function: str) -> str | None:
+    owner = frame.f_locals.get("self")
+    if function == "second" and isinstance(owner, Rerun):
+        return owner._name
+    if function == "_second_run" and isinstance(owner, Tape):
+        return owner.policy.unit
+    return None
+
+
+def _line(name: str, line: int) -> str:
+    text = linecache.getline(name, line).strip()
+    return f"{os.path.basename(name)}:{line}" + (f": {text}" if text else "")

@@ -1,0 +1,129 @@
+"""What users give to `verify`, checked: the step, by object or by name, and whether it can be run here."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.engines import plan_of_model
+from memfit.errors import InputError, MissingFeatureError, StateError
+from memfit.plan import Plan
+from memfit.trace import Step
+from memfit.trace.discovery import step_of
+from memfit.units import display_bytes
+from memfit.verify.state import tensors_in
+
+_HOW = "write path/to/file.py:function or package.module:function, a function that returns a memfit.Step"
+
+
+def step_at(place: str) -> Step:
+    """The step that a function returns: `train.py:step`, or `package.module:step`."""
+    where, colon, name = place.rpartition(":")
+    if not colon or not where or not name:
+        raise InputError(f"{place!r} names no function; {_HOW}")
+    module = _file(Path(where), place) if where.endswith(".py") or os.sep in where else _module(where, place)
+    function = getattr(module, name, None)
+    if function is None:
+        near = difflib.get_close_matches(name, vars(module), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else _HOW
+        raise InputError(f"there is no {name!r} in {where}; {hint}")
+    step = function() if callable(function) and not isinstance(function, Step) else function
+    if not isinstance(step, Step):
+        raise InputError(f"{place} returned a {type(step).__name__}, not a memfit.Step; {_HOW}")
+    return step
+
+
+def _file(path: Path, place: str) -> ModuleType:
+    if not path.is_file():
+        raise InputError(f"there is no file {path}, which {place!r} names")
+    sys.path.insert(0, str(path.resolve().parent))  # as when the file is run as a script
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{path} cannot be imported; {_HOW}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[path.stem]
+        raise
+    return module
+
+
+def _module(name: str, place: str) -> ModuleType:
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise InputError(f"there is no module {error.name!r}, which {place!r} names; {_HOW}") from error
+
+
+def step_given(step: Step | Callable[[], Any]) -> Step:
+    """A step, or the one that a function runs on a model of its own."""
+    if isinstance(step, Step):
+        return step
+    if isinstance(step, nn.Module) or not callable(step):
+        raise InputError(
+            f"verify takes the step that is run, not a {type(step).__name__}: memfit.Step(model, batch, ...), or a "
+            "function that runs one"
+        )
+    return step_of(step)
+
+
+def check_plan(plan: Plan) -> None:
+    """Refuse plans that nothing here can run."""
+    if plan.status == "infeasible" or plan.predicted is None:
+        least = "" if plan.minimum_budget_bytes is None else f" {display_bytes(plan.minimum_budget_bytes)}"
+        raise InputError(f"this plan is infeasible, there is nothing to verify; plan with a budget of{least} or more")
+    if plan.shard is not None:
+        raise MissingFeatureError(
+            f"this plan shards the model over {plan.shard.ranks} ranks, which no engine of memfit runs yet; "
+            "plan with ranks=1 to verify it on one device"
+        )
+    kind = plan.trace.device_type
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise InputError(
+            f"the plan is for {plan.target.title}, and this machine has no GPU that torch can use; verify it there, "
+            "or plan for target='cpu' to verify it here"
+        )
+    if kind not in ("cpu", "cuda"):
+        raise MissingFeatureError(f"the plan is for a device of type {kind!r}; only cpu and cuda can be measured")
+
+
+def real_step(plan: Plan, step: Step) -> tuple[Step, nn.Module]:
+    """The step with a model and an optimizer that exist; those that were given as callables are made."""
+    kind = plan.trace.device_type
+    if isinstance(step.model, nn.Module):
+        model = step.model
+    else:
+        with torch.device(kind):
+            model = step.model()
+        if not isinstance(model, nn.Module):
+            raise InputError(f"the model factory returned a {type(model).__name__}, not an nn.Module")
+    if any(tensor.is_meta for tensor in model.parameters()):
+        raise InputError(
+            "the model is on the meta device and has no values; give a real one, or a callable that builds one"
+        )
+    if any(tensor.is_meta for tensor in tensors_in(step.batch)):
+        raise InputError("the batch was made with memfit.spec and has no values; give real tensors to run the step on")
+    if plan.checkpoint and not model.training:
+        raise InputError("the model is in eval mode, where plans do nothing; call model.train() first")
+    applied = plan_of_model(model)
+    if applied is not None and (
+        applied.plan.fingerprint != plan.fingerprint or applied.plan.checkpoint != plan.checkpoint
+    ):
+        raise StateError("this model runs another plan; call remove on that one first, or verify it instead")
+    return replace(step, model=model, optimizer=step.build_optimizer(model)), model

@@ -1,0 +1,412 @@
+"""A guard for training: watches real steps, explains what does not fit, and plans tighter.
+
+Note [Watching]: a step begins with the model's first forward in training and ends with the optimizer's step. Its peak
+is what the allocator, or the kernel, counts anyway; hooks on the model and on the optimizer are all that is added, and
+they are gone when the guard is. Everything else happens when a step has failed.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
+
+from memfit.cost import Cost
+from memfit.engines import plan_of_model
+from memfit.errors import InputError, MissingFeatureError, StateError
+from memfit.plan import Plan
+from memfit.solve import SolveOptions
+from memfit.trace import Phase, Step, Trace
+from memfit.units import display_bytes
+from memfit.verify.explanation import Explanation, counted, expected, levers_of, place
+from memfit.verify.faults import OutOfMemory, asked_bytes, failed_at, is_out_of_memory, release
+from memfit.verify.inputs import Seen, different, seen
+from memfit.verify.meter import limit_of, meter_of
+from memfit.verify.replan import Replanner, optimizer_bytes, single_tensor, swap
+from memfit.verify.undo import Before, Keeper
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+TOLERANCE = 0.05
+RETRIES = 3
+
+
+class PlanDrift(UserWarning):
+    """Steps take another peak than their plan says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """A step whose peak was not the plan's. `kind` is higher, lower or, where nothing can be measured, inputs.
+
+    `inputs` are those that are not the plan's.
+    """
+
+    kind: str
+    step: int
+    measured_bytes: int | None
+    planned_bytes: int
+    inputs: tuple[str, ...]
+
+    def __str__(self) -> str:
+        planned = display_bytes(self.planned_bytes)
+        if self.measured_bytes is None:
+            text = f"the inputs of step {self.step} are not those of the plan, whose peak is {planned}"
+        else:
+            measured = display_bytes(self.measured_bytes)
+            text = f"the peak of step {self.step} is {measured}, {self.kind} than the {planned} of the plan"
+        if self.inputs:
+            text += f": {'; '.join(self.inputs)}"
+        return text + "; plan the step again as it is now"
+
+
+class Guard:
+    """Watches the steps of a model that runs a plan; made by `memfit.guard`.
+
+    `plan` is the plan that the model runs, after a replan the new one. `peak_bytes` is the peak of the last step,
+    `drifts` the first of each kind.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        *,
+        optimizer: torch.optim.Optimizer | None,
+        step: Step | Trace | None,
+        tolerance: float,
+        retries: int,
+        copies: bool,
+        accumulates: bool,
+        cost: Cost | str | None,
+        options: SolveOptions | None,
+    ) -> None:
+        _check(plan, model, optimizer, tolerance, retries)
+        self.plan = plan
+        self.steps = 0
+        self.peak_bytes: int | None = None
+        self.drifts: tuple[Drift, ...] = ()
+        self._model = model
+        self._optimizer = optimizer
+        self._tolerance = tolerance
+        self._retries = retries
+        self._copies = copies
+        self._replanner = None if step is None else Replanner(plan, step, model, cost=cost, options=options)
+        self._keeper = None if optimizer is None else Keeper(model, optimizer, accumulates=accumulates)
+        first = next(iter(model.parameters()), None)
+        self._device = torch.device("cpu") if first is None else first.device
+        self._meter = meter_of(self._device, self._resident_bytes)
+        self._hooks: list[Any] = []
+        self._before: Before | None = None
+        self._in_step = self._in_optimizer = False
+        self._seen: tuple[Seen, ...] = ()
+        self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._sizes: tuple[bool, list[int]] | None = None
+        self._switched = False
+        self._planning = False
+
+    # -- watching ---------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Guard:
+        if self._hooks:
+            raise StateError("this guard is at work already; make another with memfit.guard")
+        applied = plan_of_model(self._model)
+        if applied is None or applied.plan.checkpoint != self.plan.checkpoint:
+            what = "does not run a plan" if applied is None else "runs another plan"
+            raise StateError(f"the model {what}; call plan.apply(model, optimizer) before the guard")
+        self._hooks.append(self._model.register_forward_pre_hook(self._on_forward, with_kwargs=True))
+        if self._optimizer is not None:
+            self._hooks.append(self._optimizer.register_step_pre_hook(self._on_optimizer))
+            self._hooks.append(self._optimizer.register_step_post_hook(self._after_optimizer))
+        else:
+            self._hooks.append(register_optimizer_step_pre_hook(self._on_optimizer))
+            self._hooks.append(register_optimizer_step_post_hook(self._after_optimizer))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trail: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if error is None or isinstance(error, OutOfMemory) or not is_out_of_memory(error):
+            return
+        explanation = self._explain(error)
+        applied = plan_of_model(self._model)
+        if applied is not None:
+            applied.reset()
+        raise OutOfMemory(explanation, restored=False) from error
+
+    def _on_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._in_step or self._planning or not model.training or not torch.is_grad_enabled():
+            return
+        self._in_step, self._in_optimizer = True, False
+        call = (args, kwargs)
+        self._seen = seen(call)
+        self._call = None
+        if different(self._seen, self.plan.trace.inputs):
+            self._call = tree_map_only(torch.Tensor, lambda each: each.detach().to("meta"), call)
+        self._meter.begin()
+
+    def _on_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._in_step or not self._ours(optimizer):
+            return
+        self._in_optimizer = True
+        if self._before is None:
+            return
+        if self._copies and not self._before.copied:
+            self._before.copy_all()
+        self._before.rehearse(self._needed(optimizer), self._device)
+        self._before.optimizer_began = True
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._in_step or not self._ours(optimizer):
+            return
+        self._in_step = self._in_optimizer = False
+        self.steps += 1
+        self.peak_bytes = self._meter.peak_bytes()
+        self._judge()
+
+    def _ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        if self._optimizer is not None:
+            return optimizer is self._optimizer
+        first = next(iter(optimizer.param_groups[0]["params"]), None)
+        return any(each is first for each in self._model.parameters())
+
+    def _judge(self) -> None:
+        assert self.plan.predicted is not None
+        planned, measured = self.plan.predicted.peak_bytes, self.peak_bytes
+        inputs = different(self._seen, self.plan.trace.inputs)
+        if measured is None:
+            if inputs:
+                self._warn("inputs", None, planned, inputs)
+            return
+        allowed = max(self._tolerance * planned, self._meter.noise_bytes)
+        first = self.steps == 1  # libraries make their buffers, the optimizer its state
+        if measured > planned + allowed and not (first and self._meter.noise_bytes):
+            self._warn("higher", measured, planned, inputs)
+        elif measured < planned - allowed and not first:
+            self._warn("lower", measured, planned, inputs)
+
+    def _warn(self, kind: str, measured: int | None, planned: int, inputs: tuple[str, ...]) -> None:
+        if any(each.kind == kind for each in self.drifts):
+            return
+        drift = Drift(kind=kind, step=self.steps, measured_bytes=measured, planned_bytes=planned, inputs=inputs)
+        self.drifts = (*self.drifts, drift)
+        warnings.warn(str(drift), PlanDrift, stacklevel=2)
+
+    def _resident_bytes(self) -> int:
+        """What is there when a step begins: its inputs, and what outlives steps."""
+        return sum(counted(self._model, self._optimizer, input_bytes=self._input_bytes)[0].values())
+
+    @property
+    def _input_bytes(self) -> int:
+        return sum(each.size_bytes for each in self._seen)
+
+    # -- steps that may be run again --------------------------------------------------------------------------------
+
+    def step(self, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Run one training step, `function(*args, **kwargs)`; out of memory it is taken back, planned tighter and run
+        again, with everything that it starts from as it was.
+
+        Raises `OutOfMemory` when no tighter plan is left, when the step could not be taken back, or after `retries`.
+        """
+        if not self._hooks:
+            raise StateError("the guard is not at work; write `with memfit.guard(...) as guard:` around the steps")
+        if self._keeper is None:
+            raise StateError("guard.step must know the optimizer to take steps back; give optimizer= to memfit.guard")
+        history: list[str] = []
+        while True:
+            self._before = before = self._keeper.before()
+            self._in_step = self._in_optimizer = False
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                cause, explanation = error, self._explain(error)
+            finally:
+                self._before = None
+                self._in_step = self._in_optimizer = False
+            release(cause)
+            restored = self._take_back(before, explanation, history)
+            if not restored or not self._tighten(explanation, history):
+                raise OutOfMemory(replace(explanation, history=tuple(history)), restored=restored) from cause
+            del before, cause
+
+    def replan(self, budget: str | int | float) -> Plan:
+        """Solve the step for another budget and make the model run that plan from its next step on."""
+        if self._replanner is None:
+            raise StateError("replan must know the step; give step= to memfit.guard")
+        if self._in_step:
+            raise StateError("a step is running; replan between steps")
+        found = self._replanner.plan(self.plan, budget)
+        self._run(found)
+        return found
+
+    def _take_back(self, before: Before, explanation: Explanation, history: list[str]) -> bool:
+        """Make everything as it was before the step that failed. False when something could not be."""
+        lost = before.restore()
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        if not lost:
+            history.append(f"the step failed {place(explanation.at)} and was taken back")
+            return True
+        names = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+        history.append(
+            f"the step could not be taken back, because it had written to {names}: go on from a checkpoint, and give "
+            "guard copies=True (accumulates=True for gradients that outlive steps)"
+        )
+        return False
+
+    def _tighten(self, explanation: Explanation, history: list[str]) -> bool:
+        """Make the next run of the step take less. False when that is not possible."""
+        if self._replanner is None:
+            return False
+        if len(history) > 2 * self._retries:
+            history.append(f"it was run {self._retries + 1} times, and that is all that was allowed (retries=)")
+            return False
+        assert self._optimizer is not None
+        if explanation.at.phase is Phase.OPTIMIZER:
+            if single_tensor(self._optimizer):
+                self._switched, self._sizes = True, None
+                history.append("the optimizer now updates one parameter after the other (foreach=False)")
+                return True
+            history.append("no plan lowers what the optimizer's step takes: activations are gone by then")
+            return False
+        try:
+            found = self._tighter(explanation)
+            if found is not None:
+                self._run(found)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            history.append("there was not enough memory left to plan the step anew")
+            return False
+        if found is None or found.predicted is None:
+            history.append("no plan of this step takes less")
+            return False
+        history.append(
+            f"it was planned anew for {display_bytes(found.budget_bytes)}, peak "
+            f"{display_bytes(found.predicted.peak_bytes)}, and run again"
+        )
+        return True
+
+    def _tighter(self, explanation: Explanation) -> Plan | None:
+        assert self._replanner is not None
+        if self._call is not None:
+            self._planning = True
+            try:
+                found = self._replanner.for_inputs(self.plan, *self._call)
+            finally:
+                self._planning = False
+            if found is not None:
+                return found
+        failed = min(explanation.expected.total_bytes, explanation.planned_peak_bytes)
+        return self._replanner.tighter(self.plan, failed)
+
+    def _run(self, plan: Plan) -> None:
+        swap(self.plan, plan, self._model, self._optimizer)
+        self.plan = plan
+        self._sizes = None
+
+    def _needed(self, optimizer: torch.optim.Optimizer) -> list[int]:
+        """Sizes of what the optimizer's step allocates; with its state made, always the same."""
+        has_state = bool(optimizer.state)
+        if self._sizes is None or self._sizes[0] != has_state:
+            known = self._replanner is not None and not self._switched
+            trace = self._replanner.trace if known and self._replanner is not None else None
+            self._sizes = has_state, optimizer_bytes(optimizer, trace)
+        return self._sizes[1]
+
+    # -- explaining -------------------------------------------------------------------------------------------------
+
+    def _explain(self, error: BaseException) -> Explanation:
+        assert self.plan.predicted is not None
+        at = failed_at(error, self._model, in_step=self._in_step, in_optimizer=self._in_optimizer)
+        asked = asked_bytes(error)
+        total = self._meter.now_bytes() if self._in_step else None
+        by_category, by_module = counted(
+            self._model, self._optimizer, input_bytes=self._input_bytes if self._in_step else 0, total_bytes=total
+        )
+        timeline = None if self._replanner is None else self._replanner.timeline(self.plan)
+        graded = frozenset(name for name, each in self._model.named_parameters() if each.grad is not None)
+        found = expected(self.plan, timeline, at, asked, graded)
+        inputs = different(self._seen, self.plan.trace.inputs)
+        return Explanation(
+            at=at,
+            asked_bytes=asked,
+            limit=limit_of(self._device),
+            total_bytes=total,
+            by_category=by_category,
+            by_module=by_module,
+            expected=found,
+            budget_bytes=self.plan.budget_bytes,
+            planned_peak_bytes=self.plan.predicted.peak_bytes,
+            inputs=inputs,
+            levers=levers_of(self.plan, found, at, inputs, replans=self._replanner is not None),
+            history=(),
+        )
+
+
+def guard(
+    plan: Plan,
+    model: nn.Module,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    step: Step | Trace | None = None,
+    tolerance: float = TOLERANCE,
+    retries: int = RETRIES,
+    copies: bool = False,
+    accumulates: bool = False,
+    cost: Cost | str | None = None,
+    options: SolveOptions | None = None,
+) -> Guard:
+    """Watch the steps of a model that runs a plan: `with memfit.guard(plan, model): ...`.
+
+    Warns when peaks drift from the plan by more than `tolerance` and explains an out-of-memory error (`OutOfMemory`).
+    With `step`, what the plan was made of, it explains in full. With `optimizer` as well, `guard.step(function)` takes
+    a step that failed back, plans tighter and runs it again, `retries` times at most. `copies` keeps parameters
+    and optimizer state while the optimizer steps, `accumulates` gradients that outlive a step; `cost` and `options` are
+    those that the plan was made with.
+    """
+    return Guard(
+        plan,
+        model,
+        optimizer=optimizer,
+        step=step,
+        tolerance=tolerance,
+        retries=retries,
+        copies=copies,
+        accumulates=accumulates,
+        cost=cost,
+        options=options,
+    )
+
+
+def _check(
+    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, tolerance: float, retries: int
+) -> None:
+    if not isinstance(plan, Plan):
+        raise InputError(f"guard takes a plan first, not a {type(plan).__name__}: memfit.guard(plan, model)")
+    if not isinstance(model, nn.Module):
+        raise InputError(f"guard takes the model, an nn.Module, not a {type(model).__name__}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"optimizer is a {type(optimizer).__name__}; give the model's torch.optim.Optimizer")
+    if plan.predicted is None:
+        raise InputError("this plan is infeasible, so there is nothing to watch; plan with a larger budget")
+    if plan.shard is not None:
+        raise MissingFeatureError("this plan shards the model, which the guard does not watch yet; plan with ranks=1")
+    if not tolerance > 0:
+        raise InputError(f"tolerance is {tolerance}; give a part of the peak above 0, such as {TOLERANCE}")
+    if retries < 0:
+        raise InputError(f"retries is {retries}; give 0 or more")

@@ -1,0 +1,85 @@
+"""How long real steps take: the median of some, and the forward of each module by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from memfit.cost import Roofline, Runtime
+from memfit.trace import NEVER, Phase, Trace
+
+
+def step_ms(run: Callable[[], None], device_type: str) -> float:
+    """Milliseconds of one run."""
+    _settle(device_type)
+    start = time.perf_counter()
+    run()
+    _settle(device_type)
+    return (time.perf_counter() - start) * 1e3
+
+
+def module_forward_ms(run: Callable[[], None], model: nn.Module, device_type: str) -> dict[str, float]:
+    """Milliseconds that each module spends in its own forward, without the modules inside it; the lower of two runs."""
+    runs = []
+    for _ in range(2):
+        with _timed_modules(model, device_type) as spent:
+            run()
+        runs.append(spent)
+    return {path: min(each[path] for each in runs) for path in runs[0] if all(path in each for each in runs)}
+
+
+def predicted_forward_ms(trace: Trace, step_ms: float) -> dict[str, float]:
+    """The same as predicted: the parts that modules have in the roofline's time, of a step that takes `step_ms`."""
+    runtime = Runtime.of(trace, Roofline())
+    scale = step_ms / runtime.total_ms if runtime.total_ms else 0.0
+    found: dict[str, float] = defaultdict(float)
+    for op, op_ms in zip(trace.ops, runtime.op_ms.tolist(), strict=True):
+        if op.call != NEVER and op.phase in (Phase.FORWARD, Phase.LOSS):
+            found[trace.calls[op.call].module] += op_ms * scale
+    return dict(found)
+
+
+@contextlib.contextmanager
+def _timed_modules(model: nn.Module, device_type: str) -> Iterator[dict[str, float]]:
+    """Own times by path. What runs inside a backward is a second run and does not count."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    spent: dict[str, float] = defaultdict(float)
+    stack: list[tuple[int, float, float]] = []  # module, when it began, what the modules inside it took
+
+    def before(module: nn.Module, _: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+            _settle(device_type)
+            stack.append((id(module), time.perf_counter(), 0.0))
+
+    def after(module: nn.Module, _: Any, __: Any) -> None:
+        while stack and stack[-1][0] != id(module):
+            stack.pop()
+        if not stack or torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
+            return
+        _settle(device_type)
+        _, began, inside = stack.pop()
+        taken = time.perf_counter() - began
+        if id(module) in paths:
+            spent[paths[id(module)]] += (taken - inside) * 1e3
+        if stack:
+            outer, began, inside = stack[-1]
+            stack[-1] = (outer, began, inside + taken)
+
+    handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after)]
+    try:
+        yield spent
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _settle(device_type: str) -> None:
+    if device_type == "cuda":
+        torch.cuda.synchronize()

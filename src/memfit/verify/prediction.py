@@ -1,0 +1,83 @@
+"""The step as the plan says it runs: its trace, captured again, and memory at every instant of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from memfit.plan import Checkpoint, Plan, PlanMismatch
+from memfit.solve import PlannedTimeline, planned_timeline
+from memfit.trace import Step, Trace
+from memfit.tradeoff import Policy, units
+from memfit.tradeoff.facts import Facts
+
+
+def captured_for(plan: Plan, step: Step) -> Trace:
+    """The step's trace; `PlanMismatch` when the plan is for another step.
+
+    A trace tells whether its optimizer had state when it was captured. A plan for either is a plan for both.
+    """
+    found = plan.trace_of(step)
+    try:
+        plan.check(found)
+    except PlanMismatch as mismatch:
+        optimizer = step.optimizer
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise
+        with _without_state(optimizer) if optimizer.state else _with_state(optimizer):
+            found = plan.trace_of(step)
+        try:
+            plan.check(found)
+        except PlanMismatch:
+            raise mismatch from None
+    return found
+
+
+def replayed(plan: Plan, captured: Trace, *, planned: bool = True) -> PlannedTimeline:
+    """Memory at every instant of the step with the plan's units checkpointed, or with none."""
+    facts = Facts.of(captured, np.zeros(len(captured.ops)))
+    found = {unit.name: unit for unit in units(captured)}
+    entries = plan.checkpoint if planned else ()
+    return planned_timeline(facts, [(found[entry.unit], _policy(entry)) for entry in entries])
+
+
+def _policy(entry: Checkpoint) -> Policy:
+    return Policy(
+        saved=tuple(op.offset for op in entry.saved_ops),
+        recomputed=tuple(op.offset for op in entry.recomputed_ops),
+        dropped=entry.dropped,
+        stop=entry.stop,
+        discarded_bytes=entry.discarded_bytes,
+        cached_bytes=entry.cached_bytes,
+        recompute_ms=entry.recompute_ms,
+        recompute_peak_bytes=entry.recompute_peak_bytes,
+    )
+
+
+@contextlib.contextmanager
+def _without_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    kept = dict(optimizer.state)
+    optimizer.state.clear()
+    try:
+        yield
+    finally:
+        optimizer.state.clear()
+        optimizer.state.update(kept)
+
+
+@contextlib.contextmanager
+def _with_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """State as a step makes it, from gradients that are zero; who keeps the optimizer's parameters puts them back."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        optimizer.state.clear()

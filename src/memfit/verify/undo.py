@@ -1,0 +1,238 @@
+"""A step that failed is taken back, with as few copies as can be.
+
+Note [Taking a step back]: forward and backward write to gradients, to buffers and to the generators, the optimizer to
+parameters and its state. Before a step the guard copies the generators and the buffers (all before the first step,
+then those that it changed: some kernels write statistics without raising a counter). Of everything else it notes who is
+there and its version counter, which torch raises with every write. After a failure
+
+1. parameters and state whose counters are where they were need nothing; state that the failed step created is dropped;
+2. gradients that were None are None again; those that the step itself let go stay away; those that it wrote to are
+   copied back if steps accumulate (`accumulates=True`), and are a loss otherwise;
+3. an optimizer that had begun to write cannot be taken back without a copy. So that it does not begin when it cannot
+   end, the guard first allocates what its step will take, and lets it go again (`rehearse`): the allocation that
+   would have failed inside fails here. With `copies=True` parameters and state are copied before.
+
+What is lost is named, and then the step is not run again. Optimizers that are not torch's own may write where no
+counter sees it (`p.data`): they are taken back with copies only, once they have begun.
+"""
+
+from __future__ import annotations
+
+import random
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from memfit.engines import plan_of_model
+
+_COUNTED_FUSED = (torch.optim.Adam, torch.optim.AdamW)
+"""Fused kernels raise no counter of parameters; these raise that of the state's step before they run."""
+
+
+@dataclass(slots=True)
+class _Tensor:
+    """A tensor before the step: as it is, and a copy if there is one."""
+
+    name: str
+    tensor: torch.Tensor
+    version: int
+    copy: torch.Tensor | None = None
+
+    @property
+    def written(self) -> bool:
+        return self.tensor._version != self.version
+
+    @property
+    def changed(self) -> bool:
+        """Whether it was written to, by its counter or by its values."""
+        return self.written or (self.copy is not None and not torch.equal(self.copy, self.tensor))
+
+    def put_back(self) -> bool:
+        if self.copy is None:
+            return False
+        with torch.no_grad():
+            self.tensor.copy_(self.copy)
+        return True
+
+
+@dataclass(slots=True)
+class _Gradient:
+    name: str
+    parameter: nn.Parameter
+    before: weakref.ref[torch.Tensor] | None
+    version: int
+    copy: torch.Tensor | None
+
+
+@dataclass(slots=True)
+class Before:
+    """What a step starts from."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    parameters: list[_Tensor] = field(default_factory=list)
+    gradients: list[_Gradient] = field(default_factory=list)
+    buffers: list[tuple[nn.Module, str, torch.Tensor | None, _Tensor | None]] = field(default_factory=list)
+    state: dict[Any, dict[Any, Any]] = field(default_factory=dict)
+    states: list[_Tensor] = field(default_factory=list)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    generators: tuple[Any, ...] = ()
+    optimizer_began: bool = False
+    copied: bool = False
+
+    def rehearse(self, sizes_bytes: list[int], device: torch.device) -> None:
+        """Allocate what the optimizer's step will, and let it go: it fails here or not at all."""
+        held = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes_bytes]
+        held.clear()
+
+    def copy_all(self) -> None:
+        """Copy what the optimizer writes to."""
+        for each in (*self.parameters, *self.states):
+            each.copy = each.tensor.detach().clone()
+        self.copied = True
+
+    def restore(self) -> list[str]:
+        """Take the step back. What could not be is named; empty when all is as it was."""
+        applied = plan_of_model(self.model)
+        if applied is not None:
+            applied.reset()
+        lost = self._restore_optimizer()
+        lost += self._restore_gradients()
+        lost += self._restore_buffers()
+        set_generators(self.generators)
+        return lost
+
+    def _restore_optimizer(self) -> list[str]:
+        lost = []
+        blind = self.optimizer_began and not _counted(self.optimizer)
+        for each in (*self.parameters, *self.states):
+            if (each.written or blind) and not each.put_back():
+                lost.append(each.name)
+        state = self.optimizer.state
+        for key in [key for key in state if key not in self.state]:
+            del state[key]
+        for key, values in self.state.items():
+            now = state[key]
+            if isinstance(now, dict):
+                now.clear()
+                now.update(values)
+            else:
+                state[key] = values
+        for group, before in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group.update(before)
+        return lost
+
+    def _restore_gradients(self) -> list[str]:
+        lost = []
+        for each in self.gradients:
+            before = None if each.before is None else each.before()
+            if each.copy is not None:
+                each.parameter.grad = each.copy
+            elif before is not None and before._version != each.version:
+                lost.append(f"gradient of {each.name}")
+            else:
+                each.parameter.grad = before
+        return lost
+
+    def _restore_buffers(self) -> list[str]:
+        lost = []
+        for module, name, tensor, kept in self.buffers:
+            module._buffers[name] = tensor
+            if kept is not None and not kept.put_back() and kept.written:
+                lost.append(kept.name)
+        return lost
+
+
+class Keeper:
+    """Notes what steps start from. Which buffers change is learnt from the steps before."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, accumulates: bool) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._accumulates = accumulates
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._changing: set[str] | None = None
+        self._last: list[_Tensor] = []
+
+    def before(self) -> Before:
+        """What a step starts from now."""
+        made = Before(self._model, self._optimizer)
+        self._note_buffers(made)
+        self._note_optimizer(made)
+        for name, parameter in self._model.named_parameters():
+            grad = parameter.grad
+            made.gradients.append(
+                _Gradient(
+                    name,
+                    parameter,
+                    None if grad is None else weakref.ref(grad),
+                    0 if grad is None else grad._version,
+                    grad.detach().clone() if grad is not None and self._accumulates else None,
+                )
+            )
+        made.generators = generators()
+        return made
+
+    def _note_buffers(self, made: Before) -> None:
+        if self._last:
+            self._changing = self._changing or set()
+            self._changing.update(each.name for each in self._last if each.changed)
+        self._last = []
+        for path, module in self._model.named_modules():
+            for name, buffer in module._buffers.items():
+                kept = None
+                if buffer is not None:
+                    full = f"{path}.{name}" if path else name
+                    kept = _Tensor(f"buffer {full}", buffer, buffer._version)
+                    if self._changing is None or kept.name in self._changing:
+                        kept.copy = buffer.detach().clone()
+                    self._last.append(kept)
+                made.buffers.append((module, name, buffer, kept))
+
+    def _note_optimizer(self, made: Before) -> None:
+        optimizer = self._optimizer
+        known = set()
+        for group in optimizer.param_groups:
+            made.groups.append({key: value for key, value in group.items() if key != "params"})
+            known.update(map(id, group["params"]))
+            made.parameters += [_Tensor(self._name(each), each, each._version) for each in group["params"]]
+        made.parameters += [
+            _Tensor(name, each, each._version) for name, each in self._model.named_parameters() if id(each) not in known
+        ]
+        for key, values in optimizer.state.items():
+            if not isinstance(values, dict):
+                made.state[key] = values
+                continue
+            made.state[key] = dict(values)
+            for name, value in values.items():
+                if isinstance(value, torch.Tensor):
+                    made.states.append(_Tensor(f"{name} of {self._name(key)}", value, value._version))
+
+    def _name(self, parameter: Any) -> str:
+        return self._names.get(id(parameter), "a parameter of the optimizer")
+
+
+def generators() -> tuple[Any, ...]:
+    """The states of all generators of random numbers: torch's, Python's and numpy's."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
+
+
+def set_generators(states: tuple[Any, ...]) -> None:
+    """Put the generators back to these states."""
+    cpu, cuda, python, numpy = states
+    torch.set_rng_state(cpu)
+    if cuda:
+        torch.cuda.set_rng_state_all(cuda)
+    random.setstate(python)
+    np.random.set_state(numpy)
+
+
+def _counted(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether every write of this optimizer raises a counter that the guard looks at."""
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    return type(optimizer).__module__.startswith("torch.optim.") and (not fused or type(optimizer) in _COUNTED_FUSED)

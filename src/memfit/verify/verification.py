@@ -1,0 +1,227 @@
+"""What a verification found: predicted beside measured, and whether the step is the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from rich.console import RenderableType
+
+from memfit.plan.text import json_text
+from memfit.solve.curve_display import text_of
+from memfit.units import display_bytes, display_ms
+from memfit.verify.exactness import Exactness
+
+MEMORY_TOLERANCE = 0.01
+TIME_TOLERANCE = 0.15
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BytesBeside:
+    """Predicted and measured bytes of one thing."""
+
+    name: str
+    predicted_bytes: int
+    measured_bytes: int
+
+    @property
+    def difference_bytes(self) -> int:
+        """How many bytes more were measured than predicted."""
+        return self.measured_bytes - self.predicted_bytes
+
+    @property
+    def error(self) -> float:
+        """The difference as a part of what was measured."""
+        return _part(self.difference_bytes, self.measured_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MsBeside:
+    """Predicted and measured milliseconds of one thing."""
+
+    name: str
+    predicted_ms: float
+    measured_ms: float
+
+    @property
+    def difference_ms(self) -> float:
+        """How much longer it took than predicted."""
+        return self.measured_ms - self.predicted_ms
+
+    @property
+    def error(self) -> float:
+        """The difference as a part of what was measured."""
+        return _part(self.difference_ms, self.measured_ms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """A plan beside what really happened.
+
+    Peaks count what is there when the step begins, as the trace does. `by_category` and `by_module` take the peak apart
+    and are empty where the device does not say what its events were; what belongs to no module has the empty path.
+    `replayed_peak_bytes` is what the plan's decisions give on a trace captured now: the prediction, unless the document
+    was changed. `forward_by_module` has each module's own forward, without the modules inside it. `baseline_peak`,
+    `baseline_step` and `exactness` need the step without the plan; where it was not run, `skipped` says why.
+    """
+
+    device: str
+    steps: int
+    budget_bytes: int
+    peak: BytesBeside
+    replayed_peak_bytes: int
+    peak_module: str
+    by_category: tuple[BytesBeside, ...]
+    by_module: tuple[BytesBeside, ...]
+    step: MsBeside
+    forward_by_module: tuple[MsBeside, ...]
+    baseline_peak: BytesBeside | None
+    baseline_step: MsBeside | None
+    exactness: Exactness | None
+    skipped: str | None
+    memory_tolerance: float = MEMORY_TOLERANCE
+    time_tolerance: float | None = TIME_TOLERANCE
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is as the plan says, within the tolerances."""
+        return not self.findings
+
+    @property
+    def peak_agrees(self) -> bool:
+        """Whether the peak is as predicted."""
+        return abs(self.peak.error) <= self.memory_tolerance
+
+    @property
+    def within_budget(self) -> bool:
+        """Whether the measured peak is at most the budget."""
+        return self.peak.measured_bytes <= self.budget_bytes
+
+    @property
+    def time_agrees(self) -> bool:
+        """Whether the step takes as long as predicted; always when no tolerance was given."""
+        return self.time_tolerance is None or abs(self.step.error) <= self.time_tolerance
+
+    @property
+    def only_time_differs(self) -> bool:
+        """Whether nothing but the time is not as predicted."""
+        return not self.time_agrees and len(self.findings) == 1
+
+    @property
+    def memory_differs_most(self) -> BytesBeside | None:
+        """The module whose bytes at the peak differ most; the one at the peak when none does. None within tolerance."""
+        if self.peak_agrees or not self.by_module:
+            return None
+        most = max(self.by_module, key=lambda each: abs(each.difference_bytes))
+        if most.difference_bytes:
+            return most
+        return next((each for each in self.by_module if each.name == self.peak_module), most)
+
+    @property
+    def time_differs_most(self) -> MsBeside | None:
+        """The module whose own forward differs most; None within tolerance."""
+        if self.time_agrees or not self.forward_by_module:
+            return None
+        return max(self.forward_by_module, key=lambda each: abs(each.difference_ms))
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """Everything that is not as it should be, in words."""
+        return tuple(_findings(self))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values, for JSON."""
+        found = dataclasses.asdict(self)
+        most, slowest = self.memory_differs_most, self.time_differs_most
+        return {
+            "ok": self.ok,
+            "findings": list(self.findings),
+            **found,
+            "memory_differs_most": None if most is None else most.name,
+            "time_differs_most": None if slowest is None else slowest.name,
+        }
+
+    def to_json(self) -> str:
+        """The same as text."""
+        return json_text(msgspec.to_builtins(self.to_dict()))
+
+    def __rich__(self) -> RenderableType:
+        from memfit.verify.display import verification_report
+
+        return verification_report(self)
+
+    def __str__(self) -> str:
+        return text_of(self.__rich__())
+
+
+def _findings(found: Verification) -> Iterator[str]:
+    yield from _inexact(found.exactness)
+    peak = found.peak
+    if not found.within_budget:
+        over = display_bytes(peak.measured_bytes - found.budget_bytes)
+        yield f"the peak is {over} above the budget of {display_bytes(found.budget_bytes)}"
+    if not found.peak_agrees:
+        yield (
+            f"the peak is {peak.error:+.1%} from its prediction: {display_bytes(peak.measured_bytes)} measured, "
+            f"{display_bytes(peak.predicted_bytes)} predicted{_where(found)}"
+        )
+    if found.replayed_peak_bytes != peak.predicted_bytes:
+        yield (
+            f"the plan's decisions give a peak of {display_bytes(found.replayed_peak_bytes)} and not the "
+            f"{display_bytes(peak.predicted_bytes)} that it predicts: its document was changed; plan the step again"
+        )
+    if not found.time_agrees:
+        step, most = found.step, found.time_differs_most
+        where = ""
+        if most is not None:
+            where = (
+                f"; {_named(most.name)} differs most, {display_ms(most.measured_ms)} of forward against "
+                f"{display_ms(most.predicted_ms)}"
+            )
+        yield (
+            f"the step is {step.error:+.0%} from its prediction: {display_ms(step.measured_ms)} measured, "
+            f"{display_ms(step.predicted_ms)} predicted{where}. `memfit calibrate` measures this machine: plan with "
+            "the device that it writes"
+        )
+
+
+def _inexact(exactness: Exactness | None) -> Iterator[str]:
+    if exactness is None or exactness.equal:
+        return
+    for kind in dict.fromkeys(each.kind for each in exactness.differences):
+        these = [each for each in exactness.differences if each.kind == kind]
+        first = max(these, key=lambda each: each.largest)
+        what = f"{len({each.name for each in these})} {kind}s differ, most that of {first.name}"
+        if kind in ("loss", "random state"):
+            what = f"the {kind} differs"
+        yield f"{what}, by {first.largest:.3g} in step {first.step + 1}"
+    if exactness.reproducible is False:
+        yield "the step gives other values from run to run also without the plan, so no plan can be compared with it"
+    elif exactness.reproducible:
+        yield (
+            "the step gives the same each time without the plan: something in a checkpointed module does something "
+            "else when it runs again, such as counting its calls"
+        )
+
+
+def _where(found: Verification) -> str:
+    most = found.memory_differs_most
+    if most is None:
+        return ""
+    if not most.difference_bytes:
+        return f"; the peak is in {_named(most.name)}, and no module holds other than its decisions give"
+    return (
+        f"; {_named(most.name)} differs most, {display_bytes(most.measured_bytes)} against "
+        f"{display_bytes(most.predicted_bytes)}"
+    )
+
+
+def _named(module: str) -> str:
+    return module or "(model)"
+
+
+def _part(difference: float, whole: float) -> float:
+    return difference / whole if whole else 0.0

@@ -1,0 +1,313 @@
+"""`verify`: run the real step with a plan and without it, and compare both with the prediction.
+
+Note [Runs]: with the plan, two steps whose losses and gradients are written down (in the first the engine learns, and
+optimizer state appears), then two of which the second is measured; the same without the plan, from the same state; then
+steps by turns whose times are taken, after one that is not. Where the plan changes how the optimizer does its step,
+values are compared with that change in both, because it rounds differently; without the plan, memory and time are those
+of the optimizer's own way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.engines import plan_of_model
+from memfit.engines.attachment import attach, attached, detach
+from memfit.errors import InputError
+from memfit.plan import Plan
+from memfit.plan.uses import use
+from memfit.trace import NEVER, Category, Step, Trace
+from memfit.trace.environment import neutral_modes, same_random_state
+from memfit.trace.optimizers import set_flags
+from memfit.units import display_bytes
+from memfit.verify.attribution import Filling, Places, filled
+from memfit.verify.available import free_bytes, is_out_of_memory
+from memfit.verify.exactness import (
+    Difference,
+    Exactness,
+    Outcome,
+    differences,
+    host_copy,
+    outcome_differences,
+    recorded,
+)
+from memfit.verify.given import check_plan, real_step, step_given
+from memfit.verify.pace import module_forward_ms, predicted_forward_ms, step_ms
+from memfit.verify.peak import Rise, measured_rise
+from memfit.verify.prediction import captured_for, replayed
+from memfit.verify.state import Found, tensors_in
+from memfit.verify.verification import MEMORY_TOLERANCE, TIME_TOLERANCE, BytesBeside, MsBeside, Verification
+
+_COMPARED = 2
+"""Steps whose losses and gradients are compared: the engine learns in the first and knows in the second."""
+
+
+@use("verify")
+def verify(
+    plan: Plan,
+    step: Step | Callable[[], Any],
+    steps: int = 3,
+    *,
+    memory_tolerance: float = MEMORY_TOLERANCE,
+    time_tolerance: float | None = TIME_TOLERANCE,
+) -> Verification:
+    """Run the step with the plan and without it; the model, its optimizer and all else are left as they were found.
+
+    The median of `steps` steps is the time. A `time_tolerance` of None keeps times out of the verdict.
+    """
+    check_plan(plan)
+    if steps < 1:
+        raise InputError(f"steps is {steps}; give 1 or more, whose median is the measured time")
+    with same_random_state(), neutral_modes():
+        real, model = real_step(plan, step_given(step))
+        verifier = _Verifier(plan, real, model)
+        return verifier.verification(steps, memory_tolerance, time_tolerance)
+
+
+@dataclass(slots=True)
+class _Observed:
+    """Steps of one kind: what they computed, what they left, how high they rose from what was resident."""
+
+    outcomes: list[Outcome]
+    left: dict[str, dict[str, torch.Tensor]]
+    rise: Rise
+    resident: Filling
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.resident.by_category.values()) + self.rise.rise_bytes
+
+
+class _Verifier:
+    """One verification, from the capture to the last step."""
+
+    def __init__(self, plan: Plan, step: Step, model: nn.Module) -> None:
+        assert plan.predicted is not None
+        self.plan, self.step, self.model = plan, step, model
+        self.predicted = plan.predicted
+        self.device_type = plan.trace.device_type
+        self.found = Found(step, model)
+        self._own_flags = _flags(step.optimizer)
+        with self.found.kept(), unplanned(model):
+            self.trace: Trace = captured_for(plan, step)
+        self.places = Places(replayed(plan, self.trace))
+
+    def run(self) -> None:
+        """One step."""
+        optimizer = self.step.optimizer
+        assert optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
+        self.step.execute(self.model, optimizer, self.device_type)
+
+    def verification(self, steps: int, memory_tolerance: float, time_tolerance: float | None) -> Verification:
+        """Run everything (Note [Runs])."""
+        with self.found.kept(), self._applied():
+            planned = self._observed(_COMPARED)
+            plain, skipped = self._plain()
+            exactness = None if plain is None else self._exactness(planned, plain)
+            with self.found.kept():
+                plain_ms, planned_ms, forward_ms = self._times(steps, without=plain is not None)
+        timeline = self.places.timeline
+        predicted = self.places.at(timeline.peak_instant)
+        by_category: tuple[BytesBeside, ...] = ()
+        by_module: tuple[BytesBeside, ...] = ()
+        if planned.rise.events:
+            at_peak = filled(self.places, planned.rise, planned.resident)
+            categories = self.predicted.peak_by_category or predicted.by_category
+            by_category = _beside({c.value: n for c, n in categories.items()}, _values(at_peak))
+            by_module = _beside(predicted.by_module, at_peak.by_module)
+        baseline = self.plan.baseline
+        return Verification(
+            device=self.plan.target.title,
+            steps=steps,
+            budget_bytes=self.plan.budget_bytes,
+            peak=_bytes("peak", self.predicted.peak_bytes, planned.peak_bytes),
+            replayed_peak_bytes=timeline.peak_bytes,
+            peak_module=timeline.module_of(timeline.peak_instant),
+            by_category=by_category,
+            by_module=by_module,
+            step=MsBeside(name="step", predicted_ms=self.predicted.step_ms, measured_ms=statistics.median(planned_ms)),
+            forward_by_module=self._forwards(forward_ms),
+            baseline_peak=None if plain is None else _bytes("peak", baseline.peak_bytes, plain.peak_bytes),
+            baseline_step=(
+                MsBeside(name="step", predicted_ms=baseline.step_ms, measured_ms=statistics.median(plain_ms))
+                if plain_ms
+                else None
+            ),
+            exactness=exactness,
+            skipped=skipped,
+            memory_tolerance=memory_tolerance,
+            time_tolerance=time_tolerance,
+        )
+
+    @contextlib.contextmanager
+    def _applied(self) -> Iterator[None]:
+        """The plan at work; one that the user has applied stays so."""
+        if plan_of_model(self.model) is not None:
+            yield
+            return
+        optimizer = self.step.optimizer
+        self.plan.apply(self.model, optimizer if isinstance(optimizer, torch.optim.Optimizer) else None)
+        try:
+            yield
+        finally:
+            self.plan.remove(self.model)
+
+    @contextlib.contextmanager
+    def _own_optimizer(self) -> Iterator[None]:
+        """The optimizer does its step as it did before the plan was applied."""
+        optimizer = self.step.optimizer
+        if self.plan.optimizer is None or not isinstance(optimizer, torch.optim.Optimizer):
+            yield
+            return
+        planned = _flags(optimizer)
+        set_flags(optimizer, self._own_flags)
+        try:
+            yield
+        finally:
+            set_flags(optimizer, planned)
+
+    def _observed(self, steps: int, *, plain: bool = False, measure: bool = True) -> _Observed:
+        """Run some steps from the state that was found, then measure."""
+        with self.found.kept():
+            outcomes = []
+            for _ in range(steps):
+                with recorded(self.model) as outcome:
+                    self.run()
+                outcomes.append(outcome)
+            left = {
+                "parameter": {name: host_copy(each) for name, each in self.model.named_parameters()},
+                "buffer": {name: host_copy(each) for name, each in self.model.named_buffers()},
+                "random state": {"torch": torch.get_rng_state()},
+            }
+            with self._own_optimizer() if plain else contextlib.nullcontext():
+                rise = measured_rise(self.run, self.device_type) if measure else Rise(rise_bytes=0)
+            return _Observed(outcomes, left, rise, self._resident())
+
+    def _resident(self) -> Filling:
+        """What is there when a step begins: as the trace has it, but what can be counted is counted."""
+        resident = self.places.at(NEVER)
+        counted: dict[Category, list[torch.Tensor]] = {
+            Category.PARAMETER: list(self.model.parameters()),
+            Category.GRADIENT: [each.grad for each in self.model.parameters() if each.grad is not None],
+            Category.OPTIMIZER_STATE: [
+                each for optimizer in self.found.optimizers for each in tensors_in(list(optimizer.state.values()))
+            ],
+        }
+        for category, tensors in counted.items():
+            n_bytes = self._allocated_bytes(tensors)
+            resident.add((category, ""), n_bytes - resident.by_category[category])
+        return resident
+
+    def _allocated_bytes(self, tensors: list[torch.Tensor]) -> int:
+        rounding = self.places.timeline.rounding_bytes
+        here = [each for each in tensors if each.device.type == self.device_type and each.layout is torch.strided]
+        storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in here}
+        return sum(-(-n_bytes // rounding) * rounding for n_bytes in storages.values())
+
+    def _plain(self) -> tuple[_Observed | None, str | None]:
+        """The step without the plan, where that fits; otherwise why not."""
+        start = self.places.at(NEVER).by_category
+        there = start[Category.PARAMETER] + start[Category.BUFFER] + start[Category.INPUT]
+        needed, free = self.plan.baseline.peak_bytes - there, free_bytes(self.device_type)
+        if self.device_type == "cpu":  # where copies of gradients are beside what the step needs
+            needed += (_COMPARED + 1) * start[Category.PARAMETER]
+        if free is not None and needed > free:
+            return None, f"it needs {display_bytes(needed)} more than is there, and {display_bytes(free)} are free"
+        try:
+            with unplanned(self.model):
+                return self._observed(_COMPARED, plain=True), None
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        return None, f"it ran out of memory; it was thought to need {display_bytes(needed)} more than is there"
+
+    def _exactness(self, planned: _Observed, plain: _Observed) -> Exactness:
+        """What differs; when something does, whether the step without the plan is the same when run again."""
+        found = _differences(planned, plain)
+        reproducible = None
+        if found:
+            with unplanned(self.model):
+                reproducible = not _differences(self._observed(_COMPARED, measure=False), plain)
+        return Exactness(
+            steps=_COMPARED,
+            gradients=len(plain.outcomes[0].gradients),
+            differences=tuple(found),
+            reproducible=reproducible,
+        )
+
+    def _times(self, steps: int, *, without: bool) -> tuple[list[float], list[float], dict[str, float]]:
+        """Steps without and with the plan by turns, and the forward of each module."""
+        plain, planned = [], []
+        self.run()
+        for _ in range(steps):
+            if without:
+                with unplanned(self.model), self._own_optimizer():
+                    plain.append(step_ms(self.run, self.device_type))
+            planned.append(step_ms(self.run, self.device_type))
+        with unplanned(self.model) if without else contextlib.nullcontext():
+            forward = module_forward_ms(self.run, self.model, self.device_type)
+        return plain, planned, forward
+
+    def _forwards(self, measured: dict[str, float]) -> tuple[MsBeside, ...]:
+        predicted = predicted_forward_ms(self.trace, self.plan.baseline.step_ms)
+        return tuple(
+            MsBeside(name=name, predicted_ms=predicted.get(name, 0.0), measured_ms=measured[name])
+            for name in sorted(measured, key=lambda name: -measured[name])
+        )
+
+
+@contextlib.contextmanager
+def unplanned(model: nn.Module) -> Iterator[None]:
+    """Inside the block the model runs without the plan that it has, which keeps what it has learnt."""
+    handlers = []
+    for module in model.modules():
+        handler = attached(module)
+        if handler is not None:  # attach marks it for torch.compile again
+            handlers.append((module, getattr(handler, "_torchdynamo_orig_callable", handler)))
+    for module, _ in handlers:
+        detach(module)
+    try:
+        yield
+    finally:
+        for module, handler in handlers:
+            attach(module, handler)
+
+
+def _flags(optimizer: Any) -> list[dict[str, Any]]:
+    """How an optimizer does its step, by group."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return []
+    return [{name: group[name] for name in ("foreach", "fused") if name in group} for group in optimizer.param_groups]
+
+
+def _differences(planned: _Observed, plain: _Observed) -> list[Difference]:
+    found = [
+        each
+        for number, (one, other) in enumerate(zip(planned.outcomes, plain.outcomes, strict=True))
+        for each in outcome_differences(one, other, number)
+    ]
+    for kind, tensors in planned.left.items():
+        found += differences(kind, tensors, plain.left[kind], len(planned.outcomes) - 1)
+    return sorted(found, key=lambda each: -each.largest)
+
+
+def _values(filling: Filling) -> dict[str, int]:
+    return {category.value: n_bytes for category, n_bytes in filling.by_category.items()}
+
+
+def _beside(predicted: dict[str, int], measured: dict[str, int]) -> tuple[BytesBeside, ...]:
+    """What either has, the largest first."""
+    rows = [_bytes(name, predicted.get(name, 0), measured.get(name, 0)) for name in {**predicted, **measured}]
+    rows = [each for each in rows if each.predicted_bytes or each.measured_bytes]
+    return tuple(sorted(rows, key=lambda each: (-max(each.predicted_bytes, each.measured_bytes), each.name)))
+
+
+def _bytes(name: str, predicted_bytes: int, measured_bytes: int) -> BytesBeside:
+    return BytesBeside(name=name, predicted_bytes=predicted_bytes, measured_bytes=measured_bytes)

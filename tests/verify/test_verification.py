@@ -1,0 +1,285 @@
+"""A plan beside what really happens: what is measured, what is reported, and that nothing is left changed."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import random
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import verified_steps
+from verified_steps import Block, Counting, Failing, Forgetful, Hoarding, planned, step_of
+from zoo_models import STEPS
+
+import memfit
+from memfit.engines import plan_of_model
+from memfit.engines.attachment import attached
+from memfit.errors import InputError, StateError
+from memfit.plan import PlanMismatch
+from memfit.verify import Verification
+from memfit.verify import verifying as verifying_module
+from memfit.verify.attribution import beside
+
+
+def state_of(step: memfit.Step) -> dict:
+    """Everything of a step that verify could change, copied."""
+    model, optimizer = step.model, step.optimizer
+    assert isinstance(model, torch.nn.Module)
+    found = {
+        "attributes": {name: set(vars(module)) for name, module in model.named_modules()},
+        "values": {name: value.clone() for name, value in model.state_dict().items()},
+        "gradients": {n: (id(p.grad), None if p.grad is None else p.grad.clone()) for n, p in model.named_parameters()},
+        "identities": [id(each) for each in (*model.parameters(), *model.buffers())],
+        "versions": [each._version for each in model.parameters()],
+        "hooks": [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()],
+        "parameter hooks": [each._post_accumulate_grad_hooks for each in model.parameters()],
+        "forwards": [type(module).forward for module in model.modules()],
+        "random": (torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()),
+        "backward": torch.autograd.backward,
+        "planned": [attached(module) is not None for module in model.modules()],
+    }
+    if isinstance(optimizer, torch.optim.Optimizer):
+        found["optimizer"] = copy.deepcopy(optimizer.state_dict())
+        found["optimizer hooks"] = dict(optimizer._optimizer_step_post_hooks)
+    return found
+
+
+def assert_same(one: object, other: object, where: str = "state") -> None:
+    assert type(one) is type(other), where
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), where  # type: ignore[arg-type]
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where  # type: ignore[attr-defined]
+        for key in one:
+            assert_same(one[key], other[key], f"{where}.{key}")  # type: ignore[index]
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other), where  # type: ignore[arg-type]
+        for place, (mine, theirs) in enumerate(zip(one, other, strict=True)):  # type: ignore[call-overload]
+            assert_same(mine, theirs, f"{where}[{place}]")
+    else:
+        assert one == other, where
+
+
+@pytest.mark.parametrize("name", ["llama", "resnet", "mlp"])
+def test_real_models_do_what_their_plans_say(name: str) -> None:
+    torch.manual_seed(0)
+    step = STEPS[name]()
+    plan = planned(step, 0.5)
+    found = plan.verify(step, steps=1, time_tolerance=None)
+    assert found.ok, str(found)
+    assert found.exactness is not None and found.exactness.equal and found.exactness.gradients > 0
+    assert found.peak.measured_bytes == found.peak.predicted_bytes <= plan.budget_bytes
+    assert found.baseline_peak is not None
+    assert found.baseline_peak.measured_bytes == plan.baseline.peak_bytes
+    assert sum(each.measured_bytes for each in found.by_category) == found.peak.measured_bytes
+    assert sum(each.measured_bytes for each in found.by_module) == found.peak.measured_bytes
+    assert sum(each.predicted_bytes for each in found.by_module) == found.replayed_peak_bytes
+    assert found.step.measured_ms > 0 and found.baseline_step is not None
+
+
+def test_gradients_that_a_step_starts_with_are_part_of_its_peak() -> None:
+    """The step frees them itself, which the profiler alone would not see."""
+
+    def run(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: tuple) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        model(*batch).backward()
+        optimizer.step()
+
+    plain = step_of()
+    step = dataclasses.replace(plain, optimizer=torch.optim.SGD(plain.build_model().parameters(), lr=0.1), run=run)
+    found = planned(step, 0.5).verify(step, steps=1, time_tolerance=None)
+    assert found.ok, str(found)
+    assert found.peak.measured_bytes == found.peak.predicted_bytes
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_everything_is_left_as_it_was_found(trained: bool) -> None:
+    plain = step_of()
+    model = plain.build_model()
+    step = dataclasses.replace(plain, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1))
+    plan = planned(step)
+    if trained:
+        step.execute(model, step.optimizer, "cpu")  # type: ignore[arg-type]
+        model(*step.batch).backward()
+    assert bool(step.optimizer.state) is trained  # type: ignore[union-attr]
+    before = state_of(step)
+    assert plan.verify(step, steps=1, time_tolerance=None).ok
+    assert_same(before, state_of(step))
+
+
+def test_a_plan_made_before_the_first_step_is_for_later_ones_too_and_the_other_way_round() -> None:
+    plain = step_of()
+    step = dataclasses.replace(plain, optimizer=torch.optim.AdamW(plain.build_model().parameters()))
+    step.execute(step.build_model(), step.optimizer, "cpu")  # type: ignore[arg-type]
+    later = planned(step)
+    assert later.verify(step_of(), steps=1, time_tolerance=None).ok
+    assert planned(plain).verify(step, steps=1, time_tolerance=None).ok
+
+
+def test_an_exception_in_the_step_leaves_everything_as_it_was_found() -> None:
+    plain = step_of(Failing)
+    step = dataclasses.replace(plain, optimizer=torch.optim.AdamW(plain.build_model().parameters()))
+    plan = planned(step)
+    for calls in (2, 7, 20, 31):
+        before = state_of(step)
+        Failing.fails_in = calls
+        try:
+            with pytest.raises(ZeroDivisionError, match="this block fails"):
+                plan.verify(step, steps=1)
+        finally:
+            Failing.fails_in = 10**6
+        assert_same(before, state_of(step))
+
+
+def test_a_plan_that_is_applied_already_is_verified_and_stays_applied() -> None:
+    step = step_of()
+    model, plan, other = step.build_model(), planned(step), planned(step, 0.8)
+    plan.apply(model)
+    applied = plan_of_model(model)
+    before = state_of(step)
+    assert plan.verify(step, steps=1, time_tolerance=None).ok
+    after = state_of(step)
+    for each in (before, after):
+        each.pop("forwards")  # of planned classes; made anew
+    assert_same(before, after)
+    assert plan_of_model(model) is applied
+    with pytest.raises(StateError, match="another plan"):
+        other.verify(step)
+    plan.remove(model)
+
+
+def test_a_wrong_prediction_is_reported_with_the_module() -> None:
+    step = step_of()
+    plan = planned(step)
+    assert plan.predicted is not None
+    lower = msgspec.structs.replace(plan.predicted, peak_bytes=int(plan.predicted.peak_bytes * 0.8))
+    found = msgspec.structs.replace(plan, predicted=lower).verify(step, steps=1, time_tolerance=None)
+    assert not found.ok and not found.peak_agrees
+    assert found.memory_differs_most is not None
+    assert found.memory_differs_most.name == found.peak_module
+    assert "from its prediction" in str(found) and "its document was changed" in str(found)
+
+
+def test_a_module_that_holds_what_was_not_predicted_is_named() -> None:
+    step = step_of(Hoarding)
+    found = planned(step, 0.9).verify(step, steps=1, time_tolerance=None)
+    assert not found.ok and found.memory_differs_most is not None
+    assert found.memory_differs_most.name.startswith("layers.")
+    assert found.memory_differs_most.difference_bytes >= 1 << 18
+    assert f"{found.memory_differs_most.name} differs most" in " ".join(str(found).split())
+
+
+def test_a_time_that_is_not_as_predicted_is_reported_with_the_module() -> None:
+    step = step_of()
+    plan = planned(step)
+    assert plan.predicted is not None
+    endless = msgspec.structs.replace(plan.predicted, step_ms=1e9)
+    found = msgspec.structs.replace(plan, predicted=endless).verify(step, steps=1)
+    assert not found.ok and found.only_time_differs and found.time_differs_most is not None
+    assert found.time_differs_most.name in dict(step.build_model().named_modules())
+    assert "memfit calibrate" in " ".join(found.findings)
+
+
+def test_a_module_that_counts_its_calls_is_reported() -> None:
+    step = step_of(Counting)
+    plan = planned(step)
+    assert any(entry.module.startswith("layers") for entry in plan.checkpoint)
+    found = plan.verify(step, steps=1, time_tolerance=None)
+    assert not found.ok and found.exactness is not None
+    worst = found.exactness.first("gradient")
+    assert worst is not None and worst.largest > 0
+    assert worst.name in dict(step.build_model().named_parameters())
+    assert found.exactness.reproducible is True
+    assert "runs again" in " ".join(found.findings)
+    assert all(layer.calls == 0 for layer in step.build_model().layers)  # type: ignore[union-attr]
+
+
+def test_a_step_that_is_never_the_same_is_reported_as_such() -> None:
+    step = step_of(Forgetful)
+    found = planned(step, 1.0).verify(step, steps=1, time_tolerance=None)
+    assert not found.ok and found.exactness is not None and found.exactness.reproducible is False
+    assert found.exactness.first("loss") is not None
+
+
+def test_the_step_without_the_plan_is_left_out_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifying_module, "free_bytes", lambda device_type: 1)
+    step = step_of()
+    found = planned(step).verify(step, steps=1, time_tolerance=None)
+    assert found.ok and found.exactness is None and found.baseline_peak is None and found.baseline_step is None
+    assert (
+        found.skipped is not None and "1 B are free" in found.skipped and found.skipped in " ".join(str(found).split())
+    )
+
+
+def test_a_plan_for_another_step_is_refused_before_anything_runs() -> None:
+    plan = planned(step_of())
+    longer = dataclasses.replace(step_of(Failing), batch=(torch.randn(65, 32), torch.randint(0, 10, (65,))))
+    with pytest.raises(PlanMismatch, match="65"):
+        plan.verify(longer)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"batch": (memfit.spec((64, 32)), memfit.spec((64,), torch.int64))}, "memfit.spec"),
+        ({"model": step_of().build_model().eval()}, "model.train"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(change: dict, says: str) -> None:
+    step = step_of()
+    plan = planned(step)
+    with pytest.raises(InputError, match=says):
+        plan.verify(dataclasses.replace(step, **change))
+    with pytest.raises(InputError, match="steps is 0"):
+        plan.verify(step, steps=0)
+    with pytest.raises(InputError, match="verify takes the step"):
+        plan.verify(step.model)
+
+
+def test_an_infeasible_plan_is_refused() -> None:
+    step = step_of()
+    with pytest.raises(InputError, match="infeasible"):
+        memfit.plan(step, target="cpu", budget=1, progress=False).verify(step)
+
+
+def test_a_model_given_as_a_callable_is_built() -> None:
+    step = dataclasses.replace(step_of(), model=verified_steps.Stack)
+    before = torch.get_rng_state()
+    found = planned(step).verify(step, steps=1, time_tolerance=None)
+    assert found.ok and torch.equal(before, torch.get_rng_state())
+
+
+def test_a_verification_is_json() -> None:
+    step = step_of()
+    found = planned(step).verify(step, steps=1, time_tolerance=None)
+    assert isinstance(found, Verification)
+    read = json.loads(found.to_json())
+    assert read["ok"] is True and read["findings"] == []
+    assert read["peak"] == {
+        "name": "peak",
+        "predicted_bytes": found.peak.predicted_bytes,
+        "measured_bytes": found.peak.measured_bytes,
+    }
+    assert read == json.loads(json.dumps(found.to_dict()))
+
+
+def test_sequences_are_walked_side_by_side() -> None:
+    predicted = [8, 16, 24, 32, 40, 48, 56, 64, 72, 80]
+    assert beside(predicted, predicted) == list(range(10))
+    with_more = [8, 16, 1, 2, *predicted[2:]]
+    assert beside(with_more, predicted) == [0, 1, -1, -1, *range(2, 10)]
+    with_less = [8, 16, *predicted[4:]]
+    assert beside(with_less, predicted) == [0, 1, *range(4, 10)]
+    assert beside([16, 8, *predicted[2:]], predicted) == [1, 0, *range(2, 10)]
+    assert beside([3, 3], predicted) == [-1, -1]
+
+
+def test_dropout_is_part_of_what_is_compared() -> None:
+    step = step_of(Block)
+    found = planned(step).verify(step, steps=1, time_tolerance=None)
+    assert found.exactness is not None and found.exactness.equal
+    assert any(isinstance(module, torch.nn.Dropout) for module in step.build_model().modules())
