@@ -1,7 +1,7 @@
 """What it costs to run a plan beyond the ops that it runs again, beside PyTorch's selective checkpointing.
 
-Three ways to train one Llama shape, interleaved, medians: plain; under a plan of memfit; with the same units and the same
-saved ops through `torch.utils.checkpoint` and `create_selective_checkpoint_contexts`. The ops that run again are timed
+Three ways to train one Llama shape, interleaved, medians: plain; under a plan of memfit; with the same units and
+saved ops through `torch.utils.checkpoint` and `create_selective_checkpoint_contexts`. What runs again is timed
 by themselves, without any code around them. Prints the planned step as a part of the plain step and these ops, and the
 part of PyTorch's overhead that memfit has.
 """

@@ -40,8 +40,7 @@ class _Seen(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if not self.in_backward:
             tensors = (leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor))
-            layouts = tuple((tuple(tensor.shape), tensor.stride()) for tensor in tensors)
-            self.ops.append(Ran(func, self.tracker.current, layouts))
+            self.ops.append(Ran(func, self.tracker.current, tuple(_layout(t.shape, t.stride()) for t in tensors)))
         return result
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -87,7 +86,7 @@ def differences(trace: Trace, step: Step, model: nn.Module, *, layouts: bool = F
     planned = [op for op in trace.ops if op.phase in (Phase.FORWARD, Phase.LOSS)]
     names = _called(trace.calls)
     captured = [
-        _line(names[op.call], op.name, [(ref.shape, ref.stride) for ref in op.outputs] if layouts else ())
+        _line(names[op.call], op.name, [_layout(ref.shape, ref.stride) for ref in op.outputs] if layouts else ())
         for op in planned
     ]
     ran, names = real_ops(step, model)
@@ -99,6 +98,11 @@ def differences(trace: Trace, step: Step, model: nn.Module, *, layouts: bool = F
         name = expected if same_op(str(op.func), expected) else str(op.func)
         seen.append(_line(names[op.call], name, op.outputs if layouts else ()))
     return "\n".join(difflib.unified_diff(captured, seen, "trace", "real run", lineterm="", n=2))
+
+
+def _layout(shape: Sequence[int], stride: Sequence[int]) -> Layout:
+    """Shape and strides, without those of dimensions of one element: nothing is read with them."""
+    return tuple(shape), tuple(step if size > 1 else 0 for size, step in zip(shape, stride, strict=True))
 
 
 def _called(calls: Sequence[Any]) -> list[str]:

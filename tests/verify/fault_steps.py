@@ -10,8 +10,7 @@ import json
 import random
 import resource
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,9 @@ from torch import nn
 import memfit
 from memfit.engines.rerun import running_again
 from memfit.solve import SolveOptions
-from memfit.verify import Guard, OutOfMemory
+from memfit.verify import OutOfMemory
 
-WARM, MORE = 2, 10
-ABOVE_BYTES = 1 << 20
+WARM, MORE = 1, 10
 
 
 class Block(nn.Module):
@@ -59,32 +57,48 @@ class Model(nn.Module):
         return self.head(x)
 
 
-@dataclass
-class Case:
-    """One training run: how large, which optimizer, and where memory ends."""
+@dataclass(frozen=True)
+class Size:
+    """How large a training run is; `part` of the baseline's peak is what its plan may take."""
 
-    rows: int = 8192
-    width: int = 64
-    layers: int = 6
-    classes: int = 64
-    above_bytes: int = ABOVE_BYTES
-    optimizer: dict[str, Any] = field(default_factory=dict)
+    rows: int
+    width: int
+    layers: int
+    classes: int
+    part: float
+    optimizer: tuple[tuple[str, Any], ...] = ()
+
+
+ACTIVATIONS = Size(rows=4096, width=64, layers=4, classes=512, part=0.95)
+STATES = Size(rows=64, width=384, layers=4, classes=64, part=1.0, optimizer=(("foreach", True),))
+
+
+@dataclass(frozen=True)
+class Case:
+    """Where memory ends, after how many steps, and how far above what is mapped there."""
+
+    where: str
+    size: Size
+    above_bytes: int
     force: tuple[str, ...] = ()
     warm: int = WARM
-    guard: dict[str, Any] = field(default_factory=dict)
+    guard: tuple[tuple[str, Any], ...] = ()
 
 
 CASES = {
-    "forward": Case(),
-    "loss": Case(classes=512),
-    "backward": Case(),
-    "second run": Case(force=("layers.5",)),
-    "optimizer": Case(rows=256, width=256, layers=8, above_bytes=12 << 20, optimizer={"foreach": True}),
-    "first optimizer step": Case(rows=256, width=256, layers=8, above_bytes=12 << 20, warm=0),
-    "inside the optimizer": Case(rows=256, width=256, layers=8, above_bytes=12 << 20, optimizer={"foreach": True}),
-    "inside the optimizer, with copies": Case(
-        rows=256, width=256, layers=8, above_bytes=12 << 20, optimizer={"foreach": True}, guard={"copies": True}
-    ),
+    "activations": [
+        Case("forward", ACTIVATIONS, 1 << 20),
+        Case("loss", ACTIVATIONS, 1 << 20),
+        Case("backward", ACTIVATIONS, 1 << 20),
+        Case("second run", ACTIVATIONS, 1 << 20, force=("layers.3",)),
+        Case("no way out", ACTIVATIONS, 1 << 20),
+    ],
+    "states": [
+        Case("optimizer", STATES, 12 << 20),
+        Case("first optimizer step", STATES, 12 << 20, warm=0),
+        Case("inside the optimizer", STATES, 12 << 20),
+        Case("inside the optimizer, with copies", STATES, 12 << 20, guard=(("copies", True),)),
+    ],
 }
 
 
@@ -111,45 +125,47 @@ class Limit:
 class Training:
     """A model and its steps; everything follows from the seed."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, size: Size, limit: Limit | None = None) -> None:
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
-        self.case = case
-        self.limit = Limit(case.above_bytes)
+        self.size = size
+        self.limit = limit or Limit(0)
         self.where = ""
-        self.model = Model(case.width, case.layers, case.classes)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, **case.optimizer)
         self.attempts = 0
+        self.model = Model(size.width, size.layers, size.classes)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, **dict(size.optimizer))
 
     def batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(number)
-        x = torch.randn(self.case.rows, self.case.width, generator=generator)
-        return x, torch.randint(0, self.case.classes, (self.case.rows,), generator=generator)
+        x = torch.randn(self.size.rows, self.size.width, generator=generator)
+        return x, torch.randint(0, self.size.classes, (self.size.rows,), generator=generator)
 
     def loss(self, output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         if self.where == "loss":
             self.limit()
-        if self.where == "backward" and output.requires_grad:
-            output.register_hook(self.limit)
         return F.cross_entropy(output, labels)
 
     def step(self, number: int) -> None:
         self.attempts += 1
         x, labels = self.batch(number)
         loss = self.loss(self.model(x), labels)
+        if self.where == "backward":
+            self.limit()
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def end_memory(self, where: str) -> None:
-        """Arm the limit for a place in the step."""
-        self.where, self.limit.armed = where, True
+    def place_limit(self, where: str) -> None:
+        """Call the limit at a place in the step; it does nothing until it is armed."""
+        self.where = where
         last = self.model.layers[-1]
         if where == "forward":
             last.register_forward_pre_hook(lambda *_: None if running_again() else self.limit())
         elif where == "second run":
             last.up.register_forward_pre_hook(lambda *_: self.limit() if running_again() else None)
+        elif where == "no way out":
+            self.model.register_forward_pre_hook(self.limit)
         elif "optimizer" in where:
             self.optimizer.register_step_pre_hook(self.limit)
 
@@ -172,77 +188,77 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     return names + [name for name in one.keys() & other.keys() if not torch.equal(one[name], other[name])]
 
 
-def planned(training: Training) -> tuple[memfit.Plan, memfit.Trace, SolveOptions]:
-    case = training.case
+def planned(training: Training, force: tuple[str, ...]) -> tuple[memfit.Plan, memfit.Trace, SolveOptions]:
     x, labels = training.batch(0)
     step = memfit.Step(
         training.model, x, loss=lambda output, _: F.cross_entropy(output, labels), optimizer=training.optimizer
     )
     captured = memfit.trace(step, target="cpu")
-    options = SolveOptions(force=case.force)
+    options = SolveOptions(force=force)
     baseline = memfit.plan(captured, progress=False).baseline.peak_bytes
-    return memfit.plan(captured, budget=int(0.95 * baseline), options=options, progress=False), captured, options
+    budget = int(training.size.part * baseline)
+    return memfit.plan(captured, budget=budget, options=options, progress=False), captured, options
 
 
-def guarded_step(guard: Guard, step: Callable[[int], None], number: int) -> OutOfMemory | None:
-    try:
-        guard.step(step, number)
-    except OutOfMemory as error:
-        return error
-    return None
+def reference(cases: list[Case]) -> dict[int, dict[str, torch.Tensor]]:
+    """The state of a run that never fails after as many steps as the cases are compared at."""
+    training = Training(cases[0].size)
+    compared = {number for case in cases for number in (case.warm, case.warm + 1 + MORE)}
+    states = {}
+    for number in range(max(compared) + 1):
+        if number in compared:
+            states[number] = training.state()
+        training.step(number)
+    return states
 
 
-def run(where: str) -> dict[str, Any]:
+def run(case: Case, states: dict[int, dict[str, torch.Tensor]]) -> dict[str, Any]:
     """A run in which memory ends once, beside one that never failed."""
-    case = CASES[where]
-    total = case.warm + 1 + MORE
-    reference = Training(case)
-    for number in range(total):
-        if number == case.warm:
-            before = reference.state()
-        reference.step(number)
-    expected = reference.state()
-    del reference
-
-    training = Training(case)
-    plan, captured, options = planned(training)
+    training = Training(case.size, Limit(case.above_bytes))
+    plan, captured, options = planned(training, case.force)
     plan.apply(training.model, training.optimizer)
-    if not where.startswith("inside"):
-        training.end_memory(where)
-        training.limit.armed = False
-    # capturing and planning use no random numbers of the run
+    inside = case.where.startswith("inside")
+    if not inside:
+        training.place_limit(case.where)
     guard = memfit.guard(
-        plan, training.model, optimizer=training.optimizer, step=captured, options=options, **case.guard
+        plan, training.model, optimizer=training.optimizer, step=captured, options=options, **dict(case.guard)
     )
     with guard:
-        if where.startswith("inside"):
-            training.end_memory(where)
-            training.limit.armed = False
+        if inside:
+            training.place_limit(case.where)  # after the guard's own hooks
         for number in range(case.warm):
             guard.step(training.step, number)
         training.attempts, training.limit.armed = 0, True
-        error = guarded_step(guard, training.step, case.warm)
-        attempts = training.attempts
+        error: OutOfMemory | None = None
+        try:
+            guard.step(training.step, case.warm)
+        except OutOfMemory as failed:
+            error = failed
         found: dict[str, Any] = {
-            "attempts": attempts,
+            "attempts": training.attempts,
+            "limited": not training.limit.armed,
             "error": None if error is None else str(error),
             "restored": None if error is None else error.restored,
-            "cause": None if error is None else type(error.__cause__).__name__,
+            "cause": None if error is None else str(error.__cause__),
             "peaks": [plan.predicted.peak_bytes, guard.plan.predicted.peak_bytes],
             "foreach": training.optimizer.param_groups[0]["foreach"],
         }
         if error is not None:
-            found["differs after the failure"] = differing(training.state(), before)
             training.limit.lift()
-            if not error.restored:
-                return found
-            guard.step(training.step, case.warm)
-        for number in range(case.warm + 1, total):
-            guard.step(training.step, number)
-    found["differs at the end"] = differing(training.state(), expected)
+            found["differs after the failure"] = differing(training.state(), states[case.warm])
+            if error.restored:
+                guard.step(training.step, case.warm)
+        if error is None or error.restored:
+            for number in range(case.warm + 1, case.warm + 1 + MORE):
+                guard.step(training.step, number)
+            training.limit.lift()
+            found["differs at the end"] = differing(training.state(), states[case.warm + 1 + MORE])
+    guard.plan.remove(training.model)
     return found
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.stdout.write(json.dumps(run(sys.argv[1])))
+    cases = CASES[sys.argv[1]]
+    never_failed = reference(cases)
+    sys.stdout.write(json.dumps({case.where: run(case, never_failed) for case in cases}))

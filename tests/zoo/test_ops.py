@@ -1,4 +1,4 @@
-"""The ops that a trace has for the forward of real models are those that really run, and their results are laid out so."""
+"""The forward ops in the traces of real models are those that really run, and their results are laid out so."""
 
 from __future__ import annotations
 

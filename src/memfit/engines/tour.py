@@ -15,7 +15,6 @@ from typing import Any
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-
 Look = Callable[[Any], TorchDispatchMode | None]
 """Makes what looks at the ops of a gap, None where nothing has to."""
 

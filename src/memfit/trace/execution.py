@@ -48,6 +48,7 @@ class OpInfo:
     aliases: bool
     factory: bool
     in_place: bool
+    returns_written: bool
     ignored: bool
     saves_number: bool
     flops: Callable[..., int] | None
@@ -112,6 +113,7 @@ class Executor:
             in_place=bool(writes)
             and all(returned.alias_info is not None for returned in schema.returns)
             and func._overloadpacket not in _RESIZING,
+            returns_written=any(returned.alias_info is not None for returned in schema.returns),
             ignored=func.namespace == "profiler",
             saves_number=func in _SAVES_NUMBER,
             flops=FLOPS.get(str(func._overloadpacket)) or flop_registry.get(func._overloadpacket),

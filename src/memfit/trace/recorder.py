@@ -192,7 +192,7 @@ class Recorder(TorchDispatchMode):
             except (NotImplementedError, RuntimeError) as error:  # a sparse result has no storage
                 self.note_failure(error, info.name)
                 raise
-            if len(written) == 1 and outcome.result is not None:
+            if len(written) == 1 and info.returns_written:
                 return written[0]
             return outcome.result
 
@@ -213,7 +213,7 @@ class Recorder(TorchDispatchMode):
         on_device = self._on_device(inputs, kwargs)
         for output in tensors_of((result,)):
             self.table.made(output.untyped_storage(), NEVER, on_device=on_device)
-        return written[0] if len(written) == 1 and result is not None else result
+        return written[0] if len(written) == 1 and info.returns_written else result
 
     def _call_geometry(self, func: Any, inputs: list[TensorRef], arguments: str) -> tuple[Any, ...]:
         """All that an op's results depend on, short enough to be looked up quickly."""

@@ -141,5 +141,8 @@ def _second_run(frame: FrameType, function: str) -> str | None:
 
 
 def _line(name: str, line: int) -> str:
-    text = linecache.getline(name, line).strip()
+    try:
+        text = linecache.getline(name, line).strip()
+    except MemoryError:
+        text = ""
     return f"{os.path.basename(name)}:{line}" + (f": {text}" if text else "")

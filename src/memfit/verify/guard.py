@@ -27,7 +27,7 @@ from memfit.solve import SolveOptions
 from memfit.trace import Phase, Step, Trace
 from memfit.units import display_bytes
 from memfit.verify.explanation import Explanation, counted, expected, levers_of, place
-from memfit.verify.faults import OutOfMemory, asked_bytes, failed_at, is_out_of_memory, release
+from memfit.verify.faults import FailedAt, OutOfMemory, asked_bytes, failed_at, is_out_of_memory, release
 from memfit.verify.inputs import Seen, different, seen
 from memfit.verify.meter import limit_of, meter_of
 from memfit.verify.replan import Replanner, optimizer_bytes, single_tensor, swap
@@ -100,6 +100,7 @@ class Guard:
         self._retries = retries
         self._copies = copies
         self._replanner = None if step is None else Replanner(plan, step, model, cost=cost, options=options)
+        self._timeline = None if self._replanner is None else self._replanner.timeline(plan)
         self._keeper = None if optimizer is None else Keeper(model, optimizer, accumulates=accumulates)
         first = next(iter(model.parameters()), None)
         self._device = torch.device("cpu") if first is None else first.device
@@ -228,7 +229,9 @@ class Guard:
             self._before = before = self._keeper.before()
             self._in_step = self._in_optimizer = False
             try:
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+                self._keeper.learn(before)
+                return result
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -317,6 +320,7 @@ class Guard:
     def _run(self, plan: Plan) -> None:
         swap(self.plan, plan, self._model, self._optimizer)
         self.plan = plan
+        self._timeline = None if self._replanner is None else self._replanner.timeline(plan)
         self._sizes = None
 
     def _needed(self, optimizer: torch.optim.Optimizer) -> list[int]:
@@ -331,22 +335,31 @@ class Guard:
     # -- explaining -------------------------------------------------------------------------------------------------
 
     def _explain(self, error: BaseException) -> Explanation:
-        assert self.plan.predicted is not None
+        """Explaining takes memory too: when there is none, the frames of the failed step are let go first."""
         at = failed_at(error, self._model, in_step=self._in_step, in_optimizer=self._in_optimizer)
-        asked = asked_bytes(error)
         total = self._meter.now_bytes() if self._in_step else None
-        by_category, by_module = counted(
-            self._model, self._optimizer, input_bytes=self._input_bytes if self._in_step else 0, total_bytes=total
-        )
-        timeline = None if self._replanner is None else self._replanner.timeline(self.plan)
+        try:
+            return self._explained(error, at, total)
+        except Exception as again:
+            if not is_out_of_memory(again):
+                raise
+        release(error)
+        gc.collect()
+        return self._explained(error, at, total)
+
+    def _explained(self, error: BaseException, at: FailedAt, total_bytes: int | None) -> Explanation:
+        assert self.plan.predicted is not None
+        asked = asked_bytes(error)
+        input_bytes = self._input_bytes if self._in_step else 0
+        by_category, by_module = counted(self._model, self._optimizer, input_bytes=input_bytes, total_bytes=total_bytes)
         graded = frozenset(name for name, each in self._model.named_parameters() if each.grad is not None)
-        found = expected(self.plan, timeline, at, asked, graded)
+        found = expected(self.plan, self._timeline, at, asked, graded)
         inputs = different(self._seen, self.plan.trace.inputs)
         return Explanation(
             at=at,
             asked_bytes=asked,
             limit=limit_of(self._device),
-            total_bytes=total,
+            total_bytes=total_bytes,
             by_category=by_category,
             by_module=by_module,
             expected=found,

@@ -15,6 +15,7 @@ from memfit.plan import plan as make_plan
 from memfit.solve import PlannedTimeline, SolveOptions
 from memfit.trace import NEVER, Category, Phase, Step, Trace
 from memfit.trace import trace as capture
+from memfit.verify.faults import is_out_of_memory
 from memfit.verify.prediction import replayed
 from memfit.verify.verifying import unplanned
 
@@ -44,6 +45,9 @@ class Replanner:
         self._step = step if isinstance(step, Step) else None
         self._cost = cost
         self._options = options
+        self._least: Plan | None = None
+        if plan.trace.device_type == "cpu":  # planning may find no memory when a step has not
+            self._least = self._with_least_peak(plan)
 
     def timeline(self, plan: Plan) -> PlannedTimeline:
         """Memory at every instant of the step under a plan."""
@@ -70,21 +74,26 @@ class Replanner:
         if found.status == "infeasible":
             self.trace = before
             return None
+        self._least = None
         return found
 
     def tighter(self, plan: Plan, failed_bytes: int) -> Plan | None:
         """The fastest plan that stays well below what did not fit, or the one with the lowest peak; None when no plan
         is lower than that."""
-        budget = max(1, int(failed_bytes * (1 - LOWER)))
-        found = self.plan(plan, budget)
-        if found.status == "infeasible":
-            least = found.minimum_budget_bytes
-            if least is None or least >= failed_bytes:
-                return None
-            found = self.plan(plan, least)
-        if found.predicted is None or found.checkpoint == plan.checkpoint:
-            return None
-        return found
+        try:
+            found = self.plan(plan, max(1, int(failed_bytes * (1 - LOWER))))
+            if found.status == "infeasible":
+                found = self._least or self._with_least_peak(plan)
+        except Exception as error:
+            if not is_out_of_memory(error) or self._least is None:
+                raise
+            found = self._least
+        lower = found is not None and found.predicted is not None and found.predicted.peak_bytes < failed_bytes
+        return found if lower and found is not None and found.checkpoint != plan.checkpoint else None
+
+    def _with_least_peak(self, plan: Plan) -> Plan | None:
+        least = self.plan(plan, 1).minimum_budget_bytes
+        return None if least is None else self.plan(plan, least)
 
     def plan(self, plan: Plan, budget: str | int | float) -> Plan:
         """The fastest plan of the step under a budget, on the device of another plan."""

@@ -1,9 +1,9 @@
 """A step that failed is taken back, with as few copies as can be.
 
 Note [Taking a step back]: forward and backward write to gradients, to buffers and to the generators, the optimizer to
-parameters and its state. Before a step the guard copies the generators and the buffers (all before the first step,
-then those that it changed: some kernels write statistics without raising a counter). Of everything else it notes who is
-there and its version counter, which torch raises with every write. After a failure
+parameters and its state. Before a step the guard copies the generators and the buffers (of those above 1 MiB only the
+ones that the first step changed: some kernels write statistics without raising a counter). Of everything else it notes
+who is there and its version counter, which torch raises with every write. After a failure
 
 1. parameters and state whose counters are where they were need nothing; state that the failed step created is dropped;
 2. gradients that were None are None again; those that the step itself let go stay away; those that it wrote to are
@@ -31,6 +31,8 @@ from memfit.engines import plan_of_model
 
 _COUNTED_FUSED = (torch.optim.Adam, torch.optim.AdamW)
 """Fused kernels raise no counter of parameters; these raise that of the state's step before they run."""
+
+_SMALL_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -142,7 +144,7 @@ class Before:
         lost = []
         for module, name, tensor, kept in self.buffers:
             module._buffers[name] = tensor
-            if kept is not None and not kept.put_back() and kept.written:
+            if kept is not None and kept.changed and not kept.put_back():
                 lost.append(kept.name)
         return lost
 
@@ -156,7 +158,6 @@ class Keeper:
         self._accumulates = accumulates
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._changing: set[str] | None = None
-        self._last: list[_Tensor] = []
 
     def before(self) -> Before:
         """What a step starts from now."""
@@ -177,20 +178,20 @@ class Keeper:
         made.generators = generators()
         return made
 
+    def learn(self, done: Before) -> None:
+        """A step is over: from the first one, learn which buffers steps change."""
+        if self._changing is None:
+            self._changing = {kept.name for *_, kept in done.buffers if kept is not None and kept.changed}
+
     def _note_buffers(self, made: Before) -> None:
-        if self._last:
-            self._changing = self._changing or set()
-            self._changing.update(each.name for each in self._last if each.changed)
-        self._last = []
         for path, module in self._model.named_modules():
             for name, buffer in module._buffers.items():
                 kept = None
                 if buffer is not None:
                     full = f"{path}.{name}" if path else name
                     kept = _Tensor(f"buffer {full}", buffer, buffer._version)
-                    if self._changing is None or kept.name in self._changing:
+                    if self._changing is None or kept.name in self._changing or buffer.nbytes <= _SMALL_BYTES:
                         kept.copy = buffer.detach().clone()
-                    self._last.append(kept)
                 made.buffers.append((module, name, buffer, kept))
 
     def _note_optimizer(self, made: Before) -> None:

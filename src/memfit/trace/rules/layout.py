@@ -34,7 +34,7 @@ _CHANNELS_LAST = {
 
 
 def suggested_format(tensor: Tensor) -> torch.memory_format:
-    """Channels-last for strides in that order, gaps or not (c10, `suggest_memory_format`, `is_channels_last_strides`)."""
+    """Channels-last for strides in that order, with gaps or without (c10/core/MemoryFormat.h)."""
     order, layout = _CHANNELS_LAST.get(tensor.dim(), ((), torch.contiguous_format))
     sizes, strides = tensor.size(), tensor.stride()
     least = 0

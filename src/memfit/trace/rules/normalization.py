@@ -52,9 +52,7 @@ class _ChannelsLastGroupNorm(torch.autograd.Function):
     """The derivative of `native_group_norm` on CPU; for any other device torch's own asks for contiguous operands."""
 
     @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float
-    ) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float) -> Tensor:
         samples, channels = input.shape[:2]
         ctx.sizes = (samples, channels, math.prod(input.shape[2:]), groups)
         with torch._C._AutoDispatchBelowAutograd():
@@ -139,6 +137,14 @@ def _batch_norm_backward(context: RuleContext, func: Any, args: Any, kwargs: dic
     return bytes_of(source)
 
 
+def _batch_norm_gradients(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The input's gradient in the input's format (Normalization.cpp, `batch_norm_backward_cpu_template`)."""
+    gradient, *others = func(*args, **kwargs)
+    if gradient is not None:
+        gradient = torch.empty_like(gradient, memory_format=suggested_format(args[1]))
+    return (gradient, *others)
+
+
 def _layer_norm_gradients(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """On CPU the input's gradient is contiguous, whatever the gradient that comes in (`layer_norm_backward_cpu`)."""
     gradient, *others = func(*args, **kwargs)
@@ -154,6 +160,7 @@ KERNELS = {
         "aten.native_group_norm_backward.default": _group_norm_gradients,
         "aten.native_layer_norm_backward.default": _layer_norm_gradients,
         "aten.native_batch_norm.default": _batch_norm_results,
+        "aten.native_batch_norm_backward.default": _batch_norm_gradients,
     }
 }
 WORKSPACES = {

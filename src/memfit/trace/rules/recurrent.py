@@ -54,7 +54,7 @@ class _Network:
     @property
     def projected(self) -> bool:
         """Whether each direction has one more weight, which makes its states narrower than its cells."""
-        return len(self.params) % self._parts != 0 or len(self.params) // self._parts != self.num_layers * self.directions
+        return len(self.params) != self.num_layers * self.directions * self._parts
 
     @property
     def _parts(self) -> int:
@@ -64,8 +64,8 @@ class _Network:
         """The weights and biases of one direction of one layer."""
         count = self._parts + self.projected
         values = self.params[index * count : (index + 1) * count]
-        biases = values[2:4] if self.has_biases else (None, None)
-        return _Weights(*values[:2], *biases, values[-1] if self.projected else None)
+        input_bias, hidden_bias = values[2:4] if self.has_biases else (None, None)
+        return _Weights(values[0], values[1], input_bias, hidden_bias, values[-1] if self.projected else None)
 
     def turned(self, tensor: Tensor) -> Tensor:
         """Input or output between the order that the user wants and steps first."""
