@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from memfit import Step
+from memfit.trace.rules.flops import FLOPS
 
 
 class Compiled:
@@ -27,12 +28,11 @@ class Compiled:
         from torch._inductor.compile_fx import select_decomp_table
 
         self.recomputed_flops = 0
-        self.graphs = 0
+        self._found: list[int] = []
 
         def partition(joint: Any, inputs: Any, **kwargs: Any) -> Any:
             forward, backward = min_cut_rematerialization_partition(joint, inputs, **kwargs)
-            self.recomputed_flops += _recomputed_flops(forward, backward)
-            self.graphs += 1
+            self._found.append(_recomputed_flops(forward, backward))
             return forward, backward
 
         backend = aot_autograd(
@@ -43,22 +43,20 @@ class Compiled:
         )
         assert isinstance(step.model, nn.Module)
         self._step, self._budget = step, budget
-        self._optimizer = step.build_optimizer(step.model)
+        self.optimizer = step.build_optimizer(step.model)
         torch._dynamo.reset()
         step.model.forward = torch.compile(step.model.forward, backend=backend, dynamic=False)  # type: ignore[method-assign]
 
     def run(self) -> None:
-        """One step; the first compiles."""
+        """One step. The first compiles; where a later one does so again, its graphs are those that count."""
         import torch._functorch.config as config
 
         model = self._step.model
         assert isinstance(model, nn.Module)
         with config.patch(activation_memory_budget=self._budget):
-            self._step.execute(model, self._optimizer, "cpu")
-
-    @property
-    def optimizer(self) -> Any:
-        return self._optimizer
+            self._step.execute(model, self.optimizer, "cpu")
+        if self._found:
+            self.recomputed_flops, self._found = sum(self._found), []
 
 
 def _recomputed_flops(forward: Any, backward: Any) -> int:
@@ -69,7 +67,7 @@ def _recomputed_flops(forward: Any, backward: Any) -> int:
 
 def _flops(node: Any) -> int:
     packet = getattr(node.target, "_overloadpacket", None)
-    count: Callable[..., int] | None = flop_registry.get(packet)
+    count: Callable[..., int] | None = FLOPS.get(str(packet)) or flop_registry.get(packet)
     if count is None:
         return 0
     values = tree_map_only(torch.fx.Node, lambda each: each.meta.get("val"), (node.args, node.kwargs))

@@ -64,8 +64,14 @@ def gpt2(quick: bool) -> Case:
 
     layers, hidden, length, batch = (3, 64, 64, 2) if quick else (8, 192, 256, 4)
     config = GPT2Config(
-        n_embd=hidden, n_layer=layers, n_head=hidden // 32, n_positions=length, vocab_size=1024, use_cache=False,
-        bos_token_id=0, eos_token_id=0,
+        n_embd=hidden,
+        n_layer=layers,
+        n_head=hidden // 32,
+        n_positions=length,
+        vocab_size=1024,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     return Case(
         name="gpt2",

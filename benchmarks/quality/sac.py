@@ -81,7 +81,9 @@ class Planner:
                 return None
             saved = {}
             for name, ratio in ratios.items():
-                saved[self._path(name)] = get_optimal_checkpointing_policy_per_module(self._stats[name], max(0.0, 1.0 - ratio))
+                saved[self._path(name)] = get_optimal_checkpointing_policy_per_module(
+                    self._stats[name], max(0.0, 1.0 - ratio)
+                )
             seconds = time.perf_counter() - began
         return Decision(
             saved=saved, ratios=dict(ratios), recompute_ms=recompute_ms, peak_bytes=peak_bytes, seconds=seconds

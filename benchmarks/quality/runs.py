@@ -1,0 +1,91 @@
+"""One way of training one model: what it is, its measured peak and its measured times."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from memfit import Step
+from memfit.verify.peak import measured_rise
+
+from .models import Case
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    """`budget_bytes` is what the method was asked for, None where it takes no budget."""
+
+    method: str
+    budget_bytes: int | None
+    step: Callable[[], None]
+    resident_bytes: int
+    peak_bytes: int = 0
+    recomputed_flops: int | None = None
+    note: str = ""
+    times_ms: list[float] = field(default_factory=list)
+
+    @property
+    def ms(self) -> float:
+        """The median."""
+        return statistics.median(self.times_ms)
+
+    def measure_peak(self) -> None:
+        """Absolute: what is resident when a step begins, and the highest rise above it by the allocator's events."""
+        for _ in range(2):
+            self.step()
+        self.peak_bytes = self.resident_bytes + measured_rise(self.step, "cpu").rise_bytes
+
+    def measure_time(self) -> None:
+        """One step; cycles are collected before it and not in it."""
+        gc.collect()
+        gc.disable()
+        try:
+            began = time.perf_counter()
+            self.step()
+            self.times_ms.append(1e3 * (time.perf_counter() - began))
+        finally:
+            gc.enable()
+
+
+def run_of(case: Case, method: str, prepare: Callable[[nn.Module], Any], budget_bytes: int | None = None) -> Run:
+    """A model and an optimizer of their own, prepared in the method's way."""
+    step = case.step()
+    model = step.model
+    assert isinstance(model, nn.Module)
+    optimizer = step.build_optimizer(model)
+    step.execute(model, optimizer, "cpu")  # optimizer state is there from now on
+    resident = resident_bytes(step, model, optimizer)
+    prepare(model)
+    return Run(
+        method=method,
+        budget_bytes=budget_bytes,
+        step=partial(step.execute, model, optimizer, "cpu"),
+        resident_bytes=resident,
+    )
+
+
+def resident_bytes(step: Step, model: nn.Module, optimizer: Any) -> int:
+    """Parameters, buffers, optimizer state and batch."""
+    held = [*model.parameters(), *model.buffers(), *tree_leaves(step.batch)]
+    held += tree_leaves([list(state.values()) for state in optimizer.state.values()])
+    storages = {
+        each.untyped_storage()._cdata: each.untyped_storage() for each in held if isinstance(each, torch.Tensor)
+    }
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def checkpointed(model: nn.Module, blocks: Sequence[str]) -> None:
+    """Each of these modules as a person would checkpoint it."""
+    for path in blocks:
+        module = model.get_submodule(path)
+        module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
