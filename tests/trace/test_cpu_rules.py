@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import memfit
 from memfit.trace import Phase, Step
 from memfit.trace.probe import probe_workspace
 from memfit.trace.rules import RuleContext, rules_for
+from memfit.trace.rules.layout import suggested_format
 
 aten = torch.ops.aten
 RULES = rules_for("cpu")
@@ -73,6 +75,31 @@ CALLS: list[tuple[Any, tuple[Any, ...]]] = [
     (
         aten.native_group_norm_backward.default,
         (rand(2, 8, 16), rand(2, 8, 16), rand(2, 4), rand(2, 4), rand(8), 2, 8, 16, 4, [True, True, True]),
+    ),
+    *(
+        (
+            aten.native_group_norm.default,
+            (channels_last(2, 8, *size), rand(8), rand(8), 2, 8, size[0] * size[1], 4, 1e-5),
+        )
+        for size in ((4, 4), (31, 33), (32, 32))
+    ),
+    *(
+        (
+            aten.native_group_norm_backward.default,
+            (
+                channels_last(2, 8, *size),
+                channels_last(2, 8, *size),
+                rand(2, 4),
+                rand(2, 4),
+                rand(8),
+                2,
+                8,
+                size[0] * size[1],
+                4,
+                [True, True, True],
+            ),
+        )
+        for size in ((4, 4), (23, 89), (32, 64))
     ),
     (aten.native_batch_norm.default, (rand(4, 8, 6, 6), rand(8), rand(8), rand(8), rand(8), True, 0.1, 1e-5)),
     (aten.native_batch_norm.default, (channels_last(4, 8, 6, 6), rand(8), rand(8), rand(8), rand(8), True, 0.1, 1e-5)),
@@ -206,6 +233,41 @@ def test_convolution_keeps_channels_last() -> None:
     trace = memfit.trace(Step(model, channels_last(2, 4, 8, 8), loss=lambda o, _: o.sum()), target="cpu")
     convolution = next(op for op in trace.ops if op.name == "aten.convolution.default")
     assert convolution.outputs[0].stride == model(channels_last(2, 4, 8, 8)).stride()
+
+
+def test_group_norm_keeps_channels_last_through_the_backward() -> None:
+    """ATen/native/group_norm.cpp, `group_norm`: meta tensors would be copied to contiguous ones."""
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 3))
+    step = Step(model, channels_last(2, 4, 8, 8), loss=lambda o, _: o.sum())
+    ops = {op.name: op for op in memfit.trace(step, target="cpu").ops}
+    assert "aten.clone.default" not in ops
+    forward, backward = ops["aten.native_group_norm.default"], ops["aten.native_group_norm_backward.default"]
+    assert forward.outputs[0].stride == backward.outputs[0].stride == channels_last(2, 8, 6, 6).stride()
+
+
+@pytest.mark.parametrize("dims", [4, 5])
+def test_suggested_format_is_the_one_that_kernels_keep(dims: int) -> None:
+    """c10/core/MemoryFormat.h, `is_channels_last_strides`: gaps and dimensions of one element included."""
+    generator = random.Random(0)
+    for _ in range(200):
+        sizes = [generator.choice((1, 2, 3)) for _ in range(dims)]
+        order = generator.sample(range(dims), dims)
+        tensor = torch.rand([sizes[dim] * generator.choice((1, 1, 2)) for dim in order])
+        for place, dim in enumerate(order):
+            tensor = tensor.narrow(place, 0, sizes[dim])
+        tensor = tensor.permute([order.index(dim) for dim in range(dims)])
+        kept = torch.empty_like(tensor, memory_format=suggested_format(tensor))
+        assert kept.stride() == torch.group_norm(tensor, 1).stride(), (sizes, tensor.stride())
+
+
+def test_the_result_of_an_op_is_not_what_it_writes_to() -> None:
+    """`rrelu_with_noise` writes its noise and returns something else."""
+    trace = memfit.trace(
+        Step(nn.Sequential(nn.Linear(8, 8), nn.RReLU()), rand(4, 8), loss=lambda o, _: o.sum()), target="cpu"
+    )
+    activation = next(op for op in trace.ops if "rrelu_with_noise." in op.name)
+    total = next(op for op in trace.ops if op.name == "aten.sum.default")
+    assert total.inputs[0].storage == activation.outputs[0].storage
 
 
 def test_threads_are_the_targets() -> None:
