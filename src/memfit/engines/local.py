@@ -16,6 +16,7 @@ from memfit.engines.unit import PlannedUnit
 from memfit.errors import InputError, MissingFeatureError, StateError
 from memfit.plan import Checkpoint, Plan, PlanMismatch, model_differences
 from memfit.plan.uses import use
+from memfit.trace.environment import is_capturing
 from memfit.trace.optimizers import implementations, set_flags, set_implementation
 from memfit.units import display_bytes
 
@@ -39,7 +40,7 @@ class Applied:
     def training(self) -> bool:
         """Whether the model is being trained; otherwise nothing of the plan is done."""
         model = self._model()
-        return model is not None and model.training
+        return model is not None and model.training and not is_capturing()
 
     def reset(self, *_: Any) -> None:
         """A new step begins."""

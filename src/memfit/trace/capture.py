@@ -24,6 +24,7 @@ from memfit.trace.discovery import Companions, step_of
 from memfit.trace.emulation import Emulation, python_functions_open
 from memfit.trace.environment import (
     LOCK,
+    capturing,
     cuda_present,
     neutral_modes,
     no_garbage_collection,
@@ -122,6 +123,7 @@ class _Capture:
         self.states: dict[int, tuple[int, ...]] = {}
         self.first_gradients = gradients
         self.left_gradients: dict[str, torch.Tensor] = {}
+        self.registered: list[torch.optim.Optimizer] = []
         self._warming = False
 
     def run(self) -> None:
@@ -138,9 +140,6 @@ class _Capture:
             if step.run is not None:
                 self.emulation.stand_ins = self.placeholders.of
             made = step.build_optimizer(self.model)
-            for optimizer in dict.fromkeys((*self.companions.optimizers, made)):
-                if optimizer is not None:
-                    self._register_state(optimizer)
             self._enter_modes(stack)
             try:
                 step.execute(self.model, made, self.context.device_type)
@@ -151,6 +150,10 @@ class _Capture:
                 if explained is None:
                     raise
                 raise explained from error
+            with torch._C.DisableTorchFunction():
+                for optimizer in dict.fromkeys((*self.companions.optimizers, made)):
+                    if optimizer is not None and optimizer not in self.registered:
+                        self._register_state(optimizer)
             self.recorder.table.close()
             with torch._C.DisableTorchFunction():
                 left = {names[0]: parameter.grad for parameter, names in self.parameters.values()}
@@ -158,6 +161,8 @@ class _Capture:
 
     def _enter_modes(self, stack: contextlib.ExitStack) -> None:
         stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(capturing())
+        stack.enter_context(torch.jit.optimized_execution(False))  # optimized, it runs other ops once it is warm
         for hook in (
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),
@@ -218,7 +223,11 @@ class _Capture:
         _visit(step.batch, lambda tensor: table.adopt(tensor, Category.INPUT, name="batch"))
 
     def _register_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Number the optimizer's state; 'step' counters of most optimizers are in host memory."""
+        """Number the optimizer's state; 'step' counters of most optimizers are in host memory.
+
+        This is done at its first step of the capture, so that it does not matter whether the state existed before.
+        """
+        self.registered.append(optimizer)
         on_device = {
             id(parameter)
             for group in optimizer.param_groups
@@ -316,7 +325,12 @@ class _Capture:
         self.recorder.in_optimizer = True
         if not self._warming:
             self.optimizer_names.append(type(optimizer).__name__)
-        if self._warming or any(entries for entries in optimizer.state.values()):
+        if self._warming:
+            return
+        if any(entries for entries in optimizer.state.values()):
+            if optimizer not in self.registered:
+                with torch._C.DisableTorchFunction():
+                    self._register_state(optimizer)
             return
         self._warming = True
         phase = self.recorder.phase

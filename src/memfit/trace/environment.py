@@ -147,3 +147,21 @@ def same_attributes(objects: Iterable[Any]) -> Iterator[None]:
         for attributes, before in saved:
             attributes.clear()
             attributes.update(before)
+
+
+_capturing = threading.local()
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Inside the block, `is_capturing` holds on this thread."""
+    before, _capturing.on = is_capturing(), True
+    try:
+        yield
+    finally:
+        _capturing.on = before
+
+
+def is_capturing() -> bool:
+    """Whether a step is being captured on this thread: what runs on real tensors has nothing to do there."""
+    return getattr(_capturing, "on", False)

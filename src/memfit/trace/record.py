@@ -165,12 +165,16 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of everything the step does; where its source lines are does not count."""
+        """A hash of everything the step does. Where its source lines are does not count, nor do the numbers that an
+        optimizer computes with, which change from step to step."""
         content = (
             self.device,
             self.autocast,
             self.optimizer,
-            [msgspec.structs.replace(op, source=0) for op in self.ops],
+            [
+                msgspec.structs.replace(op, source=0, arguments="" if op.phase is Phase.OPTIMIZER else op.arguments)
+                for op in self.ops
+            ],
             self.storages,
             self.calls,
             self.modules,
