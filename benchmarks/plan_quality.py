@@ -8,9 +8,10 @@ smallest that memfit can meet and what the plain step needs. In one run, interle
 - sac_milp: PyTorch's `sac_milp` and its policy per module, applied with `create_selective_checkpoint_contexts`
 - compile: torch.compile's `activation_memory_budget`, by recomputed FLOPs and peak alone (quality/compiled.py)
 
-A peak is what is resident when a step begins and the rise above it by the allocator's events, the same for all. A peer counts at
-a budget with the fastest of all its measured runs, whatever they were made for, whose measured peak is within it. PyTorch's
-solver may take 180 s per budget; `--peers blocks` leaves it and the compiler out.
+A peak is what is resident when a step begins and the rise above it by the allocator's events, the same for all. A peer
+counts at a budget with the fastest of all its measured runs, whatever they were made for, whose measured peak is
+within it. PyTorch's solver may take 180 s per budget; `--peers blocks` leaves it and the compiler out. `--quick`
+is a smoke test: tiny models, times by the roofline, and figures that mean nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from quality.sac import Planner, apply_decision
 from torch import nn
 
 import memfit
-from memfit.cost import Benchmark, Runtime
+from memfit.cost import Benchmark, Cost, Roofline, Runtime
 from memfit.hardware import Target
 from memfit.plan import Plan
 from memfit.solve import Problem, minimum_budget_bytes
@@ -39,6 +40,7 @@ from memfit.trace import Trace
 from memfit.units import MiB
 
 PARTS = (0.0, 0.2, 0.4, 0.6, 0.8)
+QUICK_PARTS = (0.0, 0.5)
 PEERS = ("blocks", "sac", "compile")
 EVERY, SECOND, SAC, COMPILE, MEMFIT, PLAIN = "every block", "second block", "sac_milp", "compile", "memfit", "plain"
 TIMED = (EVERY, SECOND, SAC)
@@ -47,10 +49,10 @@ TIMED = (EVERY, SECOND, SAC)
 class Comparison:
     """All methods on one model."""
 
-    def __init__(self, case: Case, parts: Sequence[float], peers: Sequence[str], folder: Path) -> None:
+    def __init__(self, case: Case, parts: Sequence[float], peers: Sequence[str], folder: Path, quick: bool) -> None:
         self.case, self.parts, self.peers, self.folder = case, parts, peers, folder
         self.trace: Trace = memfit.trace(case.step(), target="cpu")
-        self.cost = Benchmark(folder=folder / "times", progress=False)
+        self.cost: Cost = Roofline() if quick else Benchmark(folder=folder / "times", progress=False)
         self.runtime = Runtime.of(self.trace, self.cost)
         problem = Problem.of(self.runtime, Target.parse("cpu"))
         least = minimum_budget_bytes(problem)
@@ -116,8 +118,8 @@ class Comparison:
             try:
                 run = run_of(self.case, SAC, partial(apply_decision, decision=decision), budget)
                 run.note = (
-                    f"for {_mib(budget)}: predicted {_mib(decision.peak_bytes + apart)}, +{decision.recompute_ms:.0f} ms; "
-                    f"{len(decision.saved)} units; {decision.seconds:.0f} s"
+                    f"for {_mib(budget)}: predicted {_mib(decision.peak_bytes + apart)}, "
+                    f"+{decision.recompute_ms:.0f} ms; {len(decision.saved)} units; {decision.seconds:.0f} s"
                 )
                 self._add(run)
             except Exception as error:  # a decision that PyTorch cannot run
@@ -210,9 +212,9 @@ def _cell(run: Run | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=tuple(CASES), default=tuple(CASES))
-    parser.add_argument("--budgets", nargs="+", type=float, default=PARTS, help="parts between smallest and plain")
+    parser.add_argument("--budgets", nargs="+", type=float, help="parts between smallest and plain")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--peers", nargs="+", choices=PEERS, default=PEERS)
+    parser.add_argument("--peers", nargs="+", choices=PEERS)
     parser.add_argument("--own-peaks", action="store_true", help="also budgets that are just what a peer's run takes")
     parser.add_argument("--out", type=Path, help="a folder for pictures, docs/images unless --quick")
     parser.add_argument(
@@ -220,9 +222,11 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.quick:
-        options.budgets, options.rounds, options.peers = (0.0, 0.5), min(options.rounds, 3), ("blocks",)
+        options.budgets, options.rounds = options.budgets or QUICK_PARTS, min(options.rounds, 3)
+        options.peers = options.peers or ("blocks",)
     elif options.out is None:
         options.out = Path(__file__).parent.parent / "docs" / "images"
+    options.budgets, options.peers = options.budgets or PARTS, options.peers or PEERS
     torch.set_num_threads(1)
     times: list[float] = []
     flops: list[float] = []
@@ -230,7 +234,7 @@ def main() -> None:
         for name in options.models:
             case = CASES[name](options.quick)
             print(f"{case.name}: {case.size}, AdamW, float32", flush=True)
-            comparison = Comparison(case, options.budgets, options.peers, Path(folder))
+            comparison = Comparison(case, options.budgets, options.peers, Path(folder), options.quick)
             comparison.measure(options.rounds, options.own_peaks)
             found = comparison.report()
             times += found[0]
@@ -241,9 +245,8 @@ def main() -> None:
             gc.collect()
     if flops:
         print(f"compile's recomputed FLOPs over memfit's, within the budget, least: {min(flops):.2f}")
-    print(
-        f"the best peer's time over memfit's, within the budget, least: {min(times, default=1.0):.3f} (must be at least 1)"
-    )
+    worst = min(times, default=1.0)
+    print(f"the best peer's time over memfit's, within the budget, least: {worst:.3f} (must be at least 1)")
 
 
 if __name__ == "__main__":

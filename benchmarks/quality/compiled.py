@@ -1,7 +1,8 @@
 """torch.compile's `activation_memory_budget`: its partitioner on the AOT graphs, which plain PyTorch ops then run.
 
-The backend is `aot_eager_decomp_partition` (Inductor's decompositions) with boxed calls, so that a graph frees its inputs when it has
-used them. There are no fused kernels, so its times mean nothing here: compared are the FLOPs that run again and the peak.
+The backend is `aot_eager_decomp_partition` (Inductor's decompositions) with boxed calls, so that a graph frees its
+inputs when it has used them. There are no fused kernels, so its times mean nothing here: compared are the FLOPs that
+run again and the peak.
 """
 
 from __future__ import annotations

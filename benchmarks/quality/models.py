@@ -86,7 +86,7 @@ def vit(quick: bool) -> Case:
     """An encoder over the patches of images."""
     from transformers import ViTConfig, ViTForImageClassification
 
-    layers, hidden, size, batch = (3, 64, 32, 2) if quick else (8, 192, 64, 32)
+    layers, hidden, size, batch = (3, 64, 64, 4) if quick else (8, 192, 64, 32)
     config = ViTConfig(
         hidden_size=hidden,
         num_hidden_layers=layers,

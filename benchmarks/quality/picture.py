@@ -46,7 +46,10 @@ def draw(case: Case, runs: Sequence[Run], path: Path) -> None:
         *_panel(LEFT + WIDTH + GAP, "recomputed GFLOP", again),
         *_legend([method for method in COLORS if any(run.method == method for run in runs)]),
     ]
-    style = "text{font:12px sans-serif;fill:#222}.title{font-size:14px;font-weight:bold}.grid{stroke:#ddd}.axis{stroke:#888}"
+    style = (
+        "text{font:12px sans-serif;fill:#222}.title{font-size:14px;font-weight:bold}"
+        ".grid{stroke:#ddd}.axis{stroke:#888}"
+    )
     height = TOP + HEIGHT + BOTTOM
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(
@@ -74,9 +77,8 @@ def _panel(left: float, title: str, points: Sequence[_Point]) -> list[str]:
     found.append(f'<polyline points="{line}" fill="none" stroke="{COLORS["memfit"]}" stroke-width="2"/>')
     for p in points:
         label = f"{p.method}: {p.x:.1f} MiB, {p.y:.4g}"
-        found.append(
-            f'<circle cx="{x(p.x):.1f}" cy="{y(p.y):.1f}" r="5" fill="{COLORS[p.method]}"><title>{label}</title></circle>'
-        )
+        place = f'cx="{x(p.x):.1f}" cy="{y(p.y):.1f}" r="5" fill="{COLORS[p.method]}"'
+        found.append(f"<circle {place}><title>{label}</title></circle>")
     return found
 
 

@@ -1,8 +1,8 @@
 """PyTorch's own planner: its trackers, `sac_milp`, the policy per module, and selective checkpointing to run it.
 
-Its trackers know no CPU, so they are given the times that memfit's cost model measured for the same ops. Its memory has no
-optimizer state and no batch: these are taken off the budget first. Where its trackers fail on a model, its solvers
-get the same statistics from memfit's, which say the same in the same form.
+Its trackers know no CPU, so they are given the times that memfit's cost model has for the same ops. Its memory has no
+optimizer state and no batch: these are taken off the budget first. Where its trackers fail on a model, its solvers get
+the statistics of memfit's, which say the same in the same form.
 """
 
 from __future__ import annotations
@@ -136,6 +136,8 @@ class Planner:
 
     def _our_statistics(self) -> tuple[Any, dict[str, Any]]:
         graph = memfit_graph(module_info(self._runtime))
+        for node in graph.nodes:
+            node["is_leaf"] = node["is_leaf"] or not node["sac_memory"]  # its solver divides by it
         trace, times = self._runtime.trace, self._runtime.op_ms
         return graph, {unit.name: sac_stats(trace, times, unit) for unit in units(trace)}
 

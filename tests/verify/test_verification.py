@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import json
 import random
 
@@ -276,6 +277,18 @@ def test_sequences_are_walked_side_by_side() -> None:
     assert beside(with_less, predicted) == [0, 1, *range(4, 10)]
     assert beside([16, 8, *predicted[2:]], predicted) == [1, 0, *range(2, 10)]
     assert beside([3, 3], predicted) == [-1, -1]
+
+
+def test_a_plan_that_changes_the_optimizers_step_is_compared_with_the_step_as_it_was_given() -> None:
+    few = (torch.randn(2, 32), torch.randint(0, 10, (2,)))  # so that the peak is in the optimizer
+    step = step_of(optimizer=functools.partial(torch.optim.AdamW, lr=0.1, foreach=True)).with_batch(few)
+    plan = memfit.plan(step, target="cpu", budget=planned(step).budget_bytes - 1, progress=False)
+    assert plan.optimizer is not None
+    found = plan.verify(step, steps=1, time_tolerance=None)
+    assert found.ok, str(found)
+    assert found.peak.measured_bytes == found.peak.predicted_bytes
+    assert found.baseline_peak is not None
+    assert found.baseline_peak.measured_bytes == found.baseline_peak.predicted_bytes
 
 
 def test_dropout_is_part_of_what_is_compared() -> None:

@@ -47,8 +47,9 @@ def _verified(terminalreporter: Any, rows: list[dict[str, Any]]) -> None:
         remarks = ["same bits" if row["equal"] else "GRADIENTS DIFFER"]
         remarks += [f"{over_bytes:,d} OVER BUDGET"] if over_bytes > 0 else []
         terminalreporter.write_line(
-            f"{row['name']:20s} {row['part']:.2f} {row['units']:3d} units, measured {row['measured_bytes']:12,d} bytes, "
-            f"predicted {error_bytes:+,d} ({errors[-1]:.4f} %), {', '.join(remarks)}"
+            f"{row['name']:20s} {row['part']:.2f} {row['units']:3d} units, "
+            f"measured {row['measured_bytes']:12,d} bytes, predicted {error_bytes:+,d} ({errors[-1]:.4f} %), "
+            f"{', '.join(remarks)}"
         )
     terminalreporter.write_line(
         f"{len(rows)} plans: median error {statistics.median(errors):.4f} %, largest {max(errors):.4f} %"

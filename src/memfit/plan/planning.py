@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -26,7 +26,7 @@ from memfit.plan.given import (
 )
 from memfit.plan.implementations import Answer, best_implementation, optimizer_binds
 from memfit.plan.making import plan_of
-from memfit.plan.record import Blocker, Estimate, Lever, Prediction, ShardedUnit, ShardPlan
+from memfit.plan.record import Blocker, Dtype, Estimate, Lever, Prediction, ShardedUnit, ShardPlan
 from memfit.solve import (
     Choice,
     Curve,
@@ -237,9 +237,9 @@ def _shard_plan(problem: Problem) -> ShardPlan | None:
         ranks=problem.target.ranks,
         units=units,
         prefetch=1,
-        shard_dtype=sharding.shard_dtype,
-        param_dtype=sharding.param_dtype,
-        reduce_dtype=sharding.reduce_dtype,
+        shard_dtype=cast(Dtype | None, sharding.shard_dtype),
+        param_dtype=cast(Dtype | None, sharding.param_dtype),
+        reduce_dtype=cast(Dtype | None, sharding.reduce_dtype),
     )
 
 

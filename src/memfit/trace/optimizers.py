@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -59,7 +59,7 @@ def step_with(step: Step, implementation: Implementation) -> Iterator[Step]:
         finally:
             set_flags(step.optimizer, before)
         return
-    make = step.optimizer
+    make: Callable[..., torch.optim.Optimizer] | None = step.optimizer
     assert make is not None
 
     def made(parameters: Any) -> torch.optim.Optimizer:
@@ -76,7 +76,8 @@ def implementations_of_step(step: Step) -> tuple[Implementation, ...]:
         return ()
     if isinstance(step.optimizer, torch.optim.Optimizer):
         return implementations(step.optimizer)
+    make: Callable[..., torch.optim.Optimizer] = step.optimizer
     try:
-        return implementations(step.optimizer([torch.nn.Parameter(torch.zeros(1))]))
+        return implementations(make([torch.nn.Parameter(torch.zeros(1))]))
     except Exception:  # a factory for the real parameters only: left as it is
         return ()

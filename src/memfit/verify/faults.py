@@ -117,11 +117,19 @@ def failed_at(error: BaseException, model: nn.Module, *, in_step: bool, in_optim
 
 
 def release(error: BaseException | None) -> None:
-    """Let go of the tensors in the frames of an error, so that the memory of the failed step can be used again."""
+    """Let go of the frames of an error, which hold the tensors of the failed step; their lines become a note of it.
+
+    Clearing the frames is not enough: frames whose locals were looked at keep them.
+    """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
+        lines = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
         traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        if lines and hasattr(error, "add_note"):
+            error.add_note("it was raised at (most recent call last):\n" + "".join(lines.format()).rstrip())
+        del lines
         error = error.__cause__ or error.__context__
 
 

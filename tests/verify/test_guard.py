@@ -1,0 +1,218 @@
+"""The guard in this process: watching, drift, and what it refuses."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit.engines import plan_of_model
+from memfit.plan.record import InputFacts
+from memfit.verify import Drift, OutOfMemory
+from memfit.verify.faults import asked_bytes, is_out_of_memory
+from memfit.verify.inputs import different, seen
+
+
+class Stack(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, width)) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Case:
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = Stack()
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.x = torch.randn(256, 32)
+        step = memfit.Step(self.model, self.x, loss=lambda output, _: output.square().mean(), optimizer=self.optimizer)
+        self.trace = memfit.trace(step, target="cpu")
+        least = memfit.plan(self.trace, budget=1, progress=False).minimum_budget_bytes
+        self.plan = memfit.plan(self.trace, budget=least, progress=False)
+
+    def apply(self) -> Case:
+        self.plan.apply(self.model, self.optimizer)
+        return self
+
+    def train(self, x: torch.Tensor | None = None) -> None:
+        self.model(self.x if x is None else x).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def ask_for_too_much() -> None:
+    torch.empty(1 << 60, dtype=torch.uint8)
+
+
+@pytest.fixture
+def case() -> Any:
+    made = Case().apply()
+    yield made
+    applied = plan_of_model(made.model)
+    if applied is not None:
+        applied.plan.remove(made.model)
+
+
+def test_a_guard_with_plan_and_model_counts_steps_and_leaves_no_hooks(case: Case) -> None:
+    with memfit.guard(case.plan, case.model) as guard:
+        for _ in range(3):
+            case.train()
+        with torch.no_grad():
+            case.model(case.x)
+    assert guard.steps == 3 and guard.plan is case.plan
+    assert guard.peak_bytes is None or guard.peak_bytes > 0
+    assert not case.model._forward_pre_hooks
+    case.train()
+    assert guard.steps == 3
+
+
+def test_steps_under_a_guard_are_the_same_as_without(case: Case) -> None:
+    other = Case()
+    with memfit.guard(case.plan, case.model, optimizer=case.optimizer, step=case.trace, copies=True) as guard:
+        torch.manual_seed(1)
+        for _ in range(3):
+            guard.step(case.train)
+    torch.manual_seed(1)
+    for _ in range(3):
+        other.train()
+    mine, theirs = case.model.state_dict(), other.model.state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_out_of_memory_without_a_step_is_explained_from_the_plan_alone(case: Case) -> None:
+    case.model.layers[1].register_forward_hook(lambda *_: ask_for_too_much())
+    with pytest.raises(OutOfMemory) as caught, memfit.guard(case.plan, case.model):
+        case.train()
+    error = caught.value
+    assert isinstance(error, RuntimeError) and isinstance(error, memfit.MemfitError) and not error.restored
+    assert isinstance(error.__cause__, RuntimeError) and error.explanation.asked_bytes == 1 << 60
+    text = str(error)
+    assert "failed in forward, in layers.1" in text
+    assert "what the plan expected at the highest point of the step" in text
+    assert "give guard step= and optimizer=" in text
+    case.model.layers[1]._forward_hooks.clear()
+    case.train()
+
+
+def test_other_errors_pass_as_they_are(case: Case) -> None:
+    with pytest.raises(KeyError), memfit.guard(case.plan, case.model, optimizer=case.optimizer) as guard:
+        guard.step(lambda: {}["missing"])
+
+
+def test_a_failed_step_takes_gradients_buffers_and_generators_back(case: Case) -> None:
+    def fail() -> None:
+        case.model(torch.randn(256, 32)).square().mean().backward()
+        ask_for_too_much()
+
+    buffers = {name: each.clone() for name, each in case.model.named_buffers()}
+    state = torch.get_rng_state()
+    with memfit.guard(case.plan, case.model, optimizer=case.optimizer) as guard:
+        with pytest.raises(OutOfMemory) as caught:
+            guard.step(fail)
+    assert caught.value.restored
+    assert all(torch.equal(each, buffers[name]) for name, each in case.model.named_buffers())
+    assert all(each.grad is None for each in case.model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("accumulates", [True, False])
+def test_gradients_that_outlive_steps_need_copies(case: Case, accumulates: bool) -> None:
+    def fail() -> None:
+        case.model(case.x).square().mean().backward()
+        ask_for_too_much()
+
+    case.model(case.x).square().mean().backward()
+    before = [each.grad.clone() for each in case.model.parameters() if each.grad is not None]
+    with memfit.guard(case.plan, case.model, optimizer=case.optimizer, accumulates=accumulates) as guard:
+        with pytest.raises(OutOfMemory) as caught:
+            guard.step(fail)
+    after = [each.grad for each in case.model.parameters() if each.grad is not None]
+    assert caught.value.restored == accumulates
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True)) == accumulates
+
+
+def test_replan_swaps_the_plan_between_steps() -> None:
+    case = Case()
+    roomy = memfit.plan(case.trace, budget=case.plan.baseline.peak_bytes, progress=False)
+    roomy.apply(case.model, case.optimizer)
+    with memfit.guard(roomy, case.model, optimizer=case.optimizer, step=case.trace) as guard:
+        guard.step(case.train)
+        found = guard.replan(case.plan.budget_bytes)
+        guard.step(case.train)
+    applied = plan_of_model(case.model)
+    assert guard.plan is found and applied is not None and applied.plan is found
+    assert found.checkpoint == case.plan.checkpoint != roomy.checkpoint
+    found.remove(case.model)
+
+
+def test_drift_is_told_once_for_each_kind_with_the_inputs_that_differ(case: Case) -> None:
+    with memfit.guard(case.plan, case.model, optimizer=case.optimizer) as guard:
+        guard._meter.noise_bytes = 0
+        case.train()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                guard._meter.peak_bytes = lambda: 10 * case.plan.budget_bytes  # type: ignore[method-assign]
+                case.train(torch.randn(512, 32))
+    told = [str(each.message) for each in caught if each.category is memfit.verify.PlanDrift]
+    assert len(told) == 1 and [each.kind for each in guard.drifts] == ["higher"]
+    assert "float32[512, 32] in place of float32[256, 32]" in told[0]
+
+
+def test_drift_in_words() -> None:
+    drift = Drift(kind="lower", step=4, measured_bytes=1 << 20, planned_bytes=1 << 21, inputs=())
+    assert str(drift).startswith("the peak of step 4 is 1.00 MiB, lower than the 2.00 MiB of the plan")
+
+
+def test_inputs_are_matched_with_those_of_the_plan() -> None:
+    planned = (
+        InputFacts(shape=(4, 8), dtype="int64", bytes=256),
+        InputFacts(shape=None, dtype=None, bytes=16),
+    )
+    same = {"tokens": torch.zeros(4, 8, dtype=torch.int64), "unread": torch.zeros(4), "flag": True}
+    longer = {"tokens": torch.zeros(4, 9, dtype=torch.int64), "mask": torch.zeros(3)}
+    assert different(seen(same), planned) == ()
+    assert different(seen(longer), planned) == (
+        "int64[4, 9] in place of int64[4, 8]",
+        "float32[3] is none of the plan's",
+    )
+
+
+def test_a_guard_is_refused_for_a_model_without_the_plan() -> None:
+    case = Case()
+    with pytest.raises(memfit.MemfitError, match="does not run a plan; call plan.apply"):
+        memfit.guard(case.plan, case.model).__enter__()
+    with pytest.raises(memfit.InputError, match="tolerance is 0"):
+        memfit.guard(case.plan, case.model, tolerance=0)
+    with pytest.raises(memfit.InputError, match="an nn.Module, not a str"):
+        memfit.guard(case.plan, "model")  # type: ignore[arg-type]
+    with pytest.raises(memfit.MemfitError, match="not at work"):
+        memfit.guard(case.plan, case.model, optimizer=case.optimizer).step(case.train)
+
+
+@pytest.mark.parametrize(
+    ("message", "size"),
+    [
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12", 4096),
+        ("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 79 GiB", 3 << 29),
+        ("CUDA out of memory. Tried to allocate 20.00 MiB.", 20 << 20),
+        ("std::bad_alloc", None),
+    ],
+)
+def test_errors_of_allocators_are_recognised_with_what_was_asked_for(message: str, size: int | None) -> None:
+    assert is_out_of_memory(RuntimeError(message)) and asked_bytes(RuntimeError(message)) == size
+    assert not is_out_of_memory(ValueError(message))
+    assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError(message))
