@@ -14,13 +14,18 @@ from .runs import Run
 
 COLORS = {
     "memfit": "#1663b0",
+    "memfit by FLOPs": "#6cb4ee",
     "plain": "#555555",
     "every block": "#c2561a",
     "second block": "#b8960c",
     "sac_milp": "#3d8b40",
     "compile": "#8b3d88",
 }
-LABELS = {"second block": "every second block", "compile": "torch.compile, activation_memory_budget"}
+LABELS = {
+    "memfit by FLOPs": "memfit, planned for FLOPs",
+    "second block": "every second block",
+    "compile": "torch.compile, activation_memory_budget",
+}
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM, GAP = 420, 300, 64, 56, 76, 84
 
 

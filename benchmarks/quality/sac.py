@@ -167,7 +167,7 @@ def apply_decision(model: nn.Module, decision: Decision) -> None:
 
 
 def _selective(forward: Callable[..., Any], saved: list[int], skipped: set[Any], *args: Any, **kwargs: Any) -> Any:
-    """Ops are counted as PyTorch's estimator counts them."""
+    """Ops are counted as PyTorch's estimator counts them; its solver saves written tensors along with their writers."""
     counts = {False: -1, True: -1}
 
     def policy(context: Any, func: Any, *_: Any, **__: Any) -> CheckpointPolicy:
@@ -178,7 +178,8 @@ def _selective(forward: Callable[..., Any], saved: list[int], skipped: set[Any],
         save = place < len(saved) and saved[place]
         return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
 
-    more = {"context_fn": partial(create_selective_checkpoint_contexts, policy)} if any(saved) else {}
+    contexts = partial(create_selective_checkpoint_contexts, policy, allow_cache_entry_mutation=True)
+    more = {"context_fn": contexts} if any(saved) else {}
     return checkpoint(forward, *args, use_reentrant=False, **more, **kwargs)
 
 

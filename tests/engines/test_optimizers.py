@@ -28,6 +28,9 @@ def squares(output: torch.Tensor, _: Any) -> torch.Tensor:
     return output.square().mean()
 
 
+FREE = SolveOptions(optimizer=True)
+
+
 @pytest.fixture(scope="module")
 def step() -> Step:
     return Step(build, memfit.spec((16, 128)), loss=squares, optimizer=in_lists)
@@ -37,7 +40,7 @@ def step() -> Step:
 def plan(step: Step) -> Plan:
     whole = memfit.plan(step, target="cpu", progress=False)
     assert whole.baseline.peak_at.phase == "optimizer" and whole.optimizer is None
-    return memfit.plan(step, target="cpu", budget=whole.baseline.peak_bytes - 1, progress=False)
+    return memfit.plan(step, target="cpu", budget=whole.baseline.peak_bytes - 1, options=FREE, progress=False)
 
 
 def test_a_step_without_temporaries_is_taken_where_that_is_all_it_needs(plan: Plan, step: Step) -> None:
@@ -46,10 +49,25 @@ def test_a_step_without_temporaries_is_taken_where_that_is_all_it_needs(plan: Pl
     plan.check(step)
 
 
-def test_it_is_left_alone_when_asked(plan: Plan, step: Step) -> None:
-    options = SolveOptions(optimizer=False)
-    kept = memfit.plan(step, target="cpu", budget=plan.budget_bytes, options=options, progress=False)
-    assert kept.optimizer is None and kept.status == "infeasible"
+def test_it_is_left_alone_unless_asked(plan: Plan, step: Step) -> None:
+    kept = memfit.plan(step, target="cpu", budget=plan.budget_bytes, progress=False)
+    assert kept.optimizer is None and kept.status == "infeasible" and kept.minimum_budget_bytes is not None
+    assert kept.minimum_budget_bytes > plan.budget_bytes
+
+
+def test_more_budget_is_never_slower_and_the_smallest_is_over_all_ways(plan: Plan, step: Step) -> None:
+    more = memfit.plan(step, target="cpu", options=FREE, progress=False)
+    assert more.predicted is not None and plan.predicted is not None
+    assert more.predicted.step_ms <= plan.predicted.step_ms
+    hopeless = memfit.plan(step, target="cpu", budget="1KiB", options=FREE, progress=False)
+    assert hopeless.minimum_budget_bytes is not None and hopeless.minimum_budget_bytes <= plan.budget_bytes
+    least = memfit.plan(step, target="cpu", budget=hopeless.minimum_budget_bytes, options=FREE, progress=False)
+    assert least.status == "optimal"
+
+
+def test_a_trace_cannot_be_captured_another_way(step: Step) -> None:
+    with pytest.raises(memfit.InputError, match="give the step"):
+        memfit.plan(memfit.trace(step, target="cpu"), options=FREE, progress=False)
 
 
 def test_apply_changes_the_way_and_remove_changes_it_back(plan: Plan) -> None:
@@ -102,6 +120,7 @@ def test_an_optimizer_that_exists_is_as_before_after_planning(step: Step) -> Non
         optimizer=optimizer,
         target="cpu",
         budget=whole.baseline.peak_bytes - 1,
+        options=FREE,
         progress=False,
     )
     assert plan.optimizer is not None

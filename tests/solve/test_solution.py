@@ -208,7 +208,7 @@ def test_a_plan_document_says_what_was_solved(captured: Trace) -> None:
 def test_a_hopeless_budget_gives_a_document_with_the_smallest_one_and_why(captured: Trace) -> None:
     plan = memfit.plan(captured, target="h100-sxm", budget="100MiB")
     assert plan.status == "infeasible" and plan.minimum_budget_bytes == minimum_budget_bytes(problem_of(captured))
-    assert plan.blocker is not None and plan.blocker.peak_bytes == plan.minimum_budget_bytes
+    assert plan.blocker is not None and plan.blocker.peak_bytes <= plan.minimum_budget_bytes
     assert any(lever.name == "sharding" for lever in plan.blocker.levers)
 
 

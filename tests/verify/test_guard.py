@@ -119,9 +119,9 @@ def test_a_failed_step_takes_gradients_buffers_and_generators_back(case: Case) -
 
     buffers = {name: each.clone() for name, each in case.model.named_buffers()}
     state = torch.get_rng_state()
-    with memfit.guard(case.plan, case.model, optimizer=case.optimizer) as guard:
-        with pytest.raises(OutOfMemory) as caught:
-            guard.step(fail)
+    guard = memfit.guard(case.plan, case.model, optimizer=case.optimizer)
+    with guard, pytest.raises(OutOfMemory) as caught:
+        guard.step(fail)
     assert caught.value.restored
     assert all(torch.equal(each, buffers[name]) for name, each in case.model.named_buffers())
     assert all(each.grad is None for each in case.model.parameters())
@@ -136,9 +136,9 @@ def test_gradients_that_outlive_steps_need_copies(case: Case, accumulates: bool)
 
     case.model(case.x).square().mean().backward()
     before = [each.grad.clone() for each in case.model.parameters() if each.grad is not None]
-    with memfit.guard(case.plan, case.model, optimizer=case.optimizer, accumulates=accumulates) as guard:
-        with pytest.raises(OutOfMemory) as caught:
-            guard.step(fail)
+    guard = memfit.guard(case.plan, case.model, optimizer=case.optimizer, accumulates=accumulates)
+    with guard, pytest.raises(OutOfMemory) as caught:
+        guard.step(fail)
     after = [each.grad for each in case.model.parameters() if each.grad is not None]
     assert caught.value.restored == accumulates
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True)) == accumulates
@@ -193,11 +193,11 @@ def test_inputs_are_matched_with_those_of_the_plan() -> None:
 
 def test_a_guard_is_refused_for_a_model_without_the_plan() -> None:
     case = Case()
-    with pytest.raises(memfit.MemfitError, match="does not run a plan; call plan.apply"):
+    with pytest.raises(memfit.MemfitError, match=r"does not run a plan; call plan\.apply"):
         memfit.guard(case.plan, case.model).__enter__()
     with pytest.raises(memfit.InputError, match="tolerance is 0"):
         memfit.guard(case.plan, case.model, tolerance=0)
-    with pytest.raises(memfit.InputError, match="an nn.Module, not a str"):
+    with pytest.raises(memfit.InputError, match=r"an nn\.Module, not a str"):
         memfit.guard(case.plan, "model")  # type: ignore[arg-type]
     with pytest.raises(memfit.MemfitError, match="not at work"):
         memfit.guard(case.plan, case.model, optimizer=case.optimizer).step(case.train)

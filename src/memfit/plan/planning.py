@@ -24,7 +24,7 @@ from memfit.plan.given import (
     step_given,
     target_given,
 )
-from memfit.plan.implementations import Answer, best_implementation, optimizer_binds
+from memfit.plan.implementations import Answer, best_implementation
 from memfit.plan.making import plan_of
 from memfit.plan.record import Blocker, Dtype, Estimate, Lever, Prediction, ShardedUnit, ShardPlan
 from memfit.solve import (
@@ -83,7 +83,11 @@ def plan(
         first = None if start is None else _choice(problem, start)
         solved = solve(problem, allowed, start=first, watch=work.heard)
     best = Answer(problem=problem, solved=solved, implementation=None)
-    if step is not None and problem.options.optimizer and optimizer_binds(best):
+    if problem.options.optimizer:
+        if step is None:
+            raise InputError(
+                "SolveOptions(optimizer=True) captures the step in other ways; give the step, not its trace"
+            )
         with work.step("trying other optimizer steps"):
             best = best_implementation(best, step, cost_given(cost, problem.target))
     return _document(best, problem, notes)
@@ -159,12 +163,7 @@ def _document(answer: Answer, given: Problem, notes: list[str]) -> Plan:
     given_ms = given.runtime.total_ms + given.exposed_ms
     baseline = Estimate(step_ms=given_ms, **_peak(given, given.replay(())))
     predicted = _prediction(problem, solved, base_ms)
-    fullest = baseline if predicted is None else predicted
-    if fullest.peak_reserved_bytes > solved.budget_bytes >= fullest.peak_bytes:
-        notes.append(
-            f"the caching allocator would reserve {display_bytes(fullest.peak_reserved_bytes)}, more than the budget: "
-            "it has to empty its cache now and then; PYTORCH_ALLOC_CONF=expandable_segments:True may help"
-        )
+    notes += _room(problem, solved)
     if problem.least_is_unproven:
         notes.append("the smallest budget is the lowest found in the time limit, not proven to be the lowest there is")
     if solved.tightened:
@@ -201,6 +200,21 @@ def _document(answer: Answer, given: Problem, notes: list[str]) -> Plan:
         optimizer=answer.implementation,
         notes=notes,
     )
+
+
+def _room(problem: Problem, solved: Solved) -> list[str]:
+    """What the caching allocator does with a plan that fits: it may hold more than the device has."""
+    device = problem.target.device
+    if solved.replay is None or not device.allocator.caches:
+        return []
+    usable = problem.target.usable_bytes
+    if planned_reserved(solved.replay, device).peak_reserved_bytes <= usable:
+        return []
+    tight = planned_reserved(solved.replay, device, limit_bytes=usable)
+    what = "the caching allocator would hold more than the device has, in pieces that do not fit"
+    if tight.out_of_memory_op is not None:
+        return [f"{what}, and run out: give a lower budget, or set PYTORCH_ALLOC_CONF=expandable_segments:True"]
+    return [f"{what}, and empty its cache in every step, which takes time: a little less budget is faster"]
 
 
 def _prediction(problem: Problem, solved: Solved, base_ms: float) -> Prediction | None:

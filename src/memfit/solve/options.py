@@ -20,7 +20,7 @@ class SolveOptions:
     """Which units may be, must not be and must be checkpointed, by name; how parameters are sharded; when to stop.
 
     `ac_units` restricts the candidates to these. A name stands for all calls of the module, `name#1` for its second.
-    `optimizer` lets a plan choose another implementation of the optimizer's step, where that step is the peak.
+    `optimizer` lets a plan choose how the optimizer does its step: one tensor after another, on lists, or fused.
     """
 
     ac_units: tuple[str, ...] | None = None
@@ -29,7 +29,7 @@ class SolveOptions:
     shard: ShardOptions = field(default_factory=ShardOptions)
     limits: Limits = field(default_factory=Limits)
     points: int = POINTS
-    optimizer: bool = True
+    optimizer: bool = False
 
     def allowed(self, units: Sequence[Unit], sharded: Sequence[str]) -> tuple[Unit, ...]:
         """The units that may be checkpointed; none that contains a unit whose parameters are gathered by itself."""

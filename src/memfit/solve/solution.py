@@ -85,12 +85,11 @@ class Problem:
 
     @cached_property
     def least(self) -> LeastBudget | None:
-        """The plan with the lowest peak, by its replay; None when none was found in the time that options give."""
-        program = self.program(1)
-        found = least_budget(program, self.options.limits)
-        if found is None:
-            return None
-        return replace(found, peak_bytes=self.replay(program.chosen(found.choice)).peak_bytes)
+        """The plan with the lowest peak; None when none was found in the time that options give.
+
+        Its replay may be a little lower than the rows are, which count what several units hold for each of them.
+        """
+        return least_budget(self.program(1), self.options.limits)
 
     @property
     def least_is_unproven(self) -> bool:
@@ -181,7 +180,7 @@ def solve(
 
 
 def minimum_budget_bytes(problem: Problem) -> int | None:
-    """The smallest budget that a plan meets, by its replay; `problem.least` says whether it is proven."""
+    """The smallest budget that the rows of a plan hold; `problem.least` says whether it is proven."""
     return None if problem.least is None else problem.least.peak_bytes
 
 
@@ -189,16 +188,18 @@ def _without_plan(problem: Problem, budget_bytes: int, outcome: Outcome, tighten
     """The plan with the lowest peak, when that fits and the search found none in its time; else why nothing does."""
     least = problem.least
     program = problem.program(budget_bytes)
-    choice = least.choice if least is not None and least.peak_bytes <= budget_bytes else None
-    chosen = () if choice is None else tuple(program.chosen(choice))
+    chosen = () if least is None else tuple(program.chosen(least.choice))
+    judged = None if least is None else problem.replay(chosen)
+    fits = judged is not None and judged.peak_bytes <= budget_bytes
+    choice = least.choice if least is not None and fits else None
     hopeless = outcome.status is Status.INFEASIBLE or (least is not None and least.bound_bytes > budget_bytes)
     status = Status.FEASIBLE if choice is not None else Status.INFEASIBLE if hopeless else Status.UNKNOWN
     return Solved(
         status=status,
         budget_bytes=budget_bytes,
-        chosen=chosen,
+        chosen=chosen if fits else (),
         choice=choice,
-        replay=None if choice is None else problem.replay(chosen),
+        replay=judged if fits else None,
         recompute_ms=math.inf if choice is None else program.recompute_ms(choice),
         bound_ms=outcome.bound_ms if math.isfinite(outcome.bound_ms) else 0.0,
         seconds=time.perf_counter() - began,

@@ -140,12 +140,14 @@ def _frames(trail: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
 
 
 def _second_run(frame: FrameType, function: str) -> str | None:
+    """The unit that a frame of an engine runs again. Looking at the locals of a frame that still runs, such as the
+    guard's, would keep them alive."""
+    if function not in ("second", "_second_run"):
+        return None
     owner = frame.f_locals.get("self")
-    if function == "second" and isinstance(owner, Rerun):
+    if isinstance(owner, Rerun):
         return owner._name
-    if function == "_second_run" and isinstance(owner, Tape):
-        return owner.policy.unit
-    return None
+    return owner.policy.unit if isinstance(owner, Tape) else None
 
 
 def _line(name: str, line: int) -> str:

@@ -113,6 +113,7 @@ class Guard:
         self._sizes: tuple[bool, list[int]] | None = None
         self._switched = False
         self._planning = False
+        self._resident: tuple[tuple[int, bool], int] | None = None
 
     # -- watching ---------------------------------------------------------------------------------------------------
 
@@ -205,8 +206,13 @@ class Guard:
         warnings.warn(str(drift), PlanDrift, stacklevel=2)
 
     def _resident_bytes(self) -> int:
-        """What is there when a step begins: its inputs, and what outlives steps."""
-        return sum(counted(self._model, self._optimizer, input_bytes=self._input_bytes)[0].values())
+        """What is there when a step begins: inputs, and what outlives steps, counted anew when state or gradients come."""
+        first = next(iter(self._model.parameters()), None)
+        states = 0 if self._optimizer is None else len(self._optimizer.state)
+        key = states, first is not None and first.grad is not None
+        if self._resident is None or self._resident[0] != key:
+            self._resident = key, sum(counted(self._model, self._optimizer)[0].values())
+        return self._resident[1] + self._input_bytes
 
     @property
     def _input_bytes(self) -> int:
