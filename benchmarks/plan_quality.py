@@ -43,7 +43,7 @@ from memfit.trace import Trace
 from memfit.units import MiB
 
 PARTS = (0.0, 0.2, 0.4, 0.6, 0.8)
-QUICK_PARTS = (0.3, 0.7)
+QUICK_PARTS = (0.5,)
 PEERS = ("blocks", "sac", "compile")
 EVERY, SECOND, SAC, COMPILE, MEMFIT, PLAIN = "every block", "second block", "sac_milp", "compile", "memfit", "plain"
 BY_FLOPS = "memfit by FLOPs"
@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--own-peaks", action="store_true", help="also budgets that are just what a peer's run takes")
     parser.add_argument("--out", type=Path, help="a folder for pictures, docs/images unless --quick")
     parser.add_argument(
-        "--quick", action="store_true", help="tiny models, two budgets, no solver of PyTorch's, no compiler"
+        "--quick", action="store_true", help="tiny models, one budget, no solver of PyTorch's, no compiler"
     )
     options = parser.parse_args()
     if options.quick:

@@ -70,7 +70,7 @@ class Size:
     optimizer: tuple[tuple[str, Any], ...] = ()
 
 
-ACTIVATIONS = Size(rows=2048, width=64, layers=3, classes=512, part=0.95)
+ACTIVATIONS = Size(rows=2048, width=64, layers=4, classes=512, part=0.95)
 STATES = Size(rows=64, width=384, layers=4, classes=64, part=1.0, optimizer=(("foreach", True),))
 
 
@@ -91,7 +91,7 @@ CASES = {
         Case("forward", ACTIVATIONS, 1 << 19),
         Case("loss", ACTIVATIONS, 1 << 19),
         Case("backward", ACTIVATIONS, 1 << 19),
-        Case("second run", ACTIVATIONS, 1 << 19, force=("layers.2",)),
+        Case("second run", ACTIVATIONS, 1 << 19, force=("layers.3",)),
         Case("no way out", ACTIVATIONS, 1 << 19),
     ],
     "states": [

@@ -19,6 +19,11 @@ from memfit.hardware.schema import build_allocators, build_device, build_efficie
 ENVIRONMENT = "MEMFIT_DEVICES"
 _SECTIONS = ("memory", "flops", "links", "overheads", "compute", "efficiency", "sources")
 
+_NAME_IT = "name it, such as 'h100-sxm', 'a100-sxm-80gb', 'rtx-4090' or 'mi300x'"
+_MAKERS = re.compile(r"\b(nvidia|amd|intel|geforce|tesla|instinct|gpu)\b")
+_SHORT = 3
+"""Names as short as this are alike by chance: a tpu is no cpu."""
+
 RawFile = tuple[Path, dict[str, Any]]
 
 
@@ -28,6 +33,7 @@ def load_device(name: str) -> Device:
     if _is_path(name):
         path = Path(name).expanduser()
         return _build((path, read_toml(path)), users)
+    name = re.sub(r":\d+$", "", name)  # torch's cuda:0 and cpu:0
     for files in (users, list(_shipped_files())):
         found = _find(name, files)
         if found is not None:
@@ -106,12 +112,17 @@ def _find(name: str, files: list[RawFile]) -> RawFile | None:
 
 def _unknown(name: str, users: list[RawFile]) -> str:
     if _normal(name) in ("cuda", "gpu", "nvidia", "amd", "rocm"):
-        return f"{name!r} is not one device; name it, such as 'h100-sxm', 'a100-sxm-80gb', 'rtx-4090' or 'mi300x'"
+        return f"{name!r} is not one device; {_NAME_IT}"
     names: dict[str, str] = {}
     for file in [*_shipped_files(), *users]:
         for spelling in (_name(file), *_aliases(file)):
             names.setdefault(_normal(spelling), _name(file))
-    close = difflib.get_close_matches(_normal(name), names, n=5, cutoff=0.5)
+    wanted = _normal(_MAKERS.sub("", name.lower()))
+    if not wanted:
+        return f"{name!r} is not one device; {_NAME_IT}"
+    close = [key for key in (wanted,) if key in names] + [key for key in names if key.startswith(wanted)]
+    for cutoff, keys in ((0.5, [key for key in names if len(key) > _SHORT]), (0.8, names)):
+        close += difflib.get_close_matches(wanted, keys, n=5, cutoff=cutoff)
     nearest = list(dict.fromkeys(names[key] for key in close))[:3]
     hint = (
         f"did you mean {' or '.join(nearest)}?" if nearest else f"known are {', '.join(sorted(set(names.values())))}."

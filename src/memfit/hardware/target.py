@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from memfit.errors import InputError
 from memfit.hardware.device import Device, Link
 from memfit.hardware.load import load_device, load_link
@@ -34,14 +36,14 @@ class Target:
     @classmethod
     def parse(
         cls,
-        target: str | Device | Target,
+        target: str | torch.device | Device | Target,
         *,
         ranks: int | None = None,
         ranks_per_node: int | None = None,
         intra_node_link: str | Link | None = None,
         inter_node_link: str | Link | None = None,
     ) -> Target:
-        """A target from a device name, device file, Device or Target; what is given here wins.
+        """A target from a device name, device file, torch.device, Device or Target; what is given here wins.
 
         Without them: one rank, the usual number to a node (fewer if need be), the device's own links.
         """
@@ -54,7 +56,7 @@ class Target:
                 intra_node_link=intra or target.intra_node_link,
                 inter_node_link=inter or target.inter_node_link,
             )
-        device = load_device(target) if isinstance(target, str) else target
+        device = load_device(str(target)) if isinstance(target, str | torch.device) else target
         if not isinstance(device, Device):
             raise InputError(f"a target cannot be {target!r}; give a device name such as 'h100-sxm', or a Device")
         ranks = 1 if ranks is None else ranks

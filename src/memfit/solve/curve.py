@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from memfit.errors import InputError
 from memfit.solve.curve_display import curve_report, headline, text_of
 from memfit.solve.milp import Status
 from memfit.solve.solution import Problem, Solved, minimum_budget_bytes, solve
+from memfit.units import display_bytes, parse_bytes
 
 _GIB = float(1 << 30)
 
@@ -41,10 +43,14 @@ class Curve:
         """The smallest budget that can be met."""
         return self.points[0].budget_bytes
 
-    def price_ms_per_gib(self, budget_bytes: int) -> float:
-        """What one more GiB would buy at this budget."""
+    def price_ms_per_gib(self, budget: str | int) -> float:
+        """What one more GiB would buy at this budget, in bytes or as `"10GiB"`."""
+        budget_bytes = parse_bytes(budget)
         if budget_bytes < self.minimum_budget_bytes:
-            raise InputError(f"no plan meets {budget_bytes} bytes; the curve begins at {self.minimum_budget_bytes}")
+            raise InputError(
+                f"no plan meets {budget_bytes} bytes; the curve begins at {self.minimum_budget_bytes} "
+                f"({display_bytes(self.minimum_budget_bytes)})"
+            )
         return next(point for point in reversed(self.points) if point.budget_bytes <= budget_bytes).price_ms_per_gib
 
     def __rich__(self) -> RenderableType:
@@ -55,6 +61,14 @@ class Curve:
 
     def __repr__(self) -> str:
         return f"Curve({headline(self)}; points: {len(self.points)})"
+
+
+def check_points(points: object) -> None:
+    """A curve needs two points or more."""
+    if isinstance(points, bool) or not isinstance(points, numbers.Integral):
+        raise InputError(f"points is {points!r}; write how many budgets to solve, a whole number of at least 2")
+    if points < 2:
+        raise InputError(f"{points} points make no curve; give 2 or more")
 
 
 def curve_of(
@@ -69,12 +83,12 @@ def curve_of(
     Solved from the tightest budget upwards: a plan for one budget is a first answer for the next. `watch` hears how
     many points are done, of how many.
     """
+    if budgets is None:
+        check_points(points)
     least, most = minimum_budget_bytes(problem), problem.baseline_bytes
     if least is None:
         raise InputError("no plan was found within the time limit; give more time")
     if budgets is None:
-        if points < 2:
-            raise InputError(f"{points} points make no curve; give 2 or more")
         budgets = [least + (most - least) * place // (points - 1) for place in range(points)]
     budgets = sorted({max(least, min(budget, most)) for budget in budgets})
     base_ms = problem.runtime.total_ms + problem.exposed_ms

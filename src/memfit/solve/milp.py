@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+import numbers
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 import highspy
 import numpy as np
 
-from memfit.errors import MemfitError
+from memfit.errors import InputError, MemfitError
 
 FREE = math.inf
 
@@ -63,11 +64,25 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """When a solve may stop: the gap it must prove, and the seconds it may take."""
+    """When a solve may stop: the gap it must prove, a part of the added time, and the seconds it may take."""
 
     gap: float = 0.0
     time_limit_s: float = 60.0
     threads: int = 1
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.gap) or not 0 <= self.gap <= 1:
+            raise InputError(f"Limits.gap is {self.gap!r}; write a part from 0 to 1, 0.01 for 1 %")
+        if not _is_number(self.time_limit_s) or not self.time_limit_s >= 0:
+            raise InputError(
+                f"Limits.time_limit_s is {self.time_limit_s!r}; write seconds, such as 60.0, or math.inf for no limit"
+            )
+        if isinstance(self.threads, bool) or not isinstance(self.threads, numbers.Integral) or self.threads < 1:
+            raise InputError(f"Limits.threads is {self.threads!r}; write a whole number of at least 1")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def relative_gap(objective: float, bound: float) -> float:

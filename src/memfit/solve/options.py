@@ -13,13 +13,17 @@ from memfit.tradeoff import Unit
 
 POINTS = 24
 _SHOWN = 3
+_MODEL = "(model)"
+"""What plans print for the model itself, whose path is empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SolveOptions:
     """Which units may be, must not be and must be checkpointed, by name; how parameters are sharded; when to stop.
 
-    `ac_units` restricts the candidates to these. A name stands for all calls of the module, `name#1` for its second.
+    `ac_units` restricts the candidates to these and to those in `force`. A name stands for all calls of the module,
+    `name#1` for its second; the model itself is `(model)`. It names that unit alone: `forbid=("h.0",)` says nothing
+    of `h.0.mlp`, which is a unit of its own.
     `optimizer` lets a plan choose how the optimizer does its step: one tensor after another, on lists, or fused.
     """
 
@@ -31,16 +35,31 @@ class SolveOptions:
     points: int = POINTS
     optimizer: bool = False
 
+    def __post_init__(self) -> None:
+        for field_name in ("ac_units", "forbid", "force"):
+            names = getattr(self, field_name)
+            if isinstance(names, str):
+                raise InputError(f"{field_name}={names!r} is one name; give a tuple of names, ({names!r},)")
+            if names is None and field_name == "ac_units":
+                continue
+            if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+                raise InputError(f"{field_name} is {names!r}; give a tuple of names of units, such as ('layers.0',)")
+            object.__setattr__(self, field_name, tuple(name.removeprefix(_MODEL) for name in names))
+        clash = sorted(set(self.force) & set(self.forbid))
+        if clash:
+            raise InputError(f"{clash[0] or _MODEL!r} is both forced and forbidden; leave it out of one")
+        for field_name, kind in (("shard", ShardOptions), ("limits", Limits)):
+            value = getattr(self, field_name)
+            if not isinstance(value, kind):
+                raise InputError(f"{field_name} is {value!r}; write {field_name}=memfit.solve.{kind.__name__}(...)")
+        if isinstance(self.points, bool) or not isinstance(self.points, int) or self.points < 1:
+            raise InputError(f"points is {self.points!r}; write a whole number of at least 1")
+
     def allowed(self, units: Sequence[Unit], sharded: Sequence[str]) -> tuple[Unit, ...]:
         """The units that may be checkpointed; none that contains a unit whose parameters are gathered by itself."""
         for names in (self.ac_units or (), self.forbid, self.force):
-            if isinstance(names, str):
-                raise InputError(f"{names!r} is one name; give a tuple of names, ({names!r},)")
             for name in names:
                 _known(name, units)
-        clash = sorted(set(self.force) & set(self.forbid))
-        if clash:
-            raise InputError(f"{clash[0]!r} is both forced and forbidden; leave it out of one")
         return tuple(
             unit
             for unit in units
@@ -70,7 +89,7 @@ def _known(name: str, units: Sequence[Unit]) -> None:
     if name not in names:
         near = _near(str(name), sorted(names))
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see memfit.tradeoff.units(trace)"
-        raise InputError(f"no unit is called {name!r}; {hint}")
+        raise InputError(f"no unit is called {name or _MODEL!r}; {hint}")
 
 
 def _near(name: str, names: Sequence[str]) -> list[str]:

@@ -22,13 +22,20 @@ class ShardOptions:
 
     `shard_dtype` is that of shards, their gradients and optimizer state, `param_dtype` that of gathered parameters and
     whole gradients, `reduce_dtype` that in which gradients are summed. Each is the parameter's own unless given; only
-    `param_dtype` of a step captured with autocast is autocast's. Write `param_dtype="float32"` to gather in that.
+    `param_dtype` of a step captured with autocast is autocast's. Write `param_dtype="float32"` to gather in that; a
+    dtype of torch is taken for its name.
     """
 
     units: tuple[str, ...] | None = None
     shard_dtype: ShardDtype | None = None
     param_dtype: ShardDtype | None = None
     reduce_dtype: ShardDtype | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("shard_dtype", "param_dtype", "reduce_dtype"):
+            given = getattr(self, name)
+            if isinstance(given, torch.dtype):
+                object.__setattr__(self, name, str(given).removeprefix("torch."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.errors import InputError
+from memfit.errors import InputError, MemfitError
+from memfit.trace.step_input import (
+    autocast_given,
+    check_batch,
+    check_callables,
+    check_loss_arguments,
+    check_numbers,
+    described,
+    loss_failed,
+    shape_given,
+)
 
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | Callable[..., torch.optim.Optimizer]
 
@@ -22,16 +32,18 @@ def spec(shape: tuple[int, ...] | list[int], dtype: torch.dtype = torch.float32)
         raise InputError(
             f"spec takes a shape and a dtype, as in spec((4, 8), torch.int64); got {shape!r} and {dtype!r}"
         )
-    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+    return torch.empty(shape_given(shape), dtype=dtype, device="meta")
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One training step: model, batch, loss and optimizer, or a callable `run(model, optimizer, batch)` of one's own.
 
-    `model` is a module on any device or a callable that builds one. `batch` is a dict of keyword inputs, a tuple of
-    positional ones, or the only one; several micro-batches are taken with `accumulation_steps`. `loss` is called with
-    the output and the batch and defaults to the output's `.loss`, or to the output when that is a scalar.
+    `model` is a module on any device or a callable that builds one. `batch` is a dict of keyword inputs, a tuple or
+    list of positional ones, or the only one; several micro-batches are taken with `accumulation_steps`. `loss` is
+    called with the output and the batch and defaults to the output's `.loss`, or to the output when that is a scalar.
+    `optimizer` is a class, an optimizer, a function that makes one, or None for a step without one. `autocast` may be
+    given by name, `"bfloat16"`.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -51,14 +63,13 @@ class Step:
             raise InputError(
                 f"Step.model is a {type(self.model).__name__}; give an nn.Module or a callable that builds one"
             )
-        for name in ("loss", "optimizer", "run"):
-            value = getattr(self, name)
-            if value is not None and not callable(value) and not isinstance(value, torch.optim.Optimizer):
-                raise InputError(f"Step.{name} is a {type(value).__name__}; give a callable, or None for the default")
-        if self.accumulation_steps < 1:
-            raise InputError(f"Step.accumulation_steps is {self.accumulation_steps}; it must be 1 or more")
-        if self.autocast not in (None, torch.bfloat16, torch.float16):
-            raise InputError(f"Step.autocast is {self.autocast}; give torch.bfloat16, torch.float16 or None")
+        check_callables(self.loss, self.optimizer, self.run)
+        check_numbers(self.accumulation_steps, self.clip_grad_norm)
+        object.__setattr__(self, "autocast", autocast_given(self.autocast))
+        if self.run is None:
+            check_batch(self.batch)
+            if self.loss is not None:
+                check_loss_arguments(self.loss)
 
     def build_model(self) -> nn.Module:
         """The model itself, built on meta when it was given as a callable."""
@@ -123,7 +134,7 @@ class Step:
 
     def _loss_of(self, output: Any) -> torch.Tensor:
         if self.loss is not None:
-            loss = self.loss(output, self.batch)
+            loss = self._given_loss(self.loss, output)
         elif isinstance(output, Mapping) and "loss" in output:
             loss = output["loss"]
         else:
@@ -132,31 +143,39 @@ class Step:
             return loss
         if self.loss is not None:
             raise InputError(
-                f"the loss function returned {_described(loss)}; it must return one number, for example with .mean()"
+                f"the loss function returned {described(loss)}; it must return a tensor with one number, without "
+                ".item(), for example output.mean()"
             )
         raise InputError(
-            f"no loss was given, and what the model returned as its loss is {_described(loss)}, not one number. Give "
+            f"no loss was given, and what the model returned as its loss is {described(loss)}, not one number. Give "
             "Step.loss, called with the output and the batch: loss=lambda output, batch: ...; or put labels into the "
             "batch, if the model computes its loss from them"
         )
 
-
-def _described(value: Any) -> str:
-    if value is None:
-        return "None"
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    def _given_loss(self, loss: Callable[..., torch.Tensor], output: Any) -> Any:
+        try:
+            return loss(output, self.batch)
+        except MemfitError:
+            raise
+        except Exception as error:
+            explained = loss_failed(loss, self.batch, error)
+            if explained is None:
+                raise
+            raise explained from error
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """Call the model on the batch: a dict is keyword inputs, a tuple positional ones, anything else the only input."""
-    args = batch if isinstance(batch, tuple) else () if batch is None or isinstance(batch, Mapping) else (batch,)
+    """Call the model on the batch: a dict is keyword inputs, a tuple or list positional ones, else the only input."""
+    args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+    if batch is None or isinstance(batch, Mapping):
+        args = ()
     kwargs = batch if isinstance(batch, Mapping) else {}
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
         raise InputError(
             f"the batch does not fit {type(model).__name__}.forward: {error}. A dict is keyword inputs, a tuple "
-            "positional ones, anything else the only one. Labels that only the loss takes go into the loss: "
+            "or list positional ones, anything else the only one. Labels that only the loss takes go into the loss: "
             "Step(model, x, loss=lambda output, _: criterion(output, y)), or run the step yourself: Step(model, "
             "(x, y), run=function), called with model, optimizer and batch"
         ) from error

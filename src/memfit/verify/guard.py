@@ -206,7 +206,7 @@ class Guard:
         warnings.warn(str(drift), PlanDrift, stacklevel=2)
 
     def _resident_bytes(self) -> int:
-        """What is there when a step begins: inputs, and what outlives steps, counted anew when state or gradients come."""
+        """What is there when a step begins: inputs, and what outlives steps, counted anew when state appears."""
         first = next(iter(self._model.parameters()), None)
         states = 0 if self._optimizer is None else len(self._optimizer.state)
         key = states, first is not None and first.grad is not None

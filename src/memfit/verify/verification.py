@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -34,8 +35,8 @@ class BytesBeside:
 
     @property
     def error(self) -> float:
-        """The difference as a part of what was measured."""
-        return _part(self.difference_bytes, self.measured_bytes)
+        """The difference as a part of what was predicted."""
+        return _part(self.difference_bytes, self.predicted_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +54,8 @@ class MsBeside:
 
     @property
     def error(self) -> float:
-        """The difference as a part of what was measured."""
-        return _part(self.difference_ms, self.measured_ms)
+        """The difference as a part of what was predicted."""
+        return _part(self.difference_ms, self.predicted_ms)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,4 +225,6 @@ def _named(module: str) -> str:
 
 
 def _part(difference: float, whole: float) -> float:
-    return difference / whole if whole else 0.0
+    if whole:
+        return difference / whole
+    return math.copysign(math.inf, difference) if difference else 0.0

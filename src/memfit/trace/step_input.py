@@ -1,0 +1,143 @@
+"""What users give to `Step` and `spec`, checked, with what to write instead."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from memfit.errors import InputError
+
+_AUTOCAST: dict[Any, torch.dtype] = {
+    **dict.fromkeys((torch.bfloat16, "bfloat16", "bf16"), torch.bfloat16),
+    **dict.fromkeys((torch.float16, "float16", "fp16", "half"), torch.float16),
+}
+_LABELS = "loss=lambda output, batch: criterion(output, labels)"
+
+
+def shape_given(shape: Any) -> tuple[int, ...]:
+    """A shape of whole numbers."""
+    for size in shape:
+        if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 0:
+            raise InputError(
+                f"the shape {tuple(shape)!r} has {size!r} in it; write whole numbers of at least 0, as in spec((8, 3))"
+            )
+    return tuple(int(size) for size in shape)
+
+
+def autocast_given(autocast: Any) -> torch.dtype | None:
+    """The dtype of autocast, from itself or its name."""
+    if autocast is None:
+        return None
+    found = _AUTOCAST.get(autocast) if isinstance(autocast, torch.dtype | str) else None
+    if found is None:
+        shown = repr(autocast) if isinstance(autocast, str) else autocast
+        raise InputError(
+            f"Step.autocast is {shown}; give torch.bfloat16, torch.float16 (or 'bfloat16', 'float16') or None"
+        )
+    return found
+
+
+def check_callables(loss: Any, optimizer: Any, run: Any) -> None:
+    """A loss and a step of one's own are functions; an optimizer is one, or makes one."""
+    for name, value, how in (
+        ("loss", loss, "a function that is called with the output and the batch, or None for the output's own loss"),
+        ("run", run, "a function that is called with model, optimizer and batch, or None"),
+    ):
+        if value is not None and not callable(value):
+            raise InputError(f"Step.{name} is {value!r}, a {type(value).__name__}; give {how}")
+    if optimizer is None or callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer):
+        return
+    known = {name.lower(): name for name, value in vars(torch.optim).items() if isinstance(value, type)}
+    name = known.get(str(optimizer).lower(), "AdamW")
+    raise InputError(
+        f"Step.optimizer is {optimizer!r}, a {type(optimizer).__name__}; give a class such as torch.optim.{name}, an "
+        f"optimizer, a function that makes one (lambda parameters: torch.optim.{name}(parameters, lr=1e-3)), or None "
+        "for a step without one"
+    )
+
+
+def check_loss_arguments(loss: Callable[..., Any]) -> None:
+    """A loss takes the output and the batch."""
+    function = loss.forward if isinstance(loss, nn.Module) else loss
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise InputError(
+            f"the loss takes {signature}, and it is called with two arguments, (output, batch): {error}. Write "
+            "loss=lambda output, batch: ..., also where the batch is not used"
+        ) from None
+
+
+def check_numbers(accumulation_steps: Any, clip_grad_norm: Any) -> None:
+    """How often and how far: whole passes, a norm above nothing."""
+    steps = accumulation_steps
+    if isinstance(steps, bool) or not isinstance(steps, numbers.Integral) or steps < 1:
+        raise InputError(f"Step.accumulation_steps is {steps!r}; it must be a whole number, 1 or more")
+    norm = clip_grad_norm
+    if norm is None:
+        return
+    if isinstance(norm, bool) or not isinstance(norm, numbers.Real) or math.isnan(norm) or norm <= 0:
+        raise InputError(f"Step.clip_grad_norm is {norm!r}; give a number above 0, such as 1.0, or None not to clip")
+
+
+def check_batch(batch: Any) -> None:
+    """A batch is made of tensors: a shape in its place and arrays of numpy are refused."""
+    if isinstance(batch, tuple | list) and batch and all(type(each) is int for each in batch):
+        shape = tuple(batch)
+        raise InputError(
+            f"the batch is {shape}: these are ints, and a model takes tensors. Write memfit.spec({shape}) for one tensor "
+            "of this shape"
+        )
+    for path, value in _leaves(batch, "batch"):
+        if isinstance(value, np.ndarray | np.generic):
+            raise InputError(
+                f"{path} is an array of numpy ({value.dtype}, shape {value.shape}), and a model takes tensors; write "
+                f"torch.as_tensor({path})"
+            )
+
+
+def loss_failed(loss: Callable[..., Any], batch: Any, error: Exception) -> InputError | None:
+    """The error to raise instead of torch's, when one of its own losses could not take the batch for labels."""
+    made_by_torch = (type(loss) if isinstance(loss, nn.Module) else loss).__module__
+    if not isinstance(error, AssertionError) and not str(made_by_torch).startswith("torch.nn."):
+        return None
+    name = type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", type(loss).__name__)
+    problem = str(error).split("\n")[0]
+    return InputError(
+        f"the loss {name} failed{': ' if problem else ''}{problem}. It is called with (output, batch), and the batch is "
+        f"what the model was given, here {described(batch)}. Labels come from a function: {_LABELS}; or run the step "
+        "yourself: Step(model, (x, labels), run=function), called with model, optimizer and batch"
+    )
+
+
+def described(value: Any) -> str:
+    """A value in a few words."""
+    if value is None:
+        return "None"
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}[{key!r}]")
+    elif isinstance(value, tuple | list):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]")
+    else:
+        yield path, value
