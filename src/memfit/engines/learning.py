@@ -38,6 +38,7 @@ class Learning(TorchDispatchMode):
         self._packs: list[tuple[Maker | None, torch.Size | None]] = []
         self._results: list[tuple[Visit, int, OpKey, Any, list[tuple[Maker, Any] | None]]] = []
         self._counts: dict[tuple[int, int, Any], int] = {}
+        self._instead: dict[tuple[int, int, OpKey], tuple[OpKey, Any]] = {}
 
     def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recipe | None]:
         """Run the forward; the recipe is None when the plan knows other ops than ran."""
@@ -85,10 +86,12 @@ class Learning(TorchDispatchMode):
         number = self._counts.get(counted, 0)
         self._counts[counted] = number + 1
         if offset in self.policy.saved:
-            self._keep(visit, gap, (func, number), result, outputs)
+            self._keep(visit, gap, (func, number), result, outputs, overwrites=in_place)
         return result
 
-    def _keep(self, visit: Visit, gap: int, key: OpKey, result: Any, outputs: list[Any]) -> None:
+    def _keep(
+        self, visit: Visit, gap: int, key: OpKey, result: Any, outputs: list[Any], *, overwrites: bool
+    ) -> None:
         kept = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
         tensors: list[tuple[Maker, Any] | None] = []
         for output in outputs:
@@ -98,7 +101,18 @@ class Learning(TorchDispatchMode):
                 tensors.append((self._maker[output.untyped_storage()._cdata], window_of(output)))
             else:
                 tensors.append(((-1, -1), None))
+        if overwrites:
+            self._stands_for_earlier(visit, gap, key, tensors)
         self._results.append((visit, gap, key, kept, tensors))
+
+    def _stands_for_earlier(self, visit: Visit, gap: int, key: OpKey, tensors: list[tuple[Maker, Any] | None]) -> None:
+        """The storage of this result is kept for the results that it overwrites too."""
+        made = [None if each is None else each[0] for each in tensors]
+        for place, earlier in enumerate(self._results):
+            same = [None if each is None else each[0] for each in earlier[4]] == made
+            if len(made) == 1 and same and earlier[0] is visit and earlier[1] == gap and earlier[4][0] is not None:
+                self._instead[id(visit), gap, earlier[2]] = (key, earlier[4][0][1])
+                self._results[place] = (*earlier[:3], None, earlier[4])
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
         guard = torch._C._DisableTorchDispatch()
@@ -133,6 +147,8 @@ class Learning(TorchDispatchMode):
                 sources = tuple(None if each is None else FromPack(holders[each[0]], each[1]) for each in tensors)
                 found.sources[key] = sources
                 needed.update(source.pack for source in sources if source is not None)
+            elif (id(visit), gap, key) in self._instead:
+                found.instead[key] = self._instead[id(visit), gap, key]
             else:
                 found.fresh.add(key)
                 keeps = True

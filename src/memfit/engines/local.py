@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
 import weakref
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +19,13 @@ from memfit.engines.policy import RunPolicy
 from memfit.engines.unit import PlannedUnit
 from memfit.errors import InputError, MissingFeatureError, StateError
 from memfit.plan import Checkpoint, Plan, PlanMismatch, model_differences
+from memfit.plan.mismatch import optimizer_differences
 from memfit.plan.uses import use
 from memfit.trace.environment import is_capturing
 from memfit.trace.optimizers import implementations, set_flags, set_implementation
 from memfit.units import display_bytes
+
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
 
@@ -33,6 +40,7 @@ class Applied:
         self.device_type = "cpu" if first is None else first.device.type
         self._units: list[PlannedUnit | LossRegion] = []
         self._modules: list[weakref.ref[nn.Module]] = []
+        self._warned = False
         self._step_hook: Any = None
         self._optimizer: tuple[torch.optim.Optimizer, list[dict[str, Any]]] | None = None
 
@@ -46,6 +54,22 @@ class Applied:
         """A new step begins."""
         for unit in self._units:
             unit.reset()
+
+    def warn(self, unit: str, differs: str) -> None:
+        """Say once per model that units do not run as planned, and why."""
+        if self._warned:
+            return
+        self._warned = True
+        reason = differs
+        on = torch.is_autocast_enabled(self.device_type)
+        here = str(torch.get_autocast_dtype(self.device_type)).removeprefix("torch.") if on else None
+        if here != self.plan.trace.autocast and "_to_copy" in differs:
+            reason = f"autocast is {here or 'off'} here and {self.plan.trace.autocast or 'off'} in the plan ({differs})"
+        warnings.warn(
+            f"unit {unit!r} does not run as planned: {reason}. It and others like it are recomputed whole, which is "
+            "exact but slower; run the step as it was planned, or plan it again as it is now",
+            stacklevel=_user_level(),
+        )
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Hand the modules of the plan over; everything is given back when one of them cannot be."""
@@ -124,6 +148,14 @@ def remove(plan: Plan, model: nn.Module) -> nn.Module:
     return model
 
 
+def _user_level() -> int:
+    """The stacklevel, for a warning of the caller, of the innermost frame that is neither torch's nor memfit's."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def plan_of_model(model: nn.Module) -> Applied | None:
     """The plan that a model runs."""
     return _applied.get(model)
@@ -136,6 +168,9 @@ def _check(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
         raise InputError(
             f"apply takes the model's optimizer, a torch.optim.Optimizer, not a {type(optimizer).__name__}"
         )
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        kind = type(model).__name__
+        raise InputError(f"this model is wrapped in {kind}; apply the plan to model.module, or before wrapping it")
     if plan.status == "infeasible":
         least = "" if plan.minimum_budget_bytes is None else f" {display_bytes(plan.minimum_budget_bytes)}"
         raise InputError(f"this plan is infeasible and cannot be applied; plan with a budget of{least} or more")
@@ -154,5 +189,7 @@ def _check(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
     if hasattr(model, "_orig_mod"):
         raise InputError("this model is compiled; apply the plan to the model first and compile it afterwards")
     found = model_differences(plan, model)
+    if optimizer is not None:
+        found += optimizer_differences(plan, model, optimizer)
     if found:
         raise PlanMismatch(found)

@@ -27,6 +27,8 @@ class Gap:
 
     sources: dict[OpKey, tuple[FromPack | None, ...]] = field(default_factory=dict)
     fresh: set[OpKey] = field(default_factory=set)
+    instead: dict[OpKey, tuple[OpKey, Window]] = field(default_factory=dict)
+    """Ops whose result a later one overwrites, which under a mode makes another: that one's storage stands for both."""
     single: set[OpKey] = field(default_factory=set)
     """Ops whose result is one tensor and no sequence of them."""
 

@@ -260,6 +260,9 @@ class _Answer(TorchDispatchMode):
         number = self._counts.get(func, 0)
         self._counts[func] = number + 1
         key = (func, number)
+        if key in self._gap.instead:
+            later, window = self._gap.instead[key]
+            return _window(self._run.kept[id(self._gap), later], window)
         if key in self._gap.fresh:
             kept = self._run.kept[id(self._gap), key]
             return tree_map_only(torch.Tensor, torch.Tensor.detach, kept)

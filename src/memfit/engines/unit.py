@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -75,9 +74,5 @@ class PlannedUnit:
         result, recipe = learning.first(args, kwargs)
         self._recipes[kind] = recipe
         if recipe is None:
-            warnings.warn(
-                f"unit {policy.unit!r} does not run as planned: {learning.differs}. It is recomputed whole, which is "
-                "exact but slower; plan the step again as it is now",
-                stacklevel=2,
-            )
+            self._applied.warn(policy.unit, learning.differs)
         return result

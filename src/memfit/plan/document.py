@@ -86,7 +86,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the document; the file appears whole or not at all."""
-        target = Path(path)
+        target = _path(path, "save")
+        if target.is_dir():
+            raise InputError(f"{target} is a folder; give the path of a file in it, such as {target / 'plan.json'}")
         if not target.parent.is_dir():
             raise InputError(f"there is no folder {target.parent} to write {target.name} to; make it first")
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
@@ -94,6 +96,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             with open(temporary, "xb") as file:
                 file.write(self.to_json().encode())
             os.replace(temporary, target)
+        except PermissionError as error:
+            temporary.unlink(missing_ok=True)
+            raise InputError(f"{target} cannot be written: {error.strerror}; give another path") from error
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
@@ -166,7 +171,22 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 def load(path: str | os.PathLike[str]) -> Plan:
     """Read the plan in a file."""
-    return Plan.from_json(Path(path).read_bytes(), where=str(path))
+    source = _path(path, "load")
+    if source.is_dir():
+        raise InputError(f"{source} is a folder; give the path of a file in it that Plan.save wrote")
+    try:
+        text = source.read_bytes()
+    except FileNotFoundError as error:
+        raise InputError(f"there is no file {source}; give the path of a file that Plan.save wrote") from error
+    except OSError as error:
+        raise InputError(f"cannot read {source}: {error.strerror}; give a file that Plan.save wrote") from error
+    return Plan.from_json(text, where=str(path))
+
+
+def _path(path: object, verb: str) -> Path:
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise InputError(f"{verb} takes the path of a file, not {path!r}; write {verb}('plan.json')")
+    return Path(path)
 
 
 class _Version(msgspec.Struct):

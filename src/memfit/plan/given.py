@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import os
 from collections.abc import Callable
@@ -11,15 +12,18 @@ import torch
 from torch import nn
 
 from memfit.cost import Cost, Roofline
-from memfit.cost.models import cost_model
+from memfit.cost.models import BENCHMARK, ROOFLINE, cost_model
 from memfit.errors import InputError
 from memfit.hardware import Device, Target, list_devices
+from memfit.plan.document import Plan
 from memfit.solve import SolveOptions
+from memfit.solve.curve import check_points
 from memfit.trace import Step, Trace
 from memfit.trace.discovery import step_of
 
 Model = nn.Module | Callable[[], Any] | Step | Trace
-TargetLike = str | os.PathLike[str] | Device | Target
+TargetLike = str | os.PathLike[str] | torch.device | Device | Target
+_COSTS = (*ROOFLINE, *BENCHMARK)
 
 
 def target_given(model: Model, target: TargetLike | None, ranks: int | None) -> Target:
@@ -39,6 +43,23 @@ def target_given(model: Model, target: TargetLike | None, ranks: int | None) -> 
             "whose kernels may be others"
         )
     return aim
+
+
+def check_asked(
+    model: Model,
+    target: TargetLike | None,
+    ranks: int | None,
+    *,
+    budget: str | int | float | None = None,
+    start: Plan | None = None,
+    points: int = 2,
+) -> None:
+    """Refuse a target, budget, plan to begin with or number of points that cannot be, before anything is captured."""
+    target_given(model, target, ranks).budget_bytes(budget)
+    if start is not None and not isinstance(start, Plan):
+        how = "memfit.load(path) reads one" if isinstance(start, str | os.PathLike) else "give a memfit.Plan"
+        raise InputError(f"start is a plan to begin with, not {_kind(start)}; {how}")
+    check_points(points)
 
 
 def step_given(
@@ -85,6 +106,10 @@ def cost_given(cost: Cost | str | None, target: Target) -> Cost:
     if cost is None:
         return Roofline.of(target)
     if isinstance(cost, str):
+        if cost not in _COSTS:
+            near = difflib.get_close_matches(cost.lower(), _COSTS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"write {ROOFLINE[0]!r} or {BENCHMARK[0]!r}"
+            raise InputError(f"no cost model is called {cost!r}; {hint}")
         return cost_model(cost, target)
     if isinstance(cost, type):
         name = cost.__name__

@@ -14,12 +14,13 @@ from memfit.errors import InputError
 from memfit.paths import alike, folded
 from memfit.plan.facts import release, trace_facts
 from memfit.plan.record import InputFacts, ParameterFacts, TraceFacts
-from memfit.trace import Trace
+from memfit.trace import NEVER, Trace
 
 if TYPE_CHECKING:
     from memfit.plan.document import Plan
 
 _SHOWN = 12
+MODEL = "(model)"
 
 
 class PlanMismatch(InputError):
@@ -41,6 +42,8 @@ def differences(plan: Plan, trace: Trace) -> list[str]:
     """In which ways a trace is not the one that the plan was made for; empty when it is."""
     here = trace_facts(trace)
     found = list(fact_differences(here, plan.trace))
+    if len(found) == 1 and here.ops != plan.trace.ops:
+        found += _first_other_op(plan, trace)
     if not found:
         found += _unit_differences(plan, trace)
     if not found and plan.fingerprint != trace.fingerprint:
@@ -73,6 +76,24 @@ def model_differences(plan: Plan, model: nn.Module) -> list[str]:
             found.append(f"unit {entry.unit!r} is a {type(module).__name__} here and a {entry.kind} in the plan")
         if entry.after is not None and entry.after not in modules:
             found.append(f"module {entry.after!r}, after which the loss begins, is not in the model")
+    return found
+
+
+def optimizer_differences(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """In which ways an optimizer is not the one that the plan was made for; it may step a part of the model."""
+    found = []
+    name, planned = type(optimizer).__name__, plan.trace.optimizer
+    if name not in planned.split(", "):
+        found.append(f"the optimizer is {name} here and {planned or 'none'} in the plan")
+    own = {id(parameter) for parameter in model.parameters()}
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    others = [parameter for parameter in stepped if id(parameter) not in own]
+    if others:
+        shape = _tensor(others[0].shape, str(others[0].dtype).removeprefix("torch."))
+        found.append(
+            f"the optimizer steps {len(others)} of {len(stepped)} parameters that are not this model's, first a "
+            f"{shape}; make it with {name}(model.parameters(), ...)"
+        )
     return found
 
 
@@ -156,6 +177,26 @@ def _unit_differences(plan: Plan, trace: Trace) -> Iterator[str]:
     for unit in plan.shard.units if plan.shard is not None else ():
         if unit.module not in paths:
             yield f"module {unit.module!r}, which the plan shards, is not in the model"
+
+
+def _first_other_op(plan: Plan, trace: Trace) -> Iterator[str]:
+    """The first op that is another one here, of those that the plan keeps: those of its units."""
+    for entry in plan.checkpoint:
+        for op in sorted((*entry.saved_ops, *entry.recomputed_ops), key=lambda op: op.offset):
+            index = entry.begin + op.offset
+            if index >= len(trace.ops):
+                yield f"the step ends here before op {index}, {op.name} of unit {entry.unit or MODEL!r} in the plan"
+                return
+            found = trace.ops[index]
+            if found.name != op.name:
+                where = "outside any module"
+                if found.call != NEVER:
+                    where = f"in {trace.calls[found.call].module or MODEL}"
+                yield (
+                    f"the first op that differs, of those that the plan keeps, is op {index}: {found.name} {where} "
+                    f"here and {op.name}, op {op.offset} of unit {entry.unit or MODEL!r}, in the plan"
+                )
+                return
 
 
 def _input_differences(here: Sequence[InputFacts], there: Sequence[InputFacts]) -> Iterator[str]:

@@ -96,8 +96,8 @@ def check_batch(batch: Any) -> None:
     if isinstance(batch, tuple | list) and batch and all(type(each) is int for each in batch):
         shape = tuple(batch)
         raise InputError(
-            f"the batch is {shape}: these are ints, and a model takes tensors. Write memfit.spec({shape}) for one tensor "
-            "of this shape"
+            f"the batch is {shape}: these are ints, and a model takes tensors. For one tensor of this shape write "
+            f"memfit.spec({shape})"
         )
     for path, value in _leaves(batch, "batch"):
         if isinstance(value, np.ndarray | np.generic):
@@ -109,14 +109,14 @@ def check_batch(batch: Any) -> None:
 
 def loss_failed(loss: Callable[..., Any], batch: Any, error: Exception) -> InputError | None:
     """The error to raise instead of torch's, when one of its own losses could not take the batch for labels."""
-    made_by_torch = (type(loss) if isinstance(loss, nn.Module) else loss).__module__
+    made_by_torch = getattr(type(loss) if isinstance(loss, nn.Module) else loss, "__module__", "")
     if not isinstance(error, AssertionError) and not str(made_by_torch).startswith("torch.nn."):
         return None
     name = type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", type(loss).__name__)
     problem = str(error).split("\n")[0]
     return InputError(
-        f"the loss {name} failed{': ' if problem else ''}{problem}. It is called with (output, batch), and the batch is "
-        f"what the model was given, here {described(batch)}. Labels come from a function: {_LABELS}; or run the step "
+        f"the loss {name} failed{': ' if problem else ''}{problem}. It is called with (output, batch), and the batch "
+        f"is what the model was given, here {described(batch)}. Labels come from a function: {_LABELS}; or run the step "
         "yourself: Step(model, (x, labels), run=function), called with model, optimizer and batch"
     )
 
