@@ -172,3 +172,19 @@ def test_missing_files_doubles_and_circles_are_refused(tmp_path, monkeypatch):
     write(folder / "f.toml", "base = 't4'")
     with pytest.raises(InputError, match=r"f\.toml: name is missing"):
         load_device("e")
+
+
+def test_names_of_torch_devices_are_understood():
+    assert load_device("cpu:0").name == "cpu"
+    for name in ("cuda", "cuda:0", "cuda:1", "nvidia gpu"):
+        with pytest.raises(InputError, match="is not one device; name it, such as 'h100-sxm'"):
+            load_device(name)
+
+
+def test_names_that_are_alike_by_chance_are_not_suggested():
+    with pytest.raises(InputError, match="unknown device 'tpu'; known are"):
+        load_device("tpu")
+    with pytest.raises(InputError, match="did you mean h100"):
+        load_device("nvidia h100")
+    with pytest.raises(InputError, match="did you mean cpu"):
+        load_device("cpus")

@@ -1,6 +1,7 @@
 """Targets: ranks, nodes, links and budgets."""
 
 import pytest
+import torch
 
 from memfit.errors import InputError
 from memfit.hardware import Target, load_device, load_link
@@ -63,3 +64,9 @@ def test_a_transfer_takes_latency_and_bytes_over_bandwidth():
     link = load_link("infiniband-ndr")
     assert link.transfer_ms(0) == link.latency_ms
     assert link.transfer_ms(50_000_000_000) == pytest.approx(1000 + link.latency_ms)
+
+
+def test_a_device_of_torch_is_a_target():
+    assert Target.parse(torch.device("cpu")) == Target.parse("cpu") == Target.parse(torch.device("cpu", 0))
+    with pytest.raises(InputError, match="'cuda' is not one device"):
+        Target.parse(torch.device("cuda", 0))

@@ -250,3 +250,38 @@ def test_schema_names_every_field(plan: Plan) -> None:
     definitions = json.loads(SCHEMA_FILE.read_text())["$defs"]
     assert set(definitions["Plan"]["properties"]) == set(json.loads(plan.to_json()))
     assert set(definitions["Checkpoint"]["properties"]) == set(entry(json.loads(plan.to_json())))
+
+
+def test_a_saved_op_cannot_be_deleted_behind_the_second_run(tmp_path: Path) -> None:
+    case = plan_cases.Case.of(plan_cases.captured(rows=4096))
+    found = [
+        (unit, policy)
+        for unit in case.frontiers.units
+        for policy in case.frontiers[unit.name].policies
+        if 0 <= policy.stop < max(policy.saved, default=-1)
+    ]
+    document = json.loads(case.plan(found[:1]).to_json())
+    unit = document["checkpoint"][0]
+    assert unit["saved_ops"][-1][0] > unit["stop"]
+    unit["saved_ops"].pop()
+    (tmp_path / "plan.json").write_text(json.dumps(document))
+    with pytest.raises(InputError, match=r"keeps \d+ bytes \(cached_bytes\), and its saved_ops have only"):
+        load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("path", [None, 3, ""])
+def test_a_path_is_a_path(plan: Plan, path: Any) -> None:
+    with pytest.raises(InputError, match=r"save takes the path of a file.*write save\('plan.json'\)"):
+        plan.save(path)
+    with pytest.raises(InputError, match="load takes the path of a file"):
+        load(path)
+
+
+def test_folders_and_missing_files_are_refused(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"is a folder; give the path of a file in it, such as .*plan\.json"):
+        plan.save(tmp_path)
+    with pytest.raises(InputError, match="is a folder"):
+        load(tmp_path)
+    with pytest.raises(InputError, match=r"there is no file .*nope\.json"):
+        load(tmp_path / "nope.json")
+    assert list(tmp_path.iterdir()) == []

@@ -14,10 +14,11 @@ from torch import nn
 
 import memfit
 from memfit.cost import Roofline
-from memfit.errors import InputError, MissingFeatureError
+from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.plan import Plan, PlanMismatch
-from memfit.solve import SolveOptions
+from memfit.plan.given import check_asked
+from memfit.solve import Limits, ShardOptions, SolveOptions
 from memfit.trace import Step, Trace
 
 BATCH = memfit.spec((8, 64))
@@ -32,8 +33,8 @@ def trace() -> Trace:
     return captured()
 
 
-def refused(message: str, *args: Any, error: type[Exception] = InputError, **options: Any) -> None:
-    with pytest.raises(error, match=message):
+def refused(message: str, *args: Any, **options: Any) -> None:
+    with pytest.raises(InputError, match=message):
         memfit.plan(*args, **options)
 
 
@@ -101,9 +102,8 @@ def test_what_would_be_ignored_is_refused(whole: Callable[[], Any], options: dic
 def test_a_cost_model_goes_by_its_name(trace: Trace) -> None:
     target = Target.parse("h100-sxm")
     assert memfit.plan(trace, cost="roofline") == memfit.plan(trace, cost=Roofline.of(target))
-    refused(
-        "no cost model is called 'rufline'; write one of roofline", trace, cost="rufline", error=MissingFeatureError
-    )
+    refused("no cost model is called 'rofline'; did you mean 'roofline'", trace, cost="rofline")
+    refused("no cost model is called 'magic'; write 'roofline' or 'benchmark'", trace, cost="magic")
     refused(r"cost is the class Roofline; write Roofline\(\)", trace, cost=Roofline)
     refused("cost is a float; write 'roofline'", trace, cost=1.0)
 
@@ -170,3 +170,84 @@ def test_every_error_is_a_memfit_error() -> None:
     assert issubclass(memfit.InputError, memfit.MemfitError) and issubclass(memfit.InputError, ValueError)
     with pytest.raises(memfit.MemfitError):
         memfit.plan(Stack, BATCH)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"budget": "1TiB"}, "a budget of '1TiB' does not fit h100-sxm"),
+        ({"budget": "lots"}, "cannot read the size 'lots'"),
+        ({"start": "plan.json"}, r"start is a plan to begin with, not a str; memfit\.load\(path\) reads one"),
+        ({"points": 2.5}, "points is 2.5; write how many budgets"),
+        ({"points": "3"}, "points is '3'"),
+        ({"points": 1}, "1 points make no curve"),
+    ],
+)
+def test_what_is_asked_is_checked_without_a_capture(asked: dict[str, Any], message: str) -> None:
+    def never() -> nn.Module:
+        raise AssertionError("the model was built")
+
+    with pytest.raises(InputError, match=message):
+        check_asked(never, "h100-sxm", None, **asked)
+
+
+def test_a_curve_has_a_whole_number_of_points_and_takes_sizes(trace: Trace) -> None:
+    for points in (2.5, "3", True):
+        with pytest.raises(InputError, match=r"points is .*whole number of at least 2"):
+            memfit.curve(trace, points=points)
+    curve = memfit.curve(trace, points=2)
+    assert curve.price_ms_per_gib("300MiB") == curve.price_ms_per_gib(300 << 20)
+    with pytest.raises(InputError, match="no plan meets 1024 bytes; the curve begins at"):
+        curve.price_ms_per_gib("1KiB")
+    with pytest.raises(InputError, match="cannot read the size"):
+        curve.price_ms_per_gib("much")
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"gap": "1%"}, "gap is '1%'; write a part from 0 to 1, 0.01 for 1 %"),
+        ({"gap": -1}, "gap is -1"),
+        ({"gap": 2}, "gap is 2"),
+        ({"gap": float("nan")}, "gap is nan"),
+        ({"time_limit_s": None}, r"time_limit_s is None; write seconds.*math\.inf"),
+        ({"time_limit_s": -1}, "time_limit_s is -1"),
+        ({"threads": 0}, "threads is 0; write a whole number of at least 1"),
+        ({"threads": 1.5}, "threads is 1.5"),
+    ],
+)
+def test_limits_that_cannot_be_are_refused(limits: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Limits(**limits)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"forbid": "layers.0"}, r"forbid='layers\.0' is one name; give a tuple"),
+        ({"force": 3}, "force is 3; give a tuple of names"),
+        ({"force": ("a",), "forbid": ("a",)}, "'a' is both forced and forbidden"),
+        ({"limits": {"gap": 0.1}}, r"limits is .*; write limits=memfit\.solve\.Limits"),
+        ({"shard": "bf16"}, r"shard=memfit\.solve\.ShardOptions"),
+        ({"points": 0}, "points is 0"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_when_made(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        SolveOptions(**options)
+
+
+def test_the_model_itself_is_named_as_plans_print_it(trace: Trace) -> None:
+    assert SolveOptions(forbid=("(model)",)) == SolveOptions(forbid=("",))
+    forced = memfit.plan(trace, options=SolveOptions(force=("(model)",)))
+    assert [entry.unit for entry in forced.checkpoint] == [""]
+
+
+def test_a_forced_unit_need_not_be_among_those_that_may_be(trace: Trace) -> None:
+    options = SolveOptions(ac_units=("layers.1",), force=("layers.0",))
+    assert [entry.unit for entry in memfit.plan(trace, options=options).checkpoint] == ["layers.0"]
+
+
+def test_dtypes_are_taken_as_themselves_and_by_name() -> None:
+    options: Any = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    assert ShardOptions(**options) == ShardOptions(param_dtype="bfloat16", reduce_dtype="float32")

@@ -189,3 +189,25 @@ def test_long_lists_are_cut(plan: Plan) -> None:
     error = PlanMismatch([f"difference {number}" for number in range(40)])
     assert "and 28 more" in str(error)
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+class Dropping(nn.Module):
+    """A block that drops, unless told not to."""
+
+    def __init__(self, drop: float) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(64, 64), nn.Dropout(drop), nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.drop(F.gelu(self.up(x))))
+
+
+def test_another_number_of_ops_names_the_first_that_differs() -> None:
+    def model(drop: float) -> nn.Module:
+        return nn.Sequential(Dropping(drop), Dropping(drop))
+
+    case = Case.of(captured(lambda: model(0.1)))
+    message = refused(case.plan(case.chosen("0", "1")), captured(lambda: model(0.0)))
+    assert "the step has " in message
+    assert "the first op that differs, of those that the plan keeps, is op " in message
+    assert "native_dropout.default, op " in message and "of unit '0', in the plan" in message

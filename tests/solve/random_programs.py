@@ -138,6 +138,7 @@ def frontiers(draw: st.DrawFn, *, most: int = 3) -> Frontier:
             cached_bytes=0,
             recompute_ms=float(ms),
             recompute_peak_bytes=draw(st.integers(0, 50)) << 20,
+            profile=draw(profiles()),
         )
         for n, ms in zip(freed, times, strict=True)
     )
@@ -222,7 +223,14 @@ def holds(program: Program, choice: Choice) -> bool:
                 return False
     for op in range(len(program.during)):
         lacking = sum(p.discarded_bytes for unit, p in chosen if unit.end <= op < unit.backward_begin)
-        if program.during[op] - lacking > program.budget_bytes:
+        changed = sum(
+            n_bytes
+            for unit, p in chosen
+            if unit.begin <= op < unit.end
+            for after, n_bytes in p.profile
+            if unit.begin + after < op
+        )
+        if program.during[op] + changed - lacking > program.budget_bytes:
             return False
     for unit, policy in chosen:
         lacking = sum(
@@ -233,3 +241,10 @@ def holds(program: Program, choice: Choice) -> bool:
         if program.before[unit.backward_begin] - lacking + policy.recompute_peak_bytes > program.budget_bytes:
             return False
     return True
+
+
+@st.composite
+def profiles(draw: st.DrawFn) -> tuple[tuple[int, int], ...]:
+    """What changes while a unit runs for the first time: mostly less, sometimes more."""
+    ops = sorted(draw(st.lists(st.integers(0, 6), max_size=3, unique=True)))
+    return tuple((op, draw(st.integers(-30, 10)) << 20) for op in ops)

@@ -159,7 +159,9 @@ def test_of_equal_policies_the_one_that_saves_earlier_ops_is_taken() -> None:
         ends=np.full(3, 3),
         role=np.full(3, Role.DISCARDABLE),
         need=np.full(3, 2),
-        input_bytes=0,
+        gone=np.array([0, 2, 2]),
+        input_size=np.zeros(0, np.int64),
+        input_ends=np.zeros(0, np.int64),
     )
     policies = frontier_of(problem).policies
     assert [policy.saved for policy in policies] == [(0, 1, 2), (0, 1), (0,), ()]
@@ -182,7 +184,9 @@ def test_dropping_a_storage_without_bytes_may_spare_what_would_be_newly_held() -
         ends=np.array([3, 2, 3]),
         role=np.array([Role.DISCARDABLE, Role.FRESH, Role.DISCARDABLE]),
         need=np.array([1, -1, 2]),
-        input_bytes=0,
+        gone=np.array([0, 2, 2]),
+        input_size=np.zeros(0, np.int64),
+        input_ends=np.zeros(0, np.int64),
     )
     policies = frontier_of(problem).policies
     assert pairs(policies) == [(0, 0.0), (8, 3.0)]

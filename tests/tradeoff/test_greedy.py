@@ -66,7 +66,9 @@ def problem_of(stats: SACStats) -> Problem:
         ends=np.full(len(makers), count),
         role=np.full(len(makers), Role.DISCARDABLE),
         need=np.full(len(makers), count - 1),
-        input_bytes=0,
+        gone=np.array(makers),
+        input_size=np.zeros(0, np.int64),
+        input_ends=np.zeros(0, np.int64),
     )
 
 

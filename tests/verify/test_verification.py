@@ -21,9 +21,11 @@ from memfit.engines import plan_of_model
 from memfit.engines.attachment import attached
 from memfit.errors import InputError, StateError
 from memfit.plan import PlanMismatch
+from memfit.solve import SolveOptions
 from memfit.verify import Verification
 from memfit.verify import verifying as verifying_module
 from memfit.verify.attribution import beside
+from memfit.verify.verification import BytesBeside, MsBeside
 
 
 def state_of(step: memfit.Step) -> dict:
@@ -282,7 +284,7 @@ def test_sequences_are_walked_side_by_side() -> None:
 def test_a_plan_that_changes_the_optimizers_step_is_compared_with_the_step_as_it_was_given() -> None:
     few = (torch.randn(2, 32), torch.randint(0, 10, (2,)))  # so that the peak is in the optimizer
     step = step_of(optimizer=functools.partial(torch.optim.AdamW, lr=0.1, foreach=True)).with_batch(few)
-    plan = memfit.plan(step, target="cpu", budget=planned(step).budget_bytes - 1, progress=False)
+    plan = memfit.plan(step, target="cpu", budget=planned(step).budget_bytes - 1, options=SolveOptions(optimizer=True), progress=False)
     assert plan.optimizer is not None
     found = plan.verify(step, steps=1, time_tolerance=None)
     assert found.ok, str(found)
@@ -296,3 +298,12 @@ def test_dropout_is_part_of_what_is_compared() -> None:
     found = planned(step).verify(step, steps=1, time_tolerance=None)
     assert found.exactness is not None and found.exactness.equal
     assert any(isinstance(module, torch.nn.Dropout) for module in step.build_model().modules())
+
+
+def test_differences_are_parts_of_what_was_predicted() -> None:
+    step = MsBeside(name="step", predicted_ms=15.6, measured_ms=89.4)
+    assert step.error == pytest.approx(73.8 / 15.6)
+    peak = BytesBeside(name="peak", predicted_bytes=100, measured_bytes=150)
+    assert peak.error == 0.5
+    assert BytesBeside(name="new", predicted_bytes=0, measured_bytes=1).error == float("inf")
+    assert BytesBeside(name="none", predicted_bytes=0, measured_bytes=0).error == 0.0

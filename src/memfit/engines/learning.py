@@ -89,9 +89,7 @@ class Learning(TorchDispatchMode):
             self._keep(visit, gap, (func, number), result, outputs, overwrites=in_place)
         return result
 
-    def _keep(
-        self, visit: Visit, gap: int, key: OpKey, result: Any, outputs: list[Any], *, overwrites: bool
-    ) -> None:
+    def _keep(self, visit: Visit, gap: int, key: OpKey, result: Any, outputs: list[Any], *, overwrites: bool) -> None:
         kept = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
         tensors: list[tuple[Maker, Any] | None] = []
         for output in outputs:

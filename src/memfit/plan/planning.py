@@ -18,6 +18,7 @@ from memfit.plan.facts import peak_at
 from memfit.plan.given import (
     Model,
     TargetLike,
+    check_asked,
     check_nothing_beside,
     cost_given,
     options_given,
@@ -68,6 +69,7 @@ def plan(
     knows its target. `cost` times the ops: `"roofline"`, by the device's figures, unless given. `start` is a plan of
     the same step for another budget; the search begins with it.
     """
+    check_asked(model, target, ranks, budget=budget, start=start)
     work = _Work(progress)
     problem, step = _problem(work, model, batch, loss, optimizer, autocast, target, ranks, cost, options)
     asked = problem.target.budget_bytes(budget)
@@ -108,6 +110,7 @@ def curve(
     progress: bool = True,
 ) -> Curve:
     """Budget against step time, from the smallest budget that can be met to the one that needs nothing."""
+    check_asked(model, target, ranks, points=points)
     work = _Work(progress)
     problem, _ = _problem(work, model, batch, loss, optimizer, autocast, target, ranks, cost, options)
     with work.step("solving"):
@@ -144,8 +147,6 @@ def _problem(
 
 def _choice(problem: Problem, start: Plan) -> Choice:
     """The choice that a plan made, with the nearest policies where its own are not among the candidates'."""
-    if not isinstance(start, Plan):
-        raise InputError(f"start is a plan to begin with, not a {type(start).__name__}")
     dropped = {entry.unit: entry.discarded_bytes for entry in start.checkpoint}
     choice = nothing(problem)
     for index, candidate in enumerate(problem.candidates):

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 _SLACK_MS = 1e-3
 _SLACK = 1e-3
 """Times are rounded before they are compared."""
+_ROUNDING_BYTES = 4096
+"""An op's results are listed as they are and kept as the allocator rounds them: some blocks of 512 bytes to an op."""
 
 
 def check_content(plan: Plan, where: str) -> None:
@@ -99,6 +101,11 @@ def _checkpoint_problems(entry: Checkpoint, ops: int) -> Iterator[str]:
         yield f"op {last} of unit {entry.unit!r} is beyond its {entry.end - entry.begin} ops"
     if again and again[-1] > entry.stop:
         yield f"op {again[-1]} of unit {entry.unit!r} runs again, and the second run stops at {entry.stop}"
+    listed = sum(op.bytes for op in entry.saved_ops)
+    if entry.cached_bytes > listed + _ROUNDING_BYTES * len(saved):
+        yield (
+            f"unit {entry.unit!r} keeps {entry.cached_bytes} bytes (cached_bytes), and its saved_ops have only {listed}"
+        )
     missing = sorted(set(range(entry.stop + 1)) - set(saved) - set(again))
     if missing:
         yield f"op {missing[0]} of unit {entry.unit!r} is neither in saved_ops nor in recomputed_ops"

@@ -7,7 +7,8 @@ Minimise the sum of recompute_ms[u,k] x[u,k] subject to five families of rows:
 2. path:       sum of x over the candidates of one path of the module tree <= 1: a container or what is inside it
 3. cumulative: c[j] = c[j-1] + freed of candidates whose forward ends at boundary j - freed of those whose second run
                begins there, so that rows grow with the number of candidates and not with its square
-4. segment:    highest level in segment j - c[j] <= budget, for the segments above the budget
+4. segment:    highest level in segment j - c[j] - relief[u,k,j] x[u,k] of the units u in whose forward it lies
+               <= budget, for segments that may be above the budget; relief is what k's profile lowers the level by
 5. rerun:      level just before the second run of u - what is lacking there, u's own part included
                + recompute_peak_bytes[u,k] x[u,k] <= budget, where a policy could break it
 
@@ -15,6 +16,8 @@ For the smallest feasible budget the budget is a variable too, and the only one 
 """
 
 from __future__ import annotations
+
+from bisect import bisect_right
 
 import numpy as np
 
@@ -75,13 +78,35 @@ class CheckpointModel:
 
     def segment_rows(self) -> None:
         """Family 4."""
+        relief = self._relief()
         for index, segment in enumerate(self.program.segments):
+            terms = [(self.lacking[index], 1.0), *((x, bytes_ / SCALE) for x, bytes_ in relief[index])]
             if self.budget is not None:
-                terms = [(self.lacking[index], 1.0), (self.budget, 1.0)]
-                self.milp.row(terms, lower=segment.peak_bytes / SCALE)
-            elif segment.peak_bytes > self.program.budget_bytes:
+                self.milp.row([*terms, (self.budget, 1.0)], lower=segment.peak_bytes / SCALE)
+                continue
+            highest = segment.peak_bytes - min((bytes_ for _, bytes_ in relief[index]), default=0)
+            if max(highest, segment.peak_bytes) > self.program.budget_bytes:
                 over = segment.peak_bytes - self.program.budget_bytes
-                self.milp.row([(self.lacking[index], 1.0)], lower=over / SCALE)
+                self.milp.row(terms, lower=over / SCALE)
+
+    def _relief(self) -> list[list[tuple[int, int]]]:
+        """For each segment the variables of policies whose first run changes its highest level, and by how much."""
+        segments = self.program.segments
+        starts = [segment.begin for segment in segments]
+        found: list[list[tuple[int, int]]] = [[] for _ in segments]
+        for number, (candidate, row) in enumerate(zip(self.program.candidates, self.x, strict=True)):
+            begin, end = candidate.unit.begin, candidate.unit.end
+            levels = self.program.in_forward(number)
+            for index in range(bisect_right(starts, begin) - 1, len(segments)):
+                segment = segments[index]
+                if segment.begin >= end:
+                    break
+                outside = int(self.program.during[segment.begin : max(segment.begin, begin)].max(initial=0))
+                inside = levels[:, max(segment.begin, begin) - begin : segment.end - begin].max(axis=1, initial=0)
+                for x, level in zip(row, np.maximum(inside, outside).tolist(), strict=True):
+                    if level != segment.peak_bytes:
+                        found[index].append((x, segment.peak_bytes - level))
+        return found
 
     def rerun_rows(self) -> None:
         """Family 5. Without a second run it holds anyway: the level before an op is no higher than during the last."""

@@ -9,6 +9,7 @@ The answer is then dealt out to the units, the largest policies to the layers th
 equal layers lack what they dropped lie inside one another, so this leaves the least memory at every moment. Rows that
 the dealt plan breaks are added, and the program is solved again. When the plan holds every row of the full program, it
 has the least time and is optimal there too. When it breaks a row that is here already, only the full program can tell.
+Rows of segments inside the forward of a unit are left out here.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ class ClassModel:
         self._known: set[tuple[str, int]] = set()
         self.path_rows()
         self.forced_rows()
-        self.segment_row(max(program.segments, key=lambda segment: segment.peak_bytes))
+        self.plain = self._plain_segments()
+        if self.plain:
+            self.segment_row(max(self.plain, key=lambda segment: segment.peak_bytes))
 
     def path_rows(self) -> None:
         """Families 1 and 2, summed over the members of each class."""
@@ -177,9 +180,7 @@ class ClassModel:
         """Add the rows that a dealt plan breaks, the worst ones first; whether there was a new one."""
         budget = self.program.budget_bytes
         freed = self.program.freed(choice)
-        broken = [
-            (segment.peak_bytes - int(freed[segment.begin]) - budget, segment) for segment in self.program.segments
-        ]
+        broken = [(segment.peak_bytes - int(freed[segment.begin]) - budget, segment) for segment in self.plain]
         broken = sorted((each for each in broken if each[0] > 0), key=lambda each: (-each[0], each[1].begin))
         added = sum(self.segment_row(segment) for _, segment in broken[:_ROWS_AT_ONCE])
         _, reruns = self.program.peaks(choice)
@@ -187,6 +188,15 @@ class ClassModel:
         late = [(peak - budget, places[id(candidate)]) for candidate, peak in reruns if peak > budget]
         added += sum(self.rerun_row(index) for _, index in sorted(late, reverse=True)[:_ROWS_AT_ONCE])
         return added > 0
+
+    def _plain_segments(self) -> list[Segment]:
+        """Segments in which no candidate runs for the first time; the rows of others know policies, not classes."""
+        units = [candidate.unit for candidate in self.program.candidates]
+        return [
+            segment
+            for segment in self.program.segments
+            if not any(unit.begin < segment.end and segment.begin < unit.end for unit in units)
+        ]
 
     def deal(self, values: Sequence[float], *, largest_first: bool = True) -> Choice:
         """The numbers dealt out to the units; see Note [Classes]."""

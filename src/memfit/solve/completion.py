@@ -101,6 +101,7 @@ def completions(places: tuple[Place, ...]) -> tuple[Falling, dict[int, Falling]]
         through = rest
         for each in reversed(place.inside):
             through = before(each, through)
+        through = through.cut(place.open_bytes)
         if place.opened:
             return through
         whole = rest.after(own).cut(place.inner_bytes)

@@ -103,7 +103,8 @@ def _plan_within(program: Program, walks: Walks, budget_bytes: int) -> Choice | 
 
 def _most_dropped(place: Place, lacking: int, spare: int, picks: _Picked | None) -> tuple[int, _Picked | None] | None:
     """The most that can be lacking after a place; `spare` is the budget above that of the place's rows."""
-    inner: tuple[int, _Picked | None] | None = None if place.forced else (lacking, picks)
+    closed = place.forced or lacking + spare < place.open_bytes
+    inner: tuple[int, _Picked | None] | None = None if closed else (lacking, picks)
     for each in place.inside:
         if inner is not None:
             inner = _most_dropped(each, inner[0], spare, inner[1])

@@ -41,9 +41,9 @@ NO_NEED = -(1 << 50)
 class Place:
     """One candidate of a walk and those inside it, in the order of their ends. Places of one `kind` are equal subtrees.
 
-    `need_bytes` must be lacking when the walk has passed it, `inner_bytes` before it when it is checkpointed whole,
-    `required_bytes` before it for each of its policies, second run included; with `safe_bytes` every way through
-    it is open. `opened` says that something inside it is forced.
+    `need_bytes` must be lacking when the walk has passed it, `open_bytes` before it when it is not checkpointed,
+    `required_bytes` before it for each of its policies, first and second run included, at least `inner_bytes`; with
+    `safe_bytes` every way through it is open. `opened` says that something inside it is forced.
     """
 
     index: int
@@ -52,6 +52,7 @@ class Place:
     forced: bool
     opened: bool
     need_bytes: int
+    open_bytes: int
     inner_bytes: int
     safe_bytes: int
     freed: Ints
@@ -77,12 +78,7 @@ def walks_of(program: Program, raised: Mapping[int, int] | None = None) -> Walks
     ends = [program.candidates[index].unit.end for index in order]
     if ends != sorted(ends):
         return None
-    needs, floor = dict.fromkeys(order, NO_NEED), 0
-    for segment, last in _last_seen(program, order):
-        if last == NEVER:
-            floor = max(floor, segment.peak_bytes)
-        else:
-            needs[last] = max(needs[last], segment.peak_bytes - program.budget_bytes)
+    needs, opens, floor = _needs(program, order)
     for index, need in (raised or {}).items():
         needs[index] = max(needs[index], need)
     kinds: dict[tuple[object, ...], int] = {}
@@ -92,9 +88,40 @@ def walks_of(program: Program, raised: Mapping[int, int] | None = None) -> Walks
         levels = _rerun_levels(program, part)
         for index in part:
             within = tuple(made[each] for each in inside[index])
-            made[index] = _place(program, index, within, needs[index], levels[index], kinds)
+            made[index] = _place(program, index, within, needs[index], opens[index], levels[index], kinds)
         walks.append(tuple(made[index] for index in part if program.candidates[index].outer == NEVER))
     return Walks(walks=tuple(walks), floor_bytes=floor)
+
+
+def _needs(program: Program, order: Sequence[int]) -> tuple[dict[int, int], dict[int, int], int]:
+    """What must be lacking after each candidate, what before it when it stays open, and the highest level without any.
+
+    A level inside a candidate's forward, before anything inside it has ended, is there only when it stays open: a
+    policy has its own level there.
+    """
+    needs, opens, floor = dict.fromkeys(order, NO_NEED), dict.fromkeys(order, NO_NEED), 0
+    begins = sorted((candidate.unit.begin, index) for index, candidate in enumerate(program.candidates))
+    place = 0
+    running: list[int] = []
+    for segment, last in _last_seen(program, order):
+        at = segment.begin
+        while at < segment.end:
+            running = [index for index in running if program.candidates[index].unit.end > at]
+            while place < len(begins) and begins[place][0] <= at:
+                if program.candidates[begins[place][1]].unit.end > at:
+                    running.append(begins[place][1])
+                place += 1
+            until = min(segment.end, begins[place][0]) if place < len(begins) else segment.end
+            over = int(program.during[at:until].max()) - program.budget_bytes
+            inner = running[-1] if running else NEVER
+            if inner != NEVER and (last == NEVER or inner not in program.path(last)):
+                opens[inner] = max(opens[inner], over)
+            elif last == NEVER:
+                floor = max(floor, over + program.budget_bytes)
+            else:
+                needs[last] = max(needs[last], over)
+            at = until
+    return needs, opens, floor
 
 
 def broken_rows(program: Program, choice: Choice) -> dict[int, int]:
@@ -191,6 +218,7 @@ def _place(
     index: int,
     inside: tuple[Place, ...],
     need: int,
+    open_need: int,
     rerun_level: int,
     kinds: dict[tuple[object, ...], int],
 ) -> Place:
@@ -198,8 +226,8 @@ def _place(
     freed = np.array([policy.discarded_bytes for policy in candidate.policies], np.int64)
     time = np.array([round(policy.recompute_ms * PICOSECONDS) for policy in candidate.policies], np.int64)
     peak = np.array([policy.recompute_peak_bytes for policy in candidate.policies], np.int64)
-    inner = max((max(each.need_bytes, each.inner_bytes) for each in inside), default=NO_NEED)
-    required = np.maximum(np.maximum(need - freed, inner), rerun_level + peak - freed)
+    first_run = program.in_forward(index).max(axis=1) - program.budget_bytes
+    required = np.maximum(np.maximum(need - freed, first_run), rerun_level + peak - freed)
     kind = (id(candidate.frontier), candidate.forced, *(each.kind for each in inside))
     return Place(
         index=index,
@@ -208,8 +236,9 @@ def _place(
         forced=candidate.forced,
         opened=any(each.forced or each.opened for each in inside),
         need_bytes=need,
-        inner_bytes=inner,
-        safe_bytes=max(need, inner, int(required.max()), *(each.safe_bytes for each in inside)),
+        open_bytes=open_need,
+        inner_bytes=int(first_run.min()),
+        safe_bytes=max(need, open_need, int(required.max()), *(each.safe_bytes for each in inside)),
         freed=freed,
         time=time,
         required_bytes=required,

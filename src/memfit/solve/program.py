@@ -8,8 +8,13 @@ which still lacks what u and the units before it dropped. So a plan x fits the b
     during[t] - sum of freed[u,k] x[u,k] over units u with end(u) <= t < again(u)  <=  B   for every op t
     before[again(u)] - sum of freed over units active there, u included + rerun[u,k]  <=  B   where x[u,k] = 1
 
-Both are linear. Between two neighbouring boundaries (ends and agains) the sum does not change, so one row for each
-segment with the highest `during` in it says all of the first family.
+While u itself runs for the first time, its `profile` holds: dropped results leave as soon as only autograd would hold
+them, saved results and inputs stay. So inside its forward
+
+    during[t] + profile[u,k](t) - sum of freed over units active at t  <=  B
+
+All of this is linear. Between two neighbouring boundaries (ends and agains) the sum does not change, so one row for
+each segment with the highest `during` in it says all of the first family.
 """
 
 from __future__ import annotations
@@ -112,6 +117,15 @@ class Program:
             if policy != NEVER
         ]
 
+    def in_forward(self, index: int) -> Bytes:
+        """Levels while a candidate runs for the first time, a row for each of its policies, nothing else dropped."""
+        candidate = self.candidates[index]
+        begin, end = candidate.unit.begin, candidate.unit.end
+        levels = np.repeat(self.during[None, begin:end], len(candidate.policies), axis=0)
+        for row, policy in zip(levels, candidate.policies, strict=True):
+            row += policy_profile(policy, end - begin)
+        return levels
+
     def recompute_ms(self, choice: Choice) -> float:
         """The time that a choice adds to the step, summed in the order of the candidates."""
         return float(sum(policy.recompute_ms for _, policy in self.chosen(choice)))
@@ -120,6 +134,9 @@ class Program:
         """The level while each op runs, and the highest point of each second run."""
         freed = self.freed(choice)
         level = self.during - freed
+        for candidate, policy in self.chosen(choice):
+            begin, end = candidate.unit.begin, candidate.unit.end
+            level[begin:end] += policy_profile(policy, end - begin)
         reruns = []
         for candidate, policy in self.chosen(choice):
             active = int(freed[candidate.again]) + policy.discarded_bytes
@@ -138,6 +155,15 @@ class Program:
     def nested(self, choice: Choice) -> bool:
         """Whether a checkpointed candidate lies inside another, which no plan may have."""
         return any(sum(choice[index] != NEVER for index in path) > 1 for path in self.paths)
+
+
+def policy_profile(policy: Policy, ops: int) -> Bytes:
+    """What a policy changes while each op of its unit runs for the first time."""
+    change = np.zeros(ops, np.int64)
+    for op, n_bytes in policy.profile:
+        if op + 1 < ops:
+            change[op + 1] += n_bytes
+    return np.cumsum(change)
 
 
 def candidates_of(

@@ -118,7 +118,7 @@ class _Walker:
         """The place as a whole, or what is inside it."""
         found: list[_Labels] = [labels.part(np.zeros(0, np.intp))] if place.forced and place.opened else []
         if not place.forced:
-            inner = labels
+            inner = labels.part(labels.freed >= place.open_bytes)
             for each in place.inside:
                 inner = self.through(each, inner)
             found.append(inner.part(inner.freed >= place.need_bytes))

@@ -108,16 +108,17 @@ def check_batch(batch: Any) -> None:
 
 
 def loss_failed(loss: Callable[..., Any], batch: Any, error: Exception) -> InputError | None:
-    """The error to raise instead of torch's, when one of its own losses could not take the batch for labels."""
+    """The error to raise instead of torch's, when a loss could not take the batch for labels."""
     made_by_torch = getattr(type(loss) if isinstance(loss, nn.Module) else loss, "__module__", "")
-    if not isinstance(error, AssertionError) and not str(made_by_torch).startswith("torch.nn."):
+    refused_by_torch = isinstance(error, AssertionError) and _raised_in_torch(error)
+    if not refused_by_torch and not str(made_by_torch).startswith("torch.nn."):
         return None
     name = type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", type(loss).__name__)
     problem = str(error).split("\n")[0]
     return InputError(
         f"the loss {name} failed{': ' if problem else ''}{problem}. It is called with (output, batch), and the batch "
-        f"is what the model was given, here {described(batch)}. Labels come from a function: {_LABELS}; or run the step "
-        "yourself: Step(model, (x, labels), run=function), called with model, optimizer and batch"
+        f"is what the model was given, here {described(batch)}. Labels come from a function: {_LABELS}; or run "
+        "the step yourself: Step(model, (x, labels), run=function), called with model, optimizer and batch"
     )
 
 
@@ -130,6 +131,13 @@ def described(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"
     return f"a {type(value).__name__}"
+
+
+def _raised_in_torch(error: Exception) -> bool:
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return place is not None and place.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

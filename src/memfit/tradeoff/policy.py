@@ -18,7 +18,8 @@ class Policy:
     that op: a tensor that autograd packs is dropped when its storage is one of these, all others are held. `stop` is
     the last op of the second run, -1 when there is none. `discarded_bytes` is what backward no longer finds, less what
     is newly held; `cached_bytes` is what is held because of this policy. `recompute_peak_bytes` is the highest point of
-    the second run above the level just before the unit's backward.
+    the second run above the level just before the unit's backward. `profile` is what changes while the unit runs for
+    the first time: after an op, by so many bytes.
     """
 
     saved: tuple[int, ...]
@@ -29,6 +30,7 @@ class Policy:
     cached_bytes: int
     recompute_ms: float
     recompute_peak_bytes: int
+    profile: tuple[tuple[int, int], ...] = ()
 
 
 def policy_of(problem: Problem, dropped: Flags) -> Policy:
@@ -56,7 +58,21 @@ def policy_of(problem: Problem, dropped: Flags) -> Policy:
         cached_bytes=kept + newly_held,
         recompute_ms=float(problem.ms[runs].sum()),
         recompute_peak_bytes=_peak_bytes(problem, runs, stop),
+        profile=_profile(problem, discardable & of_dropped, (role == Role.FRESH) & ~of_dropped, stop)
+        if stop >= 0
+        else (),
     )
+
+
+def _profile(problem: Problem, dropped: Flags, held: Flags, stop: int) -> tuple[tuple[int, int], ...]:
+    """Bytes that leave early because they are dropped, and those that stay because they are held, by op."""
+    count = len(problem.ms)
+    change = np.zeros(count + 1, np.int64)
+    np.subtract.at(change, problem.gone[dropped], problem.size[dropped])
+    newly = held & (problem.birth <= stop)
+    np.add.at(change, problem.gone[newly], problem.size[newly])
+    np.add.at(change, problem.input_ends, problem.input_size)
+    return tuple((int(op), int(change[op])) for op in np.flatnonzero(change[: count - 1]))
 
 
 def _results(problem: Problem, chosen: Flags) -> tuple[tuple[int, int], ...]:

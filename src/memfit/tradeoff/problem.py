@@ -47,7 +47,8 @@ class Problem:
 
     `ends` is the op after which a storage goes when the unit runs again; for a discardable one it is beyond the
     last; for a number that an op keeps for its backward it is the last op of the run. `need` is the op after which a
-    discardable storage has been packed.
+    discardable storage has been packed. `gone` is the op of the first run after which a storage leaves when autograd
+    does not hold it. The last two columns are of inputs that must be held: sizes, and ops after which they would go.
     """
 
     signature: Ints
@@ -63,7 +64,9 @@ class Problem:
     ends: Ints
     role: Ints
     need: Ints
-    input_bytes: int
+    gone: Ints
+    input_size: Ints
+    input_ends: Ints
 
     @classmethod
     def of(cls, facts: Facts, unit: Unit) -> Problem:
@@ -90,6 +93,7 @@ class Problem:
         role[~facts.made[own]] = Role.LOOSE
         ends = np.where(held, np.clip(released - begin, birth, count - 1), death - begin)
         ends[role == Role.DISCARDABLE] = count
+        inputs = lost_inputs(facts, unit)
         ends[(role == Role.LOOSE) & held & (facts.first_saver[own] != NEVER)] = count - 1
         forced, fixed, ties = _constraints(facts, begin, end, backward)
         fixed[birth[(facts.last_write[own] >= end) & facts.made[own]]] = True
@@ -107,8 +111,15 @@ class Problem:
             ends=np.minimum(ends, count),
             role=role,
             need=np.where(role == Role.DISCARDABLE, facts.packed[own] - begin, NEVER),
-            input_bytes=int(facts.size[lost_inputs(facts, unit)].sum()),
+            gone=np.minimum(np.where(role == Role.DISCARDABLE, np.maximum(released - begin, birth), ends), count),
+            input_size=facts.size[inputs],
+            input_ends=np.minimum(facts.death[inputs] - begin, count),
         )
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the inputs that must be held for the second run."""
+        return int(self.input_size.sum())
 
     @cached_property
     def digest(self) -> bytes:
@@ -117,9 +128,9 @@ class Problem:
         for column in (self.signature, self.forced, self.fixed, self.ties, self.size, self.birth):
             content.update(column.tobytes())
             content.update(b"|")
-        for column in (self.ends, self.role, self.need):
+        for column in (self.ends, self.role, self.need, self.gone, self.input_size, self.input_ends):
             content.update(column.tobytes())
-        content.update(str(self.input_bytes).encode())
+            content.update(b"|")
         return content.digest()
 
     @cached_property
