@@ -284,7 +284,9 @@ def test_sequences_are_walked_side_by_side() -> None:
 def test_a_plan_that_changes_the_optimizers_step_is_compared_with_the_step_as_it_was_given() -> None:
     few = (torch.randn(2, 32), torch.randint(0, 10, (2,)))  # so that the peak is in the optimizer
     step = step_of(optimizer=functools.partial(torch.optim.AdamW, lr=0.1, foreach=True)).with_batch(few)
-    plan = memfit.plan(step, target="cpu", budget=planned(step).budget_bytes - 1, options=SolveOptions(optimizer=True), progress=False)
+    plan = memfit.plan(
+        step, target="cpu", budget=planned(step).budget_bytes - 1, options=SolveOptions(optimizer=True), progress=False
+    )
     assert plan.optimizer is not None
     found = plan.verify(step, steps=1, time_tolerance=None)
     assert found.ok, str(found)

@@ -139,7 +139,8 @@ class Program:
             level[begin:end] += policy_profile(policy, end - begin)
         reruns = []
         for candidate, policy in self.chosen(choice):
-            active = int(freed[candidate.again]) + policy.discarded_bytes
+            lacks_itself = candidate.unit.end == candidate.again  # dropped and run again between the same two ops
+            active = int(freed[candidate.again - 1]) + (policy.discarded_bytes if lacks_itself else 0)
             reruns.append((candidate, int(self.before[candidate.again]) - active + policy.recompute_peak_bytes))
         return level, reruns
 

@@ -17,13 +17,13 @@ import numpy as np
 from memfit.solve.checkpoint import CheckpointModel
 from memfit.solve.classes import ClassModel
 from memfit.solve.milp import Incumbent, Limits, Status, relative_gap
-from memfit.solve.prefixes import PICOSECONDS, Walks, broken_rows, walks_of
+from memfit.solve.prefixes import PICOSECONDS, Place, Walks, broken_rows, walks_of
 from memfit.solve.program import Choice, Program
 from memfit.solve.walk import WIDTHS, best_of
 from memfit.trace import NEVER
 
 Watch = Callable[[Incumbent], None]
-_SAME_MS = 1e-5
+SAME_MS = 1e-5
 """Ten nanoseconds: what the solver's tolerances and the order of sums may make of equal times."""
 _ROUNDS = 60
 _REPAIRS = 30
@@ -59,7 +59,8 @@ def search(
         return _outcome(program, nothing, Status.OPTIMAL, 0.0, began, 0, 0)
     known = [choice for choice in (start, most_freed(program)) if choice is not None and usable(program, choice)]
     first = min((program.recompute_ms(choice) for choice in known), default=math.inf)
-    walked_bound, walked = _by_walking(program, limits, began, _with_best(watch, first))
+    best_known = min(known, key=program.recompute_ms, default=None)
+    walked_bound, walked = _by_walking(program, limits, began, best_known, _with_best(watch, first))
     rows, columns = len(program.segments), sum(len(candidate.policies) for candidate in program.candidates)
     if math.isinf(walked_bound):
         return _outcome(program, None, Status.INFEASIBLE, math.inf, began, rows, columns)
@@ -80,7 +81,7 @@ def search(
 
 
 def _enough(program: Program, limits: Limits, choice: Choice, bound_ms: float) -> bool:
-    return program.recompute_ms(choice) <= bound_ms + _SAME_MS + limits.gap * bound_ms
+    return program.recompute_ms(choice) <= bound_ms + SAME_MS + limits.gap * bound_ms
 
 
 def _tell(program: Program, watch: Watch | None, choice: Choice, bound_ms: float, began: float) -> None:
@@ -89,7 +90,9 @@ def _tell(program: Program, watch: Watch | None, choice: Choice, bound_ms: float
         watch(Incumbent(objective=program.recompute_ms(choice), bound=bound_ms, seconds=seconds))
 
 
-def _by_walking(program: Program, limits: Limits, began: float, watch: Watch | None) -> tuple[float, Choice | None]:
+def _by_walking(
+    program: Program, limits: Limits, began: float, start: Choice | None, watch: Watch | None
+) -> tuple[float, Choice | None]:
     """A proven bound, infinite when nothing fits, and the best plan of the walks that holds every row.
 
     Where backward does not mirror forward, the first plan may break rows: more is asked for there, and walked again.
@@ -99,7 +102,7 @@ def _by_walking(program: Program, limits: Limits, began: float, watch: Watch | N
         return 0.0, None
     if walks.floor_bytes > program.budget_bytes:
         return math.inf, None
-    bound, choice = _walked(program, walks, limits, began, WIDTHS, watch)
+    bound, choice = _walked(program, walks, limits, began, WIDTHS, watch, start)
     raised: dict[int, int] = {}
     for _ in range(_REPAIRS):
         if choice is None or usable(program, choice):
@@ -112,19 +115,43 @@ def _by_walking(program: Program, limits: Limits, began: float, watch: Watch | N
 
 
 def _walked(
-    program: Program, walks: Walks, limits: Limits, began: float, widths: Sequence[int], watch: Watch | None
+    program: Program,
+    walks: Walks,
+    limits: Limits,
+    began: float,
+    widths: Sequence[int],
+    watch: Watch | None,
+    start: Choice | None = None,
 ) -> tuple[float, Choice | None]:
     """The bound and the plan of all walks together."""
     bound, whole = 0.0, True
     choice = np.full(len(program.candidates), NEVER, np.int64)
     for places in walks.walks:
         heard = None if watch is None else partial(_hear, watch, bound, began)
-        walked = best_of(places, gap=limits.gap, deadline=began + limits.time_limit_s, widths=widths, watch=heard)
+        walked = best_of(
+            places,
+            gap=limits.gap,
+            deadline=began + limits.time_limit_s,
+            widths=widths,
+            start=None if start is None else _picks_in(places, start),
+            watch=heard,
+        )
         bound += walked.bound / PICOSECONDS
         whole = whole and walked.picks is not None
         for index, policy in walked.picks or ():
             choice[index] = policy
     return bound, choice if whole else None
+
+
+def _picks_in(places: Sequence[Place], choice: Choice) -> tuple[tuple[int, int], ...]:
+    """The candidates of a walk that a choice checkpoints, each with its policy."""
+    found: list[tuple[int, int]] = []
+    for place in places:
+        if choice[place.index] != NEVER:
+            found.append((place.index, int(choice[place.index])))
+        else:
+            found += _picks_in(place.inside, choice)
+    return tuple(found)
 
 
 def _hear(watch: Watch, before_ms: float, began: float, _: float, bound: float) -> None:
@@ -200,16 +227,17 @@ def _full(
     full = CheckpointModel(program)
     left = replace(limits, time_limit_s=max(0.1, limits.time_limit_s - (time.perf_counter() - began)))
     start = None if best is None else full.values_of(best)
-    solved = full.milp.solve(left, start=start, target=bound_ms + _SAME_MS / 2, watch=watch)
+    solved = full.milp.solve(left, start=start, target=bound_ms + SAME_MS / 2, watch=watch)
     rows, columns = solved.rows, solved.columns
     if solved.status is Status.INFEASIBLE:
         return _outcome(program, None, Status.INFEASIBLE, math.inf, began, rows, columns)
     bound = max(bound_ms, solved.bound) if math.isfinite(solved.bound) else bound_ms
     if solved.values:
-        best = min((c for c in (best, full.choice_of(solved.values)) if c is not None), key=program.recompute_ms)
+        found = [choice for choice in (best, full.choice_of(solved.values)) if choice is not None]
+        best = min((choice for choice in found if usable(program, choice)), key=program.recompute_ms, default=None)
     if best is None:
         return _outcome(program, None, Status.UNKNOWN, bound, began, rows, columns)
-    proven = solved.status is Status.OPTIMAL or program.recompute_ms(best) <= bound + _SAME_MS
+    proven = solved.status is Status.OPTIMAL or program.recompute_ms(best) <= bound + SAME_MS
     return _outcome(program, best, Status.OPTIMAL if proven else Status.FEASIBLE, bound, began, rows, columns)
 
 
@@ -217,7 +245,7 @@ def _outcome(
     program: Program, choice: Choice | None, status: Status, bound_ms: float, began: float, rows: int, columns: int
 ) -> Outcome:
     recompute_ms = math.inf if choice is None else program.recompute_ms(choice)
-    if abs(recompute_ms - bound_ms) <= _SAME_MS:
+    if abs(recompute_ms - bound_ms) <= SAME_MS:
         bound_ms = recompute_ms
     if status is Status.OPTIMAL and relative_gap(recompute_ms, bound_ms) > _PROVEN:
         status = Status.FEASIBLE  # within the gap that was asked for, which is not the best

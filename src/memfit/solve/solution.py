@@ -20,7 +20,7 @@ from memfit.solve.milp import Incumbent, Status, relative_gap
 from memfit.solve.options import SolveOptions
 from memfit.solve.planned import PlannedTimeline, planned_timeline
 from memfit.solve.program import Candidate, Choice, Program, candidates_of
-from memfit.solve.search import Outcome, search
+from memfit.solve.search import SAME_MS, Outcome, search
 from memfit.solve.sharding import Sharding, shard
 from memfit.trace import NEVER
 from memfit.tradeoff import Policy, Unit, frontiers
@@ -152,22 +152,25 @@ def solve(
     limits = problem.options.limits
     program = problem.program(budget_bytes)
     tightened = 0
+    bound_ms = 0.0
     while True:
         left = max(0.1, limits.time_limit_s - (time.perf_counter() - began))
         outcome = search(program, replace(limits, time_limit_s=left), start=start, watch=watch)
+        if not tightened:
+            bound_ms = outcome.bound_ms  # raised levels cut off more than the plan that was too high
         if outcome.choice is None or tightened > _TIGHTENINGS:
             return _without_plan(problem, budget_bytes, outcome, tightened, began)
         chosen = tuple(program.chosen(outcome.choice))
         judged = problem.replay(chosen)
         if judged.peak_bytes <= budget_bytes:
             return Solved(
-                status=outcome.status,
+                status=Status.FEASIBLE if outcome.recompute_ms > bound_ms + SAME_MS else outcome.status,
                 budget_bytes=budget_bytes,
                 chosen=chosen,
                 choice=outcome.choice,
                 replay=judged,
                 recompute_ms=outcome.recompute_ms,
-                bound_ms=outcome.bound_ms,
+                bound_ms=min(bound_ms, outcome.recompute_ms),
                 seconds=time.perf_counter() - began,
                 rows=outcome.rows,
                 columns=outcome.columns,
