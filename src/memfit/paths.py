@@ -31,3 +31,9 @@ def _ranges(numbers: list[int]) -> str:
         members = [number for _, number in run]
         parts.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
     return ",".join(parts)
+
+
+def around(path: str) -> list[str]:
+    """The paths of the modules that contain a module, from the model itself on."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:count]) for count in range(len(parts))]

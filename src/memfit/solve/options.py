@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from memfit.errors import InputError
+from memfit.paths import around
 from memfit.solve.milp import Limits
 from memfit.solve.sharding import ShardOptions
 from memfit.tradeoff import Unit
@@ -60,12 +61,13 @@ class SolveOptions:
         for names in (self.ac_units or (), self.forbid, self.force):
             for name in names:
                 _known(name, units)
+        containing = {path for name in sharded for path in around(name)}
         return tuple(
             unit
             for unit in units
             if (self.ac_units is None or _named(unit, self.ac_units) or _named(unit, self.force))
             and not _named(unit, self.forbid)
-            and not any(_contains(unit, name) for name in sharded)
+            and (unit.kind == "loss" or unit.module not in containing)
         )
 
     def forced(self, units: Sequence[Unit]) -> frozenset[str]:
@@ -75,13 +77,6 @@ class SolveOptions:
 
 def _named(unit: Unit, names: Sequence[str]) -> bool:
     return unit.name in names or (unit.kind != "loss" and unit.module in names)
-
-
-def _contains(unit: Unit, module: str) -> bool:
-    """Whether a module lies inside a unit and is not the unit itself."""
-    if unit.kind == "loss" or unit.module == module:
-        return False
-    return module.startswith(f"{unit.module}.") if unit.module else bool(module)
 
 
 def _known(name: str, units: Sequence[Unit]) -> None:

@@ -78,7 +78,8 @@ def walks_of(program: Program, raised: Mapping[int, int] | None = None) -> Walks
     ends = [program.candidates[index].unit.end for index in order]
     if ends != sorted(ends):
         return None
-    needs, opens, floor = _needs(program, order)
+    found = _needs(program, order)
+    needs = found.after
     for index, need in (raised or {}).items():
         needs[index] = max(needs[index], need)
     kinds: dict[tuple[object, ...], int] = {}
@@ -88,23 +89,35 @@ def walks_of(program: Program, raised: Mapping[int, int] | None = None) -> Walks
         levels = _rerun_levels(program, part)
         for index in part:
             within = tuple(made[each] for each in inside[index])
-            made[index] = _place(program, index, within, needs[index], opens[index], levels[index], kinds)
+            made[index] = _place(program, index, within, found, levels[index], kinds)
         walks.append(tuple(made[index] for index in part if program.candidates[index].outer == NEVER))
-    return Walks(walks=tuple(walks), floor_bytes=floor)
+    return Walks(walks=tuple(walks), floor_bytes=found.floor_bytes)
 
 
-def _needs(program: Program, order: Sequence[int]) -> tuple[dict[int, int], dict[int, int], int]:
-    """What must be lacking after each candidate, what before it when it stays open, and the highest level without any.
+@dataclass(slots=True)
+class _Needs:
+    """What must be lacking: after a candidate, before one that stays open, before one that is checkpointed whole.
 
     A level inside a candidate's forward, before anything inside it has ended, is there only when it stays open: a
-    policy has its own level there.
+    policy has its own level there. A later one that sees a unit inside a container finds what was lacking before that,
+    when the container is checkpointed whole.
     """
-    needs, opens, floor = dict.fromkeys(order, NO_NEED), dict.fromkeys(order, NO_NEED), 0
+
+    after: dict[int, int]
+    open: dict[int, int]
+    whole: dict[int, int]
+    floor_bytes: int = 0
+
+
+def _needs(program: Program, order: Sequence[int]) -> _Needs:
+    nothing = dict.fromkeys(order, NO_NEED)
+    found = _Needs(after=dict(nothing), open=dict(nothing), whole=nothing)
     begins = sorted((candidate.unit.begin, index) for index, candidate in enumerate(program.candidates))
     place = 0
     running: list[int] = []
     for segment, last in _last_seen(program, order):
         at = segment.begin
+        seen = program.path(last)
         while at < segment.end:
             running = [index for index in running if program.candidates[index].unit.end > at]
             while place < len(begins) and begins[place][0] <= at:
@@ -113,15 +126,17 @@ def _needs(program: Program, order: Sequence[int]) -> tuple[dict[int, int], dict
                 place += 1
             until = min(segment.end, begins[place][0]) if place < len(begins) else segment.end
             over = int(program.during[at:until].max()) - program.budget_bytes
-            inner = running[-1] if running else NEVER
-            if inner != NEVER and (last == NEVER or inner not in program.path(last)):
-                opens[inner] = max(opens[inner], over)
+            if running and running[-1] not in seen:
+                found.open[running[-1]] = max(found.open[running[-1]], over)
             elif last == NEVER:
-                floor = max(floor, over + program.budget_bytes)
+                found.floor_bytes = max(found.floor_bytes, over + program.budget_bytes)
             else:
-                needs[last] = max(needs[last], over)
+                found.after[last] = max(found.after[last], over)
+                for outer in seen[1:]:
+                    if program.candidates[outer].unit.end <= at:
+                        found.whole[outer] = max(found.whole[outer], over)
             at = until
-    return needs, opens, floor
+    return found
 
 
 def broken_rows(program: Program, choice: Choice) -> dict[int, int]:
@@ -217,8 +232,7 @@ def _place(
     program: Program,
     index: int,
     inside: tuple[Place, ...],
-    need: int,
-    open_need: int,
+    needs: _Needs,
     rerun_level: int,
     kinds: dict[tuple[object, ...], int],
 ) -> Place:
@@ -226,7 +240,8 @@ def _place(
     freed = np.array([policy.discarded_bytes for policy in candidate.policies], np.int64)
     time = np.array([round(policy.recompute_ms * PICOSECONDS) for policy in candidate.policies], np.int64)
     peak = np.array([policy.recompute_peak_bytes for policy in candidate.policies], np.int64)
-    first_run = program.in_forward(index).max(axis=1) - program.budget_bytes
+    need = needs.after[index]
+    first_run = np.maximum(program.in_forward(index).max(axis=1) - program.budget_bytes, needs.whole[index])
     required = np.maximum(np.maximum(need - freed, first_run), rerun_level + peak - freed)
     kind = (id(candidate.frontier), candidate.forced, *(each.kind for each in inside))
     return Place(
@@ -236,9 +251,9 @@ def _place(
         forced=candidate.forced,
         opened=any(each.forced or each.opened for each in inside),
         need_bytes=need,
-        open_bytes=open_need,
+        open_bytes=needs.open[index],
         inner_bytes=int(first_run.min()),
-        safe_bytes=max(need, open_need, int(required.max()), *(each.safe_bytes for each in inside)),
+        safe_bytes=max(need, needs.open[index], int(required.max()), *(each.safe_bytes for each in inside)),
         freed=freed,
         time=time,
         required_bytes=required,

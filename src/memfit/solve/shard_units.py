@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memfit.errors import InputError
+from memfit.paths import around
 from memfit.solve.shard_options import ShardDtypes, ShardOptions, elements, item_bytes, padded_elements, shard_bytes
 from memfit.trace import NEVER, ModuleCall, Parameter, Phase, Trace
 
@@ -62,13 +63,12 @@ class ShardUnit:
 def repeated_blocks(trace: Trace) -> tuple[str, ...]:
     """Modules that are alike and numbered in a row, the outermost such; what FSDP usually wraps."""
     called = {call.module for call in trace.calls}
-    owners = {name.rpartition(".")[0] for parameter in trace.parameters for name in parameter.names}
+    holding = {path for parameter in trace.parameters for name in parameter.names for path in around(name)}
     lists: dict[str, list[str]] = defaultdict(list)
     kinds: dict[str, set[str]] = defaultdict(set)
     for module in trace.modules:
         match = _BLOCK.match(module.path)
-        holds = any(owner == module.path or owner.startswith(f"{module.path}.") for owner in owners)
-        if match and module.path in called and holds:
+        if match and module.path in called and module.path in holding:
             lists[match["list"]].append(module.path)
             kinds[match["list"]].add(module.kind)
     found: list[str] = []
