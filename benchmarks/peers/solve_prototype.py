@@ -23,7 +23,7 @@ from memfit.graph import Graph, module_info, parse_module_info
 from memfit.solve.sac_milp import sac_milp
 from memfit.units import GiB, MiB, display_bytes
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from llama import Shape, training_step
 
 SHAPE = Shape(layers=16, hidden=1024, heads=16, key_value_heads=16, feed_forward=4096, vocabulary=32000)
