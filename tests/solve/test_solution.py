@@ -23,6 +23,7 @@ from memfit.solve import (
     Incumbent,
     Limits,
     Problem,
+    Program,
     ShardOptions,
     SolveOptions,
     Status,
@@ -210,6 +211,30 @@ def test_a_hopeless_budget_gives_a_document_with_the_smallest_one_and_why(captur
     assert plan.status == "infeasible" and plan.minimum_budget_bytes == minimum_budget_bytes(problem_of(captured))
     assert plan.blocker is not None and plan.blocker.peak_bytes <= plan.minimum_budget_bytes
     assert any(lever.name == "sharding" for lever in plan.blocker.levers)
+
+
+def test_a_plan_that_is_too_high_for_the_judge_is_sent_back(captured: Trace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that think a stretch of backward is lower than it is: the plan is mended, and its bound is not raised."""
+    problem = problem_of(captured)
+    budget = middle(problem)
+    exact = solve(problem, budget)
+    begin = max(candidate.again for candidate in problem.candidates)
+    honest = problem.program
+
+    def too_low(budget_bytes: int) -> Program:
+        program = honest(budget_bytes)
+        during, before = program.during.copy(), program.before.copy()
+        for levels in (during, before):
+            levels[: begin + 20] -= budget // 20
+        return Program(before, during, budget_bytes, program.candidates)
+
+    monkeypatch.setattr(Problem, "program", lambda _, budget_bytes: too_low(budget_bytes))
+    solved = solve(problem, budget)
+    assert solved.tightened >= 1
+    assert solved.replay is not None and solved.replay.peak_bytes <= budget
+    assert solved.recompute_ms >= exact.recompute_ms - 1e-5
+    assert solved.bound_ms <= exact.recompute_ms + 1e-5
+    assert (solved.status is Status.OPTIMAL) == (solved.recompute_ms <= solved.bound_ms + 1e-5)
 
 
 def test_a_plan_of_another_budget_may_be_the_start(captured: Trace) -> None:
