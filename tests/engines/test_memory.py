@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_exact import Blocks, Normalized, Remembers, squares
+from test_exact import Blocks, Remembers, squares
 from torch import nn
 
 import memfit
@@ -50,7 +50,6 @@ class Attention(nn.Module):
 
 STEPS = {
     "blocks": lambda: Step(Blocks(), torch.randn(64, 16), loss=squares),
-    "batch norm": lambda: Step(Normalized(), torch.randn(8, 3, 32, 32), loss=squares),
     "a cache": lambda: Step(Remembers(), torch.randn(2, 32, 16), loss=squares),
     "attention": lambda: Step(Attends(), torch.randn(2, 48, 32), loss=squares),
 }
