@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import plan_cases
 import pytest
 
@@ -285,3 +286,11 @@ def test_folders_and_missing_files_are_refused(plan: Plan, tmp_path: Path) -> No
     with pytest.raises(InputError, match=r"there is no file .*nope\.json"):
         load(tmp_path / "nope.json")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_absurd_numbers_are_refused_without_counting_to_them(plan: Plan) -> None:
+    entry = msgspec.structs.replace(plan.checkpoint[0], end=10**12, stop=10**11)
+    trace = msgspec.structs.replace(plan.trace, ops=10**13)
+    absurd = msgspec.structs.replace(plan, checkpoint=(entry,), trace=trace)
+    with pytest.raises(InputError, match="neither in saved_ops nor in recomputed_ops"):
+        Plan.from_json(absurd.to_json())

@@ -106,9 +106,10 @@ def _checkpoint_problems(entry: Checkpoint, ops: int) -> Iterator[str]:
         yield (
             f"unit {entry.unit!r} keeps {entry.cached_bytes} bytes (cached_bytes), and its saved_ops have only {listed}"
         )
-    missing = sorted(set(range(entry.stop + 1)) - set(saved) - set(again))
-    if missing:
-        yield f"op {missing[0]} of unit {entry.unit!r} is neither in saved_ops nor in recomputed_ops"
+    known = {*saved, *again}
+    missing = next((op for op in range(entry.stop + 1) if op not in known), None)
+    if missing is not None:
+        yield f"op {missing} of unit {entry.unit!r} is neither in saved_ops nor in recomputed_ops"
 
 
 def _overlap_problems(plan: Plan) -> Iterator[str]:
