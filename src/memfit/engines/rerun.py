@@ -223,8 +223,8 @@ def unpack(saved: Saved) -> torch.Tensor:
     return saved.tensor
 
 
-class _Keep(TorchDispatchMode):
-    """Keeps the results that autograd would not have packed."""
+class _Look(TorchDispatchMode):
+    """Looks at the ops of a gap and knows each by its overload and how many calls of that came before."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -234,32 +234,29 @@ class _Keep(TorchDispatchMode):
         super().__init__()
         self._gap, self._run = gap, run
         self._counts: dict[Any, int] = {}
+
+    def _key(self, func: Any) -> OpKey:
+        number = self._counts.get(func, 0)
+        self._counts[func] = number + 1
+        return func, number
+
+
+class _Keep(_Look):
+    """Keeps the results that autograd would not have packed."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        number = self._counts.get(func, 0)
-        self._counts[func] = number + 1
-        if (func, number) in self._gap.fresh:
-            self._run.kept[id(self._gap), (func, number)] = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+        key = self._key(func)
+        if key in self._gap.fresh:
+            self._run.kept[id(self._gap), key] = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
         return result
 
 
-class _Answer(TorchDispatchMode):
+class _Answer(_Look):
     """Returns for saved ops what they returned before, and lets all others run."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __init__(self, gap: Gap, run: Rerun) -> None:
-        super().__init__()
-        self._gap, self._run = gap, run
-        self._counts: dict[Any, int] = {}
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        number = self._counts.get(func, 0)
-        self._counts[func] = number + 1
-        key = (func, number)
+        key = self._key(func)
         if key in self._gap.instead:
             later, window = self._gap.instead[key]
             return _window(self._run.kept[id(self._gap), later], window)
