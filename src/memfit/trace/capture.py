@@ -32,6 +32,7 @@ from memfit.trace.environment import (
     patched_item,
     same_attributes,
     same_random_state,
+    unoptimized_scripts,
 )
 from memfit.trace.placeholders import Placeholders, on_meta, optimizer_on_meta
 from memfit.trace.record import NEVER, SCHEMA, Category, Module, Parameter, Phase, Trace
@@ -162,7 +163,7 @@ class _Capture:
     def _enter_modes(self, stack: contextlib.ExitStack) -> None:
         stack.enter_context(warnings.catch_warnings())
         stack.enter_context(capturing())
-        stack.enter_context(torch.jit.optimized_execution(False))  # optimized, it runs other ops once it is warm
+        stack.enter_context(unoptimized_scripts())
         for hook in (
             register_optimizer_step_pre_hook(self._before_optimizer),
             register_optimizer_step_post_hook(self._after_optimizer),

@@ -85,6 +85,21 @@ def patched_item(table: dict[Any, Any], key: Any, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def unoptimized_scripts() -> Iterator[None]:
+    """TorchScript functions run the ops that are written in them, also where earlier calls have optimized them."""
+
+    def as_written(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(function: Any, *args: Any, **kwargs: Any) -> Any:
+            anew = torch._C._create_function_from_graph(function.qualified_name, function.graph.copy())
+            return call(anew, *args, **kwargs)
+
+        return run
+
+    with torch.jit.optimized_execution(False), patched(torch.jit.ScriptFunction, "__call__", as_written):
+        yield
+
+
+@contextlib.contextmanager
 def cuda_present(capability: tuple[int, int] | None) -> Iterator[None]:
     """What a step may ask of torch.cuda, answered as on the one device of a CUDA target."""
     answers: dict[str, Any] = {
