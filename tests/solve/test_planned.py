@@ -89,12 +89,12 @@ def test_a_unit_without_saved_results_is_made_again_in_full() -> None:
 
 
 def test_a_result_that_is_saved_stays_until_the_second_run_is_over() -> None:
-    """Op 2 returns storage 4 again: it has no second workspace, and 4 is there once, from the forward on."""
+    """Op 2 returns storage 4 again: no second workspace, and 4 is there once, held for backward and not temporary."""
     facts = small_step()
     found = planned_timeline(facts, [(UNIT, policy_saving(facts, UNIT, 1))])
     assert found.op.tolist() == [0, 1, 2, 3, 4, 5, 1, 3, 6, 7, 8, 9]
     assert found.during_bytes.tolist() == [160, 180, 215, 257, 230, 190, 210, 257, 177, 157, 150, 150]
-    assert found.by_category[Category.TEMPORARY].tolist() == [0, 0, 35, 30, 30, 30, 30, 30, 0, 0, 0, 0]
+    assert found.by_category[Category.TEMPORARY].tolist() == [0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 0, 0]
 
 
 def test_what_the_second_run_does_not_reach_is_not_held_for_it() -> None:

@@ -33,11 +33,11 @@ class Stack(nn.Module):
 
 
 class Case:
-    def __init__(self) -> None:
+    def __init__(self, rows: int = 256) -> None:
         torch.manual_seed(0)
         self.model = Stack()
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.x = torch.randn(256, 32)
+        self.x = torch.randn(rows, 32)
         step = memfit.Step(self.model, self.x, loss=lambda output, _: output.square().mean(), optimizer=self.optimizer)
         self.trace = memfit.trace(step, target="cpu")
         least = memfit.plan(self.trace, budget=1, progress=False).minimum_budget_bytes
@@ -47,10 +47,11 @@ class Case:
         self.plan.apply(self.model, self.optimizer)
         return self
 
-    def train(self, x: torch.Tensor | None = None) -> None:
-        self.model(self.x if x is None else x).square().mean().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    def train(self, x: torch.Tensor | None = None, times: int = 1) -> None:
+        for _ in range(times):
+            self.model(self.x if x is None else x).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
 
 def ask_for_too_much() -> None:
@@ -158,18 +159,52 @@ def test_replan_swaps_the_plan_between_steps() -> None:
     found.remove(case.model)
 
 
-def test_drift_is_told_once_for_each_kind_with_the_inputs_that_differ(case: Case) -> None:
+def test_a_longer_batch_is_told_once_with_its_measured_peak() -> None:
+    """Rows enough that the process's own peak shows them."""
+    case = Case(rows=1 << 17).apply()
     with memfit.guard(case.plan, case.model, optimizer=case.optimizer) as guard:
-        guard._meter.noise_bytes = 0
-        case.train()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        case.train(times=2)
+        assert guard.drifts == ()
+        with pytest.warns(memfit.verify.PlanDrift) as caught:
+            case.train(torch.randn(1 << 19, 32), times=2)
+    assert [(each.kind, each.step) for each in guard.drifts] == [("higher", 3)] and len(caught) == 1
+    assert "float32[524288, 32] in place of float32[131072, 32]" in str(caught[0].message)
+    assert guard.peak_bytes is not None and guard.peak_bytes > 2 * case.plan.budget_bytes
+    assert "higher than" in repr(guard)
+    case.plan.remove(case.model)
+
+
+def test_other_inputs_are_told_when_the_meter_is_too_coarse_for_their_peak(case: Case) -> None:
+    with memfit.guard(case.plan, case.model, optimizer=case.optimizer) as guard:
+        with pytest.warns(
+            memfit.verify.PlanDrift, match=r"float32\[512, 32\] in place of float32\[256, 32\]"
+        ) as caught:
             for _ in range(3):
-                guard._meter.peak_bytes = lambda: 10 * case.plan.budget_bytes  # type: ignore[method-assign]
                 case.train(torch.randn(512, 32))
-    told = [str(each.message) for each in caught if each.category is memfit.verify.PlanDrift]
-    assert len(told) == 1 and [each.kind for each in guard.drifts] == ["higher"]
-    assert "float32[512, 32] in place of float32[256, 32]" in told[0]
+    assert [each.kind for each in guard.drifts] == ["inputs"] and len(caught) == 1
+
+
+def test_out_of_memory_with_a_longer_batch_is_planned_for_that_batch() -> None:
+    case = Case()
+    step = memfit.Step(case.model, case.x, loss=lambda output, _: output.square().mean(), optimizer=case.optimizer)
+    roomy = memfit.plan(case.trace, budget=case.plan.baseline.peak_bytes, progress=False)
+    roomy.apply(case.model, case.optimizer)
+    longer, attempts = torch.randn(300, 32), []
+
+    def train() -> None:
+        attempts.append(roomy)
+        case.train(longer)
+        if len(attempts) == 1:
+            ask_for_too_much()
+
+    guard = memfit.guard(roomy, case.model, optimizer=case.optimizer, step=step, copies=True)
+    with guard, warnings.catch_warnings():
+        warnings.simplefilter("ignore", memfit.verify.PlanDrift)
+        guard.step(train)
+    assert len(attempts) == 2 and guard.plan.budget_bytes == roomy.budget_bytes
+    assert [each.shape for each in guard.plan.trace.inputs] == [(300, 32)]
+    assert guard.plan.checkpoint and not roomy.checkpoint
+    guard.plan.remove(case.model)
 
 
 def test_drift_in_words() -> None:

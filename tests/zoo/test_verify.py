@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import warnings
 
 import pytest
@@ -19,8 +18,7 @@ PARTS = (0, 1 / 3, 2 / 3)
 """Budgets, as parts of the way from the smallest that can be met to the baseline."""
 
 LARGEST_ERROR = 0.01
-MEDIAN_ERROR = 0.001
-"""Of the three plans of a step; the median over all plans of all steps is then no larger."""
+"""Of the predicted peak of any plan; conftest.py has the bound of the median of all."""
 
 
 @pytest.mark.zoo
@@ -31,7 +29,7 @@ def test_plans_hold_on_the_real_model(name: str, record_property) -> None:
     torch.manual_seed(0)
     step = STEPS[name]()
     step.build_model().train()
-    rows, wrong, errors = [], [], []
+    rows, wrong = [], []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trace = memfit.trace(step, target="cpu")
@@ -56,7 +54,5 @@ def test_plans_hold_on_the_real_model(name: str, record_property) -> None:
             rows.append(row)
             if not (exactness.equal and found.within_budget and abs(found.peak.error) <= LARGEST_ERROR):
                 wrong.append(f"{part:.2f}: {'; '.join(found.findings)}")
-            errors.append(abs(found.peak.error))
     record_property("verified", rows)
     assert not wrong, f"{name}: " + "\n".join(wrong)
-    assert statistics.median(errors) <= MEDIAN_ERROR

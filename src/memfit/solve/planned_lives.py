@@ -27,13 +27,14 @@ from memfit.errors import InputError
 from memfit.memory import CATEGORIES
 from memfit.memory.events import Lives
 from memfit.solve.intervals import Interval
-from memfit.trace import NEVER
+from memfit.trace import NEVER, Category
 from memfit.tradeoff import Policy, Unit
 from memfit.tradeoff.facts import Facts, Ints
 from memfit.tradeoff.problem import Problem, Role, lost_inputs
 
 Chosen = tuple[Unit, Policy]
 
+_TEMPORARY, _ACTIVATION = map(CATEGORIES.index, (Category.TEMPORARY, Category.ACTIVATION))
 BETWEEN = -2
 """Marks an instant between two ops, when sharding has made something and not yet freed something else."""
 
@@ -69,8 +70,10 @@ def planned_lives(
     op, run = _instants(step.instants, runs, between)
     at = np.flatnonzero(run == NEVER)
     dies = _at(at, step.dies)
+    row = step.row.copy()
     parts = [
-        _run_again(facts, number, each, np.flatnonzero(run == number), at, dies) for number, each in enumerate(runs)
+        _run_again(facts, number, each, np.flatnonzero(run == number), at, dies, row)
+        for number, each in enumerate(runs)
     ]
     own = np.arange(len(dies))
     storage, remade, born, dies = np.concatenate(
@@ -89,7 +92,7 @@ def planned_lives(
         run=run,
         lives=Lives(
             size_bytes=np.concatenate((step.size_bytes[storage], np.array(sizes, np.int64))),
-            row=np.concatenate((step.row[storage], np.array(rows, np.int64))),
+            row=np.concatenate((row[storage], np.array(rows, np.int64))),
             born=np.concatenate((born, spans[:, 0])),
             dies=np.concatenate((dies, spans[:, 1])),
             workspace_bytes=np.where(run == BETWEEN, 0, np.append(step.workspace_bytes, 0)[op])[:-1],
@@ -125,8 +128,8 @@ def _instants(ops: int, runs: Sequence[Chosen], between: Mapping[int, Sequence[_
     return np.concatenate(op), np.concatenate(run)
 
 
-def _run_again(facts: Facts, number: int, chosen: Chosen, instants: Ints, at: Ints, dies: Ints) -> Ints:
-    """Change the ends of storages as a policy does; columns (storage, run, born, dies) of what is made again."""
+def _run_again(facts: Facts, number: int, chosen: Chosen, instants: Ints, at: Ints, dies: Ints, row: Ints) -> Ints:
+    """Change ends and categories of storages as a policy does; columns (storage, run, born, dies) of those remade."""
     unit, policy = chosen
     problem = Problem.of(facts, unit)
     low, high = np.searchsorted(facts.born_at, (unit.begin, unit.end))
@@ -138,6 +141,7 @@ def _run_again(facts: Facts, number: int, chosen: Chosen, instants: Ints, at: In
     newly_held = own[(problem.role == Role.FRESH) & held & (problem.birth <= policy.stop)]
     for storages in (newly_held, lost_inputs(facts, unit)):
         dies[storages] = np.maximum(dies[storages], instants[-1])
+        row[storages] = np.where(row[storages] == _TEMPORARY, _ACTIVATION, row[storages])
     dropped = own[discardable & ~held]
     dies[dropped] = at[np.maximum(facts.released[dropped], facts.birth[dropped])]
     made = runs[problem.birth] & (problem.ends >= problem.birth)

@@ -45,7 +45,7 @@ class PlanDrift(UserWarning):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """A step whose peak was not the plan's. `kind` is higher, lower or, where nothing can be measured, inputs.
+    """A step whose peak was not the plan's. `kind` is higher, lower or, where the meter is too coarse, inputs.
 
     `inputs` are those that are not the plan's.
     """
@@ -114,6 +114,12 @@ class Guard:
         self._switched = False
         self._planning = False
         self._resident: tuple[tuple[int, bool], int] | None = None
+
+    def __repr__(self) -> str:
+        peak = "" if self.peak_bytes is None else f", the last with a peak of {display_bytes(self.peak_bytes)}"
+        state = "at work" if self._hooks else "not at work"
+        found = "".join(f"; {drift}" for drift in self.drifts)
+        return f"<guard {state}: {self.steps} steps{peak}{found}>"
 
     # -- watching ---------------------------------------------------------------------------------------------------
 
@@ -197,6 +203,8 @@ class Guard:
             self._warn("higher", measured, planned, inputs)
         elif measured < planned - allowed and not first:
             self._warn("lower", measured, planned, inputs)
+        elif inputs and allowed > self._tolerance * planned:  # too small a change for this meter
+            self._warn("inputs", None, planned, inputs)
 
     def _warn(self, kind: str, measured: int | None, planned: int, inputs: tuple[str, ...]) -> None:
         if any(each.kind == kind for each in self.drifts):
