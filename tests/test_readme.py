@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,3 +94,21 @@ def test_the_page_about_running_plans_runs_as_written() -> None:
     found: dict[str, object] = {}
     exec(compile("\n".join(python_blocks("docs/apply.md")), "docs/apply.md", "exec"), found)
     assert isinstance(found["plan"], memfit.Plan) and found["plan"].checkpoint
+
+
+def test_the_pages_about_verifying_and_guarding_run_as_written(capsys: pytest.CaptureFixture[str]) -> None:
+    """The guard's page goes on with the model and the plan of the other."""
+    found: dict[str, Any] = {}
+    exec(compile("\n".join(python_blocks("docs/verify.md")), "docs/verify.md", "exec"), found)
+    assert "are the same bit for bit" in capsys.readouterr().out
+    model = found["model"]
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def train(batch: torch.Tensor) -> None:
+        torch.nn.functional.cross_entropy(model(batch), found["y"]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found |= {"optimizer": optimizer, "loader": [found["x"]], "train": train, "step": found["step"]()}
+    exec(compile("\n".join(python_blocks("docs/guard.md")), "docs/guard.md", "exec"), found)
+    assert found["guard"].steps == 1
