@@ -162,3 +162,17 @@ def _rounded(value: float | None) -> float | None:
 def _rounded_estimate(estimate: _E) -> _E:
     names = [name for name in estimate.__struct_fields__ if name.endswith("_ms")]
     return msgspec.structs.replace(estimate, **{name: _rounded(getattr(estimate, name)) for name in names})
+
+
+def policy_of(entry: Checkpoint) -> Policy:
+    """The policy that a document has of a unit."""
+    return Policy(
+        saved=tuple(op.offset for op in entry.saved_ops),
+        recomputed=tuple(op.offset for op in entry.recomputed_ops),
+        dropped=entry.dropped,
+        stop=entry.stop,
+        discarded_bytes=entry.discarded_bytes,
+        cached_bytes=entry.cached_bytes,
+        recompute_ms=entry.recompute_ms,
+        recompute_peak_bytes=entry.recompute_peak_bytes,
+    )

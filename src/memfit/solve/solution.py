@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -96,11 +96,11 @@ class Problem:
         """Whether the lowest peak was asked for and could not be proven in its time."""
         return "least" in self.__dict__ and self.least is not None and not self.least.proven
 
-    def replay(self, chosen: Sequence[tuple[Candidate, Policy]]) -> PlannedTimeline:
+    def replay(self, chosen: Iterable[tuple[Unit, Policy]]) -> PlannedTimeline:
         """The step under these policies, op by op."""
         return planned_timeline(
             self.facts,
-            [(candidate.unit, policy) for candidate, policy in chosen],
+            chosen,
             intervals=self.sharding.allocations if self.sharding is not None else (),
             removed=self.sharding.removed if self.sharding is not None else frozenset(),
         )
@@ -161,7 +161,7 @@ def solve(
         if outcome.choice is None or tightened > _TIGHTENINGS:
             return _without_plan(problem, budget_bytes, outcome, tightened, began)
         chosen = tuple(program.chosen(outcome.choice))
-        judged = problem.replay(chosen)
+        judged = problem.replay((candidate.unit, policy) for candidate, policy in chosen)
         if judged.peak_bytes <= budget_bytes:
             return Solved(
                 status=Status.FEASIBLE if outcome.recompute_ms > bound_ms + SAME_MS else outcome.status,
@@ -192,7 +192,7 @@ def _without_plan(problem: Problem, budget_bytes: int, outcome: Outcome, tighten
     least = problem.least
     program = problem.program(budget_bytes)
     chosen = () if least is None else tuple(program.chosen(least.choice))
-    judged = None if least is None else problem.replay(chosen)
+    judged = None if least is None else problem.replay((candidate.unit, policy) for candidate, policy in chosen)
     fits = judged is not None and judged.peak_bytes <= budget_bytes
     choice = least.choice if least is not None and fits else None
     hopeless = outcome.status is Status.INFEASIBLE or (least is not None and least.bound_bytes > budget_bytes)

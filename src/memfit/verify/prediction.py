@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from memfit.plan import Checkpoint, Plan, PlanMismatch
+from memfit.plan import Plan, PlanMismatch
+from memfit.plan.making import policy_of
 from memfit.solve import PlannedTimeline, planned_timeline
 from memfit.trace import Step, Trace
-from memfit.tradeoff import Policy, units
+from memfit.tradeoff import units
 from memfit.tradeoff.facts import Facts
 
 
@@ -41,20 +42,7 @@ def replayed(plan: Plan, captured: Trace, *, planned: bool = True) -> PlannedTim
     facts = Facts.of(captured, np.zeros(len(captured.ops)))
     found = {unit.name: unit for unit in units(captured)}
     entries = plan.checkpoint if planned else ()
-    return planned_timeline(facts, [(found[entry.unit], _policy(entry)) for entry in entries])
-
-
-def _policy(entry: Checkpoint) -> Policy:
-    return Policy(
-        saved=tuple(op.offset for op in entry.saved_ops),
-        recomputed=tuple(op.offset for op in entry.recomputed_ops),
-        dropped=entry.dropped,
-        stop=entry.stop,
-        discarded_bytes=entry.discarded_bytes,
-        cached_bytes=entry.cached_bytes,
-        recompute_ms=entry.recompute_ms,
-        recompute_peak_bytes=entry.recompute_peak_bytes,
-    )
+    return planned_timeline(facts, [(found[entry.unit], policy_of(entry)) for entry in entries])
 
 
 @contextlib.contextmanager

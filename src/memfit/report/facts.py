@@ -1,0 +1,119 @@
+"""What every way of showing a step begins with: its times, and memory at every instant with and without a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from memfit.cost import Cost, Runtime
+from memfit.errors import InputError
+from memfit.hardware import Target
+from memfit.plan import Plan
+from memfit.plan.given import cost_given
+from memfit.plan.making import policy_of
+from memfit.solve import Curve, PlannedTimeline, Problem, ShardOptions, SolveOptions
+from memfit.solve.curve import curve_of
+from memfit.solve.planned_lives import BETWEEN
+from memfit.trace import Step, Trace
+from memfit.verify import Verification
+from memfit.verify.prediction import captured_for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A step on its target. `plan` is None for one that is only explained.
+
+    `problem` has the trace, the times of its ops and how it is sharded.
+    """
+
+    problem: Problem
+    plan: Plan | None
+    curve: Curve | None = None
+    verification: Verification | None = None
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        step: Step | Trace,
+        *,
+        cost: Cost | str | None = None,
+        curve: Curve | None = None,
+        verification: Verification | None = None,
+    ) -> Report:
+        """The report of a plan on the step that it was made for; another step is refused (`PlanMismatch`)."""
+        if isinstance(step, Step):
+            trace = captured_for(plan, step)
+        elif isinstance(step, Trace):
+            trace = step
+            plan.check(trace)
+        else:
+            raise InputError(f"a report is of a plan and its memfit.Step or memfit.Trace, not a {type(step).__name__}")
+        target = Target.parse(
+            trace.hardware,
+            ranks=plan.ranks,
+            ranks_per_node=plan.target.ranks_per_node,
+            intra_node_link=plan.target.intra_node_link,
+            inter_node_link=plan.target.inter_node_link,
+        )
+        runtime = Runtime.of(trace, cost_given(cost, target))
+        problem = Problem.of(runtime, target, SolveOptions(shard=_shard_options(plan)))
+        return cls(problem=problem, plan=plan, curve=curve, verification=verification)
+
+    @classmethod
+    def of_trace(cls, trace: Trace, *, target: Target | None = None, cost: Cost | str | None = None) -> Report:
+        """The report of a step without a plan."""
+        aim = target or Target.parse(trace.hardware)
+        return cls(problem=Problem.of(Runtime.of(trace, cost_given(cost, aim)), aim), plan=None)
+
+    @property
+    def trace(self) -> Trace:
+        """The step; under sharding as it was captured, whole."""
+        return self.problem.timeline.trace
+
+    @property
+    def target(self) -> Target:
+        """The hardware."""
+        return self.problem.target
+
+    @property
+    def runtime(self) -> Runtime:
+        """Times of the ops as one rank runs them."""
+        return self.problem.runtime
+
+    @cached_property
+    def baseline(self) -> PlannedTimeline:
+        """Memory at every instant when nothing is checkpointed, sharded where the target has several ranks."""
+        return self.problem.replay(())
+
+    @cached_property
+    def planned(self) -> PlannedTimeline | None:
+        """Memory at every instant under the plan; None without one, or when it is infeasible."""
+        if self.plan is None or self.plan.predicted is None:
+            return None
+        units = {unit.name: unit for unit in self.problem.units}
+        return self.problem.replay((units[each.unit], policy_of(each)) for each in self.plan.checkpoint)
+
+    def instant_ms(self, timeline: PlannedTimeline) -> np.ndarray:
+        """When each instant of a timeline begins, in compute time; the last entry is the end of the step."""
+        op_ms = np.append(self.runtime.op_ms, 0.0)
+        took = np.where(timeline.run == BETWEEN, 0.0, op_ms[timeline.op])
+        return np.concatenate(([0.0], np.cumsum(took[:-1])))
+
+    def with_curve(self, points: int = 16) -> Report:
+        """The same report with the whole trade-off."""
+        found = curve_of(self.problem, points=points)
+        return Report(problem=self.problem, plan=self.plan, curve=found, verification=self.verification)
+
+
+def _shard_options(plan: Plan) -> ShardOptions:
+    if plan.shard is None:
+        return ShardOptions()
+    return ShardOptions(
+        units=tuple(unit.module for unit in plan.shard.units if unit.module),
+        shard_dtype=plan.shard.shard_dtype,
+        param_dtype=plan.shard.param_dtype,
+        reduce_dtype=plan.shard.reduce_dtype,
+    )
