@@ -9,9 +9,10 @@ one back on removal.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -49,6 +50,23 @@ def detach(module: nn.Module) -> None:
 def attached(module: nn.Module) -> Handler | None:
     """What this module's calls go to, if it has a plan."""
     return _handlers.get(module)
+
+
+@contextlib.contextmanager
+def unplanned(model: nn.Module) -> Iterator[None]:
+    """Inside the block the model runs without the plan that it has, which keeps what it has learnt."""
+    handlers = []
+    for module in model.modules():
+        handler = attached(module)
+        if handler is not None:  # attach marks it for torch.compile again
+            handlers.append((module, getattr(handler, "_torchdynamo_orig_callable", handler)))
+    for module, _ in handlers:
+        detach(module)
+    try:
+        yield
+    finally:
+        for module, handler in handlers:
+            attach(module, handler)
 
 
 def _of_instance(module: nn.Module, before: Callable[..., Any]) -> Callable[..., Any]:

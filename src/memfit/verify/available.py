@@ -17,13 +17,6 @@ def free_bytes(device_type: str) -> int | None:
     return max(0, min(found)) if found else None
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out; the CPU's allocator raises a plain RuntimeError."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
-    )
-
-
 def _machine() -> int | None:
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from memfit.cost import Cost
+from memfit.engines import unplanned
 from memfit.errors import InputError, MemfitError
 from memfit.plan import Plan
 from memfit.plan import plan as make_plan
@@ -17,7 +18,6 @@ from memfit.trace import NEVER, Category, Phase, Step, Trace
 from memfit.trace import trace as capture
 from memfit.verify.faults import is_out_of_memory
 from memfit.verify.prediction import replayed
-from memfit.verify.verifying import unplanned
 
 LOWER = 0.1
 """The part of what did not fit by which the next budget is lower."""

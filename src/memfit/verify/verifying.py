@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.engines import plan_of_model
-from memfit.engines.attachment import attach, attached, detach
+from memfit.engines import plan_of_model, unplanned
 from memfit.errors import InputError
 from memfit.plan import Plan
 from memfit.plan.uses import use
@@ -28,7 +27,7 @@ from memfit.trace.environment import neutral_modes, same_random_state
 from memfit.trace.optimizers import set_flags
 from memfit.units import display_bytes
 from memfit.verify.attribution import Filling, Places, filled
-from memfit.verify.available import free_bytes, is_out_of_memory
+from memfit.verify.available import free_bytes
 from memfit.verify.exactness import (
     Difference,
     Exactness,
@@ -38,6 +37,7 @@ from memfit.verify.exactness import (
     outcome_differences,
     recorded,
 )
+from memfit.verify.faults import is_out_of_memory
 from memfit.verify.given import check_plan, real_step, step_given
 from memfit.verify.pace import module_forward_ms, predicted_forward_ms, step_ms
 from memfit.verify.peak import Rise, measured_rise
@@ -261,23 +261,6 @@ class _Verifier:
             MsBeside(name=name, predicted_ms=predicted.get(name, 0.0), measured_ms=measured[name])
             for name in sorted(measured, key=lambda name: -measured[name])
         )
-
-
-@contextlib.contextmanager
-def unplanned(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model runs without the plan that it has, which keeps what it has learnt."""
-    handlers = []
-    for module in model.modules():
-        handler = attached(module)
-        if handler is not None:  # attach marks it for torch.compile again
-            handlers.append((module, getattr(handler, "_torchdynamo_orig_callable", handler)))
-    for module, _ in handlers:
-        detach(module)
-    try:
-        yield
-    finally:
-        for module, handler in handlers:
-            attach(module, handler)
 
 
 def _flags(optimizer: Any) -> list[dict[str, Any]]:
