@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from memfit.engines.policy import RunPolicy, not_counted, same_op
 from memfit.engines.recipe import FromPack, Gap, OpKey, Recipe
 from memfit.engines.rerun import Rerun, Saved, unpack
-from memfit.engines.tour import Learner, Visit
+from memfit.engines.tour import Learner, Visit, Way
 from memfit.engines.windows import plain, window_of
 
 Maker = tuple[int, int]
@@ -134,7 +134,7 @@ class Learning(TorchDispatchMode):
             if maker is not None and shape is None:
                 holders.setdefault(maker, index)
         needed: set[int] = set()
-        keeps, answers = False, bool(self._results)
+        fresh, answers = 0, bool(self._results)
         for visit, gap, key, kept, tensors in self._results:
             found = visit.gaps[gap]
             if found is None:
@@ -149,19 +149,21 @@ class Learning(TorchDispatchMode):
                 found.instead[key] = self._instead[id(visit), gap, key]
             else:
                 found.fresh.add(key)
-                keeps = True
+                fresh += 1
                 self._run.kept[id(found), key] = kept
         self._results.clear()  # autograd keeps the hook, and the hook this object
         for index in self._run.held.keys() - needed:
             del self._run.held[index]
         drops = [shape for _, shape in self._packs]
+        root = self._tour.root
         return Recipe(
             drops=drops,
             needed=frozenset(needed),
-            root=self._tour.root,
+            root=root,
             last=max((index for index, shape in enumerate(drops) if shape is not None), default=-1),
-            keeps=keeps,
-            answers=answers,
+            fresh=fresh,
+            keeping=Way.through(root, lambda gap: bool(gap.fresh)),
+            answering=Way.through(root, lambda gap: True) if answers else None,
         )
 
 

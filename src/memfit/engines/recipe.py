@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memfit.engines.tour import Visit
+from memfit.engines.tour import Visit, Way
 from memfit.engines.windows import Window
 
 OpKey = tuple[Any, int]
@@ -43,7 +43,9 @@ class Recipe:
     root: Visit
     last: int
     """The last pack that is dropped; -1 when none is."""
-    keeps: bool
-    """Whether a saved result has to be kept when it is made."""
-    answers: bool
-    """Whether a second run has to answer for saved ops."""
+    fresh: int
+    """How many saved results have to be kept when they are made."""
+    keeping: Way
+    """Past the gaps that they are made in."""
+    answering: Way | None
+    """Past the gaps in which a second run answers for saved ops; None when there are none."""

@@ -118,10 +118,10 @@ class Rerun:
             return Saved(self, index, tensor)
 
         with saved_tensors_hooks(pack, unpack):
-            if recipe.keeps:
-                tour = Tour(recipe.root, lambda gap: _Keep(gap, self) if gap.fresh else None)
+            if recipe.fresh:
+                tour = Tour(recipe.root, recipe.keeping, lambda gap: _Keep(gap, self) if gap.fresh else None)
                 result = tour.run(self._forward, args, kwargs)
-                same = same and not tour.astray and len(self.kept) == _fresh(recipe)
+                same = same and not tour.astray and len(self.kept) == recipe.fresh
             else:
                 result = self._forward(*args, **kwargs)
         same = same and count == expected
@@ -194,8 +194,8 @@ class Rerun:
         if recipe is None:
             with _BuffersKept(self._unit):
                 self._forward(*args, **kwargs)
-        elif recipe.answers:
-            Tour(recipe.root, lambda gap: _Answer(gap, self)).run(self._forward, args, kwargs)
+        elif recipe.answering is not None:
+            Tour(recipe.root, recipe.answering, lambda gap: _Answer(gap, self)).run(self._forward, args, kwargs)
         else:
             self._forward(*args, **kwargs)
 
@@ -272,16 +272,6 @@ class _Answer(_Look):
 
 def _window(tensor: torch.Tensor, window: Window) -> torch.Tensor:
     return window.of(tensor.untyped_storage())
-
-
-def _fresh(recipe: Recipe) -> int:
-    """How many results a first run keeps."""
-    stack, count = [recipe.root], 0
-    while stack:
-        visit = stack.pop()
-        stack += visit.children
-        count += sum(len(gap.fresh) for gap in visit.gaps if gap is not None)
-    return count
 
 
 def _fresh_inputs(inputs: tuple[Any, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

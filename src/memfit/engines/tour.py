@@ -27,19 +27,40 @@ class Visit:
     children: list[Visit] = field(default_factory=list)
     gaps: list[Any] = field(default_factory=lambda: [None])
 
-    @property
-    def open(self) -> bool:
-        """Whether a gap of this call, or of one inside it, is looked at."""
-        return any(gap is not None for gap in self.gaps) or any(child.open for child in self.children)
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Where a tour goes: calls with a gap in or inside them that is looked at, and the modules that they call."""
+
+    open: frozenset[int]
+    """By `id` of the visit; the root holds all of them."""
+    followed: tuple[weakref.ref[nn.Module], ...]
+
+    @classmethod
+    def through(cls, root: Visit, looked_at: Callable[[Any], bool]) -> Way:
+        """The way past the gaps of which there is something learnt that a condition holds for."""
+        open_visits: set[int] = set()
+        followed: dict[weakref.ref[nn.Module], None] = {}
+
+        def enter(visit: Visit) -> bool:
+            inside = [enter(child) for child in visit.children]
+            found = any(inside) or any(gap is not None and looked_at(gap) for gap in visit.gaps)
+            if found:
+                open_visits.add(id(visit))
+                followed.update(dict.fromkeys(child.module for child in visit.children))
+            return found
+
+        enter(root)
+        return cls(frozenset(open_visits), tuple(followed))
 
 
 class Tour:
     """Follows one run through the gaps that are looked at."""
 
-    def __init__(self, root: Visit, look: Look) -> None:
+    def __init__(self, root: Visit, way: Way, look: Look) -> None:
         self.astray = False
         """Whether the run called other modules than were learnt."""
-        self._root = root
+        self._way = way
         self._look = look
         self._here: Visit | None = root
         self._gap = 0
@@ -49,7 +70,10 @@ class Tour:
         """Run the unit's forward."""
         patches: list[tuple[nn.Module, Any]] = []
         try:
-            for module in _followed(self._root):
+            for reference in self._way.followed:
+                module = reference()
+                if module is None:
+                    continue
                 patches.append((module, module.__dict__.get("forward")))
                 module.__dict__["forward"] = self._visitor(module, module.forward)
             self._enter_gap()
@@ -84,7 +108,7 @@ class Tour:
             self.astray = True
             return None
         child = outer.children[gap]
-        return child if child.open else None
+        return child if id(child) in self._way.open else None
 
     def _enter_gap(self) -> None:
         here = self._here
@@ -105,8 +129,8 @@ class Learner(Tour):
 
     def __init__(self, unit: nn.Module) -> None:
         self.root = Visit(weakref.ref(unit))
-        super().__init__(self.root, lambda gap: None)
-        self._unit = unit
+        inside = tuple(weakref.ref(module) for module in unit.modules() if module is not unit)
+        super().__init__(self.root, Way(frozenset(), inside), lambda gap: None)
 
     @property
     def place(self) -> tuple[Visit, int]:
@@ -114,29 +138,8 @@ class Learner(Tour):
         assert self._here is not None
         return self._here, self._gap
 
-    def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        inside = [Visit(weakref.ref(module)) for module in self._unit.modules() if module is not self._unit]
-        self._root = Visit(self.root.module, children=inside, gaps=[True] * (len(inside) + 1))
-        return super().run(forward, args, kwargs)
-
     def _child(self, outer: Visit, gap: int, module: nn.Module) -> Visit | None:
         child = Visit(weakref.ref(module))
         outer.children.append(child)
         outer.gaps.append(None)
         return child
-
-
-def _followed(root: Visit) -> list[nn.Module]:
-    """The modules that must be followed: those called directly by a call that is looked at."""
-    found: dict[int, nn.Module] = {}
-    stack = [root]
-    while stack:
-        visit = stack.pop()
-        if not visit.open:
-            continue
-        for child in visit.children:
-            module = child.module()
-            if module is not None:
-                found[id(module)] = module
-        stack += visit.children
-    return list(found.values())
