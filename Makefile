@@ -9,12 +9,12 @@ INPUTS := pyproject.toml constraints.txt
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint bench zoo docs clean
+.PHONY: demo test lint browser bench zoo docs clean
 
 demo: $(BASE)
 	$(BIN)/python examples/demo.py
 
-test: lint
+test: lint browser
 	$(BIN)/python -m pytest
 
 lint: $(DEV)
@@ -22,6 +22,14 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyrefly check
 	$(BIN)/lint-imports
+
+# The report's page is tested in a real browser. Without the rights to install one, these tests are left out.
+browser:
+	@command -v chromium >/dev/null 2>&1 || { \
+		echo "installing chromium for the tests of the page ..."; \
+		as=$$([ "$$(id -u)" = 0 ] || echo sudo -n); \
+		$$as apt-get update -q >/dev/null && $$as apt-get install -y -q chromium >/dev/null; \
+	} || echo "chromium could not be installed"
 
 bench: $(DEV) $(BENCH)
 	@set -e; for file in benchmarks/*.py; do \
