@@ -24,7 +24,7 @@ COLORS = {
 LABELS = {
     "memfit by FLOPs": "memfit, planned for FLOPs",
     "second block": "every second block",
-    "compile": "torch.compile, activation_memory_budget",
+    "compile": "torch.compile at a memory budget",
 }
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM, GAP = 420, 300, 64, 56, 76, 84
 
@@ -93,7 +93,7 @@ def _legend(methods: Sequence[str]) -> list[str]:
         label = LABELS.get(method, method)
         found.append(f'<circle cx="{place}" cy="{row - 4}" r="5" fill="{COLORS[method]}"/>')
         found.append(f'<text x="{place + 10}" y="{row}">{label}</text>')
-        place += 40 + 7 * len(label)
+        place += 30 + 6.5 * len(label)
     return found
 
 
