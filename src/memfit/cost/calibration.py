@@ -57,7 +57,8 @@ class Calibration:
             figures = {"compute": each.compute, "bandwidth": each.bandwidth, "overhead_ms": each.overhead_ms}
             lines += table(f"efficiency.{each.family.value}", figures)
         host = self.efficiency.host
-        lines += table("efficiency.host", {name: getattr(host, name) for name in HostTimes.__dataclass_fields__})
+        figures = {name: getattr(host, name) for name in HostTimes.__dataclass_fields__}
+        lines += table("efficiency.host", {name: figure for name, figure in figures.items() if figure})
         lines += [
             "",
             "[sources.calibrated]",

@@ -42,7 +42,9 @@ class FamilyEfficiency:
 class HostTimes:
     """What the host needs to issue an op, by phase, and to enter and leave a module.
 
-    `view_ms` is an op that launches nothing. On a GPU the host runs ahead; on a CPU it takes turns with the kernels.
+    `view_ms` is an op that launches nothing, `second_run_ms` what each op of a unit that runs again takes beyond its
+    own time: hooks around both runs, and answers for saved ops. On a GPU the host runs ahead; on a CPU it takes turns
+    with the kernels.
     """
 
     forward_ms: float
@@ -50,6 +52,7 @@ class HostTimes:
     optimizer_ms: float
     view_ms: float
     call_ms: float
+    second_run_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,6 +108,7 @@ class HostTable(_Table, frozen=True):
     optimizer_ms: Number
     view_ms: Number
     call_ms: Number
+    second_run_ms: Number | None = None
 
 
 class EfficiencyTable(_Table, frozen=True):
@@ -346,7 +347,9 @@ def _efficiency(
     if table.host is None:
         return families, None
     host = {
-        name: reader.number(f"{key}.host.{name}", getattr(table.host, name)) for name in HostTable.__struct_fields__
+        name: reader.number(f"{key}.host.{name}", figure)
+        for name in HostTable.__struct_fields__
+        if (figure := getattr(table.host, name)) is not None
     }
     return families, HostTimes(**host)
 

@@ -20,7 +20,7 @@ each segment with the highest `during` in it says all of the first family.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -168,14 +168,26 @@ def policy_profile(policy: Policy, ops: int) -> Bytes:
 
 
 def candidates_of(
-    units: Sequence[Unit], frontiers: Sequence[Frontier], *, forced: frozenset[str] = frozenset()
+    units: Sequence[Unit],
+    frontiers: Sequence[Frontier],
+    *,
+    forced: frozenset[str] = frozenset(),
+    second_run_ms: float = 0.0,
 ) -> tuple[Candidate, ...]:
-    """Units that can free something, outer ones before those inside them."""
-    useful = [
-        (unit, frontier, policies)
-        for unit, frontier in zip(units, frontiers, strict=True)
-        if (policies := tuple(policy for policy in frontier.policies if policy.discarded_bytes > 0))
-    ]
+    """Units that can free something, outer ones before those inside them.
+
+    `second_run_ms` is what the host takes for each op of a unit that runs again, beyond the ops themselves.
+    """
+    useful = []
+    for unit, frontier in zip(units, frontiers, strict=True):
+        extra_ms = second_run_ms * (unit.end - unit.begin)
+        policies = tuple(
+            replace(policy, recompute_ms=policy.recompute_ms + extra_ms) if extra_ms else policy
+            for policy in frontier.policies
+            if policy.discarded_bytes > 0
+        )
+        if policies:
+            useful.append((unit, frontier, policies))
     useful.sort(key=lambda each: (each[0].begin, -each[0].end))
     found: list[Candidate] = []
     open_units: list[int] = []

@@ -53,7 +53,12 @@ class Problem:
         found = frontiers(runtime.trace, runtime.op_ms, points=options.points)
         sharded = options.shard.units or () if sharding is None else tuple(unit.module for unit in sharding.units)
         units = options.allowed(found.units, sharded)
-        candidates = candidates_of(units, [found.of(unit) for unit in units], forced=options.forced(units))
+        candidates = candidates_of(
+            units,
+            [found.of(unit) for unit in units],
+            forced=options.forced(units),
+            second_run_ms=target.device.efficiency.host.second_run_ms,
+        )
         _check_forced(options, candidates, units)
         return cls(
             timeline=timeline,
