@@ -1,4 +1,4 @@
-"""What surrounds a run besides its inputs: autocast and the generators of random numbers."""
+"""What surrounds a run besides its inputs: autocast, choices of kernels, and the generators of random numbers."""
 
 from __future__ import annotations
 
@@ -43,12 +43,20 @@ def _states(devices: list[int], device_type: str) -> list[torch.Tensor]:
     return [module.get_rng_state(device) for device in devices] if module is not None and devices else []
 
 
+_ATTENTION = tuple(
+    (getattr(torch._C, f"_get_{kind}_enabled"), getattr(torch._C, f"_set_sdp_use_{kind.removesuffix('_sdp')}"))
+    for kind in ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
+)
+"""Which kernels attention may use, as `sdpa_kernel` sets it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ambient:
-    """Autocast on the CPU and on the device."""
+    """Autocast on the CPU and on the device, and the kernels that attention may use."""
 
     kinds: tuple[tuple[str, bool, torch.dtype], ...]
     cached: bool
+    attention: tuple[bool, ...]
 
     @classmethod
     def here(cls, device_type: str) -> Ambient:
@@ -56,6 +64,7 @@ class Ambient:
         return cls(
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
             torch.is_autocast_cache_enabled(),
+            tuple(enabled() for enabled, _ in _ATTENTION),
         )
 
     @contextlib.contextmanager
@@ -65,5 +74,9 @@ class Ambient:
             for kind, enabled, dtype in self.kinds:
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.cached))
+            for (enabled, enable), wanted in zip(_ATTENTION, self.attention, strict=True):
+                if enabled() != wanted:
+                    stack.callback(enable, enabled())
+                    enable(wanted)
             stack.enter_context(torch.enable_grad())
             yield

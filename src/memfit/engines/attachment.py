@@ -10,6 +10,7 @@ one back on removal.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from torch import nn
 
 Handler = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _handlers: weakref.WeakKeyDictionary[nn.Module, Handler] = weakref.WeakKeyDictionary()
+_finalizers: weakref.WeakKeyDictionary[nn.Module, weakref.finalize[..., nn.Module]] = weakref.WeakKeyDictionary()
 _OWN = "_memfit_forward_before"
 _NOT_COMPILED = (
     "this module runs a memfit plan, which saves and recomputes by itself, so it is not compiled: "
@@ -31,19 +33,22 @@ def attach(module: nn.Module, handler: Handler) -> None:
     """From now on, calls of this module go to the handler, with what its forward was."""
     _handlers[module] = torch.compiler.disable(handler, reason=_NOT_COMPILED)
     if "forward" in module.__dict__:
-        before = module.__dict__["forward"]
-        module.__dict__["forward"] = _of_instance(module, before)
+        module.__dict__["forward"] = _InstanceForward(module, module.__dict__["forward"])
     else:
         _patch(type(module))
-        weakref.finalize(module, _restore_unused, type(module))
+        if module not in _finalizers:
+            _finalizers[module] = weakref.finalize(module, _restore_unused, type(module))
 
 
 def detach(module: nn.Module) -> None:
     """The module is called as before."""
     _handlers.pop(module, None)
     own = module.__dict__.get("forward")
-    if own is not None and hasattr(own, _OWN):
-        module.__dict__["forward"] = getattr(own, _OWN)
+    if isinstance(own, _InstanceForward):
+        module.__dict__["forward"] = own.before
+    finalizer = _finalizers.pop(module, None)
+    if finalizer is not None:
+        finalizer.detach()
     _restore_unused(type(module))
 
 
@@ -69,20 +74,26 @@ def unplanned(model: nn.Module) -> Iterator[None]:
             attach(module, handler)
 
 
-def _of_instance(module: nn.Module, before: Callable[..., Any]) -> Callable[..., Any]:
-    here = weakref.ref(module)
+class _InstanceForward:
+    """A `forward` in a module's own dictionary. Copies and pickles of it are those of what was there before."""
 
-    @functools.wraps(before)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        self = here()
-        handler = None if self is None else _handlers.get(self)
-        if handler is None or not torch.is_grad_enabled():
-            return before(*args, **kwargs)
-        assert self is not None
-        return handler(self, before, args, kwargs)
+    def __init__(self, module: nn.Module, before: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, before)
+        self.before = before
+        self._module = weakref.ref(module)
 
-    setattr(forward, _OWN, before)
-    return forward
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        handler = None if module is None else _handlers.get(module)
+        if handler is None or module is None or not torch.is_grad_enabled():
+            return self.before(*args, **kwargs)
+        return handler(module, self.before, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self.before, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.before.__reduce_ex__(protocol)
 
 
 def _patch(kind: type[nn.Module]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, slice, complex)
+_PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
 _FIXED = (nn.Module, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
 
 
@@ -21,9 +21,14 @@ class Changing(Exception):
 def kind_of(value: Any) -> Hashable:
     """Equal for inputs that are alike; raises `Changing` for what is neither tensor, number, name nor container."""
     if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype, value.requires_grad
+        layout = value.stride() if value.layout is torch.strided else value.layout
+        return value.shape, layout, value.dtype, value.requires_grad
     if isinstance(value, _PLAIN):
         return cast(Hashable, value)
+    if isinstance(value, float | complex):  # may be another in every step
+        return type(value)
+    if isinstance(value, slice):
+        return slice, kind_of(value.start), kind_of(value.stop), kind_of(value.step)
     if isinstance(value, tuple | list):
         return type(value), *map(kind_of, value)
     if isinstance(value, dict):

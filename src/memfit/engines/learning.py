@@ -1,4 +1,7 @@
-"""A first run that looks at every op, does what the policy says, and writes down how to do it without looking."""
+"""A first run that looks at every op, does what the policy says, and writes down how to do it without looking.
+
+Everything is held until it has ended: only then is it certain that the unit runs as planned, and what may be dropped.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,25 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from memfit.engines.policy import RunPolicy, not_counted, same_op
 from memfit.engines.recipe import FromPack, Gap, OpKey, Recipe
-from memfit.engines.rerun import Rerun, Saved, unpack
+from memfit.engines.rerun import Rerun, Saved, is_cast_of_parameter, unpack
 from memfit.engines.tour import Learner, Visit, Way
-from memfit.engines.windows import plain, window_of
+from memfit.engines.windows import Window, plain, window_of
+from memfit.engines.writes import written
 
 Maker = tuple[int, int]
 
 
 class Learning(TorchDispatchMode):
-    """Runs a unit and learns its recipe. `followed` says whether the ops are those that the plan knows."""
+    """Runs a unit and learns its recipe. `followed` says whether the ops are those that the plan knows.
+
+    `writes_older` says whether the unit writes to anything that was there before it, and so cannot be run whole again.
+    """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -31,11 +39,15 @@ class Learning(TorchDispatchMode):
         self.policy = policy
         self.followed = True
         self.differs = ""
+        self.writes_older = False
+        self._inputs: set[int] = set()
+        self._overwrites_inputs = False
         self._run = run
         self._tour = Learner(unit)
         self._ops = 0
         self._maker: dict[int, Maker] = {}
-        self._packs: list[tuple[Maker | None, torch.Size | None]] = []
+        self._packs: list[tuple[Maker | None, Saved]] = []
+        self._known: list[StorageWeakRef] = []  # so that no storage gets the address of one that is gone
         self._results: list[tuple[Visit, int, OpKey, Any, list[tuple[Maker, Any] | None]]] = []
         self._counts: dict[tuple[int, int, Any], int] = {}
         self._instead: dict[tuple[int, int, OpKey], tuple[OpKey, Any]] = {}
@@ -43,16 +55,16 @@ class Learning(TorchDispatchMode):
     def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recipe | None]:
         """Run the forward; the recipe is None when the plan knows other ops than ran."""
         self._run.surround(args, kwargs)
+        self._inputs = {each.untyped_storage()._cdata for each in tree_flatten((args, kwargs))[0] if _strided(each)}
         with saved_tensors_hooks(self._pack, unpack), self:
             result = self._tour.run(self._run._forward, args, kwargs)
         if self._ops <= max(self.policy.names, default=-1):
             self._differ(f"it ran {self._ops} ops and has {self.policy.ops} in the plan")
-        if not self.followed:
-            self._results.clear()
-            self._run.held.clear()
-            return result, None
-        recipe = self._recipe()
+        recipe = self._recipe() if self.followed else None
         self._run.recipe = recipe
+        self._results.clear()  # autograd keeps the hook, and the hook this object
+        self._known.clear()
+        self._packs.clear()
         return result, recipe
 
     def _differ(self, what: str) -> None:
@@ -73,14 +85,18 @@ class Learning(TorchDispatchMode):
         before = {each.untyped_storage()._cdata for each in tree_flatten((args, kwargs))[0] if _strided(each)}
         result = func(*args, **kwargs)
         outputs = tree_flatten(result)[0]
+        self._note_writes(func, args, kwargs, offset)
         place = 0
         for output in outputs:
             if _strided(output) and (key := output.untyped_storage()._cdata) not in before:
                 before.add(key)
+                self._known.append(StorageWeakRef(output.untyped_storage()))
                 self._maker[key] = (offset, place)
                 place += 1
                 if in_place and _strided(args[0]) and args[0].untyped_storage()._cdata in self._maker:
                     self._maker[key] = self._maker[args[0].untyped_storage()._cdata]
+        if is_cast_of_parameter(func, args):
+            return result
         visit, gap = self._tour.place
         counted = (id(visit), gap, func)
         number = self._counts.get(counted, 0)
@@ -117,23 +133,32 @@ class Learning(TorchDispatchMode):
         try:
             index = len(self._packs)
             maker = self._maker.get(tensor.untyped_storage()._cdata) if _strided(tensor) else None
-            if self.followed and maker in self.policy.dropped:
-                self._packs.append((maker, tensor.shape))
-                return self._run.dropped(index, tensor.shape)
-            self._packs.append((maker, None))
-            held = tensor.detach() if tensor.grad_fn is not None else tensor
-            if maker is not None:
-                self._run.held[index] = held
-            return Saved(self._run, index, held)
+            saved = Saved(self._run, index, tensor.detach() if tensor.grad_fn is not None else tensor)
+            self._packs.append((maker, saved))
+            return saved
         finally:
             del guard
 
+    def _note_writes(self, func: Any, args: Any, kwargs: Any, offset: int) -> None:
+        for target in written(func, args, kwargs):
+            key = target.untyped_storage()._cdata
+            if key in self._maker:
+                continue
+            self.writes_older = True
+            self._overwrites_inputs = self._overwrites_inputs or key in self._inputs
+            if offset <= self.policy.stop and offset not in self.policy.saved:
+                self._differ(f"its op {offset}, {func}, writes to what was there before, and the plan runs it again")
+
     def _recipe(self) -> Recipe:
         holders: dict[Maker, int] = {}
-        for index, (maker, shape) in enumerate(self._packs):
-            if maker is not None and shape is None:
+        drops: list[torch.Size | None] = []
+        for index, (maker, saved) in enumerate(self._packs):
+            assert saved.tensor is not None
+            dropped = maker is not None and maker in self.policy.dropped
+            drops.append(saved.tensor.shape if dropped else None)
+            if maker is not None and not dropped:
                 holders.setdefault(maker, index)
-        needed: set[int] = set()
+        needed: dict[int, Window] = {}
         fresh, answers = 0, bool(self._results)
         for visit, gap, key, kept, tensors in self._results:
             found = visit.gaps[gap]
@@ -144,23 +169,28 @@ class Learning(TorchDispatchMode):
             if tensors and all(each is None or each[0] in holders for each in tensors):
                 sources = tuple(None if each is None else FromPack(holders[each[0]], each[1]) for each in tensors)
                 found.sources[key] = sources
-                needed.update(source.pack for source in sources if source is not None)
+                for source in sources:
+                    if source is not None:
+                        held = self._packs[source.pack][1].tensor
+                        assert held is not None
+                        self._run.held[source.pack] = held
+                        needed[source.pack] = window_of(held)
             elif (id(visit), gap, key) in self._instead:
                 found.instead[key] = self._instead[id(visit), gap, key]
             else:
                 found.fresh.add(key)
                 fresh += 1
                 self._run.kept[id(found), key] = kept
-        self._results.clear()  # autograd keeps the hook, and the hook this object
-        for index in self._run.held.keys() - needed:
-            del self._run.held[index]
-        drops = [shape for _, shape in self._packs]
+        for index, shape in enumerate(drops):
+            if shape is not None:
+                self._run.drop(self._packs[index][1], shape)
         root = self._tour.root
         return Recipe(
             drops=drops,
-            needed=frozenset(needed),
+            needed=needed,
             root=root,
             last=max((index for index, shape in enumerate(drops) if shape is not None), default=-1),
+            overwrites_inputs=self._overwrites_inputs,
             fresh=fresh,
             keeping=Way.through(root, lambda gap: bool(gap.fresh)),
             answering=Way.through(root, lambda gap: True) if answers else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import warnings
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.engines.attachment import Handler, attach, detach
+from memfit.engines.attachment import Handler, attach, attached, detach
 from memfit.engines.loss import LossRegion
 from memfit.engines.policy import RunPolicy
 from memfit.engines.unit import PlannedUnit
@@ -66,8 +67,9 @@ class Applied:
         if here != self.plan.trace.autocast and "_to_copy" in differs:
             reason = f"autocast is {here or 'off'} here and {self.plan.trace.autocast or 'off'} in the plan ({differs})"
         warnings.warn(
-            f"unit {unit!r} does not run as planned: {reason}. It and others like it are recomputed whole, which is "
-            "exact but slower; run the step as it was planned, or plan it again as it is now",
+            f"unit {unit!r} does not run as planned: {reason}. It and others like it are recomputed whole, or, where "
+            "they write to buffers or inputs, run as without a plan: exact, but slower or larger than planned; run the "
+            "step as it was planned, or plan it again as it is now",
             stacklevel=_user_level(),
         )
 
@@ -193,3 +195,19 @@ def _check(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
         found += optimizer_differences(plan, model, optimizer)
     if found:
         raise PlanMismatch(found)
+    _check_units(plan, model)
+
+
+def _check_units(plan: Plan, model: nn.Module) -> None:
+    modules = [entry for entry in plan.checkpoint if not entry.is_loss]
+    for entry, following in itertools.pairwise(sorted(modules, key=lambda each: (each.begin, -each.end))):
+        if following.begin < entry.end:
+            raise InputError(
+                f"unit {following.unit!r} lies inside unit {entry.unit!r} in this plan, which memfit does not make: "
+                "its document was changed; plan the step again"
+            )
+    for entry in modules:
+        if attached(model.get_submodule(entry.module)) is not None:
+            raise StateError(
+                f"module {entry.module!r} already runs the plan of another model that it is part of; remove that first"
+            )

@@ -1,8 +1,12 @@
 """The region of the loss: it is no module, so its ops are written down while they run (Note [Tape]).
 
-It begins when a module's call ends, the model's own or that of the last one inside it, and ends with the model's
-forward or, after the model, with the backward. Nobody says when that begins: `torch.autograd.backward` and `grad` are
-watched from the end of the model's forward until the first of them is called.
+It begins when a module's call ends, the model's own or that of the last one inside it, and ends with its last op.
+
+Note [Guest]: nobody says when a loss ends, or that there will be one, so its tape is a mode and a pair of hooks among
+those that the user opens and closes. It takes itself off: after the last op that the plan knows, or the first that it
+does not. A mode is not on the stack while it handles an op, and is put back afterwards; so it leaves something in the
+op's keyword arguments, which torch drops right after that. Modes and hooks of other threads cannot be reached, nor
+those under somebody else's: a tape that is told to end there drops nothing any more and goes at its next op.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from memfit.engines.attachment import Handler
 from memfit.engines.policy import RunPolicy
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
 LossPolicy = tuple[RunPolicy, str | None, int]
 """The policy, the module after which the region begins, and after which call of it."""
 
+_LEAVING = "memfit_leaving"
+
 
 class LossRegion:
     """Runs the losses of a step's passes under their policies, around what else handles the model's calls."""
@@ -38,7 +44,7 @@ class LossRegion:
         self._policies = policies
         self._inner = inner
         self._count = 0
-        self._running: _Running | None = None
+        self._tape: weakref.ref[LossTape] | None = None
 
     def reset(self) -> None:
         """The next call of the model is the first of a step."""
@@ -47,9 +53,10 @@ class LossRegion:
 
     def end(self) -> None:
         """The region that is being written down, if any, ends here."""
-        if self._running is not None:
-            self._running.end()
-            self._running = None
+        tape = None if self._tape is None else self._tape()
+        self._tape = None
+        if tape is not None:
+            tape.end()
 
     def __call__(
         self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -69,95 +76,119 @@ class LossRegion:
         if number not in self._policies:
             return run()
         policy, after, call = self._policies[number]
-        tape = Tape(policy, self._applied.device_type)
-        if after is None:
-            result = run()
-            self._watch_backward(tape)
-            return result
-        return self._inside(model, after, call, tape, run)
+        tape = LossTape(policy, self._applied.device_type)
+        if after is not None:
+            return _inside(model.get_submodule(after) if after else None, call, tape, run)
+        result = run()
+        self._tape = weakref.ref(tape)
+        tape.begin()
+        return result
 
-    def _watch_backward(self, tape: Tape) -> None:
-        busy = _get_current_dispatch_mode() is not None
-        if busy or torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-            return  # somebody else looks at the ops: a region that outlives this call would get in the way
-        self._running = _Running(tape)
-        self._running.watch_backward()
 
-    def _inside(self, model: nn.Module, after: str, call: int, tape: Tape, run: Callable[[], Any]) -> Any:
-        """The region begins when a module inside the model has been called for the last time."""
-        last = model.get_submodule(after) if after else None
-        running = _Running(tape)
-        if last is None:
-            with running:
-                return run()
-        before = last.__dict__.get("forward")
-        forward = last.forward
-        count = 0
-
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            nonlocal count
-            result = forward(*args, **kwargs)
-            count += 1
-            if count == call + 1:
-                running.begin()
-            return result
-
-        last.__dict__["forward"] = watched
+def _inside(last: nn.Module | None, call: int, tape: LossTape, run: Callable[[], Any]) -> Any:
+    """The region begins when a module inside the model has been called for the last time."""
+    if last is None:
+        tape.begin()
         try:
             return run()
         finally:
-            running.end()
-            if before is None:
-                del last.__dict__["forward"]
-            else:
-                last.__dict__["forward"] = before
+            tape.end()
+    before = last.__dict__.get("forward")
+    forward = last.forward
+    count = 0
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        result = forward(*args, **kwargs)
+        count += 1
+        if count == call + 1:
+            tape.begin()
+        return result
+
+    last.__dict__["forward"] = watched
+    try:
+        return run()
+    finally:
+        tape.end()
+        if before is None:
+            del last.__dict__["forward"]
+        else:
+            last.__dict__["forward"] = before
 
 
-class _Running:
-    """A tape that is being written."""
+class LossTape(Tape):
+    """A tape that takes itself off (Note [Guest])."""
 
-    def __init__(self, tape: Tape) -> None:
-        self._tape = tape
-        self._hooks = saved_tensors_hooks(tape.pack, self._unpack)
-        self._on = False
-        self._restore: list[tuple[str, Any]] = []
-
-    def __enter__(self) -> _Running:
-        self.begin()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self.end()
-
-    def _unpack(self, saved: Saved) -> torch.Tensor:
-        self.end()
-        return Tape.unpack(saved)
+    def __init__(self, policy: RunPolicy, device_type: str) -> None:
+        super().__init__(policy, device_type)
+        self._hooked = False
+        self._awaited = sum(op == policy.ops - 1 for op, _ in policy.dropped)
+        """Results of the last op that are dropped: autograd packs them when the op is over."""
 
     def begin(self) -> None:
-        self._hooks.__enter__()
-        self._tape.__enter__()
-        self._on = True
+        """Write down what this thread runs from now on, unless somebody else looks at its ops."""
+        if _get_current_dispatch_mode() is None and _hooks_are_free():
+            _push_mode(self)  # not __enter__: its flags are right only if modes go in the order in which they came
 
     def end(self) -> None:
-        if self._on:
-            self._on = False
-            self._tape.__exit__(None, None, None)
-            self._hooks.__exit__()
-        for name, before in self._restore:
-            setattr(torch.autograd, name, before)
-        self._restore = []
+        super().end()
+        self.leave()
 
-    def watch_backward(self) -> None:
-        here = weakref.ref(self)
-        for name in ("backward", "grad"):
-            before = getattr(torch.autograd, name)
+    def leave(self) -> None:
+        """Be taken off where that can be done."""
+        if _get_current_dispatch_mode() is self:
+            _pop_mode()
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if hooks is not None and getattr(hooks[0], "__self__", None) is self:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
 
-            def watched(*args: Any, _before: Callable[..., Any] = before, **kwargs: Any) -> Any:
-                running = here()
-                if running is not None:
-                    running.end()
-                return _before(*args, **kwargs)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        if not self._hooked:  # not before there is an op: until then the user may open or forbid hooks
+            self._hooked = True
+            if self.followed and _hooks_are_free():
+                saved_tensors_hooks(self.pack, Tape.unpack).__enter__()
+            else:
+                self.followed = False
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        except BaseException:
+            self.followed = False
+            raise
+        if self._ops >= self.policy.ops and not self._awaited:
+            self.followed = False
+        if not self.followed:
+            kwargs[_LEAVING] = _Leaving(self)
+        return result
 
-            self._restore.append((name, before))
-            setattr(torch.autograd, name, watched)
-        self.begin()
+    def pack(self, tensor: torch.Tensor) -> Saved:
+        """Hook for what autograd saves."""
+        if not self.followed:
+            self.leave()
+            return Saved(None, tensor.detach() if tensor.grad_fn is not None else tensor)
+        saved = super().pack(tensor)
+        if self._ops >= self.policy.ops:
+            self._awaited -= 1
+            if self._awaited <= 0:
+                self.end()
+        return saved
+
+
+class _Leaving:
+    """Takes a tape off when it goes itself."""
+
+    __slots__ = ("_tape",)
+
+    def __init__(self, tape: LossTape) -> None:
+        self._tape = tape
+
+    def __del__(self) -> None:
+        self._tape.leave()
+
+
+def _hooks_are_free() -> bool:
+    """Whether nobody else has hooks for saved tensors here, or forbids them."""
+    autograd = torch._C._autograd
+    return (
+        autograd._saved_tensors_hooks_is_enabled() and autograd._top_saved_tensors_default_hooks(True) is None
+    )

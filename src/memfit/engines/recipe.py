@@ -38,11 +38,12 @@ class Recipe:
     """`drops` has, for each tensor that autograd packs, its shape if it is dropped and None if it is held."""
 
     drops: list[torch.Size | None]
-    needed: frozenset[int]
-    """Packs that are held and whose storages stand for saved results."""
+    needed: dict[int, Window]
+    """Packs that are held and whose storages stand for saved results, with where they lay."""
     root: Visit
     last: int
     """The last pack that is dropped; -1 when none is."""
+    overwrites_inputs: bool
     fresh: int
     """How many saved results have to be kept when they are made."""
     keeping: Way

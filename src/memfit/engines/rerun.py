@@ -7,8 +7,8 @@ and nothing else. Where ops are saved, a dispatch mode looks at the gaps (Note [
 run it answers with what was kept; in the first it is there only for results that autograd would not have packed.
 The recipe is learnt by a run that looks at every op, once for each kind of input.
 
-A run that packs other tensors than its recipe says is still right: everything dropped can be made again by running the
-whole forward, with buffers as they were. It is run so, and learnt anew the next time.
+A run that packs other tensors than its recipe says is made again by running the whole forward, and learnt anew the next
+time. That is right only if inputs and buffers have not been written to since; if they have, it is an error.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import PyTree, TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from memfit.engines.ambient import Ambient, generators_of, with_generators
+from memfit.engines.bindings import Bindings
 from memfit.engines.recipe import Gap, OpKey, Recipe
 from memfit.engines.tour import Tour
-from memfit.engines.windows import Window
+from memfit.engines.windows import Window, window_of
 from memfit.errors import StateError
 
+_TO_COPY = torch.ops.aten._to_copy.default
 _here = threading.local()
 
 
@@ -58,42 +60,58 @@ class Rerun:
     __slots__ = (
         "_again",
         "_ambient",
-        "_count",
+        "_bindings",
+        "_bound",
         "_forward",
         "_generators",
         "_inputs",
         "_name",
         "_shapes",
         "_unit",
+        "_versions",
         "device_type",
         "held",
         "kept",
         "recipe",
     )
 
-    def __init__(self, name: str, unit: nn.Module, forward: Callable[..., Any], device_type: str) -> None:
+    def __init__(
+        self, name: str, unit: nn.Module, bindings: Bindings, forward: Callable[..., Any], device_type: str
+    ) -> None:
         self._name = name
         self._unit = unit
+        self._bindings = bindings
         self._forward = forward
         self.device_type = device_type
         self.recipe: Recipe | None = None
         self.held: dict[int, torch.Tensor] = {}
         self.kept: dict[tuple[int, OpKey], Any] = {}
-        self._inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._inputs: _Inputs | None = None
         self._shapes: dict[int, torch.Size] = {}
         self._again: dict[int, torch.Tensor] | None = None
-        self._count = 0
+        self._bound: list[Any] = []
+        self._versions: list[tuple[torch.Tensor, int]] = []
 
     def surround(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember what the run starts from."""
-        self._inputs = (args, kwargs)
+        self._inputs = inputs = _Inputs(args, kwargs)
         self._ambient = Ambient.here(self.device_type)
-        self._generators = generators_of(self.device_type, *args)
+        self._generators = generators_of(self.device_type, *inputs.leaves)
+        self._bound = self._bindings.here()
+        tensors = [each for each in inputs.leaves if isinstance(each, torch.Tensor)]
+        self._versions = [
+            (each, each._version) for each in (*tensors, *self._bindings.buffers()) if not each.is_inference()
+        ]
 
     def dropped(self, index: int, shape: torch.Size) -> Saved:
         """What stands for a tensor that is not held."""
         self._shapes[index] = shape
         return Saved(self, index, None)
+
+    def drop(self, saved: Saved, shape: torch.Size) -> None:
+        """Let go of a tensor that was held for backward."""
+        self._shapes[saved.index] = shape
+        saved.tensor = None
 
     def first(self, recipe: Recipe, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
         """Run the forward as the recipe says. False when it did not go as learnt."""
@@ -115,6 +133,7 @@ class Rerun:
                 tensor = _detached(tensor)
             if index in needed:
                 held[index] = tensor
+                same = same and needed[index] == window_of(tensor)
             return Saved(self, index, tensor)
 
         with saved_tensors_hooks(pack, unpack):
@@ -131,7 +150,8 @@ class Rerun:
     def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward and drop all that it makes: for a unit that the plan does not know as it is now."""
         self.surround(args, kwargs)
-        inputs = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if _strided(each)}
+        assert self._inputs is not None
+        inputs = {each.untyped_storage()._cdata for each in self._inputs.leaves if _strided(each)}
         count = 0
 
         def pack(tensor: torch.Tensor) -> Saved:
@@ -166,18 +186,22 @@ class Rerun:
                     raise _Stop
 
         assert self._inputs is not None
-        args, kwargs = _fresh_inputs(self._inputs)
-        self._inputs = None
+        if self.recipe is None:
+            self._check_unwritten()
+        args, kwargs = self._inputs.again(aliases=self.recipe is None or self.recipe.overwrites_inputs)
+        bound, self._inputs, self._bound, self._versions = self._bound, None, [], []
         with (
             with_generators(self._generators, self.device_type),
             self._ambient.again(),
+            self._bindings.bound(bound),
             saved_tensors_hooks(pack, unpack),
         ):
             before, _here.again = running_again(), True
             try:
                 self._forward_again(args, kwargs)
-            except _Stop:
-                pass
+            except Exception:
+                if len(found) < len(shapes):  # _Stop may come back as TorchScript's own error
+                    raise
             finally:
                 _here.again = before
         if len(found) < len(shapes):
@@ -188,6 +212,14 @@ class Rerun:
         self.held.clear()  # autograd keeps the hook, and the hook this dictionary
         self.kept.clear()
         return found
+
+    def _check_unwritten(self) -> None:
+        """Refuse to run whole what would read other values than the first time."""
+        if any(tensor._version != version for tensor, version in self._versions):
+            raise StateError(
+                f"unit {self._name!r} did not run as it was planned, and an input or a buffer of it was written to "
+                "after it had been read: it cannot be run again. Run the step as it was planned, or plan it as it is"
+            )
 
     def _forward_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recipe = self.recipe
@@ -223,6 +255,11 @@ def unpack(saved: Saved) -> torch.Tensor:
     return saved.tensor
 
 
+def is_cast_of_parameter(func: Any, args: Any) -> bool:
+    """Whether an op is one that autocast may leave out because it has done it before: these are not counted."""
+    return func is _TO_COPY and isinstance(args[0], nn.Parameter)
+
+
 class _Look(TorchDispatchMode):
     """Looks at the ops of a gap and knows each by its overload and how many calls of that came before."""
 
@@ -235,7 +272,9 @@ class _Look(TorchDispatchMode):
         self._gap, self._run = gap, run
         self._counts: dict[Any, int] = {}
 
-    def _key(self, func: Any) -> OpKey:
+    def _key(self, func: Any, args: Any) -> OpKey:
+        if is_cast_of_parameter(func, args):
+            return func, -1
         number = self._counts.get(func, 0)
         self._counts[func] = number + 1
         return func, number
@@ -246,7 +285,7 @@ class _Keep(_Look):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        key = self._key(func)
+        key = self._key(func, args)
         if key in self._gap.fresh:
             self._run.kept[id(self._gap), key] = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
         return result
@@ -256,7 +295,7 @@ class _Answer(_Look):
     """Returns for saved ops what they returned before, and lets all others run."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        key = self._key(func)
+        key = self._key(func, args)
         if key in self._gap.instead:
             later, window = self._gap.instead[key]
             return _window(self._run.kept[id(self._gap), later], window)
@@ -274,17 +313,45 @@ def _window(tensor: torch.Tensor, window: Window) -> torch.Tensor:
     return window.of(tensor.untyped_storage())
 
 
-def _fresh_inputs(inputs: tuple[Any, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The inputs, cut off from the graph that made them; a tensor that is there twice stays one."""
-    seen: dict[int, torch.Tensor] = {}
+class _Inputs:
+    """The inputs of a run. Whether they require gradients is noted: it may change when they are written to."""
 
-    def fresh(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, nn.Parameter):
-            return tensor
-        return seen.setdefault(id(tensor), tensor.detach().requires_grad_(tensor.requires_grad))
+    __slots__ = ("_required", "_tree", "leaves")
 
-    args, kwargs = tree_map_only(torch.Tensor, fresh, inputs)
-    return args, kwargs
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found: tuple[list[PyTree], TreeSpec] = tree_flatten((args, kwargs))
+        self.leaves, self._tree = found
+        self._required = [isinstance(each, torch.Tensor) and each.requires_grad for each in self.leaves]
+
+    def again(self, *, aliases: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs, cut off from the graph that made them; a tensor that is there twice stays one.
+
+        As aliases they are no leaves of a graph, which may not be written to.
+        """
+        seen: dict[int, torch.Tensor] = {}
+        leaves = list(self.leaves)
+        with torch.enable_grad():
+            for place, (leaf, required) in enumerate(zip(leaves, self._required, strict=True)):
+                if not isinstance(leaf, torch.Tensor) or isinstance(leaf, nn.Parameter):
+                    continue
+                if id(leaf) not in seen:
+                    cut = leaf.detach().requires_grad_(required)
+                    seen[id(leaf)] = _Alias.apply(cut) if aliases and required else cut
+                leaves[place] = seen[id(leaf)]
+        args, kwargs = tree_unflatten(leaves, self._tree)
+        return args, kwargs
+
+
+class _Alias(torch.autograd.Function):
+    """The same tensor, made by a function."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> torch.Tensor:
+        return args[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        return grad_outputs[0]
 
 
 def _strided(value: Any) -> bool:

@@ -4,7 +4,8 @@ Note [Tape]: for regions that are no module (the loss), and for modules whose in
 keys and values), running the code again is impossible or wrong. The tape sees every op through a dispatch mode and
 keeps its arguments: storages made inside the region by number, everything else as it is. What autograd packs is
 dropped when the plan says so, and a second run of the tape, below autograd and without views, makes it again. A tape
-replays what really ran: when that is not what the plan knows, it drops nothing from then on, and is right all the same.
+replays what really ran: when that is not what the plan knows, or cannot be run again, it drops nothing from then on, and
+is right all the same.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memfit.engines.ambient import Generators, generators_of, with_generators
 from memfit.engines.policy import RunPolicy, not_counted, same_op
 from memfit.engines.windows import Window, plain, window_of
+from memfit.engines.writes import written
 
 _aten = torch.ops.aten
 _EMPTY = {
@@ -54,8 +57,10 @@ class Saved:
 
     __slots__ = ("number", "tape", "tensor", "window")
 
-    def __init__(self, tape: Tape, tensor: torch.Tensor | None, number: int = -1, window: Window | None = None) -> None:
-        self.tape: Tape | None = tape
+    def __init__(
+        self, tape: Tape | None, tensor: torch.Tensor | None, number: int = -1, window: Window | None = None
+    ) -> None:
+        self.tape = tape
         self.tensor = tensor
         self.number = number
         self.window = window
@@ -73,10 +78,12 @@ class Tape(TorchDispatchMode):
         self.policy = policy
         self.device_type = device_type
         self.followed = True
-        """Whether the ops so far are those that the plan knows, and all of them can be run again."""
+        """Whether the ops so far are those that the plan knows, and all of them can be run again. Once they are not,
+        or have been run again, nothing is written down."""
         self._lines: list[_Line] = []
         self._ops = 0
         self._numbers: dict[int, int] = {}
+        self._known: list[StorageWeakRef] = []  # as long as they are there, no other storage comes to an old address
         self._made_by: list[tuple[int, int]] = []
         self._unwritten: set[int] = set()
         self._needed = 0
@@ -87,18 +94,20 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not_counted(func, self.policy.names.get(self._ops)):
+        if not self.followed or not_counted(func, self.policy.names.get(self._ops)):
             return func(*args, **kwargs)
         offset = self._ops
         self._ops += 1
         if offset >= self.policy.ops or not same_op(str(func), self.policy.names.get(offset)):
             self.followed = False
-        generators = None
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            generators = generators_of(self.device_type, *(each for each in args if isinstance(each, torch.Tensor)))
+            return func(*args, **kwargs)
+        saved = offset in self.policy.saved
         leaves, tree = tree_flatten((args, kwargs))
+        generators = None
+        if not saved and torch.Tag.nondeterministic_seeded in func.tags:
+            generators = self._generators(leaves)
         before = {each.untyped_storage()._cdata for each in leaves if _strided(each)} if leaves else set()
-        slots = [self._slot(leaf) for leaf in leaves] if self.followed else []
+        slots = [self._slot(leaf) for leaf in leaves]
         result = func(*args, **kwargs)
         outputs = tree_flatten(result)[0]
         makes = []
@@ -115,12 +124,14 @@ class Tape(TorchDispatchMode):
             if key not in places:
                 places[key] = len(self._made_by)
                 self._numbers[key] = places[key]
+                self._known.append(StorageWeakRef(output.untyped_storage()))
                 self._made_by.append((offset, len(places) - 1))
             makes.append((place, places[key]))
-        self._note_writes(func, args, kwargs, places)
-        if self.followed and not (outputs and not makes and not _writes(func)):  # views are windows, not lines
+        targets = written(func, args, kwargs)
+        self._note_writes(func, targets, saved, places)
+        if self.followed and (targets or makes or not outputs):  # views are windows, not lines
             kept = None
-            if offset in self.policy.saved:
+            if saved:
                 kept = {number: outputs[place].untyped_storage() for place, number in makes}
             self._lines.append(_Line(func, slots, tree, tuple(makes), kept, generators))
         return result
@@ -134,16 +145,23 @@ class Tape(TorchDispatchMode):
         number = self._numbers.get(leaf.untyped_storage()._cdata)
         return leaf.detach() if number is None else _Slot(number, window_of(leaf))
 
-    def _note_writes(self, func: Any, args: Any, kwargs: Any, made: dict[int, int]) -> None:
+    def _generators(self, leaves: list[Any]) -> Generators:
+        """The state of the generators of the devices that a random op is on, or is told to be on."""
+        if any(isinstance(leaf, torch.Generator) for leaf in leaves):
+            self.followed = False  # one of the user's own, of which nothing is known
+        places = (torch.empty(0, device=leaf) for leaf in leaves if isinstance(leaf, torch.device))
+        return generators_of(self.device_type, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *places)
+
+    def _note_writes(self, func: Any, targets: list[torch.Tensor], saved: bool, made: dict[int, int]) -> None:
         """A storage of the region that no op has written has no known value; one from outside cannot be run again."""
         if func in _EMPTY:
             self._unwritten.update(made.values())
             return
-        for target in _written(func, args, kwargs):
+        for target in targets:
             number = self._numbers.get(target.untyped_storage()._cdata)
             if number is not None:
                 self._unwritten.discard(number)
-            elif self._ops - 1 not in self.policy.saved:
+            elif not saved:
                 self.followed = False
 
     def pack(self, tensor: torch.Tensor) -> Saved:
@@ -164,6 +182,10 @@ class Tape(TorchDispatchMode):
         finally:
             del guard
 
+    def end(self) -> None:
+        """Nothing more is written down."""
+        self.followed = False
+
     # -- the second run ---------------------------------------------------------------------------------------------
 
     @staticmethod
@@ -171,6 +193,7 @@ class Tape(TorchDispatchMode):
         """Hook for what backward asks for. The region runs again when it asks for the first time."""
         tape, saved.tape = saved.tape, None
         if tape is not None:
+            tape.end()
             if tape._again is None:
                 tape._again = tape._second_run()
             if saved.tensor is None:
@@ -193,7 +216,7 @@ class Tape(TorchDispatchMode):
             leaf.number: index for index, line in enumerate(lines) for leaf in line.leaves if isinstance(leaf, _Slot)
         }
         storages: dict[int, torch.UntypedStorage] = {}
-        with torch.no_grad(), torch.autocast(self.device_type, enabled=False):
+        with torch.no_grad(), torch._C._DisableAutocast():
             for index, line in enumerate(lines):
                 if line.kept is not None:
                     storages.update(line.kept)
@@ -223,19 +246,3 @@ class Tape(TorchDispatchMode):
 
 def _strided(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
-
-
-def _writes(func: Any) -> bool:
-    return func._schema.is_mutable
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that an op writes to."""
-    if not func._schema.is_mutable:
-        return []
-    found: list[Any] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += value if isinstance(value, (list, tuple)) else [value]
-    return [each for each in found if _strided(each)]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from memfit.engines.bindings import Bindings
 from memfit.engines.inputs import Changing, kind_of_call
 from memfit.engines.learning import Learning
 from memfit.engines.policy import RunPolicy
@@ -19,6 +22,17 @@ if TYPE_CHECKING:
     from memfit.engines.local import Applied
 
 
+class _Unplanned(enum.Enum):
+    """What is done with a kind of input on which the unit does not run as planned."""
+
+    WHOLE = "everything is dropped and made again"
+    AS_IT_IS = "nothing is dropped, because the unit writes to what was there before it"
+
+
+_MOST_KINDS = 64
+"""Kinds of inputs whose recipes are kept; a unit that sees more begins anew."""
+
+
 class PlannedUnit:
     """Runs the calls of one module as the plan says; calls that the plan does not name run as they are."""
 
@@ -26,7 +40,8 @@ class PlannedUnit:
         self._applied = applied
         self._calls = calls
         self._policies = {policy.call: policy for policy in policies}
-        self._recipes: dict[tuple[int, Hashable], Recipe | None] = {}
+        self._recipes: dict[tuple[int, Hashable], Recipe | _Unplanned] = {}
+        self._bindings: Bindings | None = None
         self._count = 0
 
     def reset(self) -> None:
@@ -36,7 +51,7 @@ class PlannedUnit:
     def __call__(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not self._applied.training or running_again():
+        if not self._applied.training or running_again() or _in_transform():
             return forward(*args, **kwargs)
         number = self._count
         self._count = (number + 1) % self._calls
@@ -50,12 +65,17 @@ class PlannedUnit:
             tape = Tape(policy, device_type)
             with saved_tensors_hooks(tape.pack, Tape.unpack), tape:
                 return forward(*args, **kwargs)
-        run = Rerun(policy.unit, module, forward, device_type)
-        if kind not in self._recipes:
-            return self._learn(policy, module, kind, run, args, kwargs)
-        recipe = self._recipes[kind]
+        recipe = self._recipes.get(kind)
+        if recipe is _Unplanned.AS_IT_IS:
+            return forward(*args, **kwargs)
+        if self._bindings is None:
+            self._bindings = Bindings(module)
+        run = Rerun(policy.unit, module, self._bindings, forward, device_type)
         if recipe is None:
+            return self._learn(policy, module, kind, run, args, kwargs)
+        if recipe is _Unplanned.WHOLE:
             return run.whole(args, kwargs)
+        assert isinstance(recipe, Recipe)
         result, same = run.first(recipe, args, kwargs)
         if not same:
             del self._recipes[kind]
@@ -72,7 +92,16 @@ class PlannedUnit:
     ) -> Any:
         learning = Learning(policy, module, run)
         result, recipe = learning.first(args, kwargs)
-        self._recipes[kind] = recipe
+        if len(self._recipes) >= _MOST_KINDS:
+            self._recipes.clear()
         if recipe is None:
             self._applied.warn(policy.unit, learning.differs)
+            self._recipes[kind] = _Unplanned.AS_IT_IS if learning.writes_older else _Unplanned.WHOLE
+        else:
+            self._recipes[kind] = recipe
         return result
+
+
+def _in_transform() -> bool:
+    """Whether torch.func is at work, which knows no hooks for saved tensors."""
+    return torch._C._functorch.maybe_current_level() is not None

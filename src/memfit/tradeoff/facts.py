@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.errors import InputError
-from memfit.trace import NEVER, Category, Op, Trace
+from memfit.trace import NEVER, Op, Trace
+from memfit.trace.arguments import GENERATOR
 from memfit.tradeoff.units import FORWARD
 
 Ints = NDArray[np.int64]
@@ -25,8 +26,7 @@ Times = NDArray[np.float64]
 PICOSECONDS = 1e9
 """In a millisecond. Times are compared as whole picoseconds, so that the order of a sum does not matter."""
 
-_OWNED = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE)
-_UPDATES = {
+UPDATES = {
     "aten.native_batch_norm.default": ((3, 4), 5),
     "aten.cudnn_batch_norm.default": ((3, 4), 5),
     "aten.miopen_batch_norm.default": ((3, 4), 5),
@@ -66,7 +66,6 @@ class Facts:
     birth: Ints
     death: Ints
     released: Ints
-    owned: Flags
     made: Flags
     cached: Flags
     first_saver: Ints
@@ -118,7 +117,9 @@ class _Reader:
         storages = self.trace.storages
         self.kind[index] = self._kind(op)
         self.view[index] = op.view
-        self.random[index] = op.random
+        given = GENERATOR in op.arguments
+        self.random[index] = op.random and not given
+        self.pinned[index] = given  # nobody puts a generator of the step's own back
         self.workspace[index] = op.workspace_bytes
         if op.forward_op != NEVER:
             self.last_of_function[op.forward_op] = index
@@ -130,7 +131,7 @@ class _Reader:
                 if ref.storage != NEVER and storages[ref.storage].birth == index:
                     self.made[ref.storage] = True
                     self.cached[ref.storage] = self._is_cached(op)
-        for storage in (*op.mutates, *_updated(op)) if op.name in _UPDATES else op.mutates:
+        for storage in (*op.mutates, *_updated(op)) if op.name in UPDATES else op.mutates:
             if storage == NEVER:
                 self.pinned[index] = True
             else:
@@ -191,7 +192,6 @@ class _Reader:
             birth=birth,
             death=np.fromiter((storage.death for storage in storages), np.int64, count),
             released=np.fromiter((storage.released for storage in storages), np.int64, count),
-            owned=np.fromiter((storage.category in _OWNED for storage in storages), bool, count),
             made=self.made,
             cached=self.cached,
             first_saver=first_saver,
@@ -238,8 +238,8 @@ class _Reader:
 
 
 def _updated(op: Op) -> list[int]:
-    """The running statistics that an op of `_UPDATES` writes to."""
-    positions, training = _UPDATES[op.name]
+    """The running statistics that an op of `UPDATES` writes to."""
+    positions, training = UPDATES[op.name]
     args, _ = msgspec.json.decode(op.arguments)
     if training is not None and not args[training]:
         return []

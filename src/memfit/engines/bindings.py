@@ -1,0 +1,60 @@
+"""The tensors that the names of a unit's parameters and buffers stand for.
+
+A forward may bind another tensor to a buffer, and `torch.func.functional_call` binds others to parameters for one call.
+A second run must find those that the first one found, and leave those that are there now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+_NONE = object()
+
+
+class Bindings:
+    """The names of a unit, looked up once."""
+
+    __slots__ = ("_buffers", "_slots")
+
+    def __init__(self, unit: nn.Module) -> None:
+        self._slots: list[tuple[dict[str, Any], str]] = []
+        self._buffers: list[tuple[dict[str, Any], str]] = []
+        for module in unit.modules():
+            if not isinstance(module._parameters, dict):  # a ScriptModule's are not Python's
+                continue
+            self._buffers += [(module._buffers, name) for name in module._buffers]
+            self._slots += [(module._parameters, name) for name in module._parameters]
+        self._slots += self._buffers
+
+    def here(self) -> list[Any]:
+        """What the names stand for now."""
+        return [table.get(name, _NONE) for table, name in self._slots]
+
+    def buffers(self) -> list[torch.Tensor]:
+        """The buffers that there are now."""
+        found = [table.get(name) for table, name in self._buffers]
+        return [each for each in found if each is not None]
+
+    @contextlib.contextmanager
+    def bound(self, then: list[Any]) -> Iterator[None]:
+        """Inside the block the names stand for what they did then; afterwards for what they do now."""
+        now = self.here()
+        self._bind(then, now)
+        try:
+            yield
+        finally:
+            self._bind(now, self.here())
+
+    def _bind(self, wanted: list[Any], found: list[Any]) -> None:
+        for (table, name), one, other in zip(self._slots, wanted, found, strict=True):
+            if one is other:
+                continue
+            if one is _NONE:
+                del table[name]
+            else:
+                table[name] = one
