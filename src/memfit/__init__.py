@@ -1,13 +1,22 @@
-"""memfit makes PyTorch training fit in memory."""
+"""memfit makes PyTorch training fit in memory. Torch is loaded with the first name that is used."""
 
-from memfit import engines as _engines  # noqa: F401  (Plan.apply finds its engine)
-from memfit import hardware, memory, report
-from memfit import verify as _verify  # noqa: F401  (and Plan.verify its own)
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from memfit._version import __version__
 from memfit.errors import InputError, MemfitError
-from memfit.plan import Plan, curve, load, plan
-from memfit.trace import CaptureError, Step, Trace, load_trace, save_trace, spec, trace
-from memfit.verify import guard
+
+if TYPE_CHECKING:
+    from memfit import hardware, memory, report, shapes
+    from memfit.plan import Plan, curve, load, plan, search
+    from memfit.report.comparison import compare
+    from memfit.report.explain import explain
+    from memfit.trace import CaptureError, Step, Trace, load_trace, save_trace, spec, trace
+    from memfit.verify import guard
 
 __all__ = [
     "CaptureError",
@@ -17,7 +26,9 @@ __all__ = [
     "Step",
     "Trace",
     "__version__",
+    "compare",
     "curve",
+    "explain",
     "guard",
     "hardware",
     "load",
@@ -26,6 +37,43 @@ __all__ = [
     "plan",
     "report",
     "save_trace",
+    "search",
+    "shapes",
     "spec",
     "trace",
 ]
+
+_NAMES = {
+    "memfit.plan": ("Plan", "curve", "load", "plan", "search"),
+    "memfit.report.comparison": ("compare",),
+    "memfit.report.explain": ("explain",),
+    "memfit.trace": ("CaptureError", "Step", "Trace", "load_trace", "save_trace", "spec", "trace"),
+    "memfit.verify": ("guard",),
+}
+_PLACES = {name: place for place, names in _NAMES.items() for name in names}
+_ROOMS = ("cost", "engines", "graph", "hardware", "memory", "report", "shapes", "solve", "tradeoff", "units", "verify")
+
+
+class _Package(ModuleType):
+    """`plan` and `trace` are functions and rooms. Here they are the functions, also when a room has been imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _PLACES or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"memfit.{name}")
+    if name not in _PLACES:
+        raise AttributeError(f"module 'memfit' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_PLACES[name]), name)
+    setattr(sys.modules[__name__], name, value)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

@@ -16,6 +16,8 @@ from memfit.plan.record import (
     ShardPlan,
     UnitOp,
 )
+from memfit.plan.search_result import Search, SearchPoint
+from memfit.plan.searching import search
 
 __all__ = [
     "Blocker",
@@ -26,6 +28,8 @@ __all__ = [
     "Plan",
     "PlanMismatch",
     "Prediction",
+    "Search",
+    "SearchPoint",
     "ShardPlan",
     "ShardedUnit",
     "UnitOp",
@@ -35,4 +39,5 @@ __all__ = [
     "peak_at",
     "plan",
     "plan_of",
+    "search",
 ]

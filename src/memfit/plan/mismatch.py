@@ -66,7 +66,11 @@ def model_differences(plan: Plan, model: nn.Module) -> list[str]:
         found.append(
             f"the model is on {' and '.join(kinds)}, and the plan is for {plan.trace.device} ({plan.trace.device_type})"
         )
-    found += parameter_differences(_parameters(model), plan.trace.parameters)
+    here = _parameters(model)
+    part = _part_of_several(here, plan.trace.parameters)
+    if part is not None:
+        return [*found, part]
+    found += parameter_differences(here, plan.trace.parameters)
     modules = dict(model.named_modules(remove_duplicate=False))
     for entry in plan.checkpoint:
         module = modules.get(entry.module)
@@ -114,12 +118,31 @@ def _parameters(model: nn.Module) -> tuple[ParameterFacts, ...]:
     )
 
 
+def _part_of_several(here: Sequence[ParameterFacts], there: Sequence[ParameterFacts]) -> str | None:
+    """What to write when a model is one part of what was planned, as of several models that a function trains."""
+    mine = {parameter.names[0]: _tensor(parameter.shape, parameter.dtype) for parameter in here}
+    planned = {name: _tensor(each.shape, each.dtype) for each in there for name in each.names}
+    models = list(dict.fromkeys(name.partition(".")[0] for name in planned))
+    if not mine or len(models) == 1:
+        return None
+    for model in models:
+        own = {name.partition(".")[2]: each for name, each in planned.items() if name.partition(".")[0] == model}
+        if mine.keys() <= own.keys() and all(own[name] == each for name, each in mine.items()):
+            written = ", ".join(f'"{each}": {each}' for each in models)
+            return (
+                f"this is {model} alone, and the plan is for {', '.join(models)} together; give it the whole model, or, "
+                "where a training function uses several models, all of them by these names: "
+                f"plan.apply(torch.nn.ModuleDict({{{written}}}), optimizer)"
+            )
+    return None
+
+
 def fact_differences(here: TraceFacts, there: TraceFacts) -> Iterator[str]:
     """Facts that are not the same, those that explain most first."""
     for name, label in (
         ("torch", "torch"),
         ("device", "the device"),
-        ("threads", "the number of threads"),
+        ("threads", "the number of threads (torch.set_num_threads, OMP_NUM_THREADS)"),
         ("autocast", "autocast"),
         ("optimizer", "the optimizer"),
     ):

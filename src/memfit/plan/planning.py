@@ -46,6 +46,8 @@ from memfit.solve import (
 from memfit.trace import Step, Trace, trace
 from memfit.units import display_bytes, display_ms
 
+_LOWERINGS = 6
+
 
 def plan(
     model: Model,
@@ -64,10 +66,10 @@ def plan(
 ) -> Plan:
     """The fastest plan for a training step that fits the budget, proven; also when nothing fits (`infeasible`).
 
-    The budget is what tensors of one rank may take (`"72GiB"`, bytes, or a part of the device), all that is usable
-    unless given. A `Step`, a `Trace` or a function that runs the step may stand for model, batch and the rest; a trace
-    knows its target. `cost` times the ops: `"roofline"`, by the device's figures, unless given. `start` is a plan of
-    the same step for another budget; the search begins with it.
+    The budget is what tensors of one rank may take (`"72GiB"`, bytes, or a part of the device); unless given, all that
+    is usable, less what the caching allocator loses in pieces. A `Step`, a `Trace` or a function that runs the step may
+    stand for model, batch and the rest; a trace knows its target. `cost` times the ops: `"roofline"`, by the device's
+    figures, unless given. `start` is a plan of the same step for another budget; the search begins with it.
     """
     check_asked(model, target, ranks, budget=budget, start=start)
     work = _Work(progress)
@@ -84,6 +86,8 @@ def plan(
     with work.step("solving"):
         first = None if start is None else _choice(problem, start)
         solved = solve(problem, allowed, start=first, watch=work.heard)
+        if budget is None:
+            solved = _within_the_allocator(problem, solved, notes, work)
     best = Answer(problem=problem, solved=solved, implementation=None)
     if problem.options.optimizer:
         if step is None:
@@ -201,6 +205,32 @@ def _document(answer: Answer, given: Problem, notes: list[str]) -> Plan:
         optimizer=answer.implementation,
         notes=notes,
     )
+
+
+def _within_the_allocator(problem: Problem, solved: Solved, notes: list[str], work: _Work) -> Solved:
+    """When no budget was asked for: a plan with which the caching allocator, too, stays within the device.
+
+    What it holds in pieces that do not fit is taken off the budget, some times; the first plan is kept when that does
+    not help.
+    """
+    device, usable = problem.target.device, problem.target.usable_bytes
+    found = solved
+    for _ in range(_LOWERINGS):
+        if found.replay is None or not device.allocator.caches:
+            return solved
+        over = planned_reserved(found.replay, device).peak_reserved_bytes - usable
+        if over <= 0:
+            break
+        found = solve(problem, found.budget_bytes - max(over, usable // 100), start=found.choice, watch=work.heard)
+    else:
+        return solved
+    if found is not solved:
+        notes.append(
+            f"the budget is {display_bytes(found.budget_bytes)} of the device's {display_bytes(usable)}: with more, "
+            "the caching allocator would hold more than the device has, in pieces that do not fit. A budget of your "
+            "own is taken as it is; PYTORCH_ALLOC_CONF=expandable_segments:True avoids the pieces"
+        )
+    return found
 
 
 def _room(problem: Problem, solved: Solved) -> list[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from memfit.errors import StateError
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 _uses: dict[str, Callable[..., Any]] = {}
+_ROOMS = {"apply": "memfit.engines", "remove": "memfit.engines", "verify": "memfit.verify"}
 
 
 def use(name: str) -> Callable[[_F], _F]:
@@ -22,7 +22,7 @@ def use(name: str) -> Callable[[_F], _F]:
 
 
 def used(name: str) -> Callable[..., Any]:
-    """The function of a name."""
+    """The function of a name; its room is imported when it is asked for the first time."""
     if name not in _uses:
-        raise StateError(f"Plan.{name} needs the whole package; write `import memfit` first")
+        importlib.import_module(_ROOMS[name])
     return _uses[name]

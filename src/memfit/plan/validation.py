@@ -125,6 +125,8 @@ def _overlap_problems(plan: Plan) -> Iterator[str]:
 
 def _shard_problems(plan: Plan) -> Iterator[str]:
     if plan.shard is None:
+        if plan.ranks > 1 and plan.status != "infeasible":
+            yield f"ranks is {plan.ranks}, and there is no shard that says how they divide the model"
         return
     if plan.ranks % plan.shard.ranks:
         yield f"shard.ranks is {plan.shard.ranks}, which does not divide {plan.ranks} ranks"

@@ -1,0 +1,1 @@
+"""One file for each command: a frozen dataclass whose fields are the options, and `run`."""

@@ -1,0 +1,83 @@
+"""`memfit calibrate`: the figures of this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from memfit.cli.options import Json, arg
+from memfit.cli.output import plain, show, show_json
+from memfit.cli.problems import UsageError, about, check_files
+
+if TYPE_CHECKING:
+    from memfit.cost import Calibration
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrate:
+    """Measure this machine for a minute or two and write its figures as a device of your own.
+
+    Give the new device as target, and predicted times are those of this machine.
+
+    examples:
+      memfit calibrate
+      memfit calibrate --device h100-sxm --name our-h100
+    """
+
+    device: Annotated[str, arg("DEVICE", "cpu")] = "cpu"
+    """The device that this machine has: `cpu`, or the name of its GPU such as `h100-sxm`."""
+    name: Annotated[str | None, arg("NAME", "the device's with -calibrated")] = None
+    """What to call it."""
+    output: Annotated[Path | None, arg("FILE", "among the user's devices", "-o")] = None
+    """Where to write the device file."""
+    threads: Annotated[int | None, arg("N", "as many as torch takes")] = None
+    """Threads that torch may use."""
+    json: Json = False
+    """Print JSON."""
+
+    def run(self) -> int:
+        import torch
+
+        from memfit.cost import calibrate
+        from memfit.hardware import load_device
+
+        if self.threads is not None and self.threads < 1:
+            raise UsageError(f"--threads is {self.threads}; write a whole number of at least 1")
+        check_files({"--output": self.output})
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        with about("--device"):
+            device = load_device(self.device)
+        calibration = calibrate(device, name=self.name)
+        path = calibration.save(self.output)
+        target = calibration.name if self.output is None else str(self.output)
+        if self.json:
+            show_json({**plain(calibration), "file": str(path), "target": target})
+            return 0
+        show(
+            Group(
+                _table(calibration),
+                Text(f"wrote {path}"),
+                Text(f"use it with --target {target}, in Python with target={target!r}"),
+            ),
+            soft_wrap=True,
+        )
+        return 0
+
+
+def _table(calibration: Calibration) -> Table:
+    from memfit.units import display_ms
+
+    table = Table(title=f"{calibration.machine}: parts of its peak that kernels reach")
+    for heading in ("family", "of peak FLOP/s", "of bandwidth", "fixed time"):
+        table.add_column(heading, justify="left" if heading == "family" else "right")
+    for each in calibration.efficiency.families:
+        table.add_row(each.family.value, f"{each.compute:.2f}", f"{each.bandwidth:.2f}", display_ms(each.overhead_ms))
+    rates = ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in calibration.flops_per_s.items())
+    table.caption = f"{rates}; memory {calibration.memory_bandwidth_bytes_per_s / 1e9:.1f} GB/s"
+    return table

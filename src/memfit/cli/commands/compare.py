@@ -1,0 +1,59 @@
+"""`memfit compare`: two plans or two traces side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from memfit.cli.given import is_trace, plan_given, trace_given
+from memfit.cli.options import Json, arg
+from memfit.cli.output import show, show_json
+from memfit.cli.problems import UsageError
+from memfit.errors import InputError
+
+if TYPE_CHECKING:
+    from memfit.plan import Plan
+    from memfit.trace import Trace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compare:
+    """Two plans or two traces side by side: what changed, and what it did.
+
+    Traces are what memfit.save_trace wrote.
+
+    examples:
+      memfit compare 60GiB.json 72GiB.json
+      memfit compare before.memfit after.memfit
+    """
+
+    first: Annotated[tyro.conf.Positional[Path], arg("A")]
+    """A plan (`memfit plan -o`) or a trace (.memfit)."""
+    second: Annotated[tyro.conf.Positional[Path], arg("B")]
+    """Another one of the same kind."""
+    json: Json = False
+    """Print JSON."""
+
+    def run(self) -> int:
+        from memfit.report.comparison import compare
+
+        first, second = _read(self.first), _read(self.second)
+        if type(first) is not type(second):
+            kinds = [type(each).__name__.lower() for each in (first, second)]
+            what = f"{self.first} is a {kinds[0]} and {self.second} a {kinds[1]}"
+            raise UsageError(f"A and B: {what}; give two plans or two traces")
+        found = compare(first, second)
+        if self.json:
+            show_json(found)
+        else:
+            show(found)
+        return 0
+
+
+def _read(path: Path) -> Plan | Trace:
+    if not path.is_file():
+        raise InputError(f"there is no file {path}; give a plan (memfit plan -o) or a trace (memfit.save_trace)")
+    return trace_given(path) if is_trace(path) else plan_given(path)

@@ -1,0 +1,69 @@
+"""`memfit explain`: what fills the memory of a step, and what would help."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from memfit.cli.given import plan_given, step_and_target, step_given
+from memfit.cli.options import HardwareOptions, Json, TimedStepOptions, arg
+from memfit.cli.output import show, show_json
+from memfit.cli.problems import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explain:
+    """What fills the peak, by category, module and line of code; what holds it; and the levers that would lower it.
+
+    STEP may also be a plan (.json) by itself; with --plan the step is explained as it runs under the plan.
+
+    examples:
+      memfit explain llama3-8b --target h100-sxm --ranks 8
+      memfit explain train.py:step --target rtx-4090 --budget 20GiB
+      memfit explain train.py:step --plan plan.json
+      memfit explain plan.json
+    """
+
+    step: TimedStepOptions
+    hardware: HardwareOptions
+    plan: Annotated[Path | None, arg("FILE")] = None
+    """A plan for this step, as `memfit plan -o` wrote it."""
+    levers: Annotated[bool, tyro.conf.arg(help_behavior_hint="(default: --levers)")] = True
+    """Work out what would lower the peak, which captures the step in other ways."""
+    json: Json = False
+    """Print JSON."""
+
+    def run(self) -> int:
+        from memfit.report.explain import explain
+
+        path = Path(self.step.step)
+        if path.suffix == ".json" and not self.step.step.startswith("hf:"):
+            self._check_no_hardware(f"STEP: {path}")
+            if self.plan is not None:
+                raise UsageError(f"--plan: STEP is a plan already ({path}); give the step that it is for as STEP")
+            found = explain(plan_given(path))
+        elif self.plan is not None:
+            self._check_no_hardware(f"--plan: {self.plan}")
+            plan = plan_given(self.plan)
+            given = step_given(self.step)
+            given.show()
+            found = explain(plan, given.step, budget=self.hardware.budget, cost=self.step.cost, levers=self.levers)
+        else:
+            given, target = step_and_target(self.step, self.hardware)
+            given.show()
+            found = explain(
+                given.step, target=target, budget=self.hardware.budget, cost=self.step.cost, levers=self.levers
+            )
+        if self.json:
+            show_json(found)
+        else:
+            show(found)
+        return 0
+
+    def _check_no_hardware(self, plan: str) -> None:
+        for name in ("target", "ranks"):
+            if getattr(self.hardware, name) is not None:
+                raise UsageError(f"--{name}: {plan} is a plan, which has its own; leave it out")

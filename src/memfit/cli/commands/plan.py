@@ -1,0 +1,97 @@
+"""`memfit plan`: from a step to the plan, and to the files that show it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from memfit.cli.files import write_files
+from memfit.cli.given import captured, solve_options, step_and_target
+from memfit.cli.levers import levers_given, levers_in_short
+from memfit.cli.options import FileOptions, HardwareOptions, Json, SolverOptions, TimedStepOptions, arg
+from memfit.cli.output import Work, say, show, show_json
+from memfit.cli.problems import UsageError, check_files
+
+if TYPE_CHECKING:
+    from memfit.report.facts import Report
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The fastest plan for a training step that fits the memory, proven. No GPU is needed.
+
+    The exit code is 3 when nothing fits; the plan then says the smallest budget that works.
+
+    examples:
+      memfit plan llama3-8b --target h100-sxm --ranks 8 --batch 2 --seq 8192
+      memfit plan train.py:step -t a100-sxm-80gb -b 60GiB -o plan.json
+      memfit plan hf:config.json -t h100-sxm --batch 4 --html report.html
+      memfit plan gpt2 -t rtx-4090 --batch 16 --forbid 'layers.*.attention'
+    """
+
+    step: TimedStepOptions
+    hardware: HardwareOptions
+    solver: SolverOptions
+    file: FileOptions
+    optimizer_lever: Json = False
+    """Also choose how the optimizer does its step: one tensor after another, on lists, or fused."""
+    output: Annotated[Path | None, arg("FILE", "", "-o")] = None
+    """Where to write the plan (JSON), for Plan.apply, memfit verify and memfit report."""
+    curve: Json = False
+    """Show the whole trade-off on the page as well."""
+    levers: Annotated[bool, tyro.conf.arg(help_behavior_hint="(default: --levers)")] = True
+    """Show what would lower the peak further; memfit explain has all of it."""
+    json: Json = False
+    """Print the plan as JSON."""
+
+    def run(self) -> int:
+        from memfit.plan import plan
+        from memfit.report.facts import Report
+        from memfit.trace import Trace
+
+        check_files({"--output": self.output, **self.file.by_option})
+        if self.curve and not self.file.any:
+            raise UsageError("--curve is for files that show the plan; add --html FILE, or use memfit curve")
+        given, target = step_and_target(self.step, self.hardware)
+        step = given.step
+        if self.optimizer_lever and isinstance(step, Trace):
+            raise UsageError("--optimizer-lever captures the step in other ways; give the step, not its trace")
+        given.show()
+        trace = captured(step, target)
+        options = solve_options(self.solver, trace, optimizer=self.optimizer_lever)
+        found = plan(
+            step if self.optimizer_lever else trace,
+            target=target,
+            budget=self.hardware.budget,
+            cost=self.step.cost,
+            options=options,
+        )
+        if self.output is not None:
+            found.save(self.output)
+            say(f"wrote {self.output}")
+        report: Report | None = None
+        if self.file.any or (self.levers and not self.json and found.blocker is None):
+            with Work("laying the plan over the step"):
+                report = Report.of(found, trace if found.optimizer is None else step, cost=self.step.cost)
+        if report is not None and self.file.any:
+            write_files(self.file, report.with_curve() if self.curve else report)
+        if self.json:
+            show_json(found)
+        else:
+            show(found)
+            if report is not None and self.levers and found.blocker is None:  # an infeasible plan has its own
+                show(levers_in_short(levers_given(report, step, self.step.cost), self._explain()))
+        return 3 if found.status == "infeasible" else 0
+
+    def _explain(self) -> str:
+        """The command that explains the step, under this plan when it was written."""
+        words = ["memfit explain", self.step.step]
+        where = {"--plan": self.output}
+        if self.output is None:
+            where = {"--target": self.hardware.target, "--ranks": self.hardware.ranks}
+        for option, value in {"--batch": self.step.batch, "--seq": self.step.seq, **where}.items():
+            words += [] if value is None else [option, str(value)]
+        return " ".join(words)

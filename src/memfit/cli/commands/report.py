@@ -1,0 +1,77 @@
+"""`memfit report`: a plan and its step as files for people and for other tools."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from memfit.cli.files import write_files
+from memfit.cli.given import plan_given, step_given
+from memfit.cli.options import FileOptions, Json, TimedStepOptions, arg
+from memfit.cli.output import Work
+from memfit.cli.problems import check_files
+from memfit.errors import InputError
+
+if TYPE_CHECKING:
+    from memfit.verify import Verification
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A plan laid over the step that it is for: a page, a Perfetto trace, a snapshot, Markdown or JSON.
+
+    Without an option for a file, the Markdown is printed.
+
+    examples:
+      memfit report plan.json train.py:step --html report.html --curve
+      memfit report plan.json train.py:step --verified verification.json --html report.html
+      memfit report plan.json llama3-8b --batch 2 --seq 8192 --perfetto step.json
+    """
+
+    plan: Annotated[tyro.conf.Positional[Path], arg("PLAN")]
+    """The plan, as `memfit plan -o` or Plan.save wrote it."""
+    step: TimedStepOptions
+    file: FileOptions
+    curve: Json = False
+    """Add the whole trade-off, which is solved for here."""
+    verified: Annotated[Path | None, arg("FILE")] = None
+    """What `memfit verify -o` wrote, to show what was measured."""
+    json: Json = False
+    """Print everything as JSON."""
+
+    def run(self) -> int:
+        from memfit.report.facts import Report as Facts
+        from memfit.report.json_document import json_of
+        from memfit.report.markdown import markdown_of
+
+        check_files(self.file.by_option)
+        plan = plan_given(self.plan)
+        verification = None if self.verified is None else _verification(self.verified)
+        given = step_given(self.step)
+        with Work("capturing the step, and laying the plan over it"):
+            report = Facts.of(plan, given.step, cost=self.step.cost, verification=verification)
+        if self.curve:
+            with Work("solving for the trade-off"):
+                report = report.with_curve()
+        write_files(self.file, report)
+        if self.json:
+            print(json_of(report).rstrip())
+        elif not self.file.any:
+            print(markdown_of(report).rstrip())
+        return 0
+
+
+def _verification(path: Path) -> Verification:
+    import msgspec
+
+    from memfit.verify import Verification
+
+    if not path.is_file():
+        raise InputError(f"there is no file {path}; give what `memfit verify -o` wrote")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Verification)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is no verification: {error}; give what `memfit verify -o` wrote") from error

@@ -1,0 +1,100 @@
+"""`memfit search`: the best batch size, the longest sequence, how many ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from memfit.cli.given import captured, solve_options, step_given, target_given
+from memfit.cli.options import HardwareOptions, Json, SolverOptions, TimedStepOptions, arg
+from memfit.cli.output import show, show_json
+from memfit.cli.problems import UsageError
+
+if TYPE_CHECKING:
+    from memfit.trace import Step, Trace
+
+_FIRST = {"batch": 1, "seq": 128, "ranks": 1}
+"""Values whose step has the names of units."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """The batch size with the highest throughput, the longest sequence that fits, or what more ranks do.
+
+    Every value gets its own fastest plan. STEP is a shape, an hf: configuration, or a function that takes
+    `batch` or `seq`. The exit code is 3 when nothing fits.
+
+    examples:
+      memfit search llama3-8b --target h100-sxm --ranks 8 --seq 8192
+      memfit search llama3-8b --over seq --target h100-sxm --ranks 8 --batch 1
+      memfit search train.py:step --over ranks --target a100-sxm-80gb --largest 32
+    """
+
+    step: TimedStepOptions
+    hardware: HardwareOptions
+    solver: SolverOptions
+    over: Annotated[Literal["batch", "seq", "ranks"], arg("{batch,seq,ranks}", "batch")] = "batch"
+    """What to search for."""
+    values: Annotated[str | None, arg("N,N,...")] = None
+    """Try these, until one does not fit."""
+    largest: Annotated[int | None, arg("N")] = None
+    """Do not go beyond this."""
+    json: Json = False
+    """Print JSON."""
+
+    def run(self) -> int:
+        from memfit.plan.searching import search
+
+        self._check()
+        values = None if self.values is None else _numbers(self.values)
+        names = (self.solver.force, self.solver.forbid, self.solver.units, self.solver.shard_units)
+        if self.hardware.target is not None:
+            target_given(self.hardware)
+        first = None
+        if self.over == "ranks" or any(names):
+            first = self._step_at(min(values) if values else _FIRST[self.over])
+        target = target_given(self.hardware, first)
+        options = solve_options(self.solver, None if first is None or not any(names) else captured(first, target))
+        found = search(
+            self._step_at if self.over != "ranks" or first is None else first,
+            over=self.over,
+            target=target,
+            ranks=None if self.over == "ranks" else self.hardware.ranks,
+            budget=self.hardware.budget,
+            values=values,
+            largest=self.largest,
+            cost=self.step.cost,
+            options=options,
+        )
+        if self.json:
+            show_json(found)
+        else:
+            show(found)
+        return 0 if found.fits else 3
+
+    def _check(self) -> None:
+        given = self.hardware.ranks if self.over == "ranks" else getattr(self.step, self.over)
+        if given is not None:
+            raise UsageError(f"--{self.over} is what the search finds; leave it out, or write --largest {given}")
+        if self.values is not None and self.largest is not None:
+            raise UsageError("--largest: the last of --values is the largest; leave one out")
+        if self.largest is not None and self.largest < 1:
+            raise UsageError(f"--largest is {self.largest}; write a whole number of at least 1")
+
+    def _step_at(self, value: int) -> Step | Trace:
+        options = self.step
+        if self.over == "batch":
+            options = replace(options, batch=value)
+        elif self.over == "seq":
+            options = replace(options, seq=value)
+        return step_given(options).step
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError as error:
+        raise UsageError(f"--values is {text!r}; write whole numbers with commas between, such as 1,2,4,8") from error
+    if found[0] < 1:
+        raise UsageError(f"--values is {text!r}; write whole numbers of at least 1")
+    return found

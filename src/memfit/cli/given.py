@@ -1,0 +1,192 @@
+"""What was written on the command line, turned into steps, traces, plans, targets and options of the library."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memfit.cli.options import HardwareOptions, SolverOptions, StepOptions
+from memfit.cli.output import Work, say
+from memfit.cli.problems import UsageError, about
+from memfit.errors import InputError
+
+if TYPE_CHECKING:
+    from memfit.hardware import Target
+    from memfit.plan import Plan
+    from memfit.solve import SolveOptions
+    from memfit.trace import Step, Trace
+
+_TRACE = b"memfit trace"
+_EXAMPLES = "--target h100-sxm, --target a100-sxm-80gb, --target rtx-4090 or --target cpu; `memfit devices` lists all"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What STEP names, what it is in words, and what was chosen for want of an option."""
+
+    step: Step | Trace
+    title: str
+    notes: tuple[str, ...] = ()
+
+    def show(self) -> None:
+        """Say what is looked at, on the error output; results say the rest."""
+        say("; ".join((self.title, *self.notes)))
+
+
+def step_and_target(step: StepOptions, hardware: HardwareOptions) -> tuple[Given, Target]:
+    """Both; a target that is named is looked at first, for a step may take its time."""
+    if hardware.target is not None:
+        target_given(hardware)
+    found = step_given(step)
+    return found, target_given(hardware, found.step)
+
+
+def step_given(options: StepOptions) -> Given:
+    """The step that STEP names, or the trace when it is the file of one."""
+    for name in ("batch", "seq"):
+        number = getattr(options, name)
+        if number is not None and number < 1:
+            raise UsageError(f"--{name} is {number}; write a whole number of at least 1")
+    path = Path(options.step)
+    if path.is_file() and is_trace(path):
+        for name in ("batch", "seq"):
+            if getattr(options, name) is not None:
+                raise UsageError(f"--{name}: {path} is a trace, of one batch; give the step it was captured from")
+        return Given(step=trace_given(path), title=f"the trace {path.name}")
+    if path.suffix == ".memfit":
+        raise InputError(f"there is no trace {path}; memfit.save_trace(trace, path) writes one")
+    if path.is_file() and path.suffix == ".json":
+        raise UsageError(
+            f"STEP: {path} is a file of JSON; for a configuration of transformers write hf:{path}, and the step that a "
+            "plan was made for is the one given to memfit plan"
+        )
+    from memfit.shapes import named_step_at
+
+    found = named_step_at(options.step, batch=options.batch, seq=options.seq)
+    return Given(step=found.step, title=found.title, notes=found.notes)
+
+
+def trace_given(path: Path) -> Trace:
+    """The trace in a file."""
+    from memfit.trace import load_trace
+
+    return load_trace(path)
+
+
+def is_trace(path: Path) -> bool:
+    """Whether a file begins as traces do."""
+    with open(path, "rb") as file:
+        return file.read(len(_TRACE)) == _TRACE
+
+
+def plan_given(path: Path) -> Plan:
+    """The plan in a file."""
+    from memfit.plan import load
+
+    if not path.is_file():
+        raise InputError(f"there is no file {path}; give a plan that `memfit plan -o` or Plan.save wrote")
+    return load(path)
+
+
+def target_given(options: HardwareOptions, step: Step | Trace | None = None) -> Target:
+    """The target: the one that is named, the one of a trace, or the GPU that is here."""
+    from memfit.hardware import Target
+    from memfit.trace import Trace
+
+    if options.ranks is not None and options.ranks < 1:
+        raise UsageError(f"--ranks is {options.ranks}; write a whole number of at least 1")
+    if options.target is not None:
+        with about("--target"):
+            target = Target.parse(options.target, ranks=options.ranks)
+    elif isinstance(step, Trace):
+        target = Target.parse(step.hardware, ranks=options.ranks)
+    else:
+        target = Target.parse(_gpu_here(), ranks=options.ranks)
+    if isinstance(step, Trace) and step.device != target.device.name:
+        raise UsageError(
+            f"--target: the trace was captured for {step.device}, and the kernels of {target.device.name} may be "
+            "others; leave --target out, or give the step"
+        )
+    with about("--budget"):
+        target.budget_bytes(options.budget)
+    return target
+
+
+def _gpu_here() -> str:
+    import torch
+
+    from memfit.hardware import load_device
+
+    if not torch.cuda.is_available():
+        raise UsageError(f"--target: there is no GPU here to plan for; name one: {_EXAMPLES}")
+    name = torch.cuda.get_device_name()
+    try:
+        return load_device(name).name
+    except InputError as error:
+        raise UsageError(
+            f"--target: the GPU here is {name!r}, of which memfit has no figures; name one: {_EXAMPLES}"
+        ) from error
+
+
+def captured(step: Step | Trace, target: Target) -> Trace:
+    """The trace of a step for the target's device."""
+    from memfit.trace import Trace, trace
+
+    if isinstance(step, Trace):
+        return step
+    with Work("capturing one training step"):
+        return trace(step, target=target)
+
+
+def solve_options(options: SolverOptions, trace: Trace | None, *, optimizer: bool = False) -> SolveOptions:
+    """What the library's solver is asked; names with a star stand for all units that they fit.
+
+    Names are looked up in the trace, which may be left out when there are none.
+    """
+    from memfit.solve import Limits, ShardOptions, SolveOptions
+    from memfit.tradeoff import units
+
+    found = () if trace is None else units(trace)
+    names = [unit.name for unit in found]
+    named = {option: _expanded(option, getattr(options, option), names) for option in ("force", "forbid", "units")}
+    for option, given in named.items():
+        with about(f"--{option}"):
+            SolveOptions(ac_units=given).allowed(found, ())
+    modules = [] if trace is None else sorted({call.module for call in trace.calls if call.module})
+    sharded = _expanded("shard-units", options.shard_units, modules)
+    with about("--time-limit"):
+        limits = Limits() if options.time_limit is None else Limits(time_limit_s=options.time_limit)
+    with about("--force and --forbid"):
+        return SolveOptions(
+            force=named["force"],
+            forbid=named["forbid"],
+            ac_units=named["units"] or None,
+            shard=ShardOptions(
+                units=sharded or None,
+                shard_dtype=options.shard_dtype,
+                param_dtype=options.param_dtype,
+                reduce_dtype=options.reduce_dtype,
+            ),
+            limits=limits,
+            optimizer=optimizer,
+        )
+
+
+def _expanded(option: str, given: tuple[str, ...], names: list[str]) -> tuple[str, ...]:
+    """Names as they are, patterns as the names that they fit; a star stands for one part of a path."""
+    found: list[str] = []
+    for each in given:
+        if "*" not in each:
+            found.append(each)
+            continue
+        pattern = re.compile(re.escape(each).replace(r"\*", r"[^.#]*"))
+        fitting = [name for name in names if pattern.fullmatch(name)]
+        if not fitting:
+            paths = [name for name in names if name]
+            shown, more = ", ".join(paths[:4]), len(paths) - 4
+            rest = f" and {more} more" if more > 0 else ""
+            raise UsageError(f"--{option}: nothing fits {each!r}; there are {shown}{rest}")
+        found += fitting
+    return tuple(dict.fromkeys(found))

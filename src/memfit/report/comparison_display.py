@@ -1,0 +1,148 @@
+"""A comparison for people: what changed, what it did, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from memfit.units import display_bytes, display_ms
+
+if TYPE_CHECKING:
+    from memfit.report.comparison import Comparison
+
+_ROWS = 12
+_NOTHING = "-"
+_LEAST_PART = 5e-4
+"""A smaller part of the whole would be shown as nothing."""
+
+
+def comparison_report(found: Comparison) -> Group:
+    """Everything that differs, within 100 columns; only that nothing does, when nothing does."""
+    text = Text(f"two {found.kind} compared\n  first:  {found.first}\n  second: {found.second}")
+    if found.same:
+        return Group(text, Text("nothing differs", style="bold green"))
+    parts: list[RenderableType] = [text, Text(), _changed(found), Text(), _effects(found), Text(), _places(found)]
+    for table in (_decisions(found), _modules(found), _ops(found)):
+        if table is not None:
+            parts += [Text(), table]
+    return Group(*parts)
+
+
+def _table(title: str, *names: str, left: int = 1) -> Table:
+    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    for place, name in enumerate(names):
+        if place < left:
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _changed(found: Comparison) -> RenderableType:
+    if not found.changed:
+        return Text("what changed: nothing of what they were made from")
+    table = _table("what changed", "", "first", "second", left=3)
+    for each in found.changed[:_ROWS]:
+        table.add_row(
+            Text(each.name), *(Text(_NOTHING if side is None else side) for side in (each.first, each.second))
+        )
+    return _more(table, len(found.changed))
+
+
+def _effects(found: Comparison) -> Table:
+    """Memory and time on both sides; what does not differ has no change."""
+    table = _table("what it did", "", "first", "second", "change")
+    for each in found.memory:
+        table.add_row(each.name, *_cells(each.first_bytes, each.second_bytes, display_bytes))
+    if found.times:
+        table.add_section()
+    for each in found.times:
+        table.add_row(each.name, *_cells(each.first_ms, each.second_ms, display_ms))
+    if found.flops is not None:
+        table.add_section()
+        table.add_row(found.flops.name, *_cells(found.flops.first, found.flops.second, _flops))
+    return table
+
+
+def _places(found: Comparison) -> Text:
+    if found.first_peak_at == found.second_peak_at:
+        return Text(f"highest on both sides: {found.first_peak_at}")
+    return Text(f"highest in the first:  {found.first_peak_at}\nhighest in the second: {found.second_peak_at}")
+
+
+def _decisions(found: Comparison) -> Table | None:
+    if not found.decisions:
+        return None
+    names = ("unit", "units", "each drops, first", "second", "recompute all, first", "second")
+    table = _table("decisions that differ", *names)
+    for each in found.decisions[:_ROWS]:
+        table.add_row(
+            Text.assemble(each.units, " ", (each.kind, "dim")),
+            str(each.count),
+            *(_NOTHING if side is None else display_bytes(side) for side in (each.first_bytes, each.second_bytes)),
+            *(_NOTHING if side is None else display_ms(side) for side in (each.first_ms, each.second_ms)),
+        )
+    return _more(table, len(found.decisions))
+
+
+def _modules(found: Comparison) -> Table | None:
+    if not found.modules:
+        return None
+    names = ("module", "modules", "left for backward", "change", "FLOPs", "change")
+    table = _table("modules that differ, with those inside them", *names)
+    for each in found.modules[:_ROWS]:
+        count = str(each.second_modules)
+        if each.first_modules != each.second_modules:
+            count = f"{each.first_modules} -> {each.second_modules}"
+        table.add_row(
+            Text(each.module),
+            count,
+            display_bytes(each.second_activation_bytes),
+            _signed(each.second_activation_bytes - each.first_activation_bytes, display_bytes),
+            _flops(each.second_flops),
+            _signed(each.second_flops - each.first_flops, _flops),
+        )
+    return _more(table, len(found.modules))
+
+
+def _ops(found: Comparison) -> Table | None:
+    if not found.ops:
+        return None
+    table = _table("ops that run another number of times", "op", "first", "second", "change")
+    for each in found.ops[:_ROWS]:
+        name = each.name.removeprefix("aten.").removesuffix(".default")
+        table.add_row(Text(name), str(each.first), str(each.second), f"{each.second - each.first:+}")
+    return _more(table, len(found.ops))
+
+
+def _more(table: Table, rows: int) -> Table:
+    if rows > _ROWS:
+        table.caption = f"and {rows - _ROWS} more"
+        table.caption_justify = "left"
+    return table
+
+
+def _cells(first: float | None, second: float | None, shown: Callable[[float], str]) -> list[str]:
+    """Both sides and by how much they differ: in their own unit, and as a part where there is one."""
+    cells = [_NOTHING if side is None else shown(side) for side in (first, second)]
+    if first is None or second is None or first == second:
+        return [*cells, ""]
+    part = (second - first) / first if first else 0.0
+    shown_part = f" ({part:+.1%})" if abs(part) >= _LEAST_PART else ""
+    return [*cells, _signed(second - first, shown) + shown_part]
+
+
+def _signed(difference: float, shown: Callable[[float], str]) -> str:
+    return f"{'+' if difference > 0 else ''}{shown(difference)}" if difference else ""
+
+
+def _flops(count: float) -> str:
+    """FLOPs in the unit that a person would choose."""
+    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if abs(count) >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f}"

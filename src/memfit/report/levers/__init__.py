@@ -1,0 +1,43 @@
+"""Levers: what would lower the peak of a step, each with its effect worked out, the cheapest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from memfit.report.levers.case import Case
+from memfit.report.levers.checkpointing import checkpointing
+from memfit.report.levers.chunked import chunked_cross_entropy
+from memfit.report.levers.gradients import gradients
+from memfit.report.levers.holding import holding
+from memfit.report.levers.lever import Basis, Lever, in_order
+from memfit.report.levers.loss import loss
+from memfit.report.levers.micro_batch import micro_batch
+from memfit.report.levers.offload import offload
+from memfit.report.levers.optimizer import optimizer
+from memfit.report.levers.precision import precision
+from memfit.report.levers.sharding import sharding
+
+__all__ = ["LEVERS", "Basis", "Case", "Lever", "chunked_cross_entropy", "levers_of"]
+
+LEVERS: dict[str, Callable[[Case], Iterator[Lever]]] = {
+    "results that are held": holding,
+    "gradients between steps": gradients,
+    "the optimizer's step": optimizer,
+    "a chunked loss": loss,
+    "checkpointing": checkpointing,
+    "a smaller micro-batch": micro_batch,
+    "bfloat16": precision,
+    "more ranks": sharding,
+    "offloading": offload,
+}
+"""Every family of levers, by what it tries."""
+
+
+def levers_of(case: Case, watch: Callable[[str], None] | None = None) -> tuple[Lever, ...]:
+    """All levers that save enough, in order of bytes saved for each millisecond lost; `watch` hears what is tried."""
+    found: list[Lever] = []
+    for what, family in LEVERS.items():
+        if watch is not None:
+            watch(what)
+        found += [lever for lever in family(case) if case.matters(lever.saves_bytes)]
+    return in_order(found)

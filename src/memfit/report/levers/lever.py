@@ -1,0 +1,51 @@
+"""A lever: something that lowers the peak of a step, with its effect worked out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Basis = Literal["captured", "estimated"]
+"""`captured`: the changed step was captured or solved, and replayed op by op. `estimated`: arithmetic on the trace."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lever:
+    """What to change, in a line of code, and what that would do to the peak and the time of a step.
+
+    `costs_ms` is how much longer a step takes, negative when it is faster and None when that is not known. `units` are
+    the modules it is about. With `same_numbers` the step computes what it did, but for rounding.
+    """
+
+    name: str
+    how: str
+    peak_bytes: int
+    saves_bytes: int
+    costs_ms: float | None
+    basis: Basis
+    assumes: str = ""
+    units: tuple[str, ...] = ()
+    same_numbers: bool = True
+
+    @property
+    def free(self) -> bool:
+        """Whether a step takes no longer."""
+        return self.costs_ms is not None and self.costs_ms <= 0
+
+    @property
+    def bytes_per_ms(self) -> float | None:
+        """Bytes saved for each millisecond lost; None when nothing is lost, or it is not known how much."""
+        return None if self.costs_ms is None or self.costs_ms <= 0 else self.saves_bytes / self.costs_ms
+
+
+def in_order(levers: list[Lever]) -> tuple[Lever, ...]:
+    """Free ones first, by what they save; then by bytes saved for each millisecond; last those of unknown time."""
+    return tuple(sorted(levers, key=_place))
+
+
+def _place(lever: Lever) -> tuple[int, float]:
+    if lever.free:
+        return 0, -float(lever.saves_bytes)
+    if lever.bytes_per_ms is not None:
+        return 1, -lever.bytes_per_ms
+    return 2, -float(lever.saves_bytes)

@@ -1,0 +1,39 @@
+"""Sharding parameters, gradients and optimizer state over more ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from memfit.errors import InputError
+from memfit.hardware import Target
+from memfit.paths import alike, folded
+from memfit.report.levers.case import Case
+from memfit.report.levers.lever import Lever
+from memfit.solve import repeated_blocks
+
+_FROM_ONE = (2, 4, 8)
+_TIMES = (2, 4)
+
+
+def sharding(case: Case) -> Iterator[Lever]:
+    """The step as one of more ranks runs it, each on a batch of the same size."""
+    now = case.target.ranks
+    blocks: dict[str, list[str]] = defaultdict(list)
+    for block in case.report.problem.options.shard.units or repeated_blocks(case.trace):
+        blocks[alike(block)].append(block)
+    named = f"each of {', '.join(map(folded, blocks.values()))}, then " if blocks else ""
+    for ranks in _FROM_ONE if now == 1 else tuple(now * times for times in _TIMES):
+        try:
+            target = Target.parse(case.target, ranks=ranks)
+            effect = case.effect(target=target)
+        except InputError as error:
+            case.left_out.append(f"sharding over {ranks} ranks: {error}")
+            return
+        yield case.lever(
+            f"sharding over {ranks} ranks" if now == 1 else f"sharding over {ranks} ranks instead of {now}",
+            f"torchrun on {ranks} devices; fully_shard {named}the model",
+            effect,
+            "captured",
+            assumes="a batch of this size on every device",
+        )

@@ -1,0 +1,206 @@
+"""A report for a pull request: the headline, without and with the plan, decisions, what was measured and assumed.
+
+Note [Safe to paste]: names of modules and ops, source lines and notes come from whoever wrote the model. In prose every
+character is escaped that Markdown or HTML gives a meaning to; names stand in code spans, whose fences are longer than
+any run of backticks in them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+
+from memfit.plan import Plan
+from memfit.plan.display import counted
+from memfit.plan.record import Blocker, Estimate
+from memfit.report.facts import Report
+from memfit.report.page.assumed import assumed
+from memfit.report.page.decisions import decisions
+from memfit.report.page.words import headline, place
+from memfit.solve.curve_display import headline as curve_headline
+from memfit.trace import Category
+from memfit.units import display_bytes, display_ms
+from memfit.verify import Verification
+from memfit.verify.verification import BytesBeside, MsBeside
+
+_ROWS = 12
+_MEANING = re.compile(r"([\\`*_\[\]|~#@!])")
+_HTML = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
+
+
+def markdown_of(report: Report) -> str:
+    """The report as GitHub shows it; the same report is the same text."""
+    words = headline(report)
+    parts = [
+        f"### memfit: {_prose(words.verdict.lower())}, {_prose(words.figures)}",
+        f"{_prose(words.subject)}. {' '.join(map(_prose, words.sentences))}",
+        _before_and_after(report),
+        *_highest(report),
+    ]
+    if report.curve is not None:
+        parts.append(f"**Trade-off:** {_prose(curve_headline(report.curve))}.")
+    if report.verification is not None:
+        parts += _verified(report.verification)
+    parts += [*_decisions(report), *_levers(report), *_assumed(report)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _before_and_after(report: Report) -> str:
+    """Peak, reserved, time and categories, each without the plan and with it."""
+    plan = report.plan
+    without = "without a plan" if report.target.ranks == 1 else "only sharded"
+    if plan is None:
+        timeline = report.baseline
+        step_ms = report.runtime.total_ms + report.problem.exposed_ms
+        rows = [["**peak**", display_bytes(timeline.peak_bytes)], ["**step**", display_ms(step_ms)]]
+        rows += [[category.value, display_bytes(n)] for category, n in timeline.peak_by_category.items()]
+        return _table(["", "as it is"], rows)
+    columns: list[Estimate | Blocker] = [plan.baseline]
+    names = ["", without]
+    if plan.predicted is not None:
+        columns.append(plan.predicted)
+        names += ["with the plan", "change"]
+    elif plan.blocker is not None:
+        columns.append(plan.blocker)
+        names += ["the lowest there is", "change"]
+    return _table(names, _rows(plan, columns))
+
+
+def _rows(plan: Plan, columns: Sequence[Estimate | Blocker]) -> Iterator[list[str]]:
+    estimates = [each for each in columns if isinstance(each, Estimate)]
+    yield ["**peak**", *_bytes_cells([each.peak_bytes for each in columns])]
+    if len(estimates) == len(columns):
+        yield ["reserved by the allocator", *_bytes_cells([each.peak_reserved_bytes for each in estimates])]
+        times = [each.step_ms for each in estimates]
+        yield ["**step**", *map(display_ms, times), *([_part(times[1], times[0])] if len(times) == 2 else [])]
+    if plan.predicted is not None:
+        yield ["recomputing", "", display_ms(plan.predicted.recompute_ms), ""]
+        if plan.ranks > 1:
+            yield ["waiting for communication", "", display_ms(plan.predicted.exposed_communication_ms), ""]
+    by_category = [each.peak_by_category for each in columns]
+    for category in sorted(Category, key=lambda category: -max(each.get(category, 0) for each in by_category)):
+        if any(category in each for each in by_category):
+            yield [f"{category.value} at the peak", *_bytes_cells([each.get(category, 0) for each in by_category])]
+
+
+def _bytes_cells(values: Sequence[int]) -> list[str]:
+    cells = [display_bytes(value) for value in values]
+    return [*cells, _part(values[1], values[0])] if len(values) == 2 else cells
+
+
+def _part(now: float, then: float) -> str:
+    """The change as a part of what was; nothing where there is none or there was nothing."""
+    if now == then or not then:
+        return ""
+    part = (now - then) / then
+    return f"{part:+.1%}" if abs(part) >= 5e-4 else "under 0.1%"
+
+
+def _highest(report: Report) -> Iterator[str]:
+    plan = report.plan
+    if plan is None:
+        return
+    without = "without a plan" if plan.ranks == 1 else "when only sharded"
+    lines = [f"Highest {without}: {_prose(place(plan.baseline.peak_at))}."]
+    if plan.predicted is not None:
+        lines.append(f"Highest with the plan: {_prose(place(plan.predicted.peak_at))}.")
+    yield " ".join(lines)
+
+
+def _decisions(report: Report) -> Iterator[str]:
+    """Units that are alike are one row; those that cost most bytes first."""
+    plan = report.plan
+    if plan is None or not plan.checkpoint:
+        return
+    found = [row for row in decisions(report) if row["decision"] != "kept"]
+    found.sort(key=lambda row: -row["all_bytes"])
+    rows = [
+        [
+            _code(row["unit"]),
+            str(row["units"]),
+            display_bytes(row["drops_bytes"]),
+            _code(row["keeps"]) if row["keeps"] else "nothing",
+            display_ms(row["each_ms"]),
+        ]
+        for row in found[:_ROWS]
+    ]
+    table = _table(["unit", "units", "each drops", "keeps", "recompute"], rows, left=(0, 3))
+    if len(found) > _ROWS:
+        table += f"\n\nand {len(found) - _ROWS} more"
+    yield _folded(f"Decisions: {counted(len(plan.checkpoint), 'unit')} checkpointed", table)
+
+
+def _levers(report: Report) -> Iterator[str]:
+    if report.plan is None or report.plan.blocker is None or not report.plan.blocker.levers:
+        return
+    rows = [
+        [_prose(lever.name), display_bytes(lever.saves_bytes), _prose(lever.how)]
+        for lever in report.plan.blocker.levers
+    ]
+    yield "**What would help:**\n\n" + _table(["lever", "saves about", "how"], rows, left=(0, 2))
+
+
+def _verified(found: Verification) -> list[str]:
+    if found.ok:
+        verdict = "the plan holds"
+    else:
+        verdict = "the plan holds, but for its time" if found.only_time_differs else "the plan does not hold"
+    rows = [
+        *_beside("peak without the plan", found.baseline_peak),
+        *_beside("peak with the plan", found.peak),
+        *_beside("step without the plan", found.baseline_step),
+        *_beside("step with the plan", found.step),
+    ]
+    parts = [f"**Verified on {_prose(found.device)}:** {verdict}.", _table(["", "predicted", "measured", "by"], rows)]
+    if found.findings:
+        parts.append("\n".join(f"- {_prose(finding)}" for finding in found.findings))
+    exactness = found.exactness
+    if exactness is not None and exactness.equal:
+        parts.append(
+            f"Losses, {exactness.gradients} gradients, parameters and buffers of {exactness.steps} steps are the same "
+            "bit for bit with and without the plan."
+        )
+    return parts
+
+
+def _beside(name: str, each: BytesBeside | MsBeside | None) -> Iterator[list[str]]:
+    if isinstance(each, BytesBeside):
+        off = f"{each.error:+.2%}" if each.difference_bytes else "none"
+        yield [name, display_bytes(each.predicted_bytes), display_bytes(each.measured_bytes), off]
+    elif each is not None:
+        yield [name, display_ms(each.predicted_ms), display_ms(each.measured_ms), f"{each.error:+.1%}"]
+
+
+def _assumed(report: Report) -> Iterator[str]:
+    facts = [f"- {_prose(name)}: {_prose(value)}" for name, value in assumed(report)["facts"]]
+    notes = report.plan.notes if report.plan is not None else report.trace.notes
+    facts += [f"- note: {_prose(note)}" for note in notes]
+    yield _folded("What was assumed", "\n".join(facts))
+
+
+def _folded(title: str, inside: str) -> str:
+    """A part that opens when asked; Markdown inside it needs empty lines around."""
+    return f"<details><summary>{_prose(title)}</summary>\n\n{inside}\n\n</details>"
+
+
+def _table(names: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    lines = [_line(names), _line("---" if place in left else "---:" for place in range(len(names)))]
+    return "\n".join([*lines, *map(_line, rows)])
+
+
+def _line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _prose(text: str) -> str:
+    """Text that is nothing but text (Note [Safe to paste])."""
+    flat = " ".join(text.split())
+    return "".join(_HTML.get(each, each) for each in _MEANING.sub(r"\\\1", flat))
+
+
+def _code(text: str) -> str:
+    """A name in a table cell; a pipe would end the cell also in a code span."""
+    flat = " ".join(text.split()).replace("|", "\\|")
+    longest = max((len(run) for run in re.findall("`+", flat)), default=0)
+    fence, space = "`" * (longest + 1), " " if longest else ""
+    return f"{fence}{space}{flat}{space}{fence}"

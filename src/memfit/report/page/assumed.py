@@ -1,0 +1,138 @@
+"""What the figures of a page rest on: the device with its sources, how the step was captured, and versions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from memfit._version import __version__
+from memfit.cost import Roofline
+from memfit.hardware import Device
+from memfit.hardware.device import Link
+from memfit.hardware.efficiency import Family
+from memfit.plan.facts import trace_facts
+from memfit.report.facts import Report
+from memfit.units import display_bytes, display_ms
+
+
+def assumed(report: Report) -> dict[str, Any]:
+    """Short facts, and the device's figures each with its source and date."""
+    return {"facts": _facts(report), "figures": _figures(report.target.device), "notes": list(_notes(report))}
+
+
+def _facts(report: Report) -> list[list[str]]:
+    trace, target, device = report.trace, report.target, report.target.device
+    facts = trace_facts(trace)
+    overhead = display_bytes(device.overhead_bytes)
+    found = [
+        ["device", f"{device.title} ({device.name}), {display_bytes(device.memory_total_bytes)}"],
+        ["usable for tensors", f"{display_bytes(device.usable_bytes)}, after {overhead} of context and workspaces"],
+        ["ranks", f"{target.ranks}, {target.ranks_per_node} to a node" if target.ranks > 1 else "1"],
+    ]
+    if target.ranks > 1:
+        found.append(["link inside a node", _link(target.intra_node_link)])
+        if target.nodes > 1:
+            found.append(["link between nodes", _link(target.inter_node_link)])
+    shapes = [
+        f"{each.dtype} {'x'.join(map(str, each.shape)) or 'scalar'}"
+        for each in facts.inputs
+        if each.shape is not None and each.dtype is not None
+    ]
+    plan = report.plan
+    found += [
+        ["batch", ", ".join(shapes) or "nothing that an op reads"],
+        ["autocast", trace.autocast or "off"],
+        ["optimizer", trace.optimizer or "none"],
+        ["captured", f"{len(trace.ops):,} ops, {len(trace.storages):,} storages, {len(trace.calls):,} module calls"],
+        ["allocator", f"{device.allocator.name}, storages rounded up to {device.allocator.rounding_bytes} bytes"],
+        ["memory", "replayed op by op from the captured step; tensors alive, as the allocator rounds them"],
+        ["times of ops", _times(report)],
+        ["versions", f"memfit {plan.memfit if plan is not None else __version__}, torch {trace.torch}"],
+        ["fingerprint of the step", trace.fingerprint],
+    ]
+    return found
+
+
+def _times(report: Report) -> str:
+    """Where the times come from: a report has them without the model that gave them, so that is compared."""
+    given, roofline = report.runtime.op_ms, Roofline.of(report.target).op_ms(report.trace)
+    ran = given > 0
+    if given.shape == roofline.shape and np.allclose(given[ran], roofline[ran], rtol=1e-6):
+        return "roofline: an op takes what its FLOPs or bytes need at the rates below"
+    return "measured, or given: not those of the device's roofline"
+
+
+def _notes(report: Report) -> tuple[str, ...]:
+    notes = report.plan.notes if report.plan is not None else report.trace.notes
+    exposed = report.problem.exposed_ms
+    if exposed:
+        notes = (
+            *notes,
+            f"the time axis is compute time; {display_ms(exposed)} of waiting for communication has no place on it",
+        )
+    plan = report.plan
+    if plan is not None and plan.baseline.peak_bytes != report.baseline.peak_bytes:
+        notes = (
+            *notes,
+            f"the step without the plan is drawn with the plan's optimizer step; as given it peaks at "
+            f"{display_bytes(plan.baseline.peak_bytes)}",
+        )
+    return notes
+
+
+def _link(link: Link) -> str:
+    return f"{link.name}, {link.bandwidth_bytes_per_s / 1e9:,.0f} GB/s each way, {display_ms(link.latency_ms)} a hop"
+
+
+def _figures(device: Device) -> list[dict[str, Any]]:
+    return [
+        {
+            "key": each.key,
+            "value": figure(device, each.key),
+            "source": each.source,
+            "publisher": each.publisher,
+            "date": each.date,
+            "seen": each.seen,
+            "estimate": each.estimate,
+            "reason": each.reason,
+        }
+        for each in device.provenance
+    ]
+
+
+def figure(device: Device, key: str) -> str:
+    """The value of a figure that provenance names, with its unit; empty for one that is not shown."""
+    section, _, name = key.partition(".")
+    if section == "flops":
+        rate = getattr(device.flops_per_s, name, None)
+        return "" if rate is None else f"{rate / 1e12:,.1f} TFLOP/s"
+    if section == "efficiency":
+        return _efficiency(device, name)
+    known: dict[str, object] = {
+        "memory.total_bytes": display_bytes(device.memory_total_bytes),
+        "memory.bandwidth_bytes_per_s": f"{device.memory_bandwidth_bytes_per_s / 1e9:,.0f} GB/s",
+        "links.ranks_per_node": device.ranks_per_node,
+        "overheads.context_bytes": display_bytes(device.context_bytes),
+        "overheads.blas_workspace_bytes": display_bytes(device.blas_workspace_bytes),
+        "overheads.blaslt_workspace_bytes": display_bytes(device.blaslt_workspace_bytes),
+        "compute.multiprocessors": device.multiprocessors,
+        "compute.shared_memory_per_block_bytes": display_bytes(device.shared_memory_per_block_bytes or 0),
+        "compute.capability": ".".join(map(str, device.compute_capability or ())),
+        "compute.threads": device.threads,
+    }
+    value = known.get(key)
+    return "" if value is None else str(value)
+
+
+def _efficiency(device: Device, name: str) -> str:
+    family, _, factor = name.partition(".")
+    if family == "host":
+        value = getattr(device.efficiency.host, factor, None)
+    elif family in {each.value for each in Family}:
+        value = getattr(device.efficiency[Family(family)], factor, None)
+    else:
+        value = None
+    if value is None:
+        return ""
+    return display_ms(value) if factor.endswith("_ms") else f"{value:.0%} of peak"

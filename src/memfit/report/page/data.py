@@ -1,0 +1,185 @@
+"""Everything that the page's script draws, as plain values."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from memfit.memory import CATEGORIES
+from memfit.paths import alike, folded
+from memfit.plan import Plan
+from memfit.plan.record import Estimate, ShardPlan
+from memfit.report.facts import Report
+from memfit.report.page.assumed import assumed
+from memfit.report.page.decisions import decisions
+from memfit.report.page.drawn import drawn
+from memfit.report.page.strings import Strings, named
+from memfit.report.page.tree import module_tree
+from memfit.report.page.words import place
+from memfit.solve import Curve
+from memfit.solve.sharding import Sharding
+from memfit.trace import Category, Phase
+from memfit.verify import Verification
+from memfit.verify.verification import BytesBeside, MsBeside
+
+
+class Explained(Protocol):
+    """An explanation of a step; its levers are shown."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def page_data(report: Report, explanation: Explained | None = None) -> dict[str, Any]:
+    """The data of the page. The same report gives the same values in the same order."""
+    strings = Strings()
+    timelines = {"baseline": drawn(report, report.baseline, strings)}
+    if report.planned is not None:
+        timelines["planned"] = drawn(report, report.planned, strings)
+    plan = report.plan
+    return {
+        "categories": [category.value for category in CATEGORIES],
+        "phases": [phase.value for phase in Phase],
+        "budget_bytes": report.target.usable_bytes if plan is None else plan.budget_bytes,
+        "budget_is": "usable memory" if plan is None else "budget",
+        "ranks": report.target.ranks,
+        "timelines": timelines,
+        "tree": module_tree(report, strings),
+        "estimates": _estimates(report),
+        "decisions": decisions(report),
+        "curve": None if report.curve is None else _curve(report.curve, plan),
+        "shard": _shard(plan.shard, report.problem.sharding) if plan is not None and plan.shard is not None else None,
+        "blocker": _blocker(plan),
+        "levers": _levers(explanation),
+        "verification": None if report.verification is None else _verification(report.verification),
+        "assumed": assumed(report),
+        "strings": strings.texts,
+    }
+
+
+def _estimates(report: Report) -> list[dict[str, Any]]:
+    """Memory and time without the plan and with it; when nothing fits, beside the lowest peak that there is."""
+    plan = report.plan
+    without = "without a plan" if report.target.ranks == 1 else "only sharded"
+    if plan is None:
+        step_ms = report.runtime.total_ms + report.problem.exposed_ms
+        return [_column("as it is", report.baseline.peak_bytes, report.baseline.peak_by_category, step_ms=step_ms)]
+    found = [_estimate(without, plan.baseline)]
+    if plan.predicted is not None:
+        predicted = plan.predicted
+        found.append(_estimate("with the plan", predicted))
+        found[-1]["recompute_ms"] = predicted.recompute_ms
+        found[-1]["exposed_ms"] = predicted.exposed_communication_ms if plan.ranks > 1 else None
+    elif plan.blocker is not None:
+        blocker = plan.blocker
+        found.append(_column("the lowest there is", blocker.peak_bytes, blocker.peak_by_category))
+        found[-1]["place"] = place(blocker.peak_at)
+    return found
+
+
+def _estimate(name: str, estimate: Estimate) -> dict[str, Any]:
+    column = _column(name, estimate.peak_bytes, estimate.peak_by_category, step_ms=estimate.step_ms)
+    return {**column, "reserved_bytes": estimate.peak_reserved_bytes, "place": place(estimate.peak_at)}
+
+
+def _column(
+    name: str, peak_bytes: int, by_category: Mapping[Category, int], *, step_ms: float | None = None
+) -> dict[str, Any]:
+    rows = {str(CATEGORIES.index(category)): n_bytes for category, n_bytes in by_category.items()}
+    return {"name": name, "peak_bytes": peak_bytes, "by_category": rows, "step_ms": step_ms}
+
+
+def _curve(curve: Curve, plan: Plan | None) -> dict[str, Any]:
+    chosen = None
+    if plan is not None and plan.predicted is not None:
+        chosen = {"budget_bytes": plan.budget_bytes, "step_ms": plan.predicted.step_ms}
+    points = [
+        {
+            "budget_bytes": point.budget_bytes,
+            "peak_bytes": point.peak_bytes,
+            "step_ms": point.step_ms,
+            "recompute_ms": point.recompute_ms,
+            "status": point.status.value,
+            "price_ms_per_gib": point.price_ms_per_gib,
+        }
+        for point in curve.points
+    ]
+    return {"points": points, "baseline_ms": curve.baseline_ms, "chosen": chosen}
+
+
+def _shard(shard: ShardPlan, sharding: Sharding | None) -> dict[str, Any]:
+    """Units whose paths differ in numbers only and that are alike are one row."""
+    kept = {unit.module: not unit.reshard_after_forward for unit in shard.units}
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for unit in sharding.units if sharding is not None else ():
+        sizes = (unit.parameters, unit.shard_bytes, unit.gathered_bytes, unit.gradient_bytes, unit.reduced_bytes)
+        groups.setdefault((alike(unit.module), kept.get(unit.module, False), *sizes), []).append(unit.module)
+    return {
+        "ranks": shard.ranks,
+        "prefetch": shard.prefetch,
+        "dtypes": [
+            [name, getattr(shard, name)]
+            for name in ("shard_dtype", "param_dtype", "reduce_dtype")
+            if getattr(shard, name) is not None
+        ],
+        "communication_ms": sharding.communication_ms if sharding is not None else 0.0,
+        "exposed_ms": sharding.exposed_ms if sharding is not None else 0.0,
+        "units": [
+            {
+                "unit": named(folded(modules)),
+                "units": len(modules),
+                "kept": key[1],
+                "parameters": key[2],
+                "shard_bytes": key[3],
+                "gathered_bytes": key[4],
+                "gradient_bytes": key[5],
+                "reduced_bytes": key[6],
+            }
+            for key, modules in groups.items()
+        ],
+    }
+
+
+def _blocker(plan: Plan | None) -> dict[str, Any] | None:
+    if plan is None or plan.blocker is None:
+        return None
+    return {
+        "place": place(plan.blocker.peak_at),
+        "peak_bytes": plan.blocker.peak_bytes,
+        "minimum_budget_bytes": plan.minimum_budget_bytes,
+        "levers": [msgspec.to_builtins(lever) for lever in plan.blocker.levers],
+    }
+
+
+def _levers(explanation: Explained | None) -> list[dict[str, Any]]:
+    if explanation is None:
+        return []
+    return [msgspec.to_builtins(lever) for lever in explanation.to_dict().get("levers", ())]
+
+
+def _verification(found: Verification) -> dict[str, Any]:
+    return {
+        "ok": found.ok,
+        "only_time_differs": found.only_time_differs,
+        "device": found.device,
+        "steps": found.steps,
+        "findings": list(found.findings),
+        "skipped": found.skipped,
+        "exact": None if found.exactness is None else found.exactness.equal,
+        "gradients": None if found.exactness is None else found.exactness.gradients,
+        "bytes": [
+            *_named_rows("peak without the plan", (found.baseline_peak,)),
+            *_named_rows("peak with the plan", (found.peak,)),
+            *(dataclasses.asdict(each) for each in found.by_category),
+        ],
+        "ms": [
+            *_named_rows("step without the plan", (found.baseline_step,)),
+            *_named_rows("step with the plan", (found.step,)),
+        ],
+    }
+
+
+def _named_rows(name: str, rows: Iterable[BytesBeside | MsBeside | None]) -> list[dict[str, Any]]:
+    return [{**dataclasses.asdict(each), "name": name} for each in rows if each is not None]

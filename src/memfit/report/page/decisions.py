@@ -1,0 +1,145 @@
+"""The decisions of a plan with their reasons, units that are alike as one row."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from memfit.paths import alike, folded
+from memfit.plan import Plan
+from memfit.plan.record import Checkpoint, UnitOp
+from memfit.report.facts import Report
+from memfit.report.page.strings import named, short
+from memfit.solve.program import Candidate
+from memfit.units import display_bytes, display_ms
+
+_OPS = 4
+
+
+def decisions(report: Report) -> list[dict[str, Any]]:
+    """One row for units that are alike and get the same policy, then those that are kept as they are."""
+    plan = report.plan
+    if plan is None or plan.predicted is None:
+        return []
+    groups: dict[tuple[object, ...], list[Checkpoint]] = defaultdict(list)
+    for entry in plan.checkpoint:
+        groups[_policy(entry)].append(entry)
+    rows = [_checkpointed(members) for members in groups.values()]
+    rows.sort(key=lambda row: -row["rate"])
+    return [*rows, *_kept(report, plan)]
+
+
+def _policy(entry: Checkpoint) -> tuple[object, ...]:
+    return (
+        alike(entry.module),
+        entry.call,
+        entry.kind,
+        entry.stop,
+        entry.discarded_bytes,
+        entry.cached_bytes,
+        entry.saved_ops,
+        entry.recomputed_ops,
+    )
+
+
+def _checkpointed(members: Sequence[Checkpoint]) -> dict[str, Any]:
+    first = members[0]
+    dropped = sum(entry.discarded_bytes for entry in members)
+    took = sum(entry.recompute_ms for entry in members)
+    rate = dropped / took if took else float(dropped)
+    return {
+        "unit": label(members),
+        "kind": first.kind,
+        "units": len(members),
+        "decision": "partly saved" if first.saved_ops else "runs again in full",
+        "drops_bytes": first.discarded_bytes,
+        "all_bytes": dropped,
+        "share": first.discard_ratio,
+        "keeps_bytes": first.cached_bytes,
+        "keeps": _named(first.saved_ops),
+        "again": _named(first.recomputed_ops),
+        "each_ms": took / len(members),
+        "all_ms": took,
+        "rate": rate,
+        "why": _per_ms(dropped, took),
+    }
+
+
+def label(members: Sequence[Checkpoint]) -> str:
+    """The name of units that are alike: `layers.0-15.feed_forward`."""
+    first = members[0]
+    if len(members) == 1 or first.is_loss:
+        return named(first.unit)
+    return folded(entry.module for entry in members) + (f"#{first.call}" if first.call else "")
+
+
+def _per_ms(dropped: int, took_ms: float) -> str:
+    if not took_ms:
+        return "costs no time"
+    return f"frees {display_bytes(dropped / took_ms)} for each ms of recomputing"
+
+
+def _kept(report: Report, plan: Plan) -> Iterator[dict[str, Any]]:
+    """Units that could be checkpointed and are not, the outermost that are neither in a chosen one nor around one."""
+    spans = [(entry.begin, entry.end) for entry in plan.checkpoint]
+    candidates = report.problem.candidates
+    free = [
+        not any(begin < candidate.unit.end and candidate.unit.begin < end for begin, end in spans)
+        for candidate in candidates
+    ]
+    groups: dict[tuple[object, ...], list[Candidate]] = defaultdict(list)
+    for number, candidate in enumerate(candidates):
+        if free[number] and candidate.policies and not (candidate.outer >= 0 and free[candidate.outer]):
+            most = candidate.policies[-1]
+            key = (alike(candidate.unit.name), candidate.unit.kind, most.discarded_bytes, _why_kept(report, candidate))
+            groups[key].append(candidate)
+    for members in groups.values():
+        most = members[0].policies[-1]
+        took = sum(candidate.policies[-1].recompute_ms for candidate in members)
+        dropped = sum(candidate.policies[-1].discarded_bytes for candidate in members)
+        each = f"{display_bytes(most.discarded_bytes)}{' each' if len(members) > 1 else ''}"
+        yield {
+            "unit": named(folded(candidate.unit.name for candidate in members)),
+            "kind": members[0].unit.kind,
+            "units": len(members),
+            "decision": "kept",
+            "drops_bytes": 0,
+            "all_bytes": 0,
+            "share": 0.0,
+            "keeps_bytes": None,
+            "keeps": "all of it",
+            "again": "",
+            "each_ms": 0.0,
+            "all_ms": 0.0,
+            "rate": dropped / took if took else 0.0,
+            "why": f"{_why_kept(report, members[0])} (could drop {each} for {display_ms(took / len(members))})",
+        }
+
+
+def _why_kept(report: Report, candidate: Candidate) -> str:
+    """Whether what a unit could drop is there at all when the step is at its highest."""
+    if report.baseline.peak_bytes <= (report.plan.budget_bytes if report.plan is not None else 0):
+        return "not needed: the step fits without"
+    planned = report.planned
+    assert planned is not None
+    instant = planned.peak_instant
+    run = int(planned.run[instant])
+    op = int(planned.op[instant]) if run < 0 else planned.units[run].backward_begin
+    if op < candidate.unit.end:
+        return "no help: the peak comes before its forward is over"
+    if op >= candidate.again:
+        return "no help: the peak comes when its backward has begun"
+    return "not needed: the others are enough for less"
+
+
+def _named(ops: Iterable[UnitOp]) -> str:
+    """Ops by name, those whose results take most first; views are not worth a word."""
+    sizes: dict[str, list[int]] = defaultdict(list)
+    for op in ops:
+        if op.bytes:
+            sizes[short(op.name)].append(op.bytes)
+    largest = sorted(sizes, key=lambda name: -sum(sizes[name]))
+    shown = [name if len(sizes[name]) == 1 else f"{len(sizes[name])} {name}" for name in largest[:_OPS]]
+    more = len(sizes) - _OPS
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,193 @@
+"""The modules of a step as a tree: what each holds at the peak, how long it runs, and what the plan does with it.
+
+Bytes and times are those of a module itself, without the modules inside it; over the whole tree they add up to the
+peak and to the step's compute time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from memfit.memory import CATEGORIES
+from memfit.plan import Plan
+from memfit.report.facts import Report
+from memfit.report.page.drawn import allocation_bytes
+from memfit.report.page.strings import Strings, named
+from memfit.solve import PlannedTimeline
+from memfit.solve.planned_lives import BETWEEN
+from memfit.trace import NEVER, Category, Op, Phase, Trace
+
+NONE, KEPT, PARTLY, FULLY = range(4)
+"""What a plan does with a module; NONE is for one that has units inside, and for a step without a plan."""
+FORWARD, BACKWARD, AGAIN, OPTIMIZER = range(4)
+"""The kinds of time."""
+
+_STEP, _LOSS, _OPTIMIZER, _BATCH = "the step", "loss", "optimizer", "batch"
+_TEMPORARY = CATEGORIES.index(Category.TEMPORARY)
+_KIND_OF_TIME = {
+    Phase.FORWARD: FORWARD,
+    Phase.LOSS: FORWARD,
+    Phase.BACKWARD: BACKWARD,
+    Phase.OPTIMIZER: OPTIMIZER,
+}
+Key = tuple[str, bool]
+"""A path, and whether it is a module's."""
+
+
+def module_tree(report: Report, strings: Strings) -> dict[str, Any]:
+    """Columns of the tree's nodes, parents before children. The first node is the whole step."""
+    trace = report.runtime.trace
+    keys = [(_STEP, False), *((module.path, True) for module in trace.modules)]
+    keys += [(name, False) for name in (_LOSS, _OPTIMIZER, _BATCH)]
+    places = {key: place for place, key in enumerate(keys)}
+    kinds = {(module.path, True): module.kind for module in trace.modules}
+    decided = dict(_decisions(trace, report.plan))
+    shards = report.problem.sharding.units if report.problem.sharding is not None else ()
+    columns: dict[str, Any] = {
+        "name": [strings[_last(key)] for key in keys],
+        "path": [strings[named(path) if module else path] for path, module in keys],
+        "kind": [strings[kinds.get(key, "")] for key in keys],
+        "parent": [_parent(key, places) for key in keys],
+        "decision": [decided.get(key, NONE) for key in keys],
+        "shard": sorted(places[unit.module, True] for unit in shards),
+    }
+    for name, timeline in (("baseline", report.baseline), ("planned", report.planned)):
+        if timeline is not None:
+            columns[name] = {
+                "bytes": _by_place(_held(timeline), places),
+                "ms": _by_place(_spent(report, timeline), places),
+            }
+    return columns
+
+
+def _by_place(found: dict[Key, dict[int, Any]], places: dict[Key, int]) -> dict[str, dict[str, Any]]:
+    """What was found by node; what has no node of its own counts for the nearest module around it."""
+    sums: dict[int, dict[int, Any]] = defaultdict(lambda: defaultdict(int))
+    for key, parts in found.items():
+        while key not in places:
+            key = (key[0].rpartition(".")[0], True) if key[0] else (_STEP, False)
+        for part, value in parts.items():
+            sums[places[key]][part] += value
+    return {
+        str(place): {str(part): round(value, 6) for part, value in sorted(parts.items()) if value}
+        for place, parts in sorted(sums.items())
+    }
+
+
+def _held(timeline: PlannedTimeline) -> dict[Key, dict[int, int]]:
+    """Bytes at the peak by module and category."""
+    lives, trace, instant = timeline.lives, timeline.trace, timeline.peak_instant
+    sizes = allocation_bytes(timeline)
+    found: dict[Key, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    alive = (lives.born <= instant) & ((lives.dies == NEVER) | (lives.dies >= instant))
+    for number in np.flatnonzero(alive).tolist():
+        storage = int(timeline.planned.storage[number])
+        if storage == NEVER:
+            intervals = timeline.planned.intervals
+            key = (intervals[number - (len(sizes) - len(intervals))].module, True)
+        else:
+            key = _home(trace, storage)
+        found[key][int(lives.row[number])] += int(sizes[number])
+    missing = timeline.peak_bytes - int(sizes[alive].sum())
+    if missing:  # the workspace of the op at the peak
+        op = trace.ops[min(int(timeline.op[instant]), len(trace.ops) - 1)]
+        found[_place_of(trace, op)][_TEMPORARY] += missing
+    return found
+
+
+def _home(trace: Trace, storage: int) -> Key:
+    found = trace.storages[storage]
+    if found.module or found.call != NEVER:
+        return found.module, True
+    if found.birth == NEVER:
+        return (_BATCH, False) if found.category is Category.INPUT else ("", True)
+    return _place_of(trace, trace.ops[min(found.birth, len(trace.ops) - 1)])
+
+
+def _place_of(trace: Trace, op: Op) -> Key:
+    """The module of an op; outside of them it is the optimizer's or the loss's, in forward or in backward."""
+    if op.call != NEVER:
+        return trace.calls[op.call].module, True
+    if op.phase is Phase.OPTIMIZER:
+        return _OPTIMIZER, False
+    if op.phase is Phase.LOSS or op.phase is Phase.BACKWARD:
+        return _LOSS, False
+    return _STEP, False
+
+
+def _spent(report: Report, timeline: PlannedTimeline) -> dict[Key, dict[int, float]]:
+    """Milliseconds by module and kind of time."""
+    trace, op_ms = timeline.trace, report.runtime.op_ms
+    ran = (timeline.run != BETWEEN) & (timeline.op < len(trace.ops))
+    first = np.zeros(len(trace.ops))
+    again = np.zeros(len(trace.ops))
+    np.add.at(first, timeline.op[ran & (timeline.run < 0)], 1.0)
+    np.add.at(again, timeline.op[ran & (timeline.run >= 0)], 1.0)
+    found: dict[Key, dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for number, op in enumerate(trace.ops):
+        parts = found[_place_of(trace, op)]
+        parts[_KIND_OF_TIME[op.phase]] += float(first[number] * op_ms[number])
+        if again[number]:
+            parts[AGAIN] += float(again[number] * op_ms[number])
+    return found
+
+
+def _decisions(trace: Trace, plan: Plan | None) -> Iterator[tuple[Key, int]]:
+    """What becomes of every module: of a unit, and of the modules inside it, by the ops that run again."""
+    if plan is None or plan.predicted is None:
+        return
+    saved: set[str] = set()
+    again: set[str] = set()
+    units: set[str] = set()
+    lost = kept = False
+    for entry in plan.checkpoint:
+        units.add(entry.module)
+        lost |= entry.is_loss
+        kept |= entry.is_loss and bool(entry.saved_ops)
+        for ops, modules in ((entry.saved_ops, saved), (entry.recomputed_ops, again)):
+            for op in ops:
+                found = trace.ops[entry.begin + op.offset]
+                if not found.view and found.call != NEVER:
+                    modules.update(_up_to(trace.calls[found.call].module, entry.module))
+    around = {outer for unit in units for outer in _above(unit)}
+    yield (_LOSS, False), (PARTLY if kept else FULLY) if lost else KEPT
+    for module in trace.modules:
+        path = module.path
+        if path in again:
+            yield (path, True), PARTLY if path in saved else FULLY
+        elif path not in around:
+            yield (path, True), KEPT
+
+
+def _up_to(path: str, unit: str) -> Iterator[str]:
+    """A module and those around it, up to the unit that they are in."""
+    yield path
+    while path != unit and path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _above(path: str) -> Iterator[str]:
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _last(key: Key) -> str:
+    path, module = key
+    return named(path.rpartition(".")[2]) if module else path
+
+
+def _parent(key: Key, places: dict[Key, int]) -> int:
+    path, module = key
+    if not module:
+        return NEVER if path == _STEP else 0
+    while path:
+        path = path.rpartition(".")[0]
+        if (path, True) in places:
+            return places[path, True]
+    return 0

@@ -1,0 +1,102 @@
+"""A step by where it is: `path/to/file.py:function` or `package.module:function`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from memfit.errors import InputError
+from memfit.trace import Step
+
+HOW = "write path/to/file.py:function or package.module:function, a function that returns a memfit.Step"
+
+
+def step_of_place(place: str, *, batch: int | None = None, seq: int | None = None) -> Step:
+    """The step that a function returns; `batch` and `seq` are passed to it where it takes them."""
+    where, colon, name = place.rpartition(":")
+    if not colon or not where or not name:
+        raise InputError(f"{place!r} names no function; {HOW}")
+    module = _file(Path(where), place) if where.endswith(".py") or os.sep in where else _module(where, place)
+    function = getattr(module, name, None)
+    if function is None:
+        near = difflib.get_close_matches(name, vars(module), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else HOW
+        raise InputError(f"there is no {name!r} in {where}; {hint}")
+    given = {key: value for key, value in (("batch", batch), ("seq", seq)) if value is not None}
+    if callable(function) and not isinstance(function, Step):
+        step = _called(function, place, given)
+    elif given:
+        raise InputError(f"{_options(given)} cannot be passed to {place}, which is no function; leave it out")
+    else:
+        step = function
+    if not isinstance(step, Step):
+        raise InputError(f"{place} returned a {type(step).__name__}, not a memfit.Step; {HOW}")
+    return step
+
+
+def _called(function: Callable[..., Any], place: str, given: dict[str, int]) -> Any:
+    """What the function returns for these arguments; those that it cannot take or lacks are named."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return function(**given)
+    anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {name for name, each in parameters.items() if each.kind in by_name}
+    refused = {name: value for name, value in given.items() if name not in named and not anything}
+    if refused:
+        first = next(iter(refused))
+        raise InputError(
+            f"{_options(refused)} cannot be passed to {place}, which takes no argument of that name; leave it out, "
+            f"or let the function take it: def {place.rpartition(':')[2]}({first}={given[first]})"
+        )
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    lacking = [
+        name
+        for name, each in parameters.items()
+        if name not in given and each.default is inspect.Parameter.empty and each.kind not in optional
+    ]
+    if lacking:
+        ours = [f"--{name}" for name in lacking if name in ("batch", "seq")]
+        how = f"give {' and '.join(ours)}" if len(ours) == len(lacking) else "give its arguments defaults"
+        raise InputError(f"{place} needs {', '.join(lacking)}; {how}")
+    return function(**given)
+
+
+def _options(given: dict[str, int]) -> str:
+    return " and ".join(f"{name}={value} (--{name})" for name, value in given.items())
+
+
+def _file(path: Path, place: str) -> ModuleType:
+    if not path.is_file():
+        raise InputError(f"there is no file {path}, which {place!r} names")
+    sys.path.insert(0, str(path.resolve().parent))  # as when the file is run as a script
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{path} cannot be imported; {HOW}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[path.stem]
+        raise
+    return module
+
+
+def _module(name: str, place: str) -> ModuleType:
+    sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise InputError(f"there is no module {error.name!r}, which {place!r} names; {HOW}") from error

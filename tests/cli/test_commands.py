@@ -1,0 +1,209 @@
+"""Every other command: its plain output, its JSON, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_steps import BUDGET
+from conftest import STEP, Runner
+
+import memfit
+from memfit.shapes import list_shapes
+
+CPU = ("--target", "cpu")
+
+
+def document(run: Runner, *arguments: object) -> Any:
+    """The JSON that a command prints, and nothing else."""
+    ran = run(*arguments, "--json")
+    assert ran.code == 0, ran.err
+    return json.loads(ran.out)
+
+
+def test_explain_a_step(run: Runner) -> None:
+    ran = run("explain", STEP, *CPU, "--budget", BUDGET)
+    assert ran.code == 0 and "what fills the peak" in ran.out and "layers.0-2" in ran.out
+    found = document(run, "explain", STEP, *CPU, "--budget", BUDGET, "--no-levers")
+    assert found["fits"] is False and found["levers"] == []
+    assert sum(found["by_category"].values()) == found["peak_bytes"]
+
+
+def test_explain_a_plan_with_and_without_its_step(run: Runner, files: Path) -> None:
+    found = document(run, "explain", STEP, "--plan", files / "plan.json", "--no-levers")
+    assert found["planned"] and found["checkpointing"]["units"]
+    alone = document(run, "explain", files / "plan.json")
+    assert alone["peak_bytes"] == found["peak_bytes"] and not alone["by_module"]
+    assert "peak" in run("explain", files / "plan.json").out
+
+
+def test_explain_a_trace(run: Runner, files: Path) -> None:
+    assert document(run, "explain", files / "step.memfit", "--no-levers")["device"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["{files}/plan.json", "--target", "cpu"], 2, "--target: STEP: "),
+        ([STEP, "--plan", "{files}/plan.json", "--ranks", "2"], 2, "--ranks: --plan: "),
+        (["{files}/plan.json", "--plan", "{files}/plan.json"], 2, "--plan: STEP is a plan already"),
+        (["missing.json"], 1, "there is no file missing.json"),
+        ([STEP, "--batch", "8", "--plan", "{files}/plan.json"], 1, "another step"),
+    ],
+)
+def test_explain_refuses(arguments: list[str], code: int, says: str, run: Runner, files: Path) -> None:
+    ran = run("explain", *(each.format(files=files) for each in arguments))
+    assert ran.code == code and says in ran.said and not ran.out
+
+
+def test_curve(run: Runner) -> None:
+    ran = run("curve", STEP, *CPU, "--points", "3", "--budget", BUDGET)
+    assert ran.code == 0 and "the smallest budget that works" in ran.out
+    assert "at 1000.00 KiB, each further MiB saves" in ran.out
+    found = document(run, "curve", STEP, *CPU, "--points", "3")
+    assert len(found["points"]) == 3 and found["price"] is None
+    assert found["points"][-1]["budget_bytes"] == found["baseline_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--points", "1"], "--points: 1 points make no curve; give 2 or more"),
+        (["--points", "2", "--budget", "300KiB"], "--budget: no plan meets"),
+    ],
+)
+def test_curve_refuses(arguments: list[str], says: str, run: Runner) -> None:
+    ran = run("curve", STEP, *CPU, *arguments)
+    assert ran.code == 2 and says in ran.said
+
+
+def test_search_for_a_batch(run: Runner) -> None:
+    ran = run("search", STEP, *CPU, "--budget", "2MiB", "--values", "64,256,1024")
+    assert ran.code == 0 and "256 is best" in ran.out
+    found = document(run, "search", STEP, *CPU, "--budget", "2MiB", "--values", "64,256,1024")
+    assert found["over"] == "batch" and found["largest"] == 256
+    forced = ("--force", "layers.*", "--values", "64")
+    assert document(run, "search", STEP, *CPU, *forced)["points"][0]["recompute_ms"] > 0
+
+
+def test_search_over_ranks_and_where_nothing_fits(run: Runner) -> None:
+    found = document(run, "search", STEP, "--over", "ranks", "--target", "h100-sxm", "--largest", "4")
+    assert [point["ranks"] for point in found["points"]] == [1, 2, 4]
+    ran = run("search", STEP, *CPU, "--budget", "100KiB", "--values", "64", "--json")
+    assert ran.code == 3 and json.loads(ran.out)["fits"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--batch", "4"], "--batch is what the search finds; leave it out, or write --largest 4"),
+        (["--over", "ranks", "--ranks", "4"], "--ranks is what the search finds"),
+        (["--values", "1,two"], "--values is '1,two'; write whole numbers"),
+        (["--values", "0,1"], "--values is '0,1'; write whole numbers of at least 1"),
+        (["--values", "1,2", "--largest", "4"], "--largest: the last of --values is the largest"),
+        (["--largest", "0"], "--largest is 0"),
+        (["--over", "width"], "invalid choice 'width' for argument '--over'"),
+    ],
+)
+def test_search_refuses(arguments: list[str], says: str, run: Runner) -> None:
+    ran = run("search", STEP, *CPU, *arguments)
+    assert ran.code == 2 and says in ran.said and not ran.out
+
+
+def test_compare_plans_and_traces(run: Runner, files: Path, tmp_path: Path) -> None:
+    ran = run("compare", files / "plan.json", files / "roomy.json")
+    assert ran.code == 0 and "1000.00 KiB" in ran.out and "1.00 GiB" in ran.out
+    assert isinstance(document(run, "compare", files / "plan.json", files / "roomy.json"), dict)
+    assert run("compare", files / "step.memfit", files / "step.memfit").code == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "code", "says"),
+    [
+        ("plan.json", "step.memfit", 2, "plan.json is a plan and"),
+        ("plan.json", "missing.json", 1, "there is no file"),
+    ],
+)
+def test_compare_refuses(first: str, second: str, code: int, says: str, run: Runner, files: Path) -> None:
+    ran = run("compare", files / first, files / second)
+    assert ran.code == code and says in ran.said
+
+
+def test_report(run: Runner, files: Path, tmp_path: Path) -> None:
+    ran = run("report", files / "plan.json", STEP)
+    assert ran.code == 0 and "|" in ran.out, "Markdown is printed when no file is named"
+    assert isinstance(document(run, "report", files / "plan.json", STEP, "--curve"), dict)
+    ran = run("report", files / "plan.json", STEP, "--snapshot", tmp_path / "s.pickle", "--html", tmp_path / "p.html")
+    assert ran.code == 0 and not ran.out and ran.said.count("wrote ") == 2
+    assert pickle.loads((tmp_path / "s.pickle").read_bytes())["segments"] is not None
+
+
+def test_report_of_a_verified_plan(run: Runner, files: Path, tmp_path: Path) -> None:
+    found = tmp_path / "verification.json"
+    plan = files / "plan.json"
+    verified = run("verify", plan, STEP, "--steps", "1", "--time-tolerance", "None", "-o", found)
+    assert verified.code == 0 and found.is_file()
+    assert "measured" in run("report", plan, STEP, "--verified", found).out
+    assert "measured" not in run("report", plan, STEP).out
+    found.write_text("{}")
+    ran = run("report", plan, STEP, "--verified", found)
+    assert ran.code == 1 and "is no verification" in ran.said
+
+
+def test_report_refuses_another_step(run: Runner, files: Path) -> None:
+    ran = run("report", files / "plan.json", STEP, "--batch", "8")
+    assert ran.code == 1 and "another step" in ran.said
+    assert run("report", "missing.json", STEP).code == 1
+
+
+def test_shapes(run: Runner) -> None:
+    ran = run("shapes")
+    assert ran.code == 0 and "llama3-8b" in ran.out and "8.03 billion" in ran.out
+    assert [each["name"] for each in document(run, "shapes")] == [shape.name for shape in list_shapes()]
+
+
+def test_devices(run: Runner) -> None:
+    ran = run("devices")
+    assert ran.code == 0 and "h100-sxm" in ran.out and "NVIDIA, 2023" in ran.out
+    assert all(len(line) <= 100 for line in ran.out.splitlines())
+    names = [device.name for device in memfit.hardware.list_devices()]
+    assert [each["name"] for each in document(run, "devices")] == names
+
+
+def test_one_device_with_its_sources(run: Runner) -> None:
+    ran = run("devices", "h100")
+    assert "NVIDIA H100 SXM5 80GB, --target h100-sxm" in ran.out and "3,350 GB/s" in ran.out
+    assert "data sheet" in ran.out and "about, " in ran.out
+    found = document(run, "devices", "h100-sxm")
+    assert found["usable_bytes"] == memfit.hardware.load_device("h100-sxm").usable_bytes and found["provenance"]
+
+
+def test_an_unknown_device(run: Runner) -> None:
+    ran = run("devices", "h100-smx")
+    assert ran.code == 2 and "did you mean h100-sxm" in ran.said
+
+
+def test_env_has_what_a_bug_report_needs_and_no_path(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    found = document(run, "env")
+    assert found["memfit"] == memfit.__version__ and found["torch"]["version"] and found["cores"]
+    assert found["settings"]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    for text in (json.dumps(found), run("env").out):
+        assert str(Path.home()) not in text and os.getcwd() not in text and os.uname().nodename not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--device", "h100-smx"], 2, "--device: unknown device"),
+        (["--threads", "0"], 2, "--threads is 0"),
+        (["--output", "nowhere/d.toml"], 2, "--output: there is no folder"),
+    ],
+)
+def test_calibrate_refuses(arguments: list[str], code: int, says: str, run: Runner) -> None:
+    ran = run("calibrate", *arguments)
+    assert ran.code == code and says in ran.said

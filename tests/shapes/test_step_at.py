@@ -1,0 +1,206 @@
+"""Steps by where they are: functions in files and modules, and configurations of transformers."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memfit
+from memfit.errors import InputError
+from memfit.shapes import named_step_at, step_at
+from memfit.trace import Trace
+
+TRAIN = """
+import torch
+import memfit
+
+def step():
+    return sized(2)
+
+def sized(batch, seq=8):
+    model = torch.nn.Linear(seq, 4)
+    return memfit.Step(model, memfit.spec((batch, seq)), loss=lambda out, _: out.sum())
+
+def anything(**options):
+    return sized(**options)
+
+def other(rows):
+    return sized(rows)
+
+made = sized(3)
+"""
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 300,
+}
+CAUSAL = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_key_value_heads": 2, **SMALL}
+MASKED = {"model_type": "bert", "architectures": ["BertForMaskedLM"], **SMALL}
+SEQ2SEQ = {
+    "model_type": "t5",
+    "architectures": ["T5ForConditionalGeneration"],
+    "d_model": 64,
+    "d_ff": 128,
+    "d_kv": 16,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 300,
+}
+IMAGES = {"model_type": "vit", "architectures": ["ViTForImageClassification"], "image_size": 32, "patch_size": 8}
+IMAGES |= {key: value for key, value in SMALL.items() if key != "vocab_size"}
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> str:
+    path = tmp_path / "train_of_shapes.py"
+    path.write_text(TRAIN)
+    return str(path)
+
+
+def config(folder: Path, values: dict[str, Any] | str) -> str:
+    path = folder / "config.json"
+    path.write_text(values if isinstance(values, str) else json.dumps(values))
+    return f"hf:{path}"
+
+
+def test_functions_of_files_and_modules(train: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert step_at(f"{train}:step").batch.shape == (2, 8)
+    assert step_at(f"{train}:made").batch.shape == (3, 8)
+    monkeypatch.chdir(Path(train).parent)
+    assert step_at("train_of_shapes:step").batch.shape == (2, 8)
+    assert named_step_at("train_of_shapes:step").title == "train_of_shapes:step"
+
+
+def test_batch_and_seq_are_passed_to_functions_that_take_them(train: str) -> None:
+    assert step_at(f"{train}:sized", batch=5).batch.shape == (5, 8)
+    assert step_at(f"{train}:sized", batch=5, seq=16).batch.shape == (5, 16)
+    assert step_at(f"{train}:anything", batch=5).batch.shape == (5, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("step", {"batch": 4}, r"batch=4 \(--batch\) cannot be passed to .*:step.*leave it out.*def step\(batch=4\)"),
+        ("step", {"batch": 4, "seq": 2}, r"batch=4 \(--batch\) and seq=2 \(--seq\) cannot be passed"),
+        ("made", {"seq": 4}, r"seq=4 \(--seq\) cannot be passed to .*which is no function"),
+        ("sized", {}, r"sized needs batch; give --batch"),
+        ("other", {}, r"other needs rows; give its arguments defaults"),
+        ("stp", {}, "did you mean 'step'"),
+    ],
+)
+def test_what_cannot_be_passed_is_refused(train: str, name: str, options: dict[str, int], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        step_at(f"{train}:{name}", **options)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("train.py", "'train.py' names no function"),
+        ("", "a step is named by a text"),
+        (None, "a step is named by a text"),
+        ("no_such_file.py:step", "there is no file no_such_file.py"),
+        ("no_such_package.train:step", "there is no module 'no_such_package'"),
+        ("hf:no/such/config.json", r"there is no file no/such/config\.json.*Nothing is downloaded"),
+    ],
+)
+def test_what_names_no_step_is_refused(text: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        step_at(text)
+
+
+def test_verify_still_has_the_same_function() -> None:
+    from memfit.verify import step_at as verified
+
+    assert verified is step_at
+
+
+@pytest.mark.parametrize(
+    ("values", "seq", "inputs"),
+    [
+        (CAUSAL, 32, {"input_ids": (2, 32), "labels": (2, 32)}),
+        (MASKED, 32, {"input_ids": (2, 32), "labels": (2, 32)}),
+        (SEQ2SEQ, 32, {"input_ids": (2, 32), "labels": (2, 32)}),
+        (IMAGES, None, {"pixel_values": (2, 3, 32, 32), "labels": (2,)}),
+    ],
+    ids=["causal", "masked", "seq2seq", "images"],
+)
+def test_configurations_of_transformers(
+    tmp_path: Path, values: dict[str, Any], seq: int | None, inputs: dict[str, tuple[int, ...]]
+) -> None:
+    pytest.importorskip("transformers")
+    text = config(tmp_path, {**values, "torch_dtype": "bfloat16"})
+    step = step_at(text, batch=2, seq=seq)
+    assert {name: tuple(tensor.shape) for name, tensor in step.batch.items()} == inputs
+    trace = memfit.trace(step, target="h100-sxm")
+    assert {parameter.dtype for parameter in trace.parameters} == {"float32"}
+    assert any(op.name == "aten._fused_adamw_.default" for op in trace.ops)
+    assert trace.modules[0].kind == values["architectures"][0]
+
+
+def test_a_folder_and_a_type_without_architectures_will_do(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config(tmp_path, {key: value for key, value in CAUSAL.items() if key != "architectures"})
+    found = named_step_at(f"hf:{tmp_path}")
+    assert found.step.batch["input_ids"].shape == (1, 2048)
+    assert found.title.startswith("LlamaForCausalLM of ") and len(found.notes) == 2
+
+
+def test_a_long_limit_is_no_default(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    found = named_step_at(config(tmp_path, {**CAUSAL, "max_position_embeddings": 131072}))
+    assert found.step.batch["input_ids"].shape == (1, 8192) and "at most 8192" in found.notes[1]
+
+
+def test_a_configuration_gives_the_trace_of_the_model_itself(tmp_path: Path) -> None:
+    """But for logits, which are let go of when the loss is there."""
+    transformers = pytest.importorskip("transformers")
+    step = step_at(config(tmp_path, CAUSAL), batch=2, seq=32)
+    values = {key: value for key, value in CAUSAL.items() if key not in ("model_type", "architectures")}
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**values, use_cache=False))
+
+    def names(trace: Trace) -> list[str]:
+        return [op.name for op in trace.ops]
+
+    own = memfit.Step(model, step.batch, optimizer=step.optimizer, autocast=torch.bfloat16, clip_grad_norm=1.0)
+    assert names(memfit.trace(step, target="h100-sxm")) == names(memfit.trace(own, target="h100-sxm"))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ("{", "is no configuration of transformers"),
+        ("[]", "has no model_type"),
+        ({"model_type": "lama"}, r"does not know the model_type 'lama'.*did you mean 'llama'"),
+        ({"model_type": "mine", "auto_map": {"AutoConfig": "x.Y"}}, "Code that comes with a model is never run"),
+        (
+            {**MASKED, "architectures": ["BertForSequenceClassification"]},
+            r"does not know how .* is trained: its architectures are BertForSequenceClassification.*file\.py:function",
+        ),
+        ({"model_type": "detr"}, "its type is detr"),
+    ],
+)
+def test_configurations_that_cannot_be_used_are_refused(tmp_path: Path, values: Any, message: str) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(InputError, match=message):
+        step_at(config(tmp_path, values))
+
+
+def test_images_have_no_sequence(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(InputError, match=r"seq=8 \(--seq\) makes no sense for ViTForImageClassification"):
+        step_at(config(tmp_path, IMAGES), seq=8)
+
+
+def test_without_transformers_one_is_told_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(InputError, match="needs transformers, which is not installed: pip install transformers"):
+        step_at(config(tmp_path, CAUSAL))
