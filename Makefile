@@ -11,8 +11,12 @@ PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q -c con
 .DELETE_ON_ERROR:
 .PHONY: demo test lint browser bench zoo docs clean
 
+DEMO = llama3-8b --target h100-sxm --ranks 8 --batch 2 --seq 8192 --budget 64GiB
+
 demo: $(BASE)
-	$(BIN)/python examples/demo.py
+	@mkdir -p demo
+	$(BIN)/memfit plan $(DEMO) --curve -o demo/plan.json --html demo/report.html
+	@echo "the page: $(CURDIR)/demo/report.html"
 
 test: lint browser
 	$(BIN)/python -m pytest

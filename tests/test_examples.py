@@ -7,16 +7,38 @@ import subprocess
 import sys
 from pathlib import Path
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
-WIDE = {**os.environ, "COLUMNS": "140"}
+ROOT = Path(__file__).parent.parent
 
 
-def test_demo_tells_whether_the_step_fits_and_what_to_do() -> None:
-    command = [sys.executable, str(EXAMPLES / "demo.py"), "--layers", "2", "--length", "4096", "--budget", "16GiB"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=WIDE)
-    assert result.returncode == 0, result.stderr
-    assert "fits: needs" in result.stdout
-    assert "layers.*.feed_forward" in result.stdout
-    assert "plan for NVIDIA H100 SXM5 80GB, 1 rank, budget 16.00 GiB: optimal" in result.stdout
-    assert "checkpointed:" in result.stdout
-    assert "captured in" in result.stdout
+def run(*arguments: str) -> str:
+    environment = {**os.environ, "COLUMNS": "140", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_training_example_trains_under_its_plan() -> None:
+    shown = run("examples/train.py")
+    assert "budget 35.00 MiB: optimal" in shown and "checkpointed:" in shown
+    losses = [float(line.rpartition(" ")[2]) for line in shown.splitlines() if line.startswith("step ")]
+    assert len(losses) == 5 and losses[-1] < losses[0]
+
+
+def test_the_demo_of_the_makefile_plans_prints_levers_and_writes_the_page(tmp_path: Path) -> None:
+    """With a smaller shape in place of Llama 3 8B."""
+    line = next(each for each in (ROOT / "Makefile").read_text().splitlines() if each.startswith("DEMO = "))
+    words = line.removeprefix("DEMO = ").split()
+    words[words.index("llama3-8b")] = "llama3.2-1b"
+    page = tmp_path / "report.html"
+    shown = run("-m", "memfit", "plan", *words, "-o", str(tmp_path / "plan.json"), "--html", str(page))
+    assert "plan for NVIDIA H100 SXM5 80GB, 8 ranks, budget 64.00 GiB" in shown
+    assert "what would lower this peak further" in shown
+    assert page.stat().st_size > 100_000 and (tmp_path / "plan.json").is_file()

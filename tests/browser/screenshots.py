@@ -31,7 +31,7 @@ def write_example(path: Path) -> Path:
     trace = memfit.trace(training_step(batch=2, length=8192), target="h100-sxm")
     plan = memfit.plan(trace, ranks=8, budget="64GiB", progress=False)
     report = Report.of(plan, trace).with_curve(points=10)
-    return write_page(report, path, explanation=explain(plan, trace, progress=False))
+    return write_page(report, path, levers=explain(plan, trace, progress=False).levers)
 
 
 def main() -> None:

@@ -197,7 +197,7 @@ def test_it_says_where_times_come_from(ranks: int) -> None:
 def test_levers_of_an_explanation_are_shown() -> None:
     shown = report()
     found = explain(shown.plan, shown.trace, progress=False)
-    levers = page_data(shown, found)["levers"]
+    levers = page_data(shown, found.levers)["levers"]
     assert [lever["name"] for lever in levers] == [lever.name for lever in found.levers] and levers
     assert {"saves_bytes", "costs_ms", "how", "peak_bytes", "basis"} <= set(levers[0])
     assert page_data(shown)["levers"] == []

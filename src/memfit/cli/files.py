@@ -8,11 +8,14 @@ from memfit.cli.options import FileOptions
 from memfit.cli.output import Work, say
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from memfit.report.facts import Report
+    from memfit.report.levers import Lever
 
 
-def write_files(files: FileOptions, report: Report) -> None:
-    """Write what was asked for, and say so."""
+def write_files(files: FileOptions, report: Report, levers: Sequence[Lever] = ()) -> None:
+    """Write what was asked for, and say so; levers are shown on the page."""
     from memfit.report.markdown import markdown_of
     from memfit.report.page import write_page
     from memfit.report.perfetto import write_perfetto
@@ -20,7 +23,7 @@ def write_files(files: FileOptions, report: Report) -> None:
 
     if files.html is not None:
         with Work("drawing the page"):
-            write_page(report, files.html)
+            write_page(report, files.html, levers=levers)
         say(f"wrote {files.html}, open it in a browser")
     if files.perfetto is not None:
         write_perfetto(report, files.perfetto)

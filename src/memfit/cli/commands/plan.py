@@ -16,7 +16,7 @@ from memfit.cli.output import Work, say, show, show_json
 from memfit.cli.problems import UsageError, check_files
 
 if TYPE_CHECKING:
-    from memfit.report.facts import Report
+    from memfit.report.levers import Lever
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,18 +72,20 @@ class Plan:
         if self.output is not None:
             found.save(self.output)
             say(f"wrote {self.output}")
-        report: Report | None = None
-        if self.file.any or (self.levers and not self.json and found.blocker is None):
+        levers: tuple[Lever, ...] | None = None
+        wants_levers = self.levers and found.blocker is None  # an infeasible plan has its own
+        if self.file.any or (wants_levers and not self.json):
             with Work("laying the plan over the step"):
                 report = Report.of(found, trace if found.optimizer is None else step, cost=self.step.cost)
-        if report is not None and self.file.any:
-            write_files(self.file, report.with_curve() if self.curve else report)
+            levers = levers_given(report, step, self.step.cost) if wants_levers else None
+            if self.file.any:
+                write_files(self.file, report.with_curve() if self.curve else report, levers or ())
         if self.json:
             show_json(found)
         else:
             show(found)
-            if report is not None and self.levers and found.blocker is None:  # an infeasible plan has its own
-                show(levers_in_short(levers_given(report, step, self.step.cost), self._explain()))
+            if levers is not None:
+                show(levers_in_short(levers, self._explain()))
         return 3 if found.status == "infeasible" else 0
 
     def _explain(self) -> str:

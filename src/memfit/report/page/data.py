@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -13,6 +13,7 @@ from memfit.paths import alike, folded
 from memfit.plan import Plan
 from memfit.plan.record import Estimate, ShardPlan
 from memfit.report.facts import Report
+from memfit.report.levers import Lever
 from memfit.report.page.assumed import assumed
 from memfit.report.page.decisions import decisions
 from memfit.report.page.drawn import drawn
@@ -26,13 +27,7 @@ from memfit.verify import Verification
 from memfit.verify.verification import BytesBeside, MsBeside
 
 
-class Explained(Protocol):
-    """An explanation of a step; its levers are shown."""
-
-    def to_dict(self) -> dict[str, Any]: ...
-
-
-def page_data(report: Report, explanation: Explained | None = None) -> dict[str, Any]:
+def page_data(report: Report, levers: Sequence[Lever] = ()) -> dict[str, Any]:
     """The data of the page. The same report gives the same values in the same order."""
     strings = Strings()
     timelines = {"baseline": drawn(report, report.baseline, strings)}
@@ -52,7 +47,7 @@ def page_data(report: Report, explanation: Explained | None = None) -> dict[str,
         "curve": None if report.curve is None else _curve(report.curve, plan),
         "shard": _shard(plan.shard, report.problem.sharding) if plan is not None and plan.shard is not None else None,
         "blocker": _blocker(plan),
-        "levers": _levers(explanation),
+        "levers": [msgspec.to_builtins(dataclasses.asdict(lever)) for lever in levers],
         "verification": None if report.verification is None else _verification(report.verification),
         "assumed": assumed(report),
         "strings": strings.texts,
@@ -151,12 +146,6 @@ def _blocker(plan: Plan | None) -> dict[str, Any] | None:
         "minimum_budget_bytes": plan.minimum_budget_bytes,
         "levers": [msgspec.to_builtins(lever) for lever in plan.blocker.levers],
     }
-
-
-def _levers(explanation: Explained | None) -> list[dict[str, Any]]:
-    if explanation is None:
-        return []
-    return [msgspec.to_builtins(lever) for lever in explanation.to_dict().get("levers", ())]
 
 
 def _verification(found: Verification) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import hashlib
 import html
 import os
 import re
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -20,7 +21,8 @@ import msgspec
 
 from memfit.report.facts import Report
 from memfit.report.files import write_whole
-from memfit.report.page.data import Explained, page_data
+from memfit.report.levers import Lever
+from memfit.report.page.data import page_data
 from memfit.report.page.words import Headline, headline
 
 _SCRIPTS = ("format.js", "elements.js", "timeline.js", "tree.js", "curve.js", "tables.js", "page.js")
@@ -28,12 +30,12 @@ _MARK = re.compile(r"<!--memfit:(\w+)-->")
 _UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
-def write_page(report: Report, path: str | os.PathLike[str], *, explanation: Explained | None = None) -> Path:
-    """Write the page about a step and its plan to one file that opens from disk; an explanation adds its levers."""
-    return write_whole(path, page_text(report, explanation=explanation).encode(), "report.html")
+def write_page(report: Report, path: str | os.PathLike[str], *, levers: Sequence[Lever] = ()) -> Path:
+    """Write the page about a step and its plan to one file that opens from disk, with the levers of an explanation."""
+    return write_whole(path, page_text(report, levers=levers).encode(), "report.html")
 
 
-def page_text(report: Report, *, explanation: Explained | None = None) -> str:
+def page_text(report: Report, *, levers: Sequence[Lever] = ()) -> str:
     """The page; the same report gives the same text."""
     words = headline(report)
     style = _asset("page.css")
@@ -43,7 +45,7 @@ def page_text(report: Report, *, explanation: Explained | None = None) -> str:
         "policy": f'<meta http-equiv="Content-Security-Policy" content="{_policy(style, script)}">',
         "style": f"<style>{style}</style>",
         "headline": _markup(words),
-        "data": f'<script type="application/json" id="data">{safe_json(page_data(report, explanation))}</script>',
+        "data": f'<script type="application/json" id="data">{safe_json(page_data(report, levers))}</script>',
         "script": f"<script>{script}</script>",
     }
     return _MARK.sub(lambda match: parts[match[1]], _asset("page.html"))
