@@ -12,6 +12,10 @@ import torch
 from memfit.trace.record import Op, TensorRef
 
 _ENCODER = msgspec.json.Encoder(enc_hook=str)
+_GENERATOR = "<torch._C.Generator object>"
+GENERATOR = f'"{_GENERATOR[:-1]}'
+"""How a generator of random numbers that the step gives itself begins among encoded arguments; older ones go on with
+an address."""
 
 
 def encode_arguments(args: Any, kwargs: dict[str, Any]) -> str:
@@ -29,7 +33,7 @@ def encode_arguments(args: Any, kwargs: dict[str, Any]) -> str:
             return {key: encode(item) for key, item in value.items()}
         if isinstance(value, float) and not math.isfinite(value):
             return {"f": str(value)}
-        return value
+        return _GENERATOR if isinstance(value, torch.Generator) else value
 
     return _ENCODER.encode([encode(args), encode(kwargs)]).decode()
 
@@ -78,6 +82,11 @@ def tensors_of(values: Any) -> list[torch.Tensor]:
     return found
 
 
+def generators_of(values: Any) -> list[torch.Generator]:
+    """The generators of random numbers among arguments."""
+    return [value for value in values if isinstance(value, torch.Generator)]
+
+
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     """The same nested arguments with the function applied to every tensor."""
     if isinstance(value, torch.Tensor):
@@ -101,6 +110,8 @@ def call_of(op: Op, tensors: Sequence[torch.Tensor]) -> tuple[Any, tuple[Any, ..
             return {name: decode(item, name) for name, item in value.items()}
         if isinstance(value, list):
             return [decode(item) for item in value]
+        if isinstance(value, str) and value.startswith(_GENERATOR[:-1]):
+            return None
         if isinstance(value, str) and value.startswith("torch."):
             return getattr(torch, value[len("torch.") :])
         if key == "device" and value is not None:

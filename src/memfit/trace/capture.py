@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from memfit._version import __version__
 from memfit.errors import InputError, MemfitError
 from memfit.hardware import Device, Target
+from memfit.trace.advice import Advice
 from memfit.trace.arguments import tensors_of
 from memfit.trace.calls import CallTracker, module_calls
 from memfit.trace.discovery import Companions, step_of
@@ -40,6 +41,7 @@ from memfit.trace.recorder import Recorder
 from memfit.trace.rules import RuleContext, rules_for
 from memfit.trace.source import SourceTable
 from memfit.trace.step import Step
+from memfit.trace.step_input import check_model
 from memfit.trace.storages import HOST
 
 
@@ -59,6 +61,7 @@ def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | D
             step = step_of(step)
         notes: list[str] = []
         model = _eager(step.build_model(), notes)
+        check_model(model)
         capture = _Capture(step, model, _context(device), {})
         capture.run()
         if capture.left_gradients:
@@ -113,6 +116,7 @@ class _Capture:
         self.placeholders = Placeholders(compact=context.device_type != "cpu")
         self.calls = CallTracker(model)
         self.sources = SourceTable()
+        self.advice = Advice()
         rules = rules_for(context.device_type)
         self.recorder = Recorder(context=context, rules=rules, calls=self.calls, sources=self.sources)
         self.emulation = Emulation(self.recorder, context, rules.functions)
@@ -131,6 +135,7 @@ class _Capture:
         """Run the step once on stand-ins and under the modes; everything that must be undone is undone."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(no_garbage_collection())
+            stack.callback(self.recorder.put_generators_back)
             stack.enter_context(same_attributes(self.companions.all))
             stack.enter_context(on_meta(self.model, self.placeholders))
             for optimizer in self.companions.optimizers:
@@ -175,6 +180,8 @@ class _Capture:
         for owner, name, wrap in (
             (torch.autograd, "backward", self._backward),
             (torch.autograd, "grad", self._grad),
+            (torch.utils.checkpoint, "_checkpoint_hook", self._checkpoint),
+            (torch.utils.checkpoint, "check_backward_validity", self._checkpoint),
             (torch, "clear_autocast_cache", self._clear_autocast_cache),
             (torch, "get_rng_state", self._get_rng_state),
             (torch.amp.GradScaler, "_maybe_opt_step", _always_step),
@@ -264,7 +271,10 @@ class _Capture:
             recorder.phase = Phase.FORWARD if self.calls.owns(module) else Phase.LOSS
         given = (recorder.table.number_of(tensor) for tensor in tensors_of((*args, *kwargs.values())))
         inputs = tuple(dict.fromkeys(number for number in given if number != HOST))
+        outermost = self.calls.current == NEVER
         self.calls.enter(module, recorder.phase, len(recorder.ops), inputs)
+        if outermost and recorder.phase is Phase.BACKWARD:
+            self.advice.again(self.calls.path)
 
     def _leave(self, _: nn.Module) -> None:
         recorder = self.recorder
@@ -280,6 +290,8 @@ class _Capture:
             if recorder.table.paused or recorder.phase is Phase.BACKWARD:
                 original(*args, **kwargs)
                 return
+            if kwargs.get("retain_graph", args[2] if len(args) > 2 else None):
+                self.advice.retain(self.sources.sources[self.sources.here(1)])
             recorder.backward_began.append(len(recorder.ops))
             recorder.phase = Phase.BACKWARD
             original(*args, **kwargs)
@@ -302,6 +314,15 @@ class _Capture:
                 recorder.phase = before
 
         return grad
+
+    def _checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What both kinds of `torch.utils.checkpoint` call in forward."""
+
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            self.advice.checkpoint(self.calls.path)
+            return original(*args, **kwargs)
+
+        return begin
 
     def _note_gradients(self) -> None:
         with torch._C.DisableTorchFunction():
@@ -407,7 +428,7 @@ class _Capture:
             modules=tuple(self.modules),
             parameters=parameters,
             sources=tuple(self.sources.sources),
-            notes=(*notes, *sorted(recorder.notes), *self.context.notes),
+            notes=(*notes, *sorted(recorder.notes), *self.advice.notes(), *self.context.notes),
         )
 
 

@@ -31,11 +31,16 @@ class Companions:
 
     @classmethod
     def of(cls, step: Step, model: nn.Module) -> Companions:
-        """The step's own optimizer and, when a function of the user's runs the step, all that hold its parameters."""
+        """The step's own optimizer and, when a function of the user's runs the step, all that hold its parameters.
+
+        Modules that this function uses beside the model, such as a loss, may keep what they see.
+        """
         if step.run is None:
             return cls(optimizers=(step.optimizer,) if isinstance(step.optimizer, torch.optim.Optimizer) else ())
         known = {id(parameter) for parameter in model.parameters()}
-        optimizers, others = [], []
+        own = {id(module) for module in model.modules()}
+        beside = {id(module): module for each in _models(step.run, set(), _DEPTH).values() for module in each.modules()}
+        optimizers, others = [], [module for key, module in beside.items() if key not in own]
         for thing in gc.get_objects():
             kind = type(thing)
             if issubclass(kind, torch.optim.Optimizer):
@@ -50,7 +55,8 @@ class Companions:
 def step_of(function: Callable[[], Any]) -> Step:
     """The step that a callable runs, with the models among the variables it uses.
 
-    Looked at are its closure, its defaults, the globals it names, the attributes of the object it is bound to, the
+    A module without parameters, such as a loss, is no model: the only one that has some keeps its own names. Looked at
+    are the function's closure, its defaults, the globals it names, the attributes of the object it is bound to, the
     arguments of a `functools.partial`, and in the same way the functions found there.
     """
     required = [
@@ -64,10 +70,11 @@ def step_of(function: Callable[[], Any]) -> Step:
             f"{_name(function)} needs arguments ({', '.join(required)}); give a function without any, or "
             "memfit.Step(model, batch, optimizer=..., run=function) to have it called with model, optimizer and batch"
         )
-    roots = _roots(_models(function, set(), _DEPTH))
+    found = _roots(_models(function, set(), _DEPTH))
+    roots = {name: model for name, model in found.items() if any(True for _ in model.parameters())}
     if not roots:
         raise InputError(
-            f"no nn.Module was found among the variables of {_name(function)}; name it: "
+            f"no nn.Module with parameters was found among the variables of {_name(function)}; name it: "
             "memfit.Step(model, run=function)"
         )
     model = next(iter(roots.values())) if len(roots) == 1 else nn.ModuleDict(roots)

@@ -123,7 +123,7 @@ def _rebuilt(value: Mapping, items: dict) -> Any:
 def on_meta(model: nn.Module, placeholders: Placeholders) -> Iterator[None]:
     """The model with stand-ins for its parameters and buffers; all attributes of all modules are put back."""
     modules = list(model.modules())
-    with same_attributes(modules):
+    with same_attributes(modules), _same_tables(modules):
         for module in modules:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -140,6 +140,24 @@ def on_meta(model: nn.Module, placeholders: Placeholders) -> Iterator[None]:
                 elif _mentions(value, placeholders):
                     vars(module)[name] = _replaced(value, placeholders)
         yield
+
+
+@contextlib.contextmanager
+def _same_tables(modules: list[nn.Module]) -> Iterator[None]:
+    """Parameters and buffers as they were, also where the table that holds them is a dict of a library's own kind."""
+    tables: list[dict[str, Any]] = [
+        table for module in modules for table in (module._parameters, module._buffers) if isinstance(table, dict)
+    ]
+    before = [dict(table) for table in tables]
+    try:
+        yield
+    finally:
+        for table, items in zip(tables, before, strict=True):
+            for name in [name for name in table if name not in items]:
+                del table[name]
+            for name, tensor in items.items():
+                if table.get(name) is not tensor:
+                    table[name] = tensor
 
 
 _MODULE_TABLES = frozenset(("_parameters", "_buffers", "_modules"))

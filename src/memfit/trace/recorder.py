@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from memfit.trace.arguments import ArgumentTable, map_tensors, tensors_of
+from memfit.trace.arguments import GENERATOR, ArgumentTable, generators_of, map_tensors, tensors_of
 from memfit.trace.calls import CallTracker
 from memfit.trace.engine import SEEN_DIFFERENTLY, adds_in_place, in_place_in_backward, sole_owner_counts
 from memfit.trace.errors import BAD_SHAPES, DATA_DEPENDENT, NO_META_KERNEL, SPARSE, CaptureError
@@ -68,6 +68,7 @@ class Recorder(TorchDispatchMode):
         self._geometries: dict[Any, _Geometry] = {}
         self._geometry_of: dict[int, _Geometry] = {}
         self._arguments = ArgumentTable()
+        self._generators: dict[torch.Generator, torch.Tensor] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -156,6 +157,8 @@ class Recorder(TorchDispatchMode):
                     func, args = in_place_in_backward(func, args)
                 info = self.executor.describe(func)
             tensors, arguments = self._arguments.split(args, kwargs)
+            if GENERATOR in arguments:
+                self._keep_generators(args, kwargs)
             if self.table.paused:
                 return self._run_paused(func, info, args, kwargs, tensors, arguments)
             if func is _aten.lift_fresh.default:
@@ -214,6 +217,18 @@ class Recorder(TorchDispatchMode):
         for output in tensors_of((result,)):
             self.table.made(output.untyped_storage(), NEVER, on_device=on_device)
         return written[0] if len(written) == 1 and info.returns_written else result
+
+    def _keep_generators(self, args: Any, kwargs: dict[str, Any]) -> None:
+        """Remember what the step's own generators were before they were first used."""
+        for generator in generators_of((*args, *kwargs.values())):
+            if generator not in self._generators:
+                with _disable_current_modes():
+                    self._generators[generator] = generator.get_state()
+
+    def put_generators_back(self) -> None:
+        """Leave the step's own generators as they were found."""
+        for generator, state in self._generators.items():
+            generator.set_state(state)
 
     def _call_geometry(self, func: Any, inputs: list[TensorRef], arguments: str) -> tuple[Any, ...]:
         """All that an op's results depend on, short enough to be looked up quickly."""

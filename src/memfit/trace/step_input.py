@@ -107,6 +107,29 @@ def check_batch(batch: Any) -> None:
             )
 
 
+def check_model(model: nn.Module) -> None:
+    """TorchScript modules with tensors are refused: these are not Python's to replace, and the ops are others."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        inside = any(not outer or path.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, torch.jit.ScriptModule) and not inside and _has_tensors(module):
+            found[path] = module
+    if not found:
+        return
+    path, module = next(iter(found.items()))
+    more = f" and {len(found) - 1} more are TorchScript modules" if len(found) > 1 else " is a TorchScript module"
+    name = getattr(module, "original_name", type(module).__name__)
+    raise InputError(
+        f"{f'module {path!r}' if path else 'the model'} (a {name}){more}, made by torch.jit.script, torch.jit.trace or "
+        "torch.jit.load, and such a module with parameters cannot be captured; give the model with the nn.Module from "
+        "before torch.jit, and script it afterwards if you must"
+    )
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    return any(True for _ in (*module.parameters(), *module.buffers()))
+
+
 def loss_failed(loss: Callable[..., Any], batch: Any, error: Exception) -> InputError | None:
     """The error to raise instead of torch's, when a loss could not take the batch for labels."""
     made_by_torch = getattr(type(loss) if isinstance(loss, nn.Module) else loss, "__module__", "")

@@ -9,9 +9,9 @@ Everything is relative to the unit's first op. Note [Rules]: what a policy may d
 2. Views run again always. They take their own time and no memory.
 3. An op that writes to a storage of the unit goes with the op that made it, and so does an op that read the
    storage before: they are saved together or run again together. Random ops are one such group too.
-4. What writes to a storage older than the unit cannot run again, nor can what read it before: it is forced to
-   be saved. A result that is overwritten after the unit cannot be saved: it is fixed to run again. An op that
-   is both cannot be reached: the stop comes before it.
+4. What writes to a storage older than the unit cannot run again, nor can what read it before, nor what draws from
+   a generator of the step's own: it is forced to be saved. A result that is overwritten after the unit cannot be
+   saved: it is fixed to run again. An op that is both cannot be reached: the stop comes before it.
 5. Only what the unit's own ops save, nobody reads later in the forward and nobody else holds is discardable.
    What is held anyway costs nothing to save; what autograd never saved costs its bytes. Copies of parameters
    that autocast made are held anyway: its cache has them until it ends.
@@ -186,10 +186,13 @@ def _constraints(facts: Facts, begin: int, end: int, backward: int) -> tuple[Fla
 
 
 def lost_inputs(facts: Facts, unit: Unit) -> Ints:
-    """Storages that a unit reads or is called with and that would be gone when it runs again."""
+    """Storages that a unit reads or is called with and that would be gone when it runs again.
+
+    So is a buffer to which the forward binds another tensor.
+    """
     low, high = np.searchsorted(facts.read_op, (unit.begin, unit.end))
     given = facts.trace.calls[unit.call].inputs if unit.call != NEVER else ()
     inputs = np.unique(np.concatenate((facts.read_storage[low:high], np.array(given, np.int64))))
     death = facts.death[inputs]
     gone = (death != NEVER) & (death < unit.backward_begin)
-    return inputs[(facts.birth[inputs] < unit.begin) & gone & ~facts.owned[inputs]]
+    return inputs[(facts.birth[inputs] < unit.begin) & gone]
