@@ -92,10 +92,13 @@ class Comparison:
             if "compile" in self.peers:
                 self._add_memfit(BY_FLOPS, budget, Flops())
         timed = [run for run in self.runs if run.method not in (COMPILE, BY_FLOPS)]
+        gc.collect()
+        gc.freeze()  # collections between steps are then short
         for number in range(rounds):
-            turn = number % len(timed)
-            for run in (*timed[turn:], *timed[:turn]):
+            turn = number * 5 % len(timed)  # neighbours take turns too
+            for run in (*timed[turn:], *timed[:turn])[:: 1 if number % 2 else -1]:
                 run.measure_time()
+        gc.unfreeze()
 
     def _add(self, run: Run) -> None:
         run.measure_peak()

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from plan_cases import Case, Stack, captured
 from torch import nn
 
+import memfit
 from memfit.errors import InputError
 from memfit.plan import Plan, PlanMismatch, ShardedUnit, ShardPlan
 from memfit.trace import Trace
@@ -211,3 +212,45 @@ def test_another_number_of_ops_names_the_first_that_differs() -> None:
     assert "the step has " in message
     assert "the first op that differs, of those that the plan keeps, is op " in message
     assert "native_dropout.default, op " in message and "of unit '0', in the plan" in message
+
+
+def test_one_of_several_models_is_told_how_to_give_all_of_them() -> None:
+    student, teacher, batch = (
+        nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)),
+        nn.Linear(8, 8),
+        torch.ones(16, 8),
+    )
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+
+    def train() -> None:
+        F.mse_loss(student(batch), teacher(batch).detach()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plan = memfit.plan(train, target="cpu", budget="1GiB", progress=False)
+    together = nn.ModuleDict({"student": student, "teacher": teacher})
+    with pytest.raises(PlanMismatch) as caught:
+        plan.apply(student, optimizer)
+    (difference,) = caught.value.differences
+    assert "this is student alone, and the plan is for student, teacher together" in difference
+    assert 'plan.apply(torch.nn.ModuleDict({"student": student, "teacher": teacher}), optimizer)' in difference
+    assert plan.apply(together, optimizer)[0] is together
+    plan.remove(together)
+
+
+def test_another_model_is_not_taken_for_a_part() -> None:
+    student, teacher, batch = nn.Linear(8, 8), nn.Linear(8, 8), torch.ones(16, 8)
+    plan = memfit.plan(
+        lambda: F.mse_loss(student(batch), teacher(batch)).backward(), target="cpu", budget="1GiB", progress=False
+    )
+    with pytest.raises(PlanMismatch) as caught:
+        plan.apply(nn.Linear(8, 4))
+    assert not any("ModuleDict" in each for each in caught.value.differences)
+
+
+def test_a_loss_module_does_not_stand_between_a_training_function_and_its_model() -> None:
+    model, criterion = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)), nn.MSELoss()
+    batch = torch.ones(16, 8)
+    plan = memfit.plan(lambda: criterion(model(batch), batch).backward(), target="cpu", budget="1GiB", progress=False)
+    assert plan.apply(model) is not None
+    plan.remove(model)

@@ -87,6 +87,23 @@ def test_two_models_and_two_optimizers() -> None:
     assert all(len(parameter.state) in (1, 3) for parameter in trace.parameters)
 
 
+def test_a_loss_module_is_no_second_model() -> None:
+    model, optimizer, batch = make()
+    weighted = nn.CrossEntropyLoss(weight=torch.ones(1))
+    labels = torch.zeros(8, dtype=torch.int64)
+
+    def train() -> None:
+        weighted(model(batch), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    trace = memfit.trace(train, target="cpu")
+    assert [module.path for module in trace.modules] == ["", "0", "1", "2"]
+    assert [parameter.names[0] for parameter in trace.parameters] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    (loss,) = [call for call in trace.calls if call.kind == "CrossEntropyLoss"]
+    assert loss.phase is Phase.LOSS
+
+
 def test_peak_equals_the_measured_one() -> None:
     model, optimizer, batch = make()
 
@@ -108,6 +125,12 @@ def test_peak_equals_the_measured_one() -> None:
 def test_no_model_to_be_found() -> None:
     with pytest.raises(InputError, match=r"no nn.Module.*memfit.Step"):
         memfit.trace(lambda: None, target="cpu")
+
+
+def test_only_modules_without_parameters() -> None:
+    criterion = nn.MSELoss()
+    with pytest.raises(InputError, match=r"no nn.Module with parameters"):
+        memfit.trace(lambda: criterion(torch.ones(2), torch.ones(2)), target="cpu")
 
 
 def test_arguments_that_nobody_gives() -> None:

@@ -65,3 +65,20 @@ def test_scripted_functions_run_the_same_ops_when_they_are_warm() -> None:
     for _ in range(4):  # the first real runs are watched, later ones optimized
         squares(step.model(step.batch), step.batch).backward()
     assert memfit.trace(step, target="cpu").fingerprint == before
+
+
+def test_a_generator_of_the_steps_own_does_not_change_it() -> None:
+    class Noisy(nn.Linear):
+        generator: torch.Generator
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * torch.rand(8, generator=self.generator)
+
+    found = set()
+    kept = []
+    model = Noisy(8, 8)
+    for _ in range(2):
+        model.generator = torch.Generator()
+        kept.append(model.generator)
+        found.add(memfit.trace(Step(model, torch.randn(4, 8), loss=squares), target="cpu").fingerprint)
+    assert len(found) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -104,6 +105,95 @@ def test_a_failed_capture_restores_everything() -> None:
     assert snapshot(model) == before
     assert nn.Module.__call__ is call and torch.autograd.backward is backward
     assert torch.nn.functional.has_torch_function is torch.overrides.has_torch_function
+
+
+def perceptron() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.Sigmoid(), nn.BatchNorm1d(16), nn.Linear(16, 8))
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.plain, self.parts = nn.Linear(8, 8), nn.ModuleList([inner])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.plain(x)
+        for part in self.parts:
+            x = x + part(x)
+        return x.sum()
+
+
+SCRIPTED = {
+    "scripted": lambda: torch.jit.script(perceptron()),
+    "traced": lambda: torch.jit.trace(perceptron().eval(), torch.randn(4, 8)).train(),
+}
+
+
+@pytest.mark.parametrize("kind", SCRIPTED)
+def test_scripted_modules_are_refused_by_name_and_keep_their_weights(kind: str) -> None:
+    model = Wrapper(SCRIPTED[kind]())
+    values, devices = copy.deepcopy(model.state_dict()), {p.device.type for p in model.parameters()}
+    with pytest.raises(memfit.InputError, match=r"module 'parts.0' \(a Sequential\).*before torch.jit"):
+        memfit.trace(Step(model, torch.randn(4, 8)), target="cpu")
+    assert {p.device.type for p in model.parameters()} == devices == {"cpu"}
+    assert all(torch.equal(values[name], value) for name, value in model.state_dict().items())
+    model(torch.randn(4, 8)).backward()
+
+
+def test_a_scripted_module_without_tensors_is_captured_as_it_is_written() -> None:
+    plain, scripted = Wrapper(nn.GELU()), Wrapper(torch.jit.script(nn.GELU()))
+    plain_ops, ops = (
+        [op.name for op in memfit.trace(Step(model, torch.randn(4, 8)), target="cpu").ops]
+        for model in (plain, scripted)
+    )
+    assert ops == plain_ops
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_tables_of_parameters_that_are_no_plain_dicts_are_put_back(fails: bool) -> None:
+    class Table(dict):
+        """As libraries that watch parameters put it in the place of a module's own."""
+
+    class Fails(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise KeyError("the user's own error")
+
+    model = Wrapper(Fails() if fails else perceptron())
+    for module in model.modules():
+        module._parameters, module._buffers = Table(module._parameters), Table(module._buffers)
+    before = [*model.parameters(), *model.buffers()]
+    with pytest.raises(KeyError, match="own error") if fails else contextlib.nullcontext():
+        memfit.trace(Step(model, torch.randn(4, 8)), target="cpu")
+    after = [*model.parameters(), *model.buffers()]
+    assert [id(tensor) for tensor in after] == [id(tensor) for tensor in before]
+
+
+@pytest.mark.parametrize("target", ["cpu", "h100-sxm"])
+def test_a_generator_of_the_steps_own_is_untouched(target: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.linear(x) * torch.rand(8, generator=generator)).sum()
+
+    state = generator.get_state()
+    memfit.trace(Step(Noisy(), torch.randn(4, 8)), target=target)
+    assert torch.equal(generator.get_state(), state)
+
+
+def test_a_loss_module_of_a_training_function_keeps_no_stand_in() -> None:
+    class Remembers(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = x.detach()
+            return x.square().mean()
+
+    model, criterion = nn.Linear(8, 8), Remembers()
+    memfit.trace(lambda: criterion(model(torch.ones(2, 8))).backward(), target="cpu")
+    assert not hasattr(criterion, "last")
 
 
 def test_hooks_of_the_user_run() -> None:

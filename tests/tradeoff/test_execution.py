@@ -229,3 +229,69 @@ def test_every_policy_can_be_executed(name: str) -> None:
             assert all(torch.equal(found_buffers[key], buffers[key]) for key in buffers), where
             executed += 1
     assert executed > 4
+
+
+class OwnGenerator(nn.Module):
+    """Draws from a generator of its own beside torch's."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.first, self.second, self.generators = nn.Linear(8, 32), nn.Linear(32, 8), [generator]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x).sigmoid()
+        mask = torch.rand(y.shape, generator=self.generators[0]) > 0.5
+        noise = torch.empty_like(y).normal_(generator=self.generators[0])
+        return self.second(nn.functional.dropout(y * mask * noise, 0.5).exp())
+
+
+def test_what_draws_from_a_generator_of_its_own_never_runs_again() -> None:
+    model, batch, generator = Between(OwnGenerator(torch.Generator())), torch.randn(4, 8), torch.Generator()
+    trace = memfit.trace(Step(model, (batch,), optimizer=torch.optim.SGD), target="cpu")
+    op_ms = np.array([0.0 if op.view else 1.0 for op in trace.ops])
+    facts, found = Facts.of(trace, op_ms), frontiers(trace, op_ms)
+    generators = {i for i, op in enumerate(trace.ops) if op.random and "generator" in op.arguments}
+    dropout = {i for i, op in enumerate(trace.ops) if op.random} - generators
+    assert len(generators) == 2 and dropout
+
+    def drawn(model: nn.Module) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        model.inner.generators[0] = generator.manual_seed(7)
+        return run(model, batch)[0], generator.get_state()
+
+    gradients, state = drawn(copy.deepcopy(model))
+    redrawn = 0
+    for unit in (each for each in found.units if each.module in ("", "inner") and each.kind != "loss"):
+        assert found.of(unit).policies[1:]
+        for policy in found.of(unit).policies[1:]:
+            again = copy.deepcopy(model)
+            Execution(again.get_submodule(unit.module), trace, unit, policy, discardable(facts, unit))
+            found_gradients, found_state = drawn(again)
+            recomputed = {unit.begin + op for op in policy.recomputed}
+            assert not recomputed & generators
+            assert all(torch.equal(found_gradients[key], gradients[key]) for key in gradients)
+            assert torch.equal(found_state, state)
+            redrawn += bool(recomputed & dropout)
+    assert redrawn, "what draws from torch's own generator is not bound to it"
+
+
+class Rebinds(nn.Module):
+    """Binds a new tensor to its buffer, which nothing else holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 32), nn.Linear(32, 8)
+        self.register_buffer("moved", torch.ones(64, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = (self.first(x) + self.moved[0]).sigmoid()
+        self.moved = self.moved + 1
+        return self.second(y.exp())
+
+
+def test_a_buffer_that_is_bound_anew_is_held_for_the_second_run() -> None:
+    model, batch = Between(nn.Sequential(Rebinds(), nn.Linear(8, 8))), torch.randn(4, 8)
+    trace = memfit.trace(Step(model, (batch,), optimizer=torch.optim.SGD), target="cpu")
+    facts, found = Facts.of(trace, np.ones(len(trace.ops))), frontiers(trace, np.ones(len(trace.ops)))
+    inputs = {unit.name: Problem.of(facts, unit).input_bytes for unit in found.units}
+    buffer_bytes = 64 * 32 * 4
+    assert inputs["inner.0"] == inputs["inner.0.second"] + buffer_bytes

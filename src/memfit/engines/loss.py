@@ -5,12 +5,15 @@ It begins when a module's call ends, the model's own or that of the last one ins
 Note [Guest]: nobody says when a loss ends, or that there will be one, so its tape is a mode and a pair of hooks among
 those that the user opens and closes. It takes itself off: after the last op that the plan knows, or the first that it
 does not. A mode is not on the stack while it handles an op, and is put back afterwards; so it leaves something in the
-op's keyword arguments, which torch drops right after that. Modes and hooks of other threads cannot be reached, nor
-those under somebody else's: a tape that is told to end there drops nothing any more and goes at its next op.
+op's keyword arguments, which torch drops right after that. Where it cannot go it stays and does nothing, until its next
+op: on another thread, and in a scope that gives the keys of torch's dispatcher back as it found them. Of these the one
+for modes must be there if, and only if, there are modes.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -33,6 +36,7 @@ LossPolicy = tuple[RunPolicy, str | None, int]
 """The policy, the module after which the region begins, and after which call of it."""
 
 _LEAVING = "memfit_leaving"
+_TRANSFORMS = os.path.join(os.path.dirname(torch.__file__), "_functorch", "")
 
 
 class LossRegion:
@@ -119,6 +123,10 @@ def _inside(last: nn.Module | None, call: int, tape: LossTape, run: Callable[[],
 class LossTape(Tape):
     """A tape that takes itself off (Note [Guest])."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return True
+
     def __init__(self, policy: RunPolicy, device_type: str) -> None:
         super().__init__(policy, device_type)
         self._hooked = False
@@ -127,7 +135,7 @@ class LossTape(Tape):
 
     def begin(self) -> None:
         """Write down what this thread runs from now on, unless somebody else looks at its ops."""
-        if _get_current_dispatch_mode() is None and _hooks_are_free():
+        if _get_current_dispatch_mode() is None and _hooks_are_free() and not _keys_are_held():
             _push_mode(self)  # not __enter__: its flags are right only if modes go in the order in which they came
 
     def end(self) -> None:
@@ -135,8 +143,8 @@ class LossTape(Tape):
         self.leave()
 
     def leave(self) -> None:
-        """Be taken off where that can be done."""
-        if _get_current_dispatch_mode() is self:
+        """Be taken off this thread's modes and hooks, where that can be done."""
+        if _get_current_dispatch_mode() is self and not _keys_are_held():
             _pop_mode()
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is not None and getattr(hooks[0], "__self__", None) is self:
@@ -189,6 +197,18 @@ class _Leaving:
 def _hooks_are_free() -> bool:
     """Whether nobody else has hooks for saved tensors here, or forbids them."""
     autograd = torch._C._autograd
-    return (
-        autograd._saved_tensors_hooks_is_enabled() and autograd._top_saved_tensors_default_hooks(True) is None
-    )
+    return autograd._saved_tensors_hooks_is_enabled() and autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def _keys_are_held() -> bool:
+    """Whether this runs in a scope at whose end the dispatcher's keys are put back: inference mode, torch.func, and
+    calls of what torch.compile gave."""
+    if torch.is_inference_mode_enabled():
+        return True
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.startswith(_TRANSFORMS) or "saved_include_set" in code.co_varnames:
+            return True
+        frame = frame.f_back
+    return False

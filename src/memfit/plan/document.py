@@ -36,6 +36,7 @@ from memfit.plan.validation import check_content
 from memfit.solve.curve_display import text_of
 from memfit.trace import Step, Trace
 from memfit.trace import trace as capture
+from memfit.trace.discovery import step_of
 from memfit.trace.optimizers import Implementation, step_with
 from memfit.units import display_bytes
 
@@ -103,17 +104,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             temporary.unlink(missing_ok=True)
             raise
 
-    def check(self, trace: Trace | Step) -> None:
+    def check(self, trace: Trace | Step | Callable[[], Any]) -> None:
         """Raise `PlanMismatch` with what differs when the plan was made for another step than this.
 
-        A `Step` is captured first, for the plan's device.
+        A `Step`, or a function that runs one, is captured first, for the plan's device.
         """
+        if callable(trace) and not isinstance(trace, nn.Module | type):
+            trace = step_of(trace)
         if isinstance(trace, Step):
             trace = self.trace_of(trace)
         if not isinstance(trace, Trace):
             raise InputError(
                 f"check takes the step that the plan is to be used for, not a {type(trace).__name__}: a memfit.Trace, "
-                "or a memfit.Step, which is captured"
+                "or a memfit.Step or a function that runs the step, which is captured"
             )
         found = differences(self, trace)
         if found:

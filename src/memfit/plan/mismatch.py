@@ -130,7 +130,7 @@ def _part_of_several(here: Sequence[ParameterFacts], there: Sequence[ParameterFa
         if mine.keys() <= own.keys() and all(own[name] == each for name, each in mine.items()):
             written = ", ".join(f'"{each}": {each}' for each in models)
             return (
-                f"this is {model} alone, and the plan is for {', '.join(models)} together; give it the whole model, or, "
+                f"this is {model} alone, and the plan is for {', '.join(models)} together; give the whole model, or, "
                 "where a training function uses several models, all of them by these names: "
                 f"plan.apply(torch.nn.ModuleDict({{{written}}}), optimizer)"
             )

@@ -1,15 +1,17 @@
 """What fills a measured peak: measured allocations are known by the predicted ones that they stand beside.
 
-Note [Beside]: the allocator's events say how many bytes and when, not what for. A step makes its allocations in the
-order that was predicted, so the two sequences are walked side by side by their sizes. Where they part, the nearest
-place is sought from which both go on alike. Before it, allocations of one size stand beside each other in whatever
+Note [Beside]: the allocator's events say how many bytes, when and in which ops, not what for. A step makes its
+allocations in the order that was predicted, with others in between that no trace has (numbers made tensors, scratch of
+kernels). So both sequences are laid beside each other such that the most bytes stand beside equal ones in this order,
+and of the same op rather than of another. Between those, allocations of one size stand beside each other in whatever
 order they come, and what was not predicted counts as temporary, in the module that ran.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,8 +22,12 @@ from memfit.trace import NEVER, Category
 from memfit.trace.allocations import AllocatorEvent
 from memfit.verify.peak import Rise
 
-_WINDOW = 48
-_RUN = 6
+_WINDOW = 2048
+"""How many of either are laid beside each other at once; the first half of that is final."""
+_NEAR = (0, 1, 2, 4, 8)
+"""How far from its place in the order one may stand, tried one after the other."""
+_SAME_OP = 4
+"""How much more a byte counts that stands beside one of the same op."""
 
 Place = tuple[Category, str]
 """What an allocation is for: its category and its module."""
@@ -57,6 +63,11 @@ class Places:
     def running(self, number: int) -> str:
         """The module that ran when this was allocated."""
         return self.timeline.module_of(self._born[number])
+
+    def op(self, number: int) -> str:
+        """The op that allocates it, as torch's profiler calls it; empty for what no op does."""
+        ops, op = self.timeline.trace.ops, int(self.timeline.op[self._born[number]])
+        return "::".join(ops[op].name.split(".")[:2]) if op < len(ops) else ""
 
     def made(self) -> list[tuple[int, int]]:
         """Number and bytes of everything that the step allocates, in order; workspaces come and go within an op."""
@@ -103,7 +114,12 @@ def _named(places: Places, made: Sequence[tuple[int, int]], events: Iterable[All
     """What each allocation among the events is for; frees have a place that nobody asks for."""
     events = list(events)
     mallocs = [index for index, event in enumerate(events) if event.bytes > 0]
-    pairs = beside([events[index].bytes for index in mallocs], [n_bytes for _, n_bytes in made])
+    pairs = beside(
+        [events[index].bytes for index in mallocs],
+        [n_bytes for _, n_bytes in made],
+        [events[index].ops for index in mallocs],
+        [places.op(number) for number, _ in made],
+    )
     found: list[Place] = [(Category.TEMPORARY, "")] * len(events)
     last = None
     for index, pair in zip(mallocs, pairs, strict=True):
@@ -115,43 +131,84 @@ def _named(places: Places, made: Sequence[tuple[int, int]], events: Iterable[All
     return found
 
 
-def beside(measured: Sequence[int], predicted: Sequence[int]) -> list[int]:
-    """For each measured size the index of the predicted one that it stands beside, -1 for none (Note [Beside])."""
+def beside(
+    measured: Sequence[int],
+    predicted: Sequence[int],
+    within: Sequence[tuple[str, ...]] | None = None,
+    ops: Sequence[str] | None = None,
+) -> list[int]:
+    """For each measured size the index of the predicted one that it stands beside, -1 for none (Note [Beside]).
+
+    `within` are the ops, one inside the other, that each measured one happened in, `ops` the op of each predicted one.
+    """
     found = [-1] * len(measured)
+    here, there = np.asarray(measured, np.int64), np.asarray(predicted, np.int64)
+    same_op = _same_op(within or [()] * len(measured), ops or [""] * len(predicted))
     i = j = 0
     while i < len(measured) and j < len(predicted):
-        if measured[i] == predicted[j]:
-            found[i] = j
-            i, j = i + 1, j + 1
-            continue
-        k, m = _resumed(measured, predicted, i, j)
-        for place, other in _same_sizes(measured, predicted, range(i, k), range(j, m)):
-            found[place] = other
-        i, j = k, m
+        rows, columns = slice(i, i + _WINDOW), slice(j, j + _WINDOW)
+        equal = here[rows, None] == there[None, columns]
+        pairs = _heaviest(np.where(same_op(rows, columns), _SAME_OP, 1) * equal * here[rows, None])
+        final = _WINDOW if i + _WINDOW >= len(measured) and j + _WINDOW >= len(predicted) else _WINDOW // 2
+        pairs = [(row, column) for row, column in pairs if row < final and column < final]
+        for row, column in pairs:
+            found[i + row] = j + column
+        row, column = pairs[-1] if pairs and final < _WINDOW else (final - 1, final - 1)
+        i, j = i + row + 1, j + column + 1
+    _out_of_order(measured, predicted, found)
     return found
 
 
-def _same_sizes(
-    measured: Sequence[int], predicted: Sequence[int], here: range, there: range
-) -> Iterable[tuple[int, int]]:
-    """Pairs of equal sizes in parts that are not alike, in whatever order they come."""
-    waiting: dict[int, list[int]] = defaultdict(list)
-    for other in reversed(there):
-        waiting[predicted[other]].append(other)
-    for place in here:
-        if waiting.get(measured[place]):
-            yield place, waiting[measured[place]].pop()
+def _same_op(within: Sequence[tuple[str, ...]], ops: Sequence[str]) -> Callable[[slice, slice], np.ndarray]:
+    """Which allocations of a part of each happen in the same op."""
+    outer, inner = {each: row for row, each in enumerate(dict.fromkeys(within))}, dict.fromkeys(ops)
+    table = np.array([[op in each for op in inner] for each in outer], bool).reshape(len(outer), len(inner))
+    column = {each: number for number, each in enumerate(inner)}
+    rows = np.array([outer[each] for each in within], np.int64)
+    columns = np.array([column[each] for each in ops], np.int64)
+    return lambda part, other: table[rows[part, None], columns[None, other]]
 
 
-def _resumed(measured: Sequence[int], predicted: Sequence[int], i: int, j: int) -> tuple[int, int]:
-    """The nearest pair of places from which both go on alike."""
-    for distance in range(1, _WINDOW):
-        for skipped in range(distance + 1):
-            k, m = i + skipped, j + distance - skipped
-            ahead = measured[k : k + _RUN]
-            if ahead and ahead == predicted[m : m + _RUN]:
-                return k, m
-    return min(i + 1, len(measured)), min(j + 1, len(predicted))
+def _heaviest(weight: np.ndarray) -> list[tuple[int, int]]:
+    """Pairs of rows and columns, both ascending, whose weights add up to the most."""
+    height, width = weight.shape
+    best = np.zeros((height + 1, width + 1), np.int64)
+    for row in range(height):
+        np.maximum.accumulate(np.maximum(best[row, 1:], best[row, :-1] + weight[row]), out=best[row + 1, 1:])
+    found = []
+    row, column = height, width
+    while row and column:
+        if best[row, column] == best[row - 1, column]:
+            row -= 1
+        elif best[row, column] == best[row, column - 1]:
+            column -= 1
+        else:
+            row, column = row - 1, column - 1
+            found.append((row, column))
+    return found[::-1]
+
+
+def _out_of_order(measured: Sequence[int], predicted: Sequence[int], found: list[int]) -> None:
+    """Let those that stand beside none stand beside equal ones that are left over nearby, the nearest first."""
+    left: dict[int, list[int]] = defaultdict(list)
+    for other in sorted(set(range(len(predicted))).difference(found)):
+        left[predicted[other]].append(other)
+    after, before = len(predicted), -1
+    between = []
+    for place in range(len(found) - 1, -1, -1):
+        after = found[place] if found[place] >= 0 else after
+        between.append((place, after))
+    alone = []
+    for place, after in reversed(between):
+        before = found[place] if found[place] >= 0 else before
+        if found[place] < 0 and left.get(measured[place]):
+            alone.append((place, before, after))
+    for far in _NEAR:
+        for place, before, after in alone:
+            others = left[measured[place]]
+            at = bisect.bisect_left(others, before - far)
+            if found[place] < 0 and at < len(others) and others[at] <= after + far:
+                found[place] = others.pop(at)
 
 
 def _rounded(n_bytes: int, rounding_bytes: int) -> int:

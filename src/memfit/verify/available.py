@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 
-def free_bytes(device_type: str) -> int | None:
+def free_bytes(device: torch.device) -> int | None:
     """Memory that is free on the device, with what torch holds of it and does not use; None where nobody says."""
-    if device_type == "cuda":
-        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return torch.cuda.mem_get_info()[0] + unused
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
     found = [each for each in (_machine(), _group(), _process()) if each is not None]
     return max(0, min(found)) if found else None
 
@@ -51,7 +51,15 @@ def _process() -> int | None:
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         if limit == resource.RLIM_INFINITY:
             return None
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    except (ImportError, OSError, ValueError):
+    except ImportError:
         return None
-    return limit - used
+    used = mapped_bytes()
+    return None if used is None else limit - used
+
+
+def mapped_bytes() -> int | None:
+    """What the process has mapped: tensors, and libraries, stacks and what malloc keeps as well."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None

@@ -70,17 +70,18 @@ def _beside(found: Verification) -> Table:
 
 
 def _modules(found: Verification) -> Table:
-    """Modules that differ come first, then those that hold most."""
+    """Modules that differ come first, each by itself, then those that hold most."""
     table = Table(title="at the peak, by module", title_justify="left", show_edge=False, pad_edge=False)
     table.add_column("module", overflow="fold")
     for name in ("predicted", "measured", "difference"):
         table.add_column(name, justify="right", no_wrap=True)
-    groups = _groups(found.by_module)
-    rows = [
-        (name, sum(each.predicted_bytes for each in members), sum(each.measured_bytes for each in members))
-        for name, members in groups
-    ]
-    rows.sort(key=lambda row: (-abs(row[2] - row[1]), -row[2]))
+    others = sorted(
+        (each for each in found.by_module if each.difference_bytes), key=lambda each: -abs(each.difference_bytes)
+    )
+    rows = [(each.name or "(model)", each.predicted_bytes, each.measured_bytes) for each in others]
+    groups = _groups(each for each in found.by_module if not each.difference_bytes)
+    same = [(name, sum(each.measured_bytes for each in members)) for name, members in groups]
+    rows += [(name, n_bytes, n_bytes) for name, n_bytes in sorted(same, key=lambda row: -row[1])]
     for name, predicted, measured in rows[:_ROWS]:
         table.add_row(Text(name), display_bytes(predicted), display_bytes(measured), _signed(measured - predicted))
     _more(table, len(rows))
@@ -92,20 +93,21 @@ def _forwards(found: Verification) -> Table:
     table.add_column("module", overflow="fold")
     for name in ("predicted", "measured", "difference"):
         table.add_column(name, justify="right", no_wrap=True)
-    rows = [
-        (name, sum(each.predicted_ms for each in members), sum(each.measured_ms for each in members))
-        for name, members in _groups(found.forward_by_module)
-    ]
-    rows.sort(key=lambda row: -abs(row[2] - row[1]))
-    for name, predicted, measured in rows[:_ROWS]:
-        table.add_row(Text(name), display_ms(predicted), display_ms(measured), display_ms(measured - predicted))
+    rows = sorted(found.forward_by_module, key=lambda each: -abs(each.difference_ms))
+    for each in rows[:_ROWS]:
+        table.add_row(
+            Text(each.name or "(model)"),
+            display_ms(each.predicted_ms),
+            display_ms(each.measured_ms),
+            display_ms(each.difference_ms),
+        )
     _more(table, len(rows))
     return table
 
 
-def _groups(rows: Iterable[BytesBeside] | Iterable[MsBeside]) -> list[tuple[str, list]]:
+def _groups(rows: Iterable[BytesBeside]) -> list[tuple[str, list[BytesBeside]]]:
     """Modules whose paths differ in numbers only, under one name."""
-    found: dict[str, list] = defaultdict(list)
+    found: dict[str, list[BytesBeside]] = defaultdict(list)
     for each in rows:
         found[alike(each.name)].append(each)
     return [(folded(each.name for each in members) or "(model)", members) for members in found.values()]

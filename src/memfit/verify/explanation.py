@@ -15,7 +15,9 @@ from memfit.solve import PlannedTimeline
 from memfit.trace import NEVER, Category, Phase, Trace
 from memfit.units import display_bytes
 from memfit.verify.faults import FailedAt
+from memfit.verify.meter import Limit
 
+REST = "activations and temporaries"
 _SHOWN = 5
 _MADE = (Category.ACTIVATION, Category.TEMPORARY, Category.INPUT)
 
@@ -37,15 +39,17 @@ class Expected:
 class Explanation:
     """Why a step did not fit. `by_category` and `by_module` are counted at the failure, where they can be.
 
-    What is none of what can be found by name is counted as one: activations and temporaries.
+    What is none of what can be found by name is counted as one: activations and temporaries. `uncounted` is what no
+    figure has.
     """
 
     at: FailedAt
     asked_bytes: int | None
-    limit: tuple[str, int] | None
+    limit: Limit | None
     total_bytes: int | None
     by_category: Mapping[str, int]
     by_module: Mapping[str, int]
+    uncounted: tuple[str, ...]
     expected: Expected
     budget_bytes: int
     planned_peak_bytes: int
@@ -79,10 +83,12 @@ class Explanation:
     def _filled(self) -> list[str]:
         whole = "" if self.total_bytes is None else f", about {display_bytes(self.total_bytes)}"
         lines = [f"what filled the memory{whole}:", f"  {_list(self.by_category)}"]
+        if self.uncounted:
+            lines.append(f"  not counted here: {'; '.join(self.uncounted)}")
         if self.by_module:
             lines.append(f"  of these by module, without activations: {_list(self.by_module)}")
         if self.limit is not None:
-            lines.append(f"  {self.limit[0]} {display_bytes(self.limit[1])}")
+            lines.append(f"  {self.limit}")
         return lines
 
     def _planned(self) -> list[str]:
@@ -156,7 +162,7 @@ def expected(
 
 def counted(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizers: Iterable[torch.optim.Optimizer],
     *,
     input_bytes: int = 0,
     total_bytes: int | None = None,
@@ -173,22 +179,22 @@ def counted(
         by_category[category.value] += tensor.untyped_storage().nbytes()
         by_module[part_of(path)] += tensor.untyped_storage().nbytes()
 
-    state = optimizer.state if optimizer is not None else {}
+    states = [optimizer.state for optimizer in optimizers]
     for path, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             add(Category.PARAMETER, path, parameter)
             add(Category.GRADIENT, path, parameter.grad)
-            values = state.get(parameter, {})
-            for value in values.values() if isinstance(values, dict) else ():
-                if isinstance(value, torch.Tensor):
-                    add(Category.OPTIMIZER_STATE, path, value)
+            for values in (state.get(parameter) for state in states):
+                for value in values.values() if isinstance(values, dict) else ():
+                    if isinstance(value, torch.Tensor):
+                        add(Category.OPTIMIZER_STATE, path, value)
         for buffer in module.buffers(recurse=False):
             add(Category.BUFFER, path, buffer)
     if input_bytes:
         by_category[Category.INPUT.value] = input_bytes
     rest = None if total_bytes is None else total_bytes - sum(by_category.values())
     if rest is not None and rest > 0:
-        by_category["activations and temporaries"] = rest
+        by_category[REST] = rest
     return dict(by_category), dict(by_module)
 
 

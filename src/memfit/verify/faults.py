@@ -31,7 +31,15 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _MEMFIT = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _OPTIMIZERS = os.path.join(_TORCH, "optim", "")
 _AUTOGRAD = os.path.join(_TORCH, "autograd", "")
-_SIGNS = ("DefaultCPUAllocator", "out of memory", "bad_alloc", "can't allocate memory", "not enough memory")
+_SIGNS = (
+    "DefaultCPUAllocator",
+    "out of memory",
+    "bad_alloc",
+    "can't allocate memory",
+    "not enough memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 _ASKED = (
     (re.compile(r"tried to allocate (\d+) bytes"), 1),
     (re.compile(r"Tried to allocate ([\d.]+) bytes"), 1),

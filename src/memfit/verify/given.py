@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import importlib.util
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,65 +12,20 @@ from torch import nn
 from memfit.engines import plan_of_model
 from memfit.errors import InputError, MissingFeatureError, StateError
 from memfit.plan import Plan
+from memfit.shapes import step_at as step_at
 from memfit.trace import Step
 from memfit.trace.discovery import step_of
 from memfit.units import display_bytes
 from memfit.verify.state import tensors_in
 
-_HOW = "write path/to/file.py:function or package.module:function, a function that returns a memfit.Step"
 
-
-def step_at(place: str) -> Step:
-    """The step that a function returns: `train.py:step`, or `package.module:step`."""
-    where, colon, name = place.rpartition(":")
-    if not colon or not where or not name:
-        raise InputError(f"{place!r} names no function; {_HOW}")
-    module = _file(Path(where), place) if where.endswith(".py") or os.sep in where else _module(where, place)
-    function = getattr(module, name, None)
-    if function is None:
-        near = difflib.get_close_matches(name, vars(module), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else _HOW
-        raise InputError(f"there is no {name!r} in {where}; {hint}")
-    step = function() if callable(function) and not isinstance(function, Step) else function
-    if not isinstance(step, Step):
-        raise InputError(f"{place} returned a {type(step).__name__}, not a memfit.Step; {_HOW}")
-    return step
-
-
-def _file(path: Path, place: str) -> ModuleType:
-    if not path.is_file():
-        raise InputError(f"there is no file {path}, which {place!r} names")
-    sys.path.insert(0, str(path.resolve().parent))  # as when the file is run as a script
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise InputError(f"{path} cannot be imported; {_HOW}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[path.stem]
-        raise
-    return module
-
-
-def _module(name: str, place: str) -> ModuleType:
-    sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise
-        raise InputError(f"there is no module {error.name!r}, which {place!r} names; {_HOW}") from error
-
-
-def step_given(step: Step | Callable[[], Any]) -> Step:
+def step_given(step: Step | Callable[[], Any], verb: str = "verify") -> Step:
     """A step, or the one that a function runs on a model of its own."""
     if isinstance(step, Step):
         return step
     if isinstance(step, nn.Module) or not callable(step):
         raise InputError(
-            f"verify takes the step that is run, not a {type(step).__name__}: memfit.Step(model, batch, ...), or a "
+            f"{verb} takes the step that is run, not a {type(step).__name__}: memfit.Step(model, batch, ...), or a "
             "function that runs one"
         )
     return step_of(step)

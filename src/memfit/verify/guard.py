@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import gc
 import warnings
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -26,10 +27,11 @@ from memfit.plan import Plan
 from memfit.solve import SolveOptions
 from memfit.trace import Phase, Step, Trace
 from memfit.units import display_bytes
-from memfit.verify.explanation import Explanation, counted, expected, levers_of, place
+from memfit.verify.drift import Drift, PlanDrift
+from memfit.verify.explanation import REST, Explanation, counted, expected, levers_of, place
 from memfit.verify.faults import FailedAt, OutOfMemory, asked_bytes, failed_at, is_out_of_memory, release
 from memfit.verify.inputs import Seen, different, seen
-from memfit.verify.meter import limit_of, meter_of
+from memfit.verify.meter import NOISE_BYTES, limit_of, meter_of
 from memfit.verify.replan import Replanner, optimizer_bytes, single_tensor, swap
 from memfit.verify.undo import Before, Keeper
 
@@ -37,42 +39,14 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 TOLERANCE = 0.05
 RETRIES = 3
-
-
-class PlanDrift(UserWarning):
-    """Steps take another peak than their plan says."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drift:
-    """A step whose peak was not the plan's. `kind` is higher, lower or, where the meter is too coarse, inputs.
-
-    `inputs` are those that are not the plan's.
-    """
-
-    kind: str
-    step: int
-    measured_bytes: int | None
-    planned_bytes: int
-    inputs: tuple[str, ...]
-
-    def __str__(self) -> str:
-        planned = display_bytes(self.planned_bytes)
-        if self.measured_bytes is None:
-            text = f"the inputs of step {self.step} are not those of the plan, whose peak is {planned}"
-        else:
-            measured = display_bytes(self.measured_bytes)
-            text = f"the peak of step {self.step} is {measured}, {self.kind} than the {planned} of the plan"
-        if self.inputs:
-            text += f": {'; '.join(self.inputs)}"
-        return text + "; plan the step again as it is now"
+_AND_STATE = f"{REST}, and optimizer state that guard was not told of (optimizer=)"
 
 
 class Guard:
     """Watches the steps of a model that runs a plan; made by `memfit.guard`.
 
-    `plan` is the plan that the model runs, after a replan the new one. `peak_bytes` is the peak of the last step,
-    `drifts` the first of each kind.
+    `plan` is the plan that the model runs, after a replan the new one. `peak_bytes` is the peak of the last step on a
+    GPU, `growth_bytes` how far the process grew in it on a CPU, `drifts` the first of each kind.
     """
 
     def __init__(
@@ -81,7 +55,7 @@ class Guard:
         model: nn.Module,
         *,
         optimizer: torch.optim.Optimizer | None,
-        step: Step | Trace | None,
+        step: Step | Trace | Callable[[], Any] | None,
         tolerance: float,
         retries: int,
         copies: bool,
@@ -93,9 +67,13 @@ class Guard:
         self.plan = plan
         self.steps = 0
         self.peak_bytes: int | None = None
+        self.growth_bytes: int | None = None
         self.drifts: tuple[Drift, ...] = ()
         self._model = model
         self._optimizer = optimizer
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet(
+            () if optimizer is None else (optimizer,)
+        )
         self._tolerance = tolerance
         self._retries = retries
         self._copies = copies
@@ -113,10 +91,13 @@ class Guard:
         self._sizes: tuple[bool, list[int]] | None = None
         self._switched = False
         self._planning = False
+        self._captured = True
         self._resident: tuple[tuple[int, bool], int] | None = None
 
     def __repr__(self) -> str:
         peak = "" if self.peak_bytes is None else f", the last with a peak of {display_bytes(self.peak_bytes)}"
+        if self.growth_bytes is not None:
+            peak = f", in the last of which the process grew by {display_bytes(self.growth_bytes)}"
         state = "at work" if self._hooks else "not at work"
         found = "".join(f"; {drift}" for drift in self.drifts)
         return f"<guard {state}: {self.steps} steps{peak}{found}>"
@@ -126,6 +107,8 @@ class Guard:
     def __enter__(self) -> Guard:
         if self._hooks:
             raise StateError("this guard is at work already; make another with memfit.guard")
+        if any(isinstance(getattr(hook, "__self__", None), Guard) for hook in self._model._forward_pre_hooks.values()):
+            raise StateError("another guard watches this model; leave its `with` block first, one guard is enough")
         applied = plan_of_model(self._model)
         if applied is None or applied.plan.checkpoint != self.plan.checkpoint:
             what = "does not run a plan" if applied is None else "runs another plan"
@@ -167,6 +150,7 @@ class Guard:
     def _on_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._in_step or not self._ours(optimizer):
             return
+        self._optimizers.add(optimizer)
         self._in_optimizer = True
         if self._before is None:
             return
@@ -181,7 +165,9 @@ class Guard:
         self._in_step = self._in_optimizer = False
         self.steps += 1
         self.peak_bytes = self._meter.peak_bytes()
-        self._judge()
+        growth = self._meter.growth()
+        self.growth_bytes = None if growth is None else growth[0]
+        self._judge(0 if growth is None else growth[1])
 
     def _ours(self, optimizer: torch.optim.Optimizer) -> bool:
         if self._optimizer is not None:
@@ -189,21 +175,22 @@ class Guard:
         first = next(iter(optimizer.param_groups[0]["params"]), None)
         return any(each is first for each in self._model.parameters())
 
-    def _judge(self) -> None:
+    def _judge(self, there_bytes: int) -> None:
+        """Tell what differs. Pages that malloc keeps hide what a step takes: low growth of a process says nothing."""
         assert self.plan.predicted is not None
-        planned, measured = self.plan.predicted.peak_bytes, self.peak_bytes
-        inputs = different(self._seen, self.plan.trace.inputs)
-        if measured is None:
-            if inputs:
-                self._warn("inputs", None, planned, inputs)
-            return
-        allowed = max(self._tolerance * planned, self._meter.noise_bytes)
+        planned, inputs = self.plan.predicted.peak_bytes, different(self._seen, self.plan.trace.inputs)
+        allowed = self._tolerance * planned
         first = self.steps == 1  # libraries make their buffers, the optimizer its state
-        if measured > planned + allowed and not (first and self._meter.noise_bytes):
-            self._warn("higher", measured, planned, inputs)
-        elif measured < planned - allowed and not first:
-            self._warn("lower", measured, planned, inputs)
-        elif inputs and allowed > self._tolerance * planned:  # too small a change for this meter
+        if self.peak_bytes is not None:
+            if self.peak_bytes > planned + allowed:
+                self._warn("higher", self.peak_bytes, planned, inputs)
+            elif self.peak_bytes < planned - allowed and not first:
+                self._warn("lower", self.peak_bytes, planned, inputs)
+            return
+        needed = max(0, planned - there_bytes)
+        if self.growth_bytes is not None and self.growth_bytes > needed + max(allowed, NOISE_BYTES) and not first:
+            self._warn("growth", self.growth_bytes, needed, inputs)
+        elif inputs:
             self._warn("inputs", None, planned, inputs)
 
     def _warn(self, kind: str, measured: int | None, planned: int, inputs: tuple[str, ...]) -> None:
@@ -216,10 +203,10 @@ class Guard:
     def _resident_bytes(self) -> int:
         """What is there when a step begins: inputs, and what outlives steps, counted anew when state appears."""
         first = next(iter(self._model.parameters()), None)
-        states = 0 if self._optimizer is None else len(self._optimizer.state)
+        states = sum(len(each.state) for each in self._optimizers)
         key = states, first is not None and first.grad is not None
         if self._resident is None or self._resident[0] != key:
-            self._resident = key, sum(counted(self._model, self._optimizer)[0].values())
+            self._resident = key, sum(counted(self._model, self._optimizers)[0].values())
         return self._resident[1] + self._input_bytes
 
     @property
@@ -289,10 +276,11 @@ class Guard:
         """Make the next run of the step take less. False when that is not possible."""
         if self._replanner is None:
             return False
-        if len(history) > 2 * self._retries:
-            history.append(f"it was run {self._retries + 1} times, and that is all that was allowed (retries=)")
-            return False
         assert self._optimizer is not None
+        tries = len(history) // 2  # each that failed and what was done about it are two
+        if tries >= self._retries:
+            history.append(self._gave_up() if self._replanner.is_least(self.plan) else _all_allowed(self._retries))
+            return False
         if explanation.at.phase is Phase.OPTIMIZER:
             if single_tensor(self._optimizer):
                 self._switched, self._sizes = True, None
@@ -301,7 +289,7 @@ class Guard:
             history.append("no plan lowers what the optimizer's step takes: activations are gone by then")
             return False
         try:
-            found = self._tighter(explanation)
+            found = self._tighter(explanation, last=tries == self._retries - 1)
             if found is not None:
                 self._run(found)
         except Exception as error:
@@ -310,7 +298,7 @@ class Guard:
             history.append("there was not enough memory left to plan the step anew")
             return False
         if found is None or found.predicted is None:
-            history.append("no plan of this step takes less")
+            history.append(self._gave_up())
             return False
         history.append(
             f"it was planned anew for {display_bytes(found.budget_bytes)}, peak "
@@ -318,18 +306,32 @@ class Guard:
         )
         return True
 
-    def _tighter(self, explanation: Explanation) -> Plan | None:
+    def _tighter(self, explanation: Explanation, *, last: bool) -> Plan | None:
         assert self._replanner is not None
+        self._captured = True
         if self._call is not None:
             self._planning = True
             try:
-                found = self._replanner.for_inputs(self.plan, *self._call)
+                self._captured = self._replanner.for_inputs(self.plan, *self._call)
             finally:
                 self._planning = False
-            if found is not None:
-                return found
         failed = min(explanation.expected.total_bytes, explanation.planned_peak_bytes)
-        return self._replanner.tighter(self.plan, failed)
+        return self._replanner.tighter(self.plan, failed, last=last)
+
+    def _gave_up(self) -> str:
+        """Why there is nothing left to try: the step ran with the plan with the lowest peak."""
+        assert self._replanner is not None
+        least = self._replanner.least(self.plan)
+        if least is None or least.predicted is None:
+            return "no plan of this step with a lower peak was found"
+        text = (
+            f"it ran with the lowest peak that any plan of this step has, {display_bytes(least.predicted.peak_bytes)}"
+        )
+        if self._captured:
+            return text
+        return (
+            f"{text} with the planned inputs (with these it could not be captured: give guard a Step that takes them)"
+        )
 
     def _run(self, plan: Plan) -> None:
         swap(self.plan, plan, self._model, self._optimizer)
@@ -365,7 +367,16 @@ class Guard:
         assert self.plan.predicted is not None
         asked = asked_bytes(error)
         input_bytes = self._input_bytes if self._in_step else 0
-        by_category, by_module = counted(self._model, self._optimizer, input_bytes=input_bytes, total_bytes=total_bytes)
+        by_category, by_module = counted(
+            self._model, self._optimizers, input_bytes=input_bytes, total_bytes=total_bytes
+        )
+        uncounted = []
+        if not self._optimizers and self._device.type == "cuda" and total_bytes is not None:
+            by_category = {_AND_STATE if name == REST else name: size for name, size in by_category.items()}
+        elif not self._optimizers:
+            uncounted.append("the optimizer's state (give guard optimizer=)")
+        if self._in_step and total_bytes is None:
+            uncounted.append("activations and temporaries, which nothing counts on this system")
         graded = frozenset(name for name, each in self._model.named_parameters() if each.grad is not None)
         found = expected(self.plan, self._timeline, at, asked, graded)
         inputs = different(self._seen, self.plan.trace.inputs)
@@ -376,6 +387,7 @@ class Guard:
             total_bytes=total_bytes,
             by_category=by_category,
             by_module=by_module,
+            uncounted=tuple(uncounted),
             expected=found,
             budget_bytes=self.plan.budget_bytes,
             planned_peak_bytes=self.plan.predicted.peak_bytes,
@@ -390,7 +402,7 @@ def guard(
     model: nn.Module,
     *,
     optimizer: torch.optim.Optimizer | None = None,
-    step: Step | Trace | None = None,
+    step: Step | Trace | Callable[[], Any] | None = None,
     tolerance: float = TOLERANCE,
     retries: int = RETRIES,
     copies: bool = False,
@@ -401,10 +413,10 @@ def guard(
     """Watch the steps of a model that runs a plan: `with memfit.guard(plan, model): ...`.
 
     Warns when peaks drift from the plan by more than `tolerance` and explains an out-of-memory error (`OutOfMemory`).
-    With `step`, what the plan was made of, it explains in full. With `optimizer` as well, `guard.step(function)` takes
-    a step that failed back, plans tighter and runs it again, `retries` times at most. `copies` keeps parameters
-    and optimizer state while the optimizer steps, `accumulates` gradients that outlive a step; `cost` and `options` are
-    those that the plan was made with.
+    With `step`, what the plan was made of (a step, its trace or a function), it explains in full. With `optimizer` as
+    well, `guard.step(function)` takes a step that failed back, plans tighter and runs it again, `retries` times at
+    most. `copies` keeps parameters and optimizer state while the optimizer steps, `accumulates` gradients that outlive
+    a step; `cost` and `options` are those that the plan was made with.
     """
     return Guard(
         plan,
@@ -418,6 +430,10 @@ def guard(
         cost=cost,
         options=options,
     )
+
+
+def _all_allowed(retries: int) -> str:
+    return f"it was run {retries + 1} times, and that is all that was allowed (retries={retries})"
 
 
 def _check(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,29 +13,32 @@ from memfit.plan.record import InputFacts
 
 
 class Seen(NamedTuple):
-    """A tensor that the model was called with."""
+    """A tensor that the model was called with; `size_bytes` are those of its storage, which it may be a part of."""
 
     shape: tuple[int, ...]
     dtype: str
     size_bytes: int
+    partial: bool = False
 
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
 def seen(call: Any) -> tuple[Seen, ...]:
-    """The tensors of a call."""
-    return tuple(
-        Seen(tuple(each.shape), str(each.dtype).removeprefix("torch."), each.untyped_storage().nbytes())
-        for each in tree_leaves(call)
-        if isinstance(each, torch.Tensor) and each.layout is torch.strided
-    )
+    """The tensors of a call, each once."""
+    tensors = {
+        id(each): each for each in tree_leaves(call) if isinstance(each, torch.Tensor) and each.layout is torch.strided
+    }
+    return tuple(_seen(each) for each in tensors.values())
 
 
 def different(here: Sequence[Seen], planned: Sequence[InputFacts]) -> tuple[str, ...]:
-    """Tensors that have no counterpart in the plan, each with the planned one that it seems to stand for."""
-    left = list(planned)
-    others = []
+    """Tensors of the plan that are not there, each with the one that is there in its place.
+
+    Only what is certain is told: a tensor more, or one less, says nothing, because a trace has each storage once and
+    none that the loss alone reads, and a plan for a function also has tensors that the model never gets.
+    """
+    others, left = [], list(planned)
     for each in here:
         match = next((fact for fact in left if _same(each, fact)), None)
         if match is None:
@@ -43,18 +47,26 @@ def different(here: Sequence[Seen], planned: Sequence[InputFacts]) -> tuple[str,
             left.remove(match)
     found = []
     for each in others:
-        like = next(
-            (fact for fact in left if fact.dtype == each.dtype and len(fact.shape or ()) == len(each.shape)), None
-        )
-        if like is None:
-            found.append(f"{each} is none of the plan's")
-        else:
+        like = next((fact for fact in left if fact.dtype == each.dtype and _rank(fact) == len(each.shape) > 0), None)
+        if like is not None:
             left.remove(like)
             found.append(f"{each} in place of {Seen(tuple(like.shape or ()), each.dtype, like.bytes)}")
     return tuple(found)
 
 
+def _seen(tensor: torch.Tensor) -> Seen:
+    dtype, held = str(tensor.dtype).removeprefix("torch."), tensor.untyped_storage().nbytes()
+    return Seen(tuple(tensor.shape), dtype, held, tensor.numel() * tensor.element_size() < held)
+
+
+def _rank(planned: InputFacts) -> int | None:
+    return None if planned.shape is None else len(planned.shape)
+
+
 def _same(here: Seen, planned: InputFacts) -> bool:
-    if planned.shape is None:
+    if planned.shape is None or planned.dtype is None:
         return planned.bytes == here.size_bytes
-    return planned.shape == here.shape and planned.dtype == here.dtype
+    if (planned.shape, planned.dtype) == (here.shape, here.dtype):
+        return True
+    whole_bytes = math.prod(planned.shape) * getattr(torch, planned.dtype).itemsize
+    return here.partial and here.size_bytes == planned.bytes == whole_bytes  # rows of a tensor that was planned whole

@@ -16,20 +16,20 @@ from memfit.cost import Roofline, Runtime
 from memfit.trace import NEVER, Phase, Trace
 
 
-def step_ms(run: Callable[[], None], device_type: str) -> float:
+def step_ms(run: Callable[[], None], device: torch.device) -> float:
     """Milliseconds of one run."""
-    _settle(device_type)
+    _settle(device)
     start = time.perf_counter()
     run()
-    _settle(device_type)
+    _settle(device)
     return (time.perf_counter() - start) * 1e3
 
 
-def module_forward_ms(run: Callable[[], None], model: nn.Module, device_type: str) -> dict[str, float]:
+def module_forward_ms(run: Callable[[], None], model: nn.Module, device: torch.device) -> dict[str, float]:
     """Milliseconds that each module spends in its own forward, without the modules inside it; the lower of two runs."""
     runs = []
     for _ in range(2):
-        with _timed_modules(model, device_type) as spent:
+        with _timed_modules(model, device) as spent:
             run()
         runs.append(spent)
     return {path: min(each[path] for each in runs) for path in runs[0] if all(path in each for each in runs)}
@@ -47,7 +47,7 @@ def predicted_forward_ms(trace: Trace, step_ms: float) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def _timed_modules(model: nn.Module, device_type: str) -> Iterator[dict[str, float]]:
+def _timed_modules(model: nn.Module, device: torch.device) -> Iterator[dict[str, float]]:
     """Own times by path. What runs inside a backward is a second run and does not count."""
     paths = {id(module): path for path, module in model.named_modules()}
     spent: dict[str, float] = defaultdict(float)
@@ -55,7 +55,7 @@ def _timed_modules(model: nn.Module, device_type: str) -> Iterator[dict[str, flo
 
     def before(module: nn.Module, _: Any) -> None:
         if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
-            _settle(device_type)
+            _settle(device)
             stack.append((id(module), time.perf_counter(), 0.0))
 
     def after(module: nn.Module, _: Any, __: Any) -> None:
@@ -63,7 +63,7 @@ def _timed_modules(model: nn.Module, device_type: str) -> Iterator[dict[str, flo
             stack.pop()
         if not stack or torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
             return
-        _settle(device_type)
+        _settle(device)
         _, began, inside = stack.pop()
         taken = time.perf_counter() - began
         if id(module) in paths:
@@ -80,6 +80,6 @@ def _timed_modules(model: nn.Module, device_type: str) -> Iterator[dict[str, flo
             handle.remove()
 
 
-def _settle(device_type: str) -> None:
-    if device_type == "cuda":
-        torch.cuda.synchronize()
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

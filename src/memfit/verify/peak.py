@@ -34,11 +34,11 @@ class Rise:
     peak_event: int = -1
 
 
-def measured_rise(run: Callable[[], None], device_type: str) -> Rise:
+def measured_rise(run: Callable[[], None], device: torch.device) -> Rise:
     """Run a step twice and measure the second time. The collector rests, or cycles die at other ops each time."""
     gc.collect()
     with no_garbage_collection():
-        return _by_statistics(run) if device_type == "cuda" else _by_events(run)
+        return _by_statistics(run, device) if device.type == "cuda" else _by_events(run)
 
 
 def _by_events(run: Callable[[], None]) -> Rise:
@@ -61,12 +61,12 @@ def _by_events(run: Callable[[], None]) -> Rise:
     return Rise(rise_bytes=peak, before=truth.events[:place], events=events, peak_event=peak_event)
 
 
-def _by_statistics(run: Callable[[], None]) -> Rise:
-    """On the current device, which torch's caching allocator keeps `allocated_bytes` of."""
+def _by_statistics(run: Callable[[], None], device: torch.device) -> Rise:
+    """As torch's caching allocator counts on the device of the model."""
     run()
-    torch.cuda.synchronize()
-    start = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    torch.cuda.synchronize(device)
+    start = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
     run()
-    torch.cuda.synchronize()
-    return Rise(rise_bytes=max(0, torch.cuda.max_memory_allocated() - start))
+    torch.cuda.synchronize(device)
+    return Rise(rise_bytes=max(0, torch.cuda.max_memory_allocated(device) - start))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,14 @@ from torch import nn
 
 from memfit.cost import Cost
 from memfit.engines import unplanned
-from memfit.errors import InputError, MemfitError
+from memfit.errors import MemfitError
 from memfit.plan import Plan
 from memfit.plan import plan as make_plan
 from memfit.solve import PlannedTimeline, SolveOptions
 from memfit.trace import NEVER, Category, Phase, Step, Trace
 from memfit.trace import trace as capture
 from memfit.verify.faults import is_out_of_memory
+from memfit.verify.given import step_given
 from memfit.verify.prediction import replayed
 
 LOWER = 0.1
@@ -24,76 +26,87 @@ LOWER = 0.1
 
 
 class Replanner:
-    """Knows the step of a plan op by op: says what a plan expects of it, and makes tighter ones."""
+    """Knows the step of a plan op by op: says what a plan expects of it, and makes tighter ones.
+
+    `trace` is the step as it is now; other inputs make it another one.
+    """
 
     def __init__(
         self,
         plan: Plan,
-        step: Step | Trace,
+        step: Step | Trace | Callable[[], Any],
         model: nn.Module,
         *,
         cost: Cost | str | None = None,
         options: SolveOptions | None = None,
     ) -> None:
-        if not isinstance(step, Step | Trace):
-            raise InputError(
-                f"step is a {type(step).__name__}; give the memfit.Step or the memfit.Trace that the plan was made of"
-            )
         self._model = model
-        self.trace = _captured(plan, step, model) if isinstance(step, Step) else step
+        self._step = None if isinstance(step, Trace) else step_given(step, "guard")
+        self.trace = step if isinstance(step, Trace) else _captured(plan, step_given(step, "guard"), model)
         plan.check(self.trace)
-        self._step = step if isinstance(step, Step) else None
         self._cost = cost
         self._options = options
         self._least: Plan | None = None
+        self._spare: tuple[Plan, Trace] | None = None
         if plan.trace.device_type == "cpu":  # planning may find no memory when a step has not
-            self._least = self._with_least_peak(plan)
+            least = self.least(plan)
+            self._spare = None if least is None else (least, self.trace)
 
     def timeline(self, plan: Plan) -> PlannedTimeline:
         """Memory at every instant of the step under a plan."""
         return replayed(plan, self.trace)
 
-    def for_inputs(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan | None:
-        """The plan under the same budget for other inputs of the model; None when it cannot be made.
+    def for_inputs(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Capture the step for other inputs of the model. False when it cannot be.
 
-        The step is captured anew, which a trace, or a loss that holds labels of the old shape, does not allow.
+        A trace does not allow that, nor a function that runs the step, nor a loss that holds labels of the old shape.
         """
         step = self._step
         if step is None or step.run is not None or (args and kwargs):
-            return None
+            return False
         given = kwargs or (args[0] if len(args) == 1 and not isinstance(step.batch, tuple) else args)
         if isinstance(given, dict) != isinstance(step.batch, dict):
-            return None
+            return False
         try:
             with unplanned(self._model):
-                captured = capture(step.with_batch(given), target=plan.target.device)
-        except (MemfitError, RuntimeError):
-            return None
-        before, self.trace = self.trace, captured
-        found = self.plan(plan, plan.budget_bytes)
-        if found.status == "infeasible":
-            self.trace = before
-            return None
-        self._least = None
-        return found
-
-    def tighter(self, plan: Plan, failed_bytes: int) -> Plan | None:
-        """The fastest plan that stays well below what did not fit, or the one with the lowest peak; None when no plan
-        is lower than that."""
-        try:
-            found = self.plan(plan, max(1, int(failed_bytes * (1 - LOWER))))
-            if found.status == "infeasible":
-                found = self._least or self._with_least_peak(plan)
-        except Exception as error:
-            if not is_out_of_memory(error) or self._least is None:
+                self.trace = capture(step.with_batch(given), target=plan.target.device)
+        except (MemfitError, RuntimeError) as error:
+            if is_out_of_memory(error):
                 raise
-            found = self._least
-        lower = found is not None and found.predicted is not None and found.predicted.peak_bytes < failed_bytes
-        return found if lower and found is not None and found.checkpoint != plan.checkpoint else None
+            return False
+        return True
 
-    def _with_least_peak(self, plan: Plan) -> Plan | None:
-        least = self.plan(plan, 1).minimum_budget_bytes
-        return None if least is None else self.plan(plan, least)
+    def tighter(self, plan: Plan, failed_bytes: int, *, last: bool = False) -> Plan | None:
+        """The fastest plan that stays well below what did not fit; where there is none, and at the last try, the one
+        with the lowest peak. None when that is what the step ran with."""
+        try:
+            found = (None if last else self._below(plan, failed_bytes)) or self.least(plan)
+        except Exception as error:
+            if not is_out_of_memory(error) or self._spare is None or same_decisions(self._spare[0], plan):
+                raise
+            found, self.trace = self._spare
+        return None if found is None or same_decisions(found, plan) else found
+
+    def _below(self, plan: Plan, failed_bytes: int) -> Plan | None:
+        """A plan that differs from the one that failed: under its budget if the step is another one now, else lower."""
+        if plan.fingerprint != self.trace.fingerprint:
+            found = self.plan(plan, plan.budget_bytes)
+            if found.predicted is None or not same_decisions(found, plan):
+                return None if found.predicted is None else found
+            failed_bytes = found.predicted.peak_bytes
+        found = self.plan(plan, max(1, int(failed_bytes * (1 - LOWER))))
+        return None if found.predicted is None or same_decisions(found, plan) else found
+
+    def least(self, plan: Plan) -> Plan | None:
+        """The plan of the step as it is now that has the lowest peak."""
+        if self._least is None or self._least.fingerprint != self.trace.fingerprint:
+            least = self.plan(plan, 1).minimum_budget_bytes
+            self._least = None if least is None else self.plan(plan, least)
+        return self._least
+
+    def is_least(self, plan: Plan) -> bool:
+        """Whether a plan is known to be that one."""
+        return self._least is not None and same_decisions(self._least, plan)
 
     def plan(self, plan: Plan, budget: str | int | float) -> Plan:
         """The fastest plan of the step under a budget, on the device of another plan."""
@@ -105,6 +118,15 @@ class Replanner:
             options=self._options,
             progress=False,
         )
+
+
+def same_decisions(one: Plan, other: Plan) -> bool:
+    """Whether two plans do the same to the model, though their figures may be of other inputs."""
+    return _decisions(one) == _decisions(other)
+
+
+def _decisions(plan: Plan) -> tuple[Any, ...]:
+    return tuple((each.unit, each.stop, each.dropped, [op.offset for op in each.saved_ops]) for each in plan.checkpoint)
 
 
 def _captured(plan: Plan, step: Step, model: nn.Module) -> Trace:

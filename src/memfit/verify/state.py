@@ -18,7 +18,8 @@ from torch import nn
 
 from memfit.trace import Step
 from memfit.trace.discovery import Companions
-from memfit.trace.environment import same_attributes, same_random_state
+from memfit.trace.environment import same_attributes
+from memfit.verify.generators import same_generators
 
 _DEPTH = 8
 
@@ -44,8 +45,7 @@ class Found:
         gradients = [(leaf, leaf.grad) for leaf in self._leaves]
         with (
             torch.autograd._unsafe_preserve_version_counter(self._counted),
-            same_random_state(),
-            _same_device_generators(),
+            same_generators(),
             same_attributes(self._objects),
         ):
             try:
@@ -78,15 +78,3 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> list[torch.Tensor]:
 
 def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return storage.clone() if storage.device.type == "cpu" else storage.cpu()
-
-
-@contextlib.contextmanager
-def _same_device_generators() -> Iterator[None]:
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
-        yield
-        return
-    states = torch.cuda.get_rng_state_all()
-    try:
-        yield
-    finally:
-        torch.cuda.set_rng_state_all(states)

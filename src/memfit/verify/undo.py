@@ -10,7 +10,8 @@ who is there and its version counter, which torch raises with every write. After
    copied back if steps accumulate (`accumulates=True`), and are a loss otherwise;
 3. an optimizer that had begun to write cannot be taken back without a copy. So that it does not begin when it cannot
    end, the guard first allocates what its step will take, and lets it go again (`rehearse`): the allocation that
-   would have failed inside fails here. With `copies=True` parameters and state are copied before.
+   would have failed inside fails here. With `copies=True` parameters and state are copied before, and all of them are
+   put back, whatever their counters say.
 
 What is lost is named, and then the step is not run again. Optimizers that are not torch's own may write where no
 counter sees it (`p.data`): they are taken back with copies only, once they have begun.
@@ -18,19 +19,19 @@ counter sees it (`p.data`): they are taken back with copies only, once they have
 
 from __future__ import annotations
 
-import random
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from memfit.engines import plan_of_model
+from memfit.verify.generators import generators, set_generators
 
 _COUNTED_FUSED = (torch.optim.Adam, torch.optim.AdamW)
-"""Fused kernels raise no counter of parameters; these raise that of the state's step before they run."""
+"""Fused kernels raise no counter of parameters; these raise that of the state's step before they run, which tells that
+they ran and not what they wrote to."""
 
 _SMALL_BYTES = 1 << 20
 
@@ -110,7 +111,7 @@ class Before:
 
     def _restore_optimizer(self) -> list[str]:
         lost = []
-        blind = self.optimizer_began and not _counted(self.optimizer)
+        blind = self.optimizer_began and (self.copied or not _counted(self.optimizer))
         for each in (*self.parameters, *self.states):
             if (each.written or blind) and not each.put_back():
                 lost.append(each.name)
@@ -215,22 +216,6 @@ class Keeper:
 
     def _name(self, parameter: Any) -> str:
         return self._names.get(id(parameter), "a parameter of the optimizer")
-
-
-def generators() -> tuple[Any, ...]:
-    """The states of all generators of random numbers: torch's, Python's and numpy's."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
-
-
-def set_generators(states: tuple[Any, ...]) -> None:
-    """Put the generators back to these states."""
-    cpu, cuda, python, numpy = states
-    torch.set_rng_state(cpu)
-    if cuda:
-        torch.cuda.set_rng_state_all(cuda)
-    random.setstate(python)
-    np.random.set_state(numpy)
 
 
 def _counted(optimizer: torch.optim.Optimizer) -> bool:

@@ -23,7 +23,7 @@ from memfit.errors import InputError
 from memfit.plan import Plan
 from memfit.plan.uses import use
 from memfit.trace import NEVER, Category, Step, Trace
-from memfit.trace.environment import neutral_modes, same_random_state
+from memfit.trace.environment import neutral_modes
 from memfit.trace.optimizers import set_flags
 from memfit.units import display_bytes
 from memfit.verify.attribution import Filling, Places, filled
@@ -38,6 +38,7 @@ from memfit.verify.exactness import (
     recorded,
 )
 from memfit.verify.faults import is_out_of_memory
+from memfit.verify.generators import same_generators
 from memfit.verify.given import check_plan, real_step, step_given
 from memfit.verify.pace import module_forward_ms, predicted_forward_ms, step_ms
 from memfit.verify.peak import Rise, measured_rise
@@ -65,7 +66,7 @@ def verify(
     check_plan(plan)
     if steps < 1:
         raise InputError(f"steps is {steps}; give 1 or more, whose median is the measured time")
-    with same_random_state(), neutral_modes():
+    with same_generators(), neutral_modes():
         real, model = real_step(plan, step_given(step))
         verifier = _Verifier(plan, real, model)
         return verifier.verification(steps, memory_tolerance, time_tolerance)
@@ -93,6 +94,8 @@ class _Verifier:
         self.plan, self.step, self.model = plan, step, model
         self.predicted = plan.predicted
         self.device_type = plan.trace.device_type
+        first = next(iter(model.parameters()), None)
+        self.device = torch.device(self.device_type) if first is None else first.device
         self.found = Found(step, model)
         self._own_flags = _flags(step.optimizer)
         with self.found.kept(), unplanned(model):
@@ -187,7 +190,7 @@ class _Verifier:
                 "random state": {"torch": torch.get_rng_state()},
             }
             with self._own_optimizer() if plain else contextlib.nullcontext():
-                rise = measured_rise(self.run, self.device_type) if measure else Rise(rise_bytes=0)
+                rise = measured_rise(self.run, self.device) if measure else Rise(rise_bytes=0)
             return _Observed(outcomes, left, rise, self._resident())
 
     def _resident(self) -> Filling:
@@ -215,7 +218,7 @@ class _Verifier:
         """The step without the plan, where that fits; otherwise why not."""
         start = self.places.at(NEVER).by_category
         there = start[Category.PARAMETER] + start[Category.BUFFER] + start[Category.INPUT]
-        needed, free = self.plan.baseline.peak_bytes - there, free_bytes(self.device_type)
+        needed, free = self.plan.baseline.peak_bytes - there, free_bytes(self.device)
         if self.device_type == "cpu":  # where copies of gradients are beside what the step needs
             needed += (_COMPARED + 1) * start[Category.PARAMETER]
         if free is not None and needed > free:
@@ -249,10 +252,10 @@ class _Verifier:
         for _ in range(steps):
             if without:
                 with unplanned(self.model), self._own_optimizer():
-                    plain.append(step_ms(self.run, self.device_type))
-            planned.append(step_ms(self.run, self.device_type))
+                    plain.append(step_ms(self.run, self.device))
+            planned.append(step_ms(self.run, self.device))
         with unplanned(self.model) if without else contextlib.nullcontext():
-            forward = module_forward_ms(self.run, self.model, self.device_type)
+            forward = module_forward_ms(self.run, self.model, self.device)
         return plain, planned, forward
 
     def _forwards(self, measured: dict[str, float]) -> tuple[MsBeside, ...]:
