@@ -99,7 +99,8 @@ def test_rows_are_not_broken_at_eighty_columns(case: Case, monkeypatch: pytest.M
 
 
 def test_on_several_ranks_the_comparison_is_with_the_sharded_step(case: Case) -> None:
-    shown = str(case.plan(case.chosen("layers.0"), target=Target.parse(case.trace.device, ranks=8)))
+    shard = ShardPlan(ranks=8, units=(ShardedUnit(module="", reshard_after_forward=False),), prefetch=1)
+    shown = str(case.plan(case.chosen("layers.0"), target=Target.parse(case.trace.device, ranks=8), shard=shard))
     assert "8 ranks" in shown and "only sharded, the step is" in shown and "highest when only sharded" in shown
     assert "without a plan" not in shown
 

@@ -205,6 +205,7 @@ DAMAGE: list[tuple[Callable[[Document], None], str]] = [
     (stop_early, "inconsistent: op 4 of unit 'layers.0' runs again, and the second run stops at 3"),
     (checkpoint_inside, "inconsistent: units 'layers.0' and 'layers.0.up' have ops in common"),
     (lambda document: document["checkpoint"].reverse(), "inconsistent: checkpoint is not in the order"),
+    (put("ranks", 2), "inconsistent: ranks is 2, and there is no shard"),
     (shard_of(ranks=3), "inconsistent: shard.ranks is 3, which does not divide 1 ranks"),
     (shard_of(units=[]), "inconsistent: shard has no units"),
     (shard_of(units=[{"module": "a", "reshard_after_forward": True}] * 2), "inconsistent: module 'a' is sharded twice"),

@@ -148,7 +148,7 @@ def test_another_number_of_threads_is_refused_on_cpu() -> None:
     case = Case.of(captured(target="cpu"))
     plan = case.plan(case.chosen("layers.0"))
     message = refused(edited(plan, "threads", plan.trace.threads + 7), case.trace)
-    assert "the number of threads is" in message
+    assert "the number of threads (torch.set_num_threads, OMP_NUM_THREADS) is" in message
 
 
 def test_another_op_in_a_unit_is_named(plan: Plan, case: Case) -> None:

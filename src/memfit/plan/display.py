@@ -144,7 +144,7 @@ def _groups(checkpoint: Iterable[Checkpoint]) -> list[list[Checkpoint]]:
     """Units whose paths differ in numbers only and that have the same policy."""
     groups: dict[tuple[object, ...], list[Checkpoint]] = {}
     for entry in checkpoint:
-        groups.setdefault(_policy(entry), []).append(entry)
+        groups.setdefault(same_policy(entry), []).append(entry)
     return list(groups.values())
 
 
@@ -180,7 +180,8 @@ def _kept(groups: list[list[Checkpoint]]) -> Table:
     return table
 
 
-def _policy(entry: Checkpoint) -> tuple[object, ...]:
+def same_policy(entry: Checkpoint) -> tuple[object, ...]:
+    """Equal for units that are alike and have the same policy."""
     return (
         alike(entry.module),
         entry.call,

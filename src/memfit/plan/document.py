@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +14,7 @@ from rich.console import RenderableType
 from torch import nn
 
 from memfit.errors import InputError
+from memfit.files import write_whole
 from memfit.plan.display import counted, plan_report
 from memfit.plan.mismatch import PlanMismatch, differences
 from memfit.plan.record import (
@@ -87,22 +87,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the document; the file appears whole or not at all."""
-        target = _path(path, "save")
-        if target.is_dir():
-            raise InputError(f"{target} is a folder; give the path of a file in it, such as {target / 'plan.json'}")
-        if not target.parent.is_dir():
-            raise InputError(f"there is no folder {target.parent} to write {target.name} to; make it first")
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
-        try:
-            with open(temporary, "xb") as file:
-                file.write(self.to_json().encode())
-            os.replace(temporary, target)
-        except PermissionError as error:
-            temporary.unlink(missing_ok=True)
-            raise InputError(f"{target} cannot be written: {error.strerror}; give another path") from error
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        write_whole(_path(path, "save"), self.to_json().encode(), "plan.json")
 
     def check(self, trace: Trace | Step | Callable[[], Any]) -> None:
         """Raise `PlanMismatch` with what differs when the plan was made for another step than this.

@@ -18,9 +18,9 @@ import numpy as np
 
 from memfit._version import __version__
 from memfit.cost import Collective
+from memfit.files import write_whole
 from memfit.memory import CATEGORIES
 from memfit.report.facts import Report
-from memfit.report.files import write_whole
 from memfit.report.streams import Clock, Sending, Wait, clock_of
 from memfit.solve import PlannedTimeline
 from memfit.solve.planned_lives import BETWEEN

@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from memfit._version import __version__
+from memfit.files import write_whole
 from memfit.hardware import Device
 from memfit.memory import allocator_config
 from memfit.memory.allocator import FREE, BlockSnapshot, BlockState, CachingAllocator, SegmentSnapshot
 from memfit.memory.blocks import Block, BlockPool, ExpandableSegment
 from memfit.memory.events import _MOST_STEPS, Lives, Row, _Replay
 from memfit.report.facts import Report
-from memfit.report.files import write_whole
 from memfit.solve import PlannedTimeline
 from memfit.solve.planned import Allocation
 from memfit.solve.planned_lives import BETWEEN

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 import zlib
-from pathlib import Path
 
 import msgspec
 
 from memfit.errors import InputError
+from memfit.files import write_whole
 from memfit.trace.grammar import check_trace
 from memfit.trace.record import SCHEMA, Trace
 
@@ -23,18 +22,7 @@ def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Write a trace; the file appears whole or not at all."""
     packed = zlib.compress(msgspec.msgpack.encode(trace), 6)
     header = b"%s %d %s\n" % (_MAGIC, SCHEMA, hashlib.sha256(packed).hexdigest().encode())
-    target = Path(path)
-    if not target.parent.is_dir():
-        raise InputError(f"there is no folder {target.parent} to write {target.name} to; make it first")
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(header)
-            file.write(packed)
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    write_whole(path, header + packed, "step.memfit")
 
 
 def load_trace(path: str | os.PathLike[str]) -> Trace:

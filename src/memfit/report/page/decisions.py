@@ -8,6 +8,7 @@ from typing import Any
 
 from memfit.paths import alike, folded
 from memfit.plan import Plan
+from memfit.plan.display import same_policy
 from memfit.plan.record import Checkpoint, UnitOp
 from memfit.report.facts import Report
 from memfit.report.page.strings import named, short
@@ -24,23 +25,10 @@ def decisions(report: Report) -> list[dict[str, Any]]:
         return []
     groups: dict[tuple[object, ...], list[Checkpoint]] = defaultdict(list)
     for entry in plan.checkpoint:
-        groups[_policy(entry)].append(entry)
+        groups[same_policy(entry)].append(entry)
     rows = [_checkpointed(members) for members in groups.values()]
     rows.sort(key=lambda row: -row["rate"])
     return [*rows, *_kept(report, plan)]
-
-
-def _policy(entry: Checkpoint) -> tuple[object, ...]:
-    return (
-        alike(entry.module),
-        entry.call,
-        entry.kind,
-        entry.stop,
-        entry.discarded_bytes,
-        entry.cached_bytes,
-        entry.saved_ops,
-        entry.recomputed_ops,
-    )
 
 
 def _checkpointed(members: Sequence[Checkpoint]) -> dict[str, Any]:

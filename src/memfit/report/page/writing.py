@@ -19,8 +19,8 @@ from pathlib import Path
 
 import msgspec
 
+from memfit.files import write_whole
 from memfit.report.facts import Report
-from memfit.report.files import write_whole
 from memfit.report.levers import Lever
 from memfit.report.page.data import page_data
 from memfit.report.page.words import Headline, headline

@@ -1,4 +1,4 @@
-"""Files that a report writes: whole or not at all."""
+"""Files that are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memfit.errors import InputError
 def write_whole(path: str | os.PathLike[str], content: bytes, example: str) -> Path:
     """Write a file and give its path; a reader sees all of it or nothing. `example` is a name that would do."""
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise InputError(f"a report is written to the path of a file, not {path!r}; write for example {example!r}")
+        raise InputError(f"give the path of a file to write, not {path!r}, for example {example!r}")
     target = Path(path)
     if target.is_dir():
         raise InputError(f"{target} is a folder; give the path of a file in it, such as {target / example}")
