@@ -125,7 +125,7 @@ class LossTape(Tape):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return True
+        return True  # compiled, this code would keep what it leaves in the keyword arguments
 
     def __init__(self, policy: RunPolicy, device_type: str) -> None:
         super().__init__(policy, device_type)
@@ -196,8 +196,8 @@ class _Leaving:
 
 def _hooks_are_free() -> bool:
     """Whether nobody else has hooks for saved tensors here, or forbids them."""
-    autograd = torch._C._autograd
-    return autograd._saved_tensors_hooks_is_enabled() and autograd._top_saved_tensors_default_hooks(True) is None
+    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    return enabled and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def _keys_are_held() -> bool:

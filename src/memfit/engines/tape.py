@@ -4,8 +4,8 @@ Note [Tape]: for regions that are no module (the loss), and for modules whose in
 keys and values), running the code again is impossible or wrong. The tape sees every op through a dispatch mode and
 keeps its arguments: storages made inside the region by number, everything else as it is. What autograd packs is
 dropped when the plan says so, and a second run of the tape, below autograd and without views, makes it again. A tape
-replays what really ran: when that is not what the plan knows, or cannot be run again, it drops nothing from then on, and
-is right all the same.
+replays what really ran: when that is not what the plan knows, or cannot be run again, it drops nothing from then on,
+and is right all the same.
 """
 
 from __future__ import annotations
