@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from memfit.engines.policy import RunPolicy, not_counted, same_op
-from memfit.engines.recipe import FromPack, Gap, OpKey, Recipe
-from memfit.engines.rerun import Rerun, Saved, is_cast_of_parameter, unpack
+from memfit.engines.recipe import FromPack, Gap, OpKey, OpKind, Recipe, op_kind
+from memfit.engines.rerun import Rerun, Saved, unpack
 from memfit.engines.tour import Learner, Visit, Way
 from memfit.engines.windows import Window, plain, window_of
 from memfit.engines.writes import written
@@ -49,7 +49,7 @@ class Learning(TorchDispatchMode):
         self._packs: list[tuple[Maker | None, Saved]] = []
         self._known: list[StorageWeakRef] = []  # so that no storage gets the address of one that is gone
         self._results: list[tuple[Visit, int, OpKey, Any, list[tuple[Maker, Any] | None]]] = []
-        self._counts: dict[tuple[int, int, Any], int] = {}
+        self._counts: dict[tuple[int, int, OpKind], int] = {}
         self._instead: dict[tuple[int, int, OpKey], tuple[OpKey, Any]] = {}
 
     def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recipe | None]:
@@ -95,14 +95,13 @@ class Learning(TorchDispatchMode):
                 place += 1
                 if in_place and _strided(args[0]) and args[0].untyped_storage()._cdata in self._maker:
                     self._maker[key] = self._maker[args[0].untyped_storage()._cdata]
-        if is_cast_of_parameter(func, args):
-            return result
         visit, gap = self._tour.place
-        counted = (id(visit), gap, func)
+        kind = op_kind(func, args)
+        counted = (id(visit), gap, kind)
         number = self._counts.get(counted, 0)
         self._counts[counted] = number + 1
         if offset in self.policy.saved:
-            self._keep(visit, gap, (func, number), result, outputs, overwrites=in_place)
+            self._keep(visit, gap, (kind, number), result, outputs, overwrites=in_place)
         return result
 
     def _keep(self, visit: Visit, gap: int, key: OpKey, result: Any, outputs: list[Any], *, overwrites: bool) -> None:

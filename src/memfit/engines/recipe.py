@@ -6,12 +6,21 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from memfit.engines.tour import Visit, Way
 from memfit.engines.windows import Window
 
-OpKey = tuple[Any, int]
-"""An op of a gap: its overload, and how many calls of that overload came before it in the gap."""
+OpKind = tuple[Any, int]
+OpKey = tuple[OpKind, int]
+"""An op of a gap: its kind, and how many of that kind came before it in the gap."""
+
+_TO_COPY = torch.ops.aten._to_copy.default
+
+
+def op_kind(func: Any, args: Any) -> OpKind:
+    """An op's overload and, where it casts a parameter, which: autocast leaves those out that it has done before."""
+    return func, id(args[0]) if func is _TO_COPY and isinstance(args[0], nn.Parameter) else 0
 
 
 class FromPack(NamedTuple):

@@ -25,12 +25,11 @@ from torch.utils._pytree import PyTree, TreeSpec, tree_flatten, tree_map_only, t
 
 from memfit.engines.ambient import Ambient, generators_of, with_generators
 from memfit.engines.bindings import Bindings
-from memfit.engines.recipe import Gap, OpKey, Recipe
+from memfit.engines.recipe import Gap, OpKey, OpKind, Recipe, op_kind
 from memfit.engines.tour import Tour
 from memfit.engines.windows import Window, window_of
 from memfit.errors import StateError
 
-_TO_COPY = torch.ops.aten._to_copy.default
 _here = threading.local()
 
 
@@ -255,13 +254,8 @@ def unpack(saved: Saved) -> torch.Tensor:
     return saved.tensor
 
 
-def is_cast_of_parameter(func: Any, args: Any) -> bool:
-    """Whether an op is one that autocast may leave out because it has done it before: these are not counted."""
-    return func is _TO_COPY and isinstance(args[0], nn.Parameter)
-
-
 class _Look(TorchDispatchMode):
-    """Looks at the ops of a gap and knows each by its overload and how many calls of that came before."""
+    """Looks at the ops of a gap and knows each by its kind and how many of that came before."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -270,14 +264,13 @@ class _Look(TorchDispatchMode):
     def __init__(self, gap: Gap, run: Rerun) -> None:
         super().__init__()
         self._gap, self._run = gap, run
-        self._counts: dict[Any, int] = {}
+        self._counts: dict[OpKind, int] = {}
 
     def _key(self, func: Any, args: Any) -> OpKey:
-        if is_cast_of_parameter(func, args):
-            return func, -1
-        number = self._counts.get(func, 0)
-        self._counts[func] = number + 1
-        return func, number
+        kind = op_kind(func, args)
+        number = self._counts.get(kind, 0)
+        self._counts[kind] = number + 1
+        return kind, number
 
 
 class _Keep(_Look):
