@@ -30,6 +30,7 @@ from memfit.solve.shard_options import (
 )
 from memfit.solve.shard_runtime import ShardedRuntime, Transfer
 from memfit.solve.shard_schedule import actings
+from memfit.solve.shard_times import on_shards
 from memfit.solve.shard_units import ShardCall, ShardUnit, members_of, passes_of, repeated_blocks, units_of
 from memfit.trace import NEVER, Category, Parameter, Phase, Trace
 
@@ -95,7 +96,7 @@ def shard(timeline: Timeline, runtime: Runtime, target: Target, options: ShardOp
     options = options or ShardOptions()
     ranks, dtypes = target.ranks, ShardDtypes.of(timeline.trace, options)
     casts = casts_of(timeline.trace, dtypes)
-    runtime = without_casts(runtime, casts)
+    runtime = on_shards(without_casts(runtime, casts), target.device, ranks, dtypes)
     trace = runtime.trace
     passes, members = passes_of(trace), members_of(trace, options)
     units = units_of(trace, members, passes, ranks, dtypes)
