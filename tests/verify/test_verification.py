@@ -22,9 +22,10 @@ from memfit.engines.attachment import attached
 from memfit.errors import InputError, StateError
 from memfit.plan import PlanMismatch
 from memfit.solve import SolveOptions
+from memfit.trace.allocations import AllocatorEvent
 from memfit.verify import Verification
 from memfit.verify import verifying as verifying_module
-from memfit.verify.attribution import beside
+from memfit.verify.attribution import beside, outlived
 from memfit.verify.verification import BytesBeside, MsBeside
 
 
@@ -67,7 +68,7 @@ def assert_same(one: object, other: object, where: str = "state") -> None:
         assert one == other, where
 
 
-@pytest.mark.parametrize("name", ["llama", "resnet", "mlp"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "vit", "resnet", "mlp"])
 def test_real_models_do_what_their_plans_say(name: str) -> None:
     torch.manual_seed(0)
     step = STEPS[name]()
@@ -81,6 +82,7 @@ def test_real_models_do_what_their_plans_say(name: str) -> None:
     assert sum(each.measured_bytes for each in found.by_category) == found.peak.measured_bytes
     assert sum(each.measured_bytes for each in found.by_module) == found.peak.measured_bytes
     assert sum(each.predicted_bytes for each in found.by_module) == found.replayed_peak_bytes
+    assert [each for each in (*found.by_category, *found.by_module) if each.difference_bytes] == []
     assert found.step.measured_ms > 0 and found.baseline_step is not None
 
 
@@ -168,6 +170,13 @@ def test_a_wrong_prediction_is_reported_with_the_module() -> None:
     assert "from its prediction" in shown and "its document was changed" in shown
 
 
+def first_row(found: Verification, title: str) -> list[str]:
+    """The cells of the first row of a table."""
+    lines = str(found).splitlines()
+    start = next(place for place, line in enumerate(lines) if line.startswith(title))
+    return [cell.strip() for cell in lines[start + 3].split("│")]
+
+
 def test_a_module_that_holds_what_was_not_predicted_is_named() -> None:
     step = step_of(Hoarding)
     found = planned(step, 0.9).verify(step, steps=1, time_tolerance=None)
@@ -175,6 +184,7 @@ def test_a_module_that_holds_what_was_not_predicted_is_named() -> None:
     assert found.memory_differs_most.name.startswith("layers.")
     assert found.memory_differs_most.difference_bytes >= 1 << 18
     assert f"{found.memory_differs_most.name} differs most" in " ".join(str(found).split())
+    assert first_row(found, "at the peak, by module")[0] == found.memory_differs_most.name
 
 
 def test_a_time_that_is_not_as_predicted_is_reported_with_the_module() -> None:
@@ -186,6 +196,7 @@ def test_a_time_that_is_not_as_predicted_is_reported_with_the_module() -> None:
     assert not found.ok and found.only_time_differs and found.time_differs_most is not None
     assert found.time_differs_most.name in dict(step.build_model().named_modules())
     assert "memfit calibrate" in " ".join(found.findings)
+    assert first_row(found, "own forward, by module")[0] == (found.time_differs_most.name or "(model)")
 
 
 def test_a_module_that_counts_its_calls_is_reported() -> None:
@@ -280,6 +291,32 @@ def test_sequences_are_walked_side_by_side() -> None:
     assert beside(with_less, predicted) == [0, 1, *range(4, 10)]
     assert beside([16, 8, *predicted[2:]], predicted) == [1, 0, *range(2, 10)]
     assert beside([3, 3], predicted) == [-1, -1]
+
+
+def test_allocations_stand_beside_those_of_the_same_op_and_past_many_that_nobody_predicted() -> None:
+    predicted = [64, 64, 256] * 1500
+    ops = ["aten::bmm", "aten::add", "aten::mm"] * 1500
+    measured = [8, 64, 64, 4, 64, 256, 8, 4] * 1500
+    within = [(), ("aten::isneginf",), ("aten::matmul", "aten::bmm"), (), ("aten::add",), ("aten::mm",), (), ()] * 1500
+    found = beside(measured, predicted, within, ops)
+    assert found == [
+        pair for layer in range(1500) for pair in (-1, -1, 3 * layer, -1, 3 * layer + 1, 3 * layer + 2, -1, -1)
+    ]
+
+
+def test_what_is_freed_within_an_op_is_no_result_of_it() -> None:
+    def event(n_bytes: int, address: int, *ops: str) -> AllocatorEvent:
+        return AllocatorEvent(bytes=n_bytes, address=address, ops=ops)
+
+    events = [
+        event(8, 1, "node", "aten::conv", "aten::empty"),
+        event(8, 2, "node", "aten::conv"),
+        event(-8, 1, "node", "aten::conv"),
+        event(8, 1, "node", "aten::conv"),
+        event(-8, 1, "node", "aten::conv"),
+        event(-8, 2, "node"),
+    ]
+    assert outlived(events) == [("aten::empty",), ("aten::conv",), ()]
 
 
 def test_a_plan_that_changes_the_optimizers_step_is_compared_with_the_step_as_it_was_given() -> None:

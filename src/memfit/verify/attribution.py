@@ -2,17 +2,20 @@
 
 Note [Beside]: the allocator's events say how many bytes, when and in which ops, not what for. A step makes its
 allocations in the order that was predicted, with others in between that no trace has (numbers made tensors, scratch of
-kernels). So both sequences are laid beside each other such that the most bytes stand beside equal ones in this order,
-and of the same op rather than of another. Between those, allocations of one size stand beside each other in whatever
-order they come, and what was not predicted counts as temporary, in the module that ran.
+kernels). So both sequences are laid beside each other such that the most stand beside equal ones in this order, of the
+same op rather than of another, large ones before small ones, and few predicted ones are left out. Between those,
+allocations of one size stand beside each other in whatever order they come, and what was not predicted counts as
+temporary, in the module that ran.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +29,9 @@ _WINDOW = 2048
 """How many of either are laid beside each other at once; the first half of that is final."""
 _NEAR = (0, 1, 2, 4, 8)
 """How far from its place in the order one may stand, tried one after the other."""
-_SAME_OP = 4
-"""How much more a byte counts that stands beside one of the same op."""
+_SAME_OP, _LEFT_OUT = 4, 2
+"""What it is worth to stand beside one of the same op, and what it costs to leave a predicted one out; 1 is to stand
+beside one of another op. Twice the bytes are worth one more."""
 
 Place = tuple[Category, str]
 """What an allocation is for: its category and its module."""
@@ -95,39 +99,102 @@ class Places:
 
 
 def filled(places: Places, rise: Rise, resident: Filling) -> Filling:
-    """What fills the measured peak, given what is there when the step begins."""
+    """What fills the measured peak, given what is there when the step begins.
+
+    As in a prediction, results of the op that runs there count as such, also when at its highest point it has scratch
+    in their place.
+    """
     made = places.made()
-    earlier = _named(places, made, rise.before)
-    own = _named(places, made, rise.events)
+    earlier, own = _beside_made(places, made, rise.before), _beside_made(places, made, rise.events)
     found = Filling(Counter(resident.by_category), Counter(resident.by_module))
-    alive = {event.address: place for event, place in zip(rise.before, earlier, strict=True) if event.bytes > 0}
-    for event, place in zip(rise.events[: rise.peak_event + 1], own, strict=False):
+    alive: dict[int, tuple[AllocatorEvent, _Beside]] = {}
+    for event, each in zip(rise.before, earlier, strict=True):
         if event.bytes > 0:
-            alive[event.address] = place
-            found.add(place, event.bytes)
+            alive[event.address] = (event, each)
+        else:
+            alive.pop(event.address, None)
+    for event, each in zip(rise.events[: rise.peak_event + 1], own, strict=False):
+        if event.bytes > 0:
+            alive[event.address] = (event, each)
+            found.add(each.place, event.bytes)
         elif event.bytes < 0:
-            found.add(alive.pop(event.address, (Category.TEMPORARY, "")), event.bytes)
+            _, each = alive.pop(event.address, (event, _NOBODY))
+            found.add(each.place, event.bytes)
+    if rise.peak_event >= 0 and own[rise.peak_event].number is None:
+        place = own[rise.peak_event].place
+        left = sum(event.bytes for event, each in alive.values() if each.number is None and each.place == place)
+        for each, n_bytes in _still_to_come(places, rise, own):
+            moved = min(n_bytes, left)
+            found.add(place, -moved)
+            found.add(each.place, moved)
+            left -= moved
     return found
 
 
-def _named(places: Places, made: Sequence[tuple[int, int]], events: Iterable[AllocatorEvent]) -> list[Place]:
-    """What each allocation among the events is for; frees have a place that nobody asks for."""
-    events = list(events)
-    mallocs = [index for index, event in enumerate(events) if event.bytes > 0]
+class _Beside(NamedTuple):
+    """The predicted allocation that a measured one stands beside, None for none, and what it is for."""
+
+    number: int | None
+    place: Place
+
+
+_NOBODY = _Beside(None, (Category.TEMPORARY, ""))
+
+
+def _still_to_come(places: Places, rise: Rise, own: Sequence[_Beside]) -> Iterator[tuple[_Beside, int]]:
+    """Results that the op at the peak allocates after it."""
+    within = rise.events[rise.peak_event].ops
+    for event, each in zip(rise.events[rise.peak_event + 1 :], own[rise.peak_event + 1 :], strict=True):
+        if event.bytes <= 0 or each.number is None:
+            continue
+        op = places.op(each.number)
+        if op not in within or event.ops[: within.index(op) + 1] != within[: within.index(op) + 1]:
+            return
+        yield each, event.bytes
+
+
+def _beside_made(places: Places, made: Sequence[tuple[int, int]], events: Sequence[AllocatorEvent]) -> list[_Beside]:
+    """What each allocation among the events stands beside; frees have nothing."""
+    kept = [
+        (index, within)
+        for (index, event), within in zip(
+            ((index, event) for index, event in enumerate(events) if event.bytes > 0), outlived(events), strict=True
+        )
+        if within or not event.ops
+    ]
     pairs = beside(
-        [events[index].bytes for index in mallocs],
+        [events[index].bytes for index, _ in kept],
         [n_bytes for _, n_bytes in made],
-        [events[index].ops for index in mallocs],
+        [within for _, within in kept],
         [places.op(number) for number, _ in made],
     )
-    found: list[Place] = [(Category.TEMPORARY, "")] * len(events)
-    last = None
-    for index, pair in zip(mallocs, pairs, strict=True):
-        if pair >= 0:
-            last = made[pair][0]
-            found[index] = places.of(last)
-        elif last is not None:
-            found[index] = (Category.TEMPORARY, places.running(last))
+    numbers = {index: made[pair][0] for (index, _), pair in zip(kept, pairs, strict=True) if pair >= 0}
+    ahead = deque(sorted(numbers))
+    found, last = [], None
+    for index, event in enumerate(events):
+        if index in numbers:
+            last = numbers[ahead.popleft()]
+            found.append(_Beside(last, places.of(last)))
+            continue
+        following = numbers[ahead[0]] if ahead else None
+        near = following if following is not None and places.op(following) in event.ops else last
+        found.append(_Beside(None, (Category.TEMPORARY, "" if near is None else places.running(near))))
+    return found
+
+
+def outlived(events: Sequence[AllocatorEvent]) -> list[tuple[str, ...]]:
+    """For each allocation among the events the ops that it happened in, without those that it did not outlive: what is
+    freed within an op is scratch of it, not its result."""
+    found: list[tuple[str, ...]] = []
+    alive: dict[int, int] = {}
+    for event in events:
+        if event.bytes > 0:
+            alive[event.address] = len(found)
+            found.append(event.ops)
+        elif event.address in alive:
+            number = alive.pop(event.address)
+            same = zip(found[number], event.ops, strict=False)
+            found[number] = found[number][sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], same)) :]
     return found
 
 
@@ -139,16 +206,18 @@ def beside(
 ) -> list[int]:
     """For each measured size the index of the predicted one that it stands beside, -1 for none (Note [Beside]).
 
-    `within` are the ops, one inside the other, that each measured one happened in, `ops` the op of each predicted one.
+    `within` are the ops that each measured one may be a result of (`outlived`), `ops` the op of each predicted one.
     """
     found = [-1] * len(measured)
     here, there = np.asarray(measured, np.int64), np.asarray(predicted, np.int64)
     same_op = _same_op(within or [()] * len(measured), ops or [""] * len(predicted))
+    magnitude = np.ceil(np.log2(there + 1.0)).astype(np.int64)
     i = j = 0
     while i < len(measured) and j < len(predicted):
         rows, columns = slice(i, i + _WINDOW), slice(j, j + _WINDOW)
         equal = here[rows, None] == there[None, columns]
-        pairs = _heaviest(np.where(same_op(rows, columns), _SAME_OP, 1) * equal * here[rows, None])
+        worth = np.where(same_op(rows, columns), _SAME_OP, 1) * equal * magnitude[None, columns]
+        pairs = _heaviest(worth, _LEFT_OUT * magnitude[columns])
         final = _WINDOW if i + _WINDOW >= len(measured) and j + _WINDOW >= len(predicted) else _WINDOW // 2
         pairs = [(row, column) for row, column in pairs if row < final and column < final]
         for row, column in pairs:
@@ -169,14 +238,16 @@ def _same_op(within: Sequence[tuple[str, ...]], ops: Sequence[str]) -> Callable[
     return lambda part, other: table[rows[part, None], columns[None, other]]
 
 
-def _heaviest(weight: np.ndarray) -> list[tuple[int, int]]:
-    """Pairs of rows and columns, both ascending, whose weights add up to the most."""
+def _heaviest(weight: np.ndarray, left_out: np.ndarray) -> list[tuple[int, int]]:
+    """Pairs of rows and columns, both ascending, whose weights add up to the most, less what the columns before the
+    last pair cost that are `left_out`. A weight of 0 is no pair."""
     height, width = weight.shape
-    best = np.zeros((height + 1, width + 1), np.int64)
+    gain = np.where(weight > 0, weight + left_out, 0)
+    best = np.zeros((height + 1, width + 1), np.int64)  # and what all columns up to there would cost
     for row in range(height):
-        np.maximum.accumulate(np.maximum(best[row, 1:], best[row, :-1] + weight[row]), out=best[row + 1, 1:])
+        np.maximum.accumulate(np.maximum(best[row, 1:], best[row, :-1] + gain[row]), out=best[row + 1, 1:])
     found = []
-    row, column = height, width
+    row, column = height, int((best[height] - np.concatenate(([0], np.cumsum(left_out)))).argmax())
     while row and column:
         if best[row, column] == best[row - 1, column]:
             row -= 1

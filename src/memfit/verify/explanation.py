@@ -198,15 +198,17 @@ def counted(
     return dict(by_category), dict(by_module)
 
 
-def levers_of(plan: Plan, found: Expected, at: FailedAt, inputs: Sequence[str], *, replans: bool) -> tuple[str, ...]:
-    """What would help, most bytes first; what costs nothing comes before."""
+def levers_of(
+    plan: Plan, found: Expected, at: FailedAt, inputs: Sequence[str], *, replans: bool, least: bool
+) -> tuple[str, ...]:
+    """What would help, most bytes first; what costs nothing comes before. Nothing is lower than the `least` plan."""
     sizes = found.by_category
     first = []
     if inputs:
         first.append("plan the step for these inputs, or bring them back to the planned shapes")
     if not replans:
         first.append("give guard step= and optimizer=, and run steps with guard.step: it then plans tighter by itself")
-    elif at.phase is not Phase.OPTIMIZER:
+    elif at.phase is not Phase.OPTIMIZER and not least:
         first.append("a lower budget: memfit.plan(..., budget=...)")
     if plan.trace.device_type == "cuda":
         first.append("PYTORCH_ALLOC_CONF=expandable_segments:True, if much is reserved and not allocated")

@@ -97,10 +97,10 @@ class Guard:
     def __repr__(self) -> str:
         peak = "" if self.peak_bytes is None else f", the last with a peak of {display_bytes(self.peak_bytes)}"
         if self.growth_bytes is not None:
-            peak = f", in the last of which the process grew by {display_bytes(self.growth_bytes)}"
+            peak = f", the process grew by {display_bytes(self.growth_bytes)} in the last"
         state = "at work" if self._hooks else "not at work"
         found = "".join(f"; {drift}" for drift in self.drifts)
-        return f"<guard {state}: {self.steps} steps{peak}{found}>"
+        return f"<guard {state}: {self.steps} {'step' if self.steps == 1 else 'steps'}{peak}{found}>"
 
     # -- watching ---------------------------------------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class Guard:
         needed = max(0, planned - there_bytes)
         if self.growth_bytes is not None and self.growth_bytes > needed + max(allowed, NOISE_BYTES) and not first:
             self._warn("growth", self.growth_bytes, needed, inputs)
-        elif inputs:
+        elif inputs and not any(each.inputs for each in self.drifts):
             self._warn("inputs", None, planned, inputs)
 
     def _warn(self, kind: str, measured: int | None, planned: int, inputs: tuple[str, ...]) -> None:
@@ -392,7 +392,14 @@ class Guard:
             budget_bytes=self.plan.budget_bytes,
             planned_peak_bytes=self.plan.predicted.peak_bytes,
             inputs=inputs,
-            levers=levers_of(self.plan, found, at, inputs, replans=self._replanner is not None),
+            levers=levers_of(
+                self.plan,
+                found,
+                at,
+                inputs,
+                replans=self._replanner is not None,
+                least=self._replanner is not None and self._replanner.is_least(self.plan),
+            ),
             history=(),
         )
 
@@ -433,7 +440,8 @@ def guard(
 
 
 def _all_allowed(retries: int) -> str:
-    return f"it was run {retries + 1} times, and that is all that was allowed (retries={retries})"
+    often = f"{retries + 1} times" if retries else "once"
+    return f"it was run {often}, and that is all that was allowed (retries={retries})"
 
 
 def _check(
