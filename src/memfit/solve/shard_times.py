@@ -18,11 +18,9 @@ def on_shards(runtime: Runtime, device: Device, ranks: int, dtypes: ShardDtypes)
     if not whole:
         return runtime
     share = sum(shard_bytes(each, ranks, dtypes.kept(each)) for each in trained) / whole
-    fixed_ms = device.efficiency[Family.OPTIMIZER].overhead_ms
-    if device.type == "cpu":
-        fixed_ms += device.efficiency.host.optimizer_ms
+    kernel_ms, host_ms = device.efficiency[Family.OPTIMIZER].overhead_ms, device.efficiency.host.optimizer_ms
+    least_ms = kernel_ms + host_ms if device.type == "cpu" else max(kernel_ms, host_ms)
     times = runtime.op_ms.copy()
     ours = np.array([op.phase is Phase.OPTIMIZER for op in runtime.trace.ops], bool)
-    fixed = np.minimum(times[ours], fixed_ms)
-    times[ours] = fixed + (times[ours] - fixed) * share
+    times[ours] = np.minimum(times[ours], np.maximum(times[ours] * share, least_ms))
     return Runtime(runtime.trace, times)

@@ -13,6 +13,7 @@ from memfit.hardware.device import Link
 from memfit.hardware.efficiency import Family
 from memfit.plan.facts import trace_facts
 from memfit.report.facts import Report
+from memfit.trace import Phase
 from memfit.units import display_bytes, display_ms
 
 
@@ -45,7 +46,7 @@ def _facts(report: Report) -> list[list[str]]:
         ["autocast", trace.autocast or "off"],
         ["optimizer", trace.optimizer or "none"],
         ["captured", f"{len(trace.ops):,} ops, {len(trace.storages):,} storages, {len(trace.calls):,} module calls"],
-        ["allocator", f"{device.allocator.name}, storages rounded up to {device.allocator.rounding_bytes} bytes"],
+        ["allocator", _allocator(device)],
         ["memory", "replayed op by op from the captured step; tensors alive, as the allocator rounds them"],
         ["times of ops", _times(report)],
         ["versions", f"memfit {plan.memfit if plan is not None else __version__}, torch {trace.torch}"],
@@ -57,20 +58,20 @@ def _facts(report: Report) -> list[list[str]]:
 def _times(report: Report) -> str:
     """Where the times come from: a report has them without the model that gave them, so that is compared."""
     given, roofline = report.runtime.op_ms, Roofline.of(report.target).op_ms(report.trace)
-    ran = given > 0
+    ran = (given > 0) & [op.phase is not Phase.OPTIMIZER for op in report.trace.ops]  # shards take their part only
     if given.shape == roofline.shape and np.allclose(given[ran], roofline[ran], rtol=1e-6):
-        return "roofline: an op takes what its FLOPs or bytes need at the rates below"
+        return "roofline: an op takes what its FLOPs or bytes need at the device's rates"
     return "measured, or given: not those of the device's roofline"
+
+
+def _allocator(device: Device) -> str:
+    rounding = device.allocator.rounding_bytes
+    how = f"storages rounded up to {rounding} bytes" if rounding > 1 else "storages as large as they are"
+    return f"{device.allocator.name}, {how}"
 
 
 def _notes(report: Report) -> tuple[str, ...]:
     notes = report.plan.notes if report.plan is not None else report.trace.notes
-    exposed = report.problem.exposed_ms
-    if exposed:
-        notes = (
-            *notes,
-            f"the time axis is compute time; {display_ms(exposed)} of waiting for communication has no place on it",
-        )
     plan = report.plan
     if plan is not None and plan.baseline.peak_bytes != report.baseline.peak_bytes:
         notes = (
