@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from page_cases import CASES, HOSTILE
 
-from memfit.units import display_bytes
+from memfit.units import display_bytes, display_ms
 
 Open = Callable[..., Any]
 
@@ -80,7 +80,24 @@ def test_switching_the_axis_and_the_width_draws_again(opened: Open) -> None:
         page.page.check(choice)
         page.settle()
         assert page.page.evaluate("(id) => document.querySelector(id).toDataURL()", canvas) != before
-    assert "of compute in the step" in page.text("#tree-says")
+    step_ms = data_of(page)["estimates"][1]["step_ms"]
+    assert page.text("#tree-says").startswith(f"{display_ms(step_ms)} a step")
+
+
+@pytest.mark.parametrize("width", [640, 700, 900, 1101, 1280, 1600])
+def test_categories_fit_their_box_and_are_ordered_as_in_the_answer(opened: Open, width: int) -> None:
+    page = opened("sharded", width=width, height=900)
+    box = page.page.locator("#by-category .scroll").evaluate("(it) => [it.scrollWidth, it.clientWidth]")
+    assert box[0] <= box[1]
+    first = "#estimates tbody tr:has(.swatch) th"
+    answer, shown = (page.page.locator(each).all_inner_texts() for each in (first, "#by-category tbody th"))
+    assert shown[: len(answer)] == answer and len(answer) > 3
+
+
+def test_what_would_help_comes_right_after_the_answer(opened: Open) -> None:
+    page = opened("infeasible")
+    below = [page.page.locator(each).bounding_box()["y"] for each in ("#blocker", "#memory")]
+    assert below[0] < below[1] and "saves about" in page.text("#blocker")
 
 
 def test_searching_a_module_lists_it_and_zooms_to_it(opened: Open) -> None:

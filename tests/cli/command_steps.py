@@ -40,4 +40,12 @@ def nothing() -> None:
     return None
 
 
+def raises() -> Step:
+    return _read("nowhere")
+
+
+def _read(name: str) -> Step:
+    raise RuntimeError("the file is empty")
+
+
 number = 3

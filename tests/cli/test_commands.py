@@ -48,8 +48,8 @@ def test_explain_a_trace(run: Runner, files: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["{files}/plan.json", "--target", "cpu"], 2, "--target: STEP: "),
-        ([STEP, "--plan", "{files}/plan.json", "--ranks", "2"], 2, "--ranks: --plan: "),
+        (["{files}/plan.json", "--target", "cpu"], 2, "plan.json has its own target; leave --target out"),
+        ([STEP, "--plan", "{files}/plan.json", "--ranks", "2"], 2, "has its own number of ranks; leave --ranks out"),
         (["{files}/plan.json", "--plan", "{files}/plan.json"], 2, "--plan: STEP is a plan already"),
         (["missing.json"], 1, "there is no file missing.json"),
         ([STEP, "--batch", "8", "--plan", "{files}/plan.json"], 1, "another step"),
@@ -69,16 +69,18 @@ def test_curve(run: Runner) -> None:
     assert found["points"][-1]["budget_bytes"] == found["baseline_bytes"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--points", "1"], "--points: 1 points make no curve; give 2 or more"),
-        (["--points", "2", "--budget", "300KiB"], "--budget: no plan meets"),
-    ],
-)
-def test_curve_refuses(arguments: list[str], says: str, run: Runner) -> None:
-    ran = run("curve", STEP, *CPU, *arguments)
-    assert ran.code == 2 and says in ran.said
+def test_a_curve_is_shown_also_where_nothing_fits_the_budget(run: Runner) -> None:
+    asked = ("curve", STEP, *CPU, "--points", "2", "--budget", "300KiB")
+    ran = run(*asked)
+    assert ran.code == 3 and "the smallest budget that works" in ran.out
+    assert "no plan fits 300.00 KiB; the smallest budget that works is" in " ".join(ran.out.split())
+    ran = run(*asked, "--json")
+    assert ran.code == 3 and json.loads(ran.out)["price"] is None and len(json.loads(ran.out)["points"]) == 2
+
+
+def test_curve_refuses(run: Runner) -> None:
+    ran = run("curve", STEP, *CPU, "--points", "1")
+    assert ran.code == 2 and "--points: 1 points make no curve; give 2 or more" in ran.said
 
 
 def test_search_for_a_batch(run: Runner) -> None:
@@ -107,6 +109,7 @@ def test_search_over_ranks_and_where_nothing_fits(run: Runner) -> None:
         (["--values", "1,2", "--largest", "4"], "--largest: the last of --values is the largest"),
         (["--largest", "0"], "--largest is 0"),
         (["--over", "width"], "invalid choice 'width' for argument '--over'"),
+        (["--over", "seq"], "takes no argument of that name; let the function take it: def step(seq="),
     ],
 )
 def test_search_refuses(arguments: list[str], says: str, run: Runner) -> None:
@@ -126,9 +129,11 @@ def test_compare_plans_and_traces(run: Runner, files: Path, tmp_path: Path) -> N
     [
         ("plan.json", "step.memfit", 2, "plan.json is a plan and"),
         ("plan.json", "missing.json", 1, "there is no file"),
+        ("plan.json", "notes.txt", 1, "notes.txt is neither a plan nor a trace; give what `memfit plan -o` or"),
     ],
 )
 def test_compare_refuses(first: str, second: str, code: int, says: str, run: Runner, files: Path) -> None:
+    (files / "notes.txt").write_text("text")
     ran = run("compare", files / first, files / second)
     assert ran.code == code and says in ran.said
 
@@ -164,6 +169,18 @@ def test_shapes(run: Runner) -> None:
     ran = run("shapes")
     assert ran.code == 0 and "llama3-8b" in ran.out and "8.03 billion" in ran.out
     assert [each["name"] for each in document(run, "shapes")] == [shape.name for shape in list_shapes()]
+
+
+def test_narrow_terminals_get_fewer_columns_and_whole_words(run: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    shapes = run("shapes").out
+    assert "llama3-8b    │  8.03 billion │   8192" in shapes and "sizes from" not in shapes
+    assert "usable" not in run("devices").out
+
+
+def test_a_shape_has_no_lines_of_the_users(run: Runner) -> None:
+    found = document(run, "explain", "gpt2", "--target", "h100-sxm", "--no-levers")
+    assert found["at"]["source"] == "" and found["by_line"] == []
 
 
 def test_devices(run: Runner) -> None:

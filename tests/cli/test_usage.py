@@ -92,7 +92,15 @@ def test_completion_knows_commands_and_options(shell: str, run: Runner) -> None:
         (["--target", "cpu", "--batch", "0"], "--batch is 0; write a whole number of at least 1"),
         (["--target", "cpu", "--force", "layers.9"], "--force: no unit is called 'layers.9'; did you mean"),
         (["--target", "cpu", "--forbid", "blocks.*"], "--forbid: nothing fits 'blocks.*'; there are layers.0"),
-        (["--target", "cpu", "--time-limit", "-1"], "--time-limit: "),
+        (
+            ["--target", "cpu", "--force", "zzz"],
+            "--force: no unit is called 'zzz'; there are <loss>, layers.0, ",
+        ),
+        (["--target", "cpu", "--time-limit", "-1"], "--time-limit is -1; write seconds, more than 0"),
+        (["--target", "cpu", "--time-limit", "0"], "--time-limit is 0; write seconds, more than 0"),
+        (["--time-limit", "soon"], "Error parsing --time-limit: 'soon' is no number; write for example 60"),
+        (["--batch", "x"], "Error parsing --batch: 'x' is no whole number; write for example 8"),
+        (["--param-dtype", "int7"], "Expected one of ('float64', 'float32', 'bfloat16', 'float16')"),
         (["--target", "cpu", "--force", "layers.0", "--forbid", "layers.0"], "'layers.0' is both forced and forbidden"),
     ],
 )
@@ -100,6 +108,21 @@ def test_completion_knows_commands_and_options(shell: str, run: Runner) -> None:
 def test_a_wrong_value_names_its_option(name: str, arguments: list[str], says: str, run: Runner) -> None:
     ran = run(name, STEP, *arguments)
     assert ran.code == 2 and says in ran.said and not ran.out
+
+
+@pytest.mark.parametrize(
+    ("step", "code", "says"),
+    [
+        ("raises", 1, "memfit: command_steps:raises raised RuntimeError: the file is empty ("),
+        ("number", 1, "command_steps:number is neither a function nor a memfit.Step but of the type int"),
+        ("nothing", 1, "command_steps:nothing returned no memfit.Step but something of the type None"),
+    ],
+)
+def test_what_goes_wrong_in_the_users_code_is_told_in_its_lines(step: str, code: int, says: str, run: Runner) -> None:
+    ran = run("plan", f"command_steps:{step}", "--target", "cpu")
+    assert ran.code == code and says in ran.said and "Traceback" not in ran.err
+    lines = [line for line in ran.err.splitlines() if " in " in line]
+    assert all("command_steps.py:" in line for line in lines) and len(lines) == (2 if step == "raises" else 0)
 
 
 @pytest.mark.parametrize("name", ["plan", "explain", "curve", "search"])

@@ -33,8 +33,8 @@ def test_a_plan_that_does_not_hold_is_exit_code_1(files: Path, run: Runner, tmp_
     ("place", "says"),
     [
         (f"{TRAIN}:stp", "did you mean 'step'?"),
-        (f"{TRAIN}:nothing", "returned a NoneType"),
-        (f"{TRAIN}:number", "returned a int"),
+        (f"{TRAIN}:nothing", "returned no memfit.Step but something of the type None"),
+        (f"{TRAIN}:number", "is neither a function nor a memfit.Step but of the type int"),
         (str(TRAIN), "names no function"),
         ("missing_file.py:step", "there is no file missing_file.py"),
         ("missing_package.train:step", "there is no module 'missing_package'"),

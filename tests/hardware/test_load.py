@@ -181,6 +181,20 @@ def test_names_of_torch_devices_are_understood():
             load_device(name)
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("h100x", "h100-(sxm|pcie|nvl)( or h100-(sxm|pcie|nvl)){2}"),
+        ("h100-smx", "h100-sxm( or h100-(pcie|nvl)){2}"),
+        ("rtx 4090 ti", "rtx-4090"),
+        ("a100-sxm-90gb", "a100-sxm-80gb or a100.*"),
+    ],
+)
+def test_a_known_model_in_another_build_suggests_the_builds_of_that_model(written: str, meant: str):
+    with pytest.raises(InputError, match=rf"unknown device '{written}'; did you mean {meant}\? Or give"):
+        load_device(written)
+
+
 def test_names_that_are_alike_by_chance_are_not_suggested():
     with pytest.raises(InputError, match="unknown device 'tpu'; known are"):
         load_device("tpu")

@@ -10,6 +10,7 @@ import pytest
 from plan_cases import Case, Stack, captured
 from rich.console import Console
 
+import memfit
 from memfit.hardware import Target
 from memfit.plan import Plan, ShardedUnit, ShardPlan, UnitOp
 from memfit.units import display_bytes, display_ms
@@ -53,6 +54,38 @@ def test_how_tight_it_is(case: Case) -> None:
     assert f"without a plan the step is {display_bytes(over)} above the budget" in shown
     assert f"the smallest budget that works is {display_bytes(plan.minimum_budget_bytes or 0)}" in shown
     assert "the plan leaves 4.00 KiB to spare; no plan under this budget is faster (proven)" in shown
+
+
+def test_the_first_line_is_the_verdict_of_the_page(case: Case) -> None:
+    fits, hopeless = str(case.plan(case.chosen("layers.0"))), str(case.infeasible())
+    assert fits.startswith("fits: peak ") and fits.splitlines()[0].endswith(" a step")
+    assert hopeless.startswith("does not fit: no plan keeps the step within 1.00 MiB")
+    assert "take care" not in fits
+
+
+def test_what_the_allocator_reserves_beyond_the_budget_is_told(case: Case) -> None:
+    plan = case.plan(case.chosen("layers.0"))
+    usable = Target.parse(case.trace.device).usable_bytes
+
+    def reserving(size_bytes: int) -> list[str]:
+        assert plan.predicted is not None
+        predicted = msgspec.structs.replace(plan.predicted, peak_reserved_bytes=size_bytes)
+        return str(msgspec.structs.replace(plan, predicted=predicted)).splitlines()
+
+    more = reserving(usable)
+    assert more[0].startswith("fits: ") and f"of {display_bytes(usable)} that it may" in more[1]
+    too_much = reserving(usable + (1 << 30))
+    assert too_much[0].startswith("fits the budget, with care: ")
+    assert too_much[1].startswith(f"take care: the caching allocator would reserve {display_bytes(usable + (1 << 30))}")
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_a_step_that_fits_as_it_is_has_one_column_and_says_so(case: Case, ranks: int) -> None:
+    shown = str(memfit.plan(case.trace, ranks=ranks, progress=False))
+    assert "nothing needs to be checkpointed: " in shown and "with the plan" not in shown
+    assert "recomputing" not in shown and ("waiting for communication" in shown) == (ranks > 1)
+    peaks = re.findall(r"[KMG]iB", line_of(shown, "peak"))
+    assert len(peaks) == 1
 
 
 def test_an_unproven_plan_shows_its_bound_and_gap(case: Case) -> None:
@@ -118,6 +151,7 @@ def test_an_infeasible_plan_says_what_would_work(case: Case) -> None:
     assert "no plan fits this budget; the smallest that works is 3.00 MiB, 2.00 MiB more" in shown
     assert "3.00 MiB" in line_of(shown, "peak") and "2.00 MiB" in line_of(shown, "optimizer state")
     assert "nothing gets below 3.00 MiB here: " in shown
+    assert "what would help there, where 2.00 MiB are missing" in shown
     assert re.search(r"offload +│ +2\.00 MiB │ keep the optimizer's state on the host", shown)
     assert "note: a note" in shown
     assert "with the plan" not in shown and "checkpointed" not in shown

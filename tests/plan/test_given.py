@@ -122,7 +122,7 @@ def test_options_are_not_a_dictionary(trace: Trace) -> None:
         ("model.inner.layers.1", "'inner.layers.1'"),
         ("inner.layers.11", "'inner.layers.1'"),
         ("up", r"'inner\.layers\.0\.up'"),
-        ("zzz", r"see memfit\.tradeoff\.units\(trace\)"),
+        ("zzz", "there are <loss>, inner"),
     ],
 )
 def test_unknown_units_are_told_what_may_have_been_meant(name: str, hint: str) -> None:

@@ -145,6 +145,9 @@ def test_nothing_that_fits_is_an_answer() -> None:
     (point,) = found.points
     assert point.status == "infeasible" and (point.minimum_budget_bytes or 0) > 10 << 20
     assert "nothing fits" in str(found) and "the smallest budget that works is" in str(found)
+    assert "a smaller batch" not in str(found)
+    larger = str(search(of_batch, target="h100-sxm", budget="10MiB", values=[4]))
+    assert "at batch 4; give a smaller batch, a larger budget" in larger
     assert json.loads(found.to_json())["best"] is None
 
 

@@ -132,6 +132,23 @@ def test_a_plan_is_explained_as_it_runs(step: Step, trace: Trace) -> None:
     assert any("the peak is in the loss" in finding for finding in held.findings)
 
 
+@pytest.mark.parametrize("own", ["module", "function"])
+def test_a_loss_that_the_model_computes_is_seen_at_the_peak(own: str) -> None:
+    class Talker(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.loss = nn.Linear(64, 4096), nn.CrossEntropyLoss()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = x + layer(x)
+            labels = torch.zeros(len(x), dtype=torch.int64)
+            return (self.loss if own == "module" else nn.functional.cross_entropy)(self.head(x), labels)
+
+    held = forced(Talker(), 1024, "layers.0", optimizer=torch.optim.SGD)
+    assert any("the peak is in the loss, outside" in finding for finding in held.findings)
+
+
 def test_a_plan_by_itself_says_what_its_document_knows(trace: Trace) -> None:
     plan = memfit.plan(trace, progress=False)
     found = explained(plan)

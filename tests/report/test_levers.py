@@ -220,7 +220,7 @@ def test_half_a_micro_batch_is_what_its_capture_gives() -> None:
     ("step", "why"),
     [
         (lambda: Step(Blocks, memfit.spec((3, 64))), "3 rows cannot be halved"),
-        (lambda: labelled(), "batch_size (4) to match target batch_size (8)"),
+        (lambda: labelled(), "put all that has a row for each sample into the batch, such as labels"),
         (
             lambda: Step(Blocks, memfit.spec((4, 64)), run=lambda model, optimizer, x: model(x).backward()),
             "only a Step",
@@ -262,6 +262,10 @@ def test_sharding_over_more_ranks_is_what_a_plan_for_them_says(ranks: int | None
         assert each.costs_ms == pytest.approx(baseline.step_ms - case.step_ms, abs=1e-5)
 
 
+def test_ranks_of_one_cpu_share_its_memory() -> None:
+    assert only(sharding, Step(lambda: Blocks(256), memfit.spec((64, 256))), target="cpu") == []
+
+
 def test_checkpointing_for_a_budget_is_the_plan_for_it() -> None:
     step = Step(lambda: Blocks(64, 8), memfit.spec((4096, 64)), optimizer=torch.optim.SGD)
     trace = memfit.trace(step, target="h100-sxm")
@@ -301,6 +305,17 @@ def test_levers_come_free_first_and_then_by_bytes_for_a_millisecond() -> None:
         (10, 5.0),
         (10, None),
     ]
+
+
+def test_what_saves_little_comes_after_what_costs_time() -> None:
+    def made(saves_bytes: int, costs_ms: float | None) -> Lever:
+        peak_bytes = 1000 - saves_bytes
+        return Lever(
+            name="", how="", peak_bytes=peak_bytes, saves_bytes=saves_bytes, costs_ms=costs_ms, basis="captured"
+        )
+
+    levers = [made(9, 0.0), made(500, 1.0), made(400, None), made(10, -1.0)]
+    assert [each.saves_bytes for each in in_order(levers)] == [10, 500, 400, 9]
 
 
 def test_what_saves_next_to_nothing_is_left_out() -> None:

@@ -25,6 +25,7 @@ from memfit.report.facts import Report
 from memfit.report.page import page_text, write_page
 from memfit.report.page.data import page_data
 from memfit.report.page.drawn import POINTS, drawn_instants
+from memfit.report.page.tree import AGAIN
 from memfit.report.page.words import headline
 from memfit.report.page.writing import safe_json
 from memfit.trace import Category
@@ -54,7 +55,9 @@ def test_the_drawn_steps_have_the_exact_peaks_and_add_up(ranks: int) -> None:
         total = np.sum(list(line["bytes"].values()), axis=0)
         assert total.max() == total[line["peak"]] == line["peak_bytes"] == timeline.peak_bytes
         assert np.array_equal(total, timeline.during_bytes[line["instant"]])
-        assert line["total_ms"] == pytest.approx(shown.instant_ms(timeline)[-1], abs=1e-5)
+        estimate = shown.plan.baseline if name == "baseline" else shown.plan.predicted
+        assert line["total_ms"] == pytest.approx(estimate.step_ms, abs=1e-5)
+        assert line["ms"] == sorted(line["ms"])
         phases = [data["phases"][span[0]] for span in line["phases"]]
         assert phases == ["forward", "loss", "backward", "optimizer"]
     assert len(data["timelines"]["planned"]["runs"]) == len(shown.plan.checkpoint) > 0
@@ -106,8 +109,36 @@ def test_the_tree_adds_up_to_the_peak_and_to_the_time(ranks: int) -> None:
         found = {CATEGORIES[row]: n_bytes for row, n_bytes in by_row.items() if n_bytes}
         assert found == timeline.peak_by_category
         took = sum(ms for parts in tree[name]["ms"].values() for ms in parts.values())
-        assert took == pytest.approx(shown.instant_ms(timeline)[-1], rel=1e-4)
+        estimate = shown.plan.baseline if name == "baseline" else shown.plan.predicted
+        assert took == pytest.approx(estimate.step_ms, rel=1e-4)
     assert all(parent < place for place, parent in enumerate(tree["parent"]))
+
+
+def test_recomputing_in_the_tree_is_that_of_the_plan_also_where_the_host_takes_time() -> None:
+    trace = memfit.trace(training_step(SMALL, batch=2, length=512), target="cpu")
+    free = Report.of_trace(trace)
+    shown = Report.of(memfit.plan(trace, budget=int(free.baseline.peak_bytes * 0.8), progress=False), trace)
+    assert shown.plan.checkpoint and shown.target.device.efficiency.host.second_run_ms > 0
+    times = page_data(shown)["tree"]["planned"]["ms"].values()
+    again = sum(parts.get(str(AGAIN), 0.0) for parts in times)
+    assert again == pytest.approx(shown.plan.predicted.recompute_ms, rel=1e-4)
+    took = sum(ms for parts in times for ms in parts.values())
+    assert took == pytest.approx(shown.plan.predicted.step_ms, rel=1e-4)
+
+
+def test_a_title_says_what_the_step_is() -> None:
+    shown = dataclasses.replace(report(), title="Llama 3 8B, batch 2")
+    assert headline(shown).subject == "Llama 3 8B, batch 2, on NVIDIA H100 SXM5 80GB"
+    assert shown.with_curve(points=2).title == shown.title
+
+
+def test_what_the_allocator_reserves_is_shown_where_it_is_more() -> None:
+    assert all(column["reserved_bytes"] for column in page_data(report())["estimates"])
+    trace = memfit.trace(training_step(SMALL, batch=2, length=64), target="cpu")
+    on_cpu = Report.of(memfit.plan(trace, progress=False), trace)
+    assert all(column["reserved_bytes"] is None for column in page_data(on_cpu)["estimates"])
+    facts = dict(page_data(on_cpu)["assumed"]["facts"])
+    assert "storages as large as they are" in facts["allocator"]
 
 
 def test_modules_are_coloured_by_what_becomes_of_them() -> None:
@@ -158,7 +189,7 @@ def test_a_plan_whose_allocator_reserves_too_much_fits_with_care() -> None:
     much = msgspec.structs.replace(shown.plan.predicted, peak_reserved_bytes=usable + 1)
     words = headline(dataclasses.replace(shown, plan=msgspec.structs.replace(shown.plan, predicted=much)))
     assert words.tone == "care" and "allocator would reserve" in words.sentences[0]
-    assert headline(shown).tone == "good" and not any("reserve" in each for each in headline(shown).sentences)
+    assert headline(shown).tone == "good" and not any("Take care" in each for each in headline(shown).sentences)
 
 
 def test_an_infeasible_plan_has_one_step_and_its_blocker() -> None:

@@ -13,6 +13,7 @@ import torch
 import memfit
 from memfit.errors import InputError
 from memfit.shapes import named_step_at, step_at
+from memfit.shapes.problems import StepRaised
 from memfit.trace import Trace
 
 TRAIN = """
@@ -151,6 +152,25 @@ def test_a_folder_and_a_type_without_architectures_will_do(tmp_path: Path) -> No
     found = named_step_at(f"hf:{tmp_path}")
     assert found.step.batch["input_ids"].shape == (1, 2048)
     assert found.title.startswith("LlamaForCausalLM of ") and len(found.notes) == 2
+    assert "2048" in found.title and not any("2048" in note for note in found.notes)
+
+
+def test_a_dtype_of_saved_weights_is_not_taken_for_the_one_of_training(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    found = named_step_at(config(tmp_path, {**CAUSAL, "torch_dtype": "bfloat16"}), batch=1, seq=8)
+    assert found.notes == (
+        "parameters in float32 and compute in bfloat16: bfloat16 of the configuration is how weights were saved",
+    )
+
+
+def test_what_a_file_raises_is_told_with_its_own_lines(tmp_path: Path) -> None:
+    path = tmp_path / "broken_train.py"
+    path.write_text("import no_such_package_at_all\n")
+    with pytest.raises(
+        StepRaised, match=r"broken_train.py raised ModuleNotFoundError: .*broken_train.py:1\)"
+    ) as caught:
+        step_at(f"{path}:step")
+    assert "memfit" not in str(caught.value).replace(str(tmp_path), "") and caught.value.__cause__ is not None
 
 
 def test_a_long_limit_is_no_default(tmp_path: Path) -> None:

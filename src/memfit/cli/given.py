@@ -156,8 +156,9 @@ def solve_options(options: SolverOptions, trace: Trace | None, *, optimizer: boo
             SolveOptions(ac_units=given).allowed(found, ())
     modules = [] if trace is None else sorted({call.module for call in trace.calls if call.module})
     sharded = _expanded("shard-units", options.shard_units, modules)
-    with about("--time-limit"):
-        limits = Limits() if options.time_limit is None else Limits(time_limit_s=options.time_limit)
+    if options.time_limit is not None and not options.time_limit > 0:
+        raise UsageError(f"--time-limit is {options.time_limit:g}; write seconds, more than 0")
+    limits = Limits() if options.time_limit is None else Limits(time_limit_s=options.time_limit)
     with about("--force and --forbid"):
         return SolveOptions(
             force=named["force"],

@@ -41,18 +41,18 @@ def levers_in_short(levers: Sequence[Lever], explain: str) -> RenderableType:
     """The first few of them, and the command that has the rest."""
     if not levers:
         return Text("\nno lever that memfit knows would lower this peak further")
-    title = "\nwhat would lower this peak further, best first"
+    title = "\nwhat would lower this peak further: free ones first, then by bytes saved for each millisecond"
     table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
     table.add_column("lever", overflow="fold")
     for heading in ("saves", "peak then", "a step takes"):
         table.add_column(heading, justify="right", no_wrap=True)
     for lever in levers[:_SHOWN]:
-        table.add_row(
-            Text(lever.name), display_bytes(lever.saves_bytes), display_bytes(lever.peak_bytes), _longer(lever.costs_ms)
-        )
+        name = Text(lever.name if lever.same_numbers else f"{lever.name} *")
+        table.add_row(name, display_bytes(lever.saves_bytes), display_bytes(lever.peak_bytes), _longer(lever.costs_ms))
     more = len(levers) - _SHOWN
     rest = f"{more} more, and how each is done" if more > 0 else "how each is done"
-    return Group(table, Text(f"{rest}: {explain}", style="dim"))
+    other = "" if all(lever.same_numbers for lever in levers[:_SHOWN]) else "*: computes other numbers\n"
+    return Group(table, Text(f"{other}{rest}: {explain}", style="dim"))
 
 
 def _longer(costs_ms: float | None) -> str:

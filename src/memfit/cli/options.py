@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
+from tyro.constructors import PrimitiveConstructorSpec
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 
@@ -17,6 +18,39 @@ def arg(metavar: str, otherwise: str = "", *aliases: str) -> Any:
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=hint, aliases=list(aliases))
 
 
+def number(kind: type[int] | type[float], example: str) -> PrimitiveConstructorSpec[Any]:
+    """How a number that may be left out is read; tyro by itself speaks of types and of None when it is none."""
+
+    def read(given: list[str]) -> int | float:
+        try:
+            return kind(given[0])
+        except ValueError:
+            raise ValueError(f"{given[0]!r} is no {_KINDS[kind]}; write for example {example}") from None
+
+    return PrimitiveConstructorSpec(
+        nargs=1, metavar="N", instance_from_str=read, is_instance=lambda _: True, str_from_instance=_text
+    )
+
+
+def one_of(choices: tuple[str, ...]) -> PrimitiveConstructorSpec[Any]:
+    """How one of a few words that may be left out is read."""
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{" + ",".join(choices) + "}",
+        instance_from_str=lambda given: given[0],
+        is_instance=lambda _: True,
+        str_from_instance=_text,
+        choices=choices,
+    )
+
+
+def _text(value: object) -> list[str]:
+    return [str(value)]
+
+
+_KINDS: dict[type, str] = {int: "whole number", float: "number"}
+Count = Annotated[int | None, number(int, "8")]
+Dtypes = Annotated[Dtype | None, one_of(get_args(Dtype))]
 Json = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
 Names = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, arg("UNIT")]
 
@@ -28,9 +62,9 @@ class StepOptions:
     step: Annotated[tyro.conf.Positional[str], arg("STEP")]
     """`train.py:function` or `package.module:function` that returns a memfit.Step; `hf:config.json`, a transformers
     configuration; a built-in shape (`memfit shapes`); or a trace (.memfit) from memfit.save_trace."""
-    batch: Annotated[int | None, arg("N", "the step's own")] = None
+    batch: Annotated[Count, arg("N", "the step's own")] = None
     """Sequences or images in a batch."""
-    seq: Annotated[int | None, arg("N", "the step's own")] = None
+    seq: Annotated[Count, arg("N", "the step's own")] = None
     """Tokens in a sequence."""
 
 
@@ -48,9 +82,9 @@ class HardwareOptions:
 
     target: Annotated[str | None, arg("DEVICE", "the GPU that is here", "-t")] = None
     """A device such as h100-sxm (`memfit devices` lists them), or the path of a device file (.toml)."""
-    ranks: Annotated[int | None, arg("N", "1", "-n")] = None
+    ranks: Annotated[Count, arg("N", "1", "-n")] = None
     """How many of them; the model is sharded over all of them."""
-    budget: Annotated[str | None, arg("SIZE", "all that is usable", "-b")] = None
+    budget: Annotated[str | None, arg("SIZE", "what the device has room for", "-b")] = None
     """What tensors of one rank may take: 72GiB, 80GB, bytes, 90% or 0.9 of the device."""
 
 
@@ -64,15 +98,15 @@ class SolverOptions:
     """A unit that must not be."""
     units: Names = ()
     """A unit that may be; when given, no others may."""
-    time_limit: Annotated[float | None, arg("SECONDS", "60")] = None
+    time_limit: Annotated[float | None, number(float, "60"), arg("SECONDS", "60")] = None
     """How long one solve may take; the best plan so far is given with its gap."""
     shard_units: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, arg("MODULE")] = ()
     """A module whose parameters are gathered together (default: the repeated blocks)."""
-    param_dtype: Annotated[Dtype | None, arg("DTYPE", "autocast's, or the parameter's")] = None
+    param_dtype: Annotated[Dtypes, arg("DTYPE", "autocast's, or the parameter's")] = None
     """In which parameters are gathered: float64, float32, bfloat16 or float16."""
-    reduce_dtype: Annotated[Dtype | None, arg("DTYPE", "the parameter's")] = None
+    reduce_dtype: Annotated[Dtypes, arg("DTYPE", "the parameter's")] = None
     """In which gradients are summed over ranks."""
-    shard_dtype: Annotated[Dtype | None, arg("DTYPE", "the parameter's")] = None
+    shard_dtype: Annotated[Dtypes, arg("DTYPE", "the parameter's")] = None
     """Of shards, their gradients and the optimizer's state."""
 
 

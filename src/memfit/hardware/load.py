@@ -120,14 +120,29 @@ def _unknown(name: str, users: list[RawFile]) -> str:
     wanted = _normal(_MAKERS.sub("", name.lower()))
     if not wanted:
         return f"{name!r} is not one device; {_NAME_IT}"
-    close = [key for key in (wanted,) if key in names] + [key for key in names if key.startswith(wanted)]
-    for cutoff, keys in ((0.5, [key for key in names if len(key) > _SHORT]), (0.8, names)):
-        close += difflib.get_close_matches(wanted, keys, n=5, cutoff=cutoff)
-    nearest = list(dict.fromkeys(names[key] for key in close))[:3]
+    nearest = list(dict.fromkeys(names[key] for key in _near(wanted, names)))[:3]
     hint = (
         f"did you mean {' or '.join(nearest)}?" if nearest else f"known are {', '.join(sorted(set(names.values())))}."
     )
     return f"unknown device {name!r}; {hint} Or give the path of a device file (.toml)"
+
+
+def _near(wanted: str, names: Mapping[str, str]) -> list[str]:
+    """Names that may have been meant, nearest first; where the model's number is known, only names with that one."""
+    model = _model(wanted)
+    same = [key for key in names if model and _model(key) == model]
+    if same:
+        return difflib.get_close_matches(wanted, same, n=len(same), cutoff=0.0)
+    close = [key for key in names if key.startswith(wanted)]
+    for cutoff, keys in ((0.5, [key for key in names if len(key) > _SHORT]), (0.8, list(names))):
+        close += difflib.get_close_matches(wanted, keys, n=5, cutoff=cutoff)
+    return close
+
+
+def _model(name: str) -> str:
+    """The letters and the number that a normal name begins with: h100 of h100sxm, rtx4090 of rtx4090."""
+    found = re.match(r"[a-z]+\d+", name)
+    return found[0] if found else ""
 
 
 def _name(file: RawFile) -> str:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from memfit.paths import alike, folded
 from memfit.plan.record import Blocker, Checkpoint, Estimate, PeakAt, ShardPlan
+from memfit.plan.words import Tone, changes_nothing, verdict_of
 from memfit.trace import Category
 from memfit.units import display_bytes, display_ms
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from memfit.plan.document import Plan
 
 _NAMES = 4
-_STYLE = {"optimal": "green", "feasible": "yellow", "infeasible": "red"}
+_STYLE: dict[Tone, str] = {"good": "green", "care": "yellow", "bad": "red"}
 
 _WAYS = {
     "single": "one tensor after another (foreach=False)",
@@ -32,7 +33,7 @@ def plan_report(plan: Plan) -> Group:
     """Everything about a plan that fits a screen of 80 columns."""
     parts: list[RenderableType] = [_headline(plan), Text(), _before_and_after(plan), Text(), _highest(plan)]
     if plan.blocker is not None and plan.blocker.levers:
-        parts += [Text(), _levers(plan.blocker)]
+        parts += [Text(), _levers(plan, plan.blocker)]
     if plan.checkpoint:
         groups = _groups(plan.checkpoint)
         parts += [Text(), _checkpoint(plan, groups), Text(), _kept(groups)]
@@ -51,9 +52,19 @@ def counted(number: int, name: str) -> str:
 
 
 def _headline(plan: Plan) -> Text:
+    """The verdict in the words of the page, for what it is, and how tight it is."""
+    verdict = verdict_of(plan)
+    text = Text(verdict.words.lower(), style=f"bold {_STYLE[verdict.tone]}")
+    text = Text.assemble(text, f": {verdict.figures}")
+    for reason in verdict.reasons:
+        text.append(f"\n{reason[:1].lower()}{reason[1:].removesuffix('.')}")
     budget = display_bytes(plan.budget_bytes)
-    text = Text(f"plan for {plan.target.title}, {counted(plan.ranks, 'rank')}, budget {budget}: ")
-    text.append(plan.status, style=f"bold {_STYLE[plan.status]}")
+    text.append(f"\nplan for {plan.target.title}, {counted(plan.ranks, 'rank')}, budget {budget}: {plan.status}")
+    if changes_nothing(plan):
+        spare = display_bytes(plan.budget_bytes - plan.baseline.peak_bytes)
+        as_it_is = "as it is" if plan.ranks == 1 else "when it is only sharded"
+        text.append(f"\nnothing needs to be checkpointed: {as_it_is}, the step leaves {spare} to spare")
+        return text
     over = plan.baseline.peak_bytes - plan.budget_bytes
     text.append("\nwithout a plan the step " if plan.ranks == 1 else "\nonly sharded, the step ")
     text.append(f"is {display_bytes(over)} above the budget" if over > 0 else "fits the budget")
@@ -77,16 +88,21 @@ def _headline(plan: Plan) -> Text:
 
 
 def _before_and_after(plan: Plan) -> Table:
-    """Memory and time without the plan and with it; when nothing fits, beside the lowest peak that there is.
+    """Memory and time without the plan and with it; when nothing fits, beside the lowest peak that there is, and alone
+    when nothing is changed.
 
     On several ranks the step is sharded also without the plan.
     """
+    same = changes_nothing(plan)
     table = Table(show_edge=False, pad_edge=False)
     table.add_column("")
-    table.add_column("without a plan" if plan.ranks == 1 else "only sharded", justify="right", no_wrap=True)
-    columns: list[Estimate | Blocker] = [plan.baseline]
+    columns: list[Estimate | Blocker] = []
+    if not same:
+        table.add_column("without a plan" if plan.ranks == 1 else "only sharded", justify="right", no_wrap=True)
+        columns.append(plan.baseline)
     if plan.predicted is not None:
-        table.add_column("with the plan", justify="right", no_wrap=True)
+        name = "with the plan" if not same else "as it is" if plan.ranks == 1 else "only sharded"
+        table.add_column(name, justify="right", no_wrap=True)
         columns.append(plan.predicted)
     elif plan.blocker is not None:
         table.add_column("the lowest there is", justify="right", no_wrap=True)
@@ -97,9 +113,12 @@ def _before_and_after(plan: Plan) -> Table:
         table.add_row("reserved by the allocator", *(display_bytes(each.peak_reserved_bytes) for each in estimates))
     table.add_row("step", *(display_ms(each.step_ms) for each in estimates))
     if plan.predicted is not None:
-        table.add_row("  recomputing", "", display_ms(plan.predicted.recompute_ms))
+        beside = [] if same else [""]
+        if not same:
+            table.add_row("  recomputing", "", display_ms(plan.predicted.recompute_ms))
         if plan.shard is not None or plan.predicted.exposed_communication_ms:
-            table.add_row("  waiting for others", "", display_ms(plan.predicted.exposed_communication_ms))
+            waits = display_ms(plan.predicted.exposed_communication_ms)
+            table.add_row("  waiting for communication", *beside, waits)
     table.add_section()
     by_category = [each.peak_by_category for each in columns]
     for category in sorted(Category, key=lambda category: -max(each.get(category, 0) for each in by_category)):
@@ -111,6 +130,8 @@ def _before_and_after(plan: Plan) -> Table:
 
 def _highest(plan: Plan) -> Text:
     """Where the peaks are."""
+    if changes_nothing(plan):
+        return Text(f"highest: {_place(plan.baseline.peak_at)}")
     text = Text("highest without a plan: " if plan.ranks == 1 else "highest when only sharded: ")
     text.append(_place(plan.baseline.peak_at))
     if plan.predicted is not None:
@@ -130,8 +151,14 @@ def _place(at: PeakAt) -> str:
     return f"{at.phase}, {_short(at.name)}, {module}"
 
 
-def _levers(blocker: Blocker) -> Table:
-    table = Table(title="what would help there", title_justify="left", show_edge=False, pad_edge=False)
+def _levers(plan: Plan, blocker: Blocker) -> Table:
+    missing = display_bytes(max(0, blocker.peak_bytes - plan.budget_bytes))
+    table = Table(
+        title=f"what would help there, where {missing} are missing",
+        title_justify="left",
+        show_edge=False,
+        pad_edge=False,
+    )
     table.add_column("lever", no_wrap=True)
     table.add_column("saves about", justify="right", no_wrap=True)
     table.add_column("how", overflow="fold")
@@ -209,10 +236,11 @@ def _label(members: list[Checkpoint]) -> str:
 
 
 def _kept_ops(entry: Checkpoint) -> str:
-    """The ops whose results are saved, those that take most first."""
+    """The ops whose results are saved, those that take most first; those that take nothing are not worth a word."""
     sizes: dict[str, list[int]] = defaultdict(list)
     for op in entry.saved_ops:
-        sizes[_short(op.name)].append(op.bytes)
+        if op.bytes:
+            sizes[_short(op.name)].append(op.bytes)
     largest = sorted(sizes, key=lambda name: -sum(sizes[name]))
     shown = [name if len(sizes[name]) == 1 else f"{len(sizes[name])} {name}" for name in largest[:_NAMES]]
     more = len(sizes) - _NAMES

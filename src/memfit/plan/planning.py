@@ -13,6 +13,7 @@ from rich.status import Status as Spinner
 
 from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
+from memfit.plan.allocator import note_on_room, with_room
 from memfit.plan.document import Plan
 from memfit.plan.facts import peak_at
 from memfit.plan.given import (
@@ -45,8 +46,6 @@ from memfit.solve import (
 )
 from memfit.trace import Step, Trace, trace
 from memfit.units import display_bytes, display_ms
-
-_LOWERINGS = 6
 
 
 def plan(
@@ -87,7 +86,7 @@ def plan(
         first = None if start is None else _choice(problem, start)
         solved = solve(problem, allowed, start=first, watch=work.heard)
         if budget is None:
-            solved = _within_the_allocator(problem, solved, notes, work)
+            solved = with_room(problem, solved, work.heard)
     best = Answer(problem=problem, solved=solved, implementation=None)
     if problem.options.optimizer:
         if step is None:
@@ -96,7 +95,7 @@ def plan(
             )
         with work.step("trying other optimizer steps"):
             best = best_implementation(best, step, cost_given(cost, problem.target))
-    return _document(best, problem, notes)
+    return _document(best, problem, notes, None if budget is None else allowed)
 
 
 def curve(
@@ -160,7 +159,7 @@ def _choice(problem: Problem, start: Plan) -> Choice:
     return choice
 
 
-def _document(answer: Answer, given: Problem, notes: list[str]) -> Plan:
+def _document(answer: Answer, given: Problem, notes: list[str], asked_bytes: int | None) -> Plan:
     """The plan; its baseline is the step as it was given, also where the plan changes the optimizer's step."""
     problem, solved = answer.problem, answer.solved
     captured, target = problem.timeline.trace, problem.target
@@ -168,7 +167,8 @@ def _document(answer: Answer, given: Problem, notes: list[str]) -> Plan:
     given_ms = given.runtime.total_ms + given.exposed_ms
     baseline = Estimate(step_ms=given_ms, **_peak(given, given.replay(())))
     predicted = _prediction(problem, solved, base_ms)
-    notes += _room(problem, solved)
+    room = note_on_room(problem, solved, asked_bytes)
+    notes += [] if room is None else [room]
     if problem.least_is_unproven:
         notes.append("the smallest budget is the lowest found in the time limit, not proven to be the lowest there is")
     if solved.tightened:
@@ -187,7 +187,7 @@ def _document(answer: Answer, given: Problem, notes: list[str]) -> Plan:
             checkpoint=(),
             baseline=baseline,
             predicted=None,
-            blocker=_why(problem),
+            blocker=_why(problem, solved.budget_bytes),
             notes=notes,
         )
     return plan_of(
@@ -205,47 +205,6 @@ def _document(answer: Answer, given: Problem, notes: list[str]) -> Plan:
         optimizer=answer.implementation,
         notes=notes,
     )
-
-
-def _within_the_allocator(problem: Problem, solved: Solved, notes: list[str], work: _Work) -> Solved:
-    """When no budget was asked for: a plan with which the caching allocator, too, stays within the device.
-
-    What it holds in pieces that do not fit is taken off the budget, some times; the first plan is kept when that does
-    not help.
-    """
-    device, usable = problem.target.device, problem.target.usable_bytes
-    found = solved
-    for _ in range(_LOWERINGS):
-        if found.replay is None or not device.allocator.caches:
-            return solved
-        over = planned_reserved(found.replay, device).peak_reserved_bytes - usable
-        if over <= 0:
-            break
-        found = solve(problem, found.budget_bytes - max(over, usable // 100), start=found.choice, watch=work.heard)
-    else:
-        return solved
-    if found is not solved:
-        notes.append(
-            f"the budget is {display_bytes(found.budget_bytes)} of the device's {display_bytes(usable)}: with more, "
-            "the caching allocator would hold more than the device has, in pieces that do not fit. A budget of your "
-            "own is taken as it is; PYTORCH_ALLOC_CONF=expandable_segments:True avoids the pieces"
-        )
-    return found
-
-
-def _room(problem: Problem, solved: Solved) -> list[str]:
-    """What the caching allocator does with a plan that fits: it may hold more than the device has."""
-    device = problem.target.device
-    if solved.replay is None or not device.allocator.caches:
-        return []
-    usable = problem.target.usable_bytes
-    if planned_reserved(solved.replay, device).peak_reserved_bytes <= usable:
-        return []
-    tight = planned_reserved(solved.replay, device, limit_bytes=usable)
-    what = "the caching allocator would hold more than the device has, in pieces that do not fit"
-    if tight.out_of_memory_op is not None:
-        return [f"{what}, and run out: give a lower budget, or set PYTORCH_ALLOC_CONF=expandable_segments:True"]
-    return [f"{what}, and empty its cache in every step, which takes time: a little less budget is faster"]
 
 
 def _prediction(problem: Problem, solved: Solved, base_ms: float) -> Prediction | None:
@@ -288,12 +247,12 @@ def _shard_plan(problem: Problem) -> ShardPlan | None:
     )
 
 
-def _why(problem: Problem) -> Blocker | None:
+def _why(problem: Problem, budget_bytes: int) -> Blocker | None:
     """What stands in the way, and what would help there."""
     least = problem.least
     if least is None:
         return None
-    found = blocker_of(problem, least.choice)
+    found = blocker_of(problem, least.choice, budget_bytes)
     return Blocker(
         peak_bytes=found.peak_bytes,
         peak_by_category=found.by_category,

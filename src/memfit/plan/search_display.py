@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from memfit.plan.allocator import EXPANDABLE
 from memfit.units import display_bytes, display_ms
 
 if TYPE_CHECKING:
@@ -35,11 +36,11 @@ def _headline(search: Search) -> Text:
         text.append(_what_is_missing(search))
         return text
     if search.over == "batch" and best is not None:
-        text.append(f"{best.value} is best", style="bold green")
+        text.append(*_answer(best, f"{best.value} is best"))
     elif search.over == "ranks":
-        text.append(f"{smallest.value} or more", style="bold green")
+        text.append(*_answer(smallest, f"{smallest.value} or more"))
     else:
-        text.append(f"up to {largest.value}", style="bold green")
+        text.append(*_answer(largest, f"up to {largest.value}"))
     if best is not None and search.over != "seq":
         of_each = " a rank" if search.over == "ranks" else ""
         text.append(f"\nfastest: {best.value}, {_number(search.rate(best))} {search.counts}/s{of_each} predicted")
@@ -49,7 +50,25 @@ def _headline(search: Search) -> Text:
             text.append(f" (of {tried} tried among {largest.value} that fit)")
     if search.over != "ranks":
         text.append(f"\n{_LARGEST[search.over]}: {largest.value}{_exactness(search)}")
+        text.append(_care(search, largest))
     return text
+
+
+def _answer(point: SearchPoint, words: str) -> tuple[str, str]:
+    """The answer in words, and their style."""
+    return (f"{words}, with care", "bold yellow") if point.with_care else (words, "bold green")
+
+
+def _care(search: Search, largest: SearchPoint) -> str:
+    """Up to where the caching allocator has room, when that is less."""
+    if not largest.with_care:
+        return ""
+    safe = search.largest_without_care
+    if safe is None:
+        return "\nwith room for the caching allocator: none of those tried (!)"
+    beside = search.grid > 0 and any(point.value == safe.value + search.grid for point in search.points)
+    how = "more need care" if beside else "of those tried; more need care"
+    return f"\nwith room for the caching allocator: up to {safe.value} ({how}, !)"
 
 
 def _what_is_missing(search: Search) -> str:
@@ -60,8 +79,17 @@ def _what_is_missing(search: Search) -> str:
     least = min(needs, key=lambda point: point.minimum_budget_bytes or 0)
     return (
         f"\nthe smallest budget that works is {display_bytes(least.minimum_budget_bytes or 0)}, at "
-        f"{search.over} {least.value}; give more, more ranks, or a smaller model"
+        f"{search.over} {least.value}; {_instead(search.over, least.value)}"
     )
+
+
+def _instead(over: Over, value: int) -> str:
+    """What to try when nothing fits."""
+    if over == "ranks":
+        return "give a larger budget, more ranks or a smaller batch"
+    smaller = "a smaller batch" if over == "batch" else "a shorter sequence"
+    least = 1 if over == "batch" else 128
+    return f"give {f'{smaller}, ' if value > least else ''}a larger budget, more ranks or a smaller model"
 
 
 def _exactness(search: Search) -> str:
@@ -79,12 +107,19 @@ def _exactness(search: Search) -> str:
 
 def _points(search: Search) -> Table:
     table = Table(show_edge=False, pad_edge=False)
-    names = (search.over, "step", "recomputing", f"{search.counts}/s", "peak", "without a plan", "least budget")
+    care = any(point.with_care for point in search.points)
+    names = [search.over, "step", "recomputing", f"{search.counts}/s", "peak", "without a plan", "least budget"]
+    if care:
+        names.insert(5, "reserved")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     answer = search.largest if search.over == "seq" else search.best
     for point in search.points:
-        table.add_row(*_cells(point), style="bold green" if point is answer else None if point.fits else "dim")
+        cells = _cells(point)
+        if care:
+            reserved = "" if point.peak_reserved_bytes is None else display_bytes(point.peak_reserved_bytes)
+            cells.insert(5, f"{reserved} !" if point.with_care else reserved)
+        table.add_row(*cells, style="bold green" if point is answer else None if point.fits else "dim")
     return table
 
 
@@ -102,8 +137,18 @@ def _cells(point: SearchPoint) -> list[str]:
 def _legend(search: Search) -> str:
     ranks = " of all ranks together" if search.ranks != 1 else ""
     lines = f"{search.counts}/s: predicted{ranks}; least budget: the smallest that any plan works with"
-    unproven = any(point.gap for point in search.points)
-    return lines + ("; some plans are not proven to be the fastest" if unproven else "")
+    if any(point.gap for point in search.points):
+        lines += "; some plans are not proven to be the fastest"
+    lowered = [point for point in search.points if point.fits and point.budget_bytes < search.budget_bytes]
+    if lowered:
+        least = display_bytes(min(point.budget_bytes for point in lowered))
+        lines += f"\nthe budget was lowered, to {least} at the lowest, where the caching allocator needs the room"
+    if any(point.with_care for point in search.points):
+        lines += (
+            "\n!: with care, the caching allocator would reserve more than the device has for tensors; "
+            f"memfit plan says what helps, or run with {EXPANDABLE}"
+        )
+    return lines
 
 
 def _number(rate: float) -> str:

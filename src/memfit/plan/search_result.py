@@ -21,13 +21,18 @@ class SearchPoint:
     """The fastest plan for one value. What a plan has is None where no plan fits; `unknown` ran out of time.
 
     `throughput_per_s` counts samples or tokens of all ranks together. `baseline_peak_bytes` is the peak without a plan,
-    `minimum_budget_bytes` the smallest budget that works, None when it was not found in time.
+    `minimum_budget_bytes` the smallest budget that works, None when it was not found in time. `budget_bytes` is lower
+    than that of the search where the caching allocator needs the room; a plan is `with_care` when it would hold more
+    than the device has all the same.
     """
 
     value: int
     status: PointStatus
+    budget_bytes: int
     gap: float | None
     peak_bytes: int | None
+    peak_reserved_bytes: int | None
+    with_care: bool
     step_ms: float | None
     recompute_ms: float | None
     throughput_per_s: float | None
@@ -66,14 +71,22 @@ class Search:
 
     @property
     def best(self) -> SearchPoint | None:
-        """The value with the highest throughput; over ranks, the highest of each rank. None when nothing fits."""
+        """The value with the highest throughput; over ranks, the highest of each rank. None when nothing fits.
+
+        Values that fit only with care count where there are no others.
+        """
         able = [point for point in self.points if point.fits and point.throughput_per_s is not None]
-        return max(able, key=lambda point: (self.rate(point), -point.value), default=None)
+        return max(able, key=lambda point: (not point.with_care, self.rate(point), -point.value), default=None)
 
     @property
     def largest(self) -> SearchPoint | None:
         """The largest value that fits: the longest sequence, the biggest batch. None when nothing fits."""
         return next((point for point in reversed(self.points) if point.fits), None)
+
+    @property
+    def largest_without_care(self) -> SearchPoint | None:
+        """The largest value for whose plan the caching allocator has room, of those that were tried."""
+        return next((point for point in reversed(self.points) if point.fits and not point.with_care), None)
 
     @property
     def smallest(self) -> SearchPoint | None:
@@ -109,7 +122,7 @@ class Search:
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain values, for JSON."""
         found = dataclasses.asdict(self)
-        for name in ("best", "largest", "smallest"):
+        for name in ("best", "largest", "largest_without_care", "smallest"):
             point = getattr(self, name)
             found[name] = None if point is None else point.value
         return {"fits": self.fits, "exact": self.exact, "tried_all": self.tried_all, **found}

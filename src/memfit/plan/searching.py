@@ -5,7 +5,8 @@ drawing a line through what two values need (the smallest budget of a value grow
 where it meets the budget, halving every third time. It ends when neighbours on the grid differ. For the fastest batch
 the same is done with the peak without a plan, where recomputing begins; powers of two are tried, which kernels like,
 and the gaps beside the best are halved. Few batch sizes are all tried. What fits is taken to fit at smaller values too.
-Throughput need not rise and fall once, so among many the best is the best of those tried.
+Throughput need not rise and fall once, so among many the best is the best of those tried. Where the largest fits only
+with care (the caching allocator would hold more than the device has), the gap to the largest that needs none is halved.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
+from memfit.plan.allocator import Room, held_under, with_room
 from memfit.plan.given import TargetLike, cost_given, options_given, target_given
 from memfit.plan.search_result import Over, PointStatus, Search, SearchPoint
 from memfit.solve import Problem, SolveOptions, Status, minimum_budget_bytes, solve
@@ -78,6 +80,7 @@ def search(
         over=over,
         target=aim,
         budget_bytes=budget_bytes,
+        lowers=budget is None,
         cost=cost,
         options=solver,
         show=progress,
@@ -113,6 +116,8 @@ class _Tries:
     over: Over
     target: Target
     budget_bytes: int
+    lowers: bool
+    """Whether the budget is memfit's own, which leaves the caching allocator its room."""
     cost: Cost | str | None
     options: SolveOptions
     show: bool
@@ -148,6 +153,9 @@ class _Tries:
         target = Target.parse(self.target, ranks=value) if self.over == "ranks" else self.target
         problem = Problem.of(Runtime.of(captured, cost_given(self.cost, target)), target, self.options)
         solved = solve(problem, self.budget_bytes)
+        if self.lowers:
+            solved = with_room(problem, solved)
+        held = held_under(problem, solved)
         base_ms = problem.runtime.total_ms + problem.exposed_ms
         step_ms = None if solved.replay is None else base_ms + solved.recompute_ms
         rate = None
@@ -156,8 +164,11 @@ class _Tries:
         return SearchPoint(
             value=value,
             status=_STATUS.get(solved.status, "unknown"),
+            budget_bytes=solved.budget_bytes,
             gap=None if solved.replay is None else solved.gap,
             peak_bytes=None if solved.replay is None else solved.replay.peak_bytes,
+            peak_reserved_bytes=None if held is None else held.reserved_bytes,
+            with_care=held is not None and held.room is not Room.ENOUGH,
             step_ms=step_ms,
             recompute_ms=None if solved.replay is None else solved.recompute_ms,
             throughput_per_s=rate,
@@ -217,8 +228,19 @@ def _search_grid(tries: _Tries, grid: int, end: int) -> None:
         return
     if largest == end // grid * grid and tries.refused is None:
         tries.notes.append(f"the search ended at {tries.over} {largest}; largest= lets it go on")
+    _without_care(tries, grid)
     if tries.over == "batch":
         _fastest(tries, largest)
+
+
+def _without_care(tries: _Tries, grid: int) -> None:
+    """Halve the gap between the largest value that needs no care and the next that does."""
+    while len(tries.points) < _TRIES:
+        fit = {value: point.with_care for value, point in tries.points.items() if point.fits}
+        low = max((value for value, care in fit.items() if not care), default=0)
+        high = min((value for value in fit if value > low), default=low)
+        if high - low <= grid or tries.at((low + high) // 2 // grid * grid) is None:
+            return
 
 
 def _fastest(tries: _Tries, largest: int) -> None:
@@ -292,7 +314,7 @@ def _narrow(tries: _Tries) -> None:
         able = sorted(value for value, point in tries.points.items() if point.fits and point.throughput_per_s)
         if not able:
             return
-        place = max(range(len(able)), key=lambda index: (tries.points[able[index]].throughput_per_s or 0.0, -index))
+        place = max(range(len(able)), key=lambda index: (*_merit(tries.points[able[index]]), -index))
         best = able[place]
         beside = [each for each in (place - 1, place + 1) if 0 <= each < len(able)]
         gaps = [(abs(able[each] - best), able[each]) for each in beside]
@@ -302,6 +324,11 @@ def _narrow(tries: _Tries) -> None:
         _, other = max(wide)
         if tries.at((best + other) // 2) is None:
             return
+
+
+def _merit(point: SearchPoint) -> tuple[bool, float]:
+    """What a better value has more of."""
+    return not point.with_care, point.throughput_per_s or 0.0
 
 
 def _aim(make_step: Any, over: Any, target: TargetLike, ranks: int | None) -> Target:

@@ -25,7 +25,7 @@ from memfit.report.comparison_traces import (
     total_flops,
     traced_memory,
 )
-from memfit.report.page.words import place
+from memfit.report.page.words import place, reserves_more
 from memfit.solve.curve_display import text_of
 from memfit.trace import Category, Trace
 from memfit.units import display_bytes
@@ -212,7 +212,8 @@ def _memory(first: Plan, second: Plan) -> Iterator[BytesChange]:
     """Peaks; a side without a prediction has none with the plan."""
     yield _bytes("peak without a plan", first.baseline, second.baseline, "peak_bytes")
     yield _bytes("peak", first.predicted, second.predicted, "peak_bytes")
-    yield _bytes("reserved by the allocator", first.predicted, second.predicted, "peak_reserved_bytes")
+    if reserves_more(first) or reserves_more(second):
+        yield _bytes("reserved by the allocator", first.predicted, second.predicted, "peak_reserved_bytes")
     least = first.minimum_budget_bytes, second.minimum_budget_bytes
     if least != (None, None):
         yield BytesChange(name="smallest budget that works", first_bytes=least[0], second_bytes=least[1])

@@ -51,9 +51,10 @@ def traced_memory(first: Trace, second: Trace) -> tuple[tuple[BytesChange, ...],
     one, other = sides
     rows = [
         BytesChange(name="peak", first_bytes=one.peak_bytes, second_bytes=other.peak_bytes),
-        BytesChange(name="reserved by the allocator", first_bytes=held[0], second_bytes=held[1]),
         BytesChange(name="there at the start", first_bytes=one.start_bytes, second_bytes=other.start_bytes),
     ]
+    if held != [one.peak_bytes, other.peak_bytes]:
+        rows.insert(1, BytesChange(name="reserved by the allocator", first_bytes=held[0], second_bytes=held[1]))
     parts = [side.peak_by_category for side in sides]
     for category in sorted(Category, key=lambda category: -max(part.get(category, 0) for part in parts)):
         if any(category in part for part in parts):

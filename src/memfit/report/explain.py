@@ -38,6 +38,9 @@ from memfit.units import display_bytes
 
 _LARGEST = 10
 _ACTIVATION = CATEGORIES.index(Category.ACTIVATION)
+_ALONE = (
+    "this is what the plan's document knows; `memfit explain STEP --plan FILE` or explain(plan, step) says the rest"
+)
 
 
 def explain(
@@ -173,7 +176,7 @@ def _of_document(plan: Plan) -> StepExplanation:
         gathered=(),
         checkpointing=None,
         levers=() if plan.blocker is None else _document_levers(plan.blocker),
-        notes=(*plan.notes, "this is what the document knows: give the step too, explain(plan, step), for all of it"),
+        notes=(*plan.notes, _ALONE),
     )
 
 

@@ -235,7 +235,7 @@ def _alike_words(text: str) -> str:
 
 def _levers(found: StepExplanation) -> Iterable[RenderableType]:
     """What each does, then how."""
-    title = "levers: free ones first, then by bytes saved for each millisecond lost"
+    title = "levers: free ones first, then by bytes saved for each millisecond lost, small ones last"
     table = _table(title, "saves", "peak then", "step", first="")
     table.columns[0].justify = "right"
     table.add_column("lever", overflow="fold")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -25,13 +25,15 @@ from memfit.verify.prediction import captured_for
 class Report:
     """A step on its target. `plan` is None for one that is only explained.
 
-    `problem` has the trace, the times of its ops and how it is sharded.
+    `problem` has the trace, the times of its ops and how it is sharded. `title` is what the step is, in words, where
+    whoever made the report knows more than the trace does.
     """
 
     problem: Problem
     plan: Plan | None
     curve: Curve | None = None
     verification: Verification | None = None
+    title: str = ""
 
     @classmethod
     def of(
@@ -42,6 +44,7 @@ class Report:
         cost: Cost | str | None = None,
         curve: Curve | None = None,
         verification: Verification | None = None,
+        title: str = "",
     ) -> Report:
         """The report of a plan on the step that it was made for; another step is refused (`PlanMismatch`)."""
         if isinstance(step, Step):
@@ -60,7 +63,7 @@ class Report:
         )
         runtime = Runtime.of(trace, cost_given(cost, target))
         problem = Problem.of(runtime, target, SolveOptions(shard=_shard_options(plan)))
-        return cls(problem=problem, plan=plan, curve=curve, verification=verification)
+        return cls(problem=problem, plan=plan, curve=curve, verification=verification, title=title)
 
     @classmethod
     def of_trace(cls, trace: Trace, *, target: Target | None = None, cost: Cost | str | None = None) -> Report:
@@ -104,8 +107,7 @@ class Report:
 
     def with_curve(self, points: int = 16) -> Report:
         """The same report with the whole trade-off."""
-        found = curve_of(self.problem, points=points)
-        return Report(problem=self.problem, plan=self.plan, curve=found, verification=self.verification)
+        return replace(self, curve=curve_of(self.problem, points=points))
 
 
 def _shard_options(plan: Plan) -> ShardOptions:

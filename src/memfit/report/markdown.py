@@ -16,7 +16,7 @@ from memfit.plan.record import Blocker, Estimate
 from memfit.report.facts import Report
 from memfit.report.page.assumed import assumed
 from memfit.report.page.decisions import decisions
-from memfit.report.page.words import headline, place
+from memfit.report.page.words import headline, place, reserves_more
 from memfit.solve.curve_display import headline as curve_headline
 from memfit.trace import Category
 from memfit.units import display_bytes, display_ms
@@ -70,7 +70,8 @@ def _rows(plan: Plan, columns: Sequence[Estimate | Blocker]) -> Iterator[list[st
     estimates = [each for each in columns if isinstance(each, Estimate)]
     yield ["**peak**", *_bytes_cells([each.peak_bytes for each in columns])]
     if len(estimates) == len(columns):
-        yield ["reserved by the allocator", *_bytes_cells([each.peak_reserved_bytes for each in estimates])]
+        if reserves_more(plan):
+            yield ["reserved by the allocator", *_bytes_cells([each.peak_reserved_bytes for each in estimates])]
         times = [each.step_ms for each in estimates]
         yield ["**step**", *map(display_ms, times), *([_part(times[1], times[0])] if len(times) == 2 else [])]
     if plan.predicted is not None:

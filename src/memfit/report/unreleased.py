@@ -13,13 +13,14 @@ from memfit.report.explanation import Checkpointing, StillHeld
 from memfit.report.facts import Report
 from memfit.report.holders import Holders, short
 from memfit.solve import PlannedTimeline
-from memfit.trace import NEVER, Category, Phase
+from memfit.trace import NEVER, Category, Phase, Trace
 from memfit.tradeoff import Policy, Unit
 from memfit.tradeoff.problem import Problem as UnitProblem
 from memfit.tradeoff.problem import Role, lost_inputs
 from memfit.units import display_bytes, display_ms
 
 _OWNED = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE, Category.GRADIENT, Category.INPUT)
+_FORWARD = (Phase.FORWARD, Phase.LOSS)
 
 SAVED = "result that the policy saves"
 FORCED = "result that cannot be made again"
@@ -85,15 +86,24 @@ def _of_plan(report: Report, timeline: PlannedTimeline) -> Checkpointing:
         peak_bytes=timeline.peak_bytes,
         still_held_bytes=sum(each.size_bytes for each in still),
         still_held=tuple(still),
-        findings=tuple(_findings(timeline, still, report.baseline.peak_bytes)),
+        findings=tuple(_findings(timeline, still, report.baseline.peak_bytes, running=_running(report, holders))),
     )
+
+
+def _running(report: Report, holders: Holders) -> bool:
+    """Whether a unit that is checkpointed runs at the peak."""
+    return any(_runs(unit, holders.now) for unit, _ in _chosen(report))
+
+
+def _runs(unit: Unit, op: int) -> bool:
+    return unit.begin <= op < unit.end or unit.backward_begin <= op < unit.backward_end
 
 
 def _reasons(report: Report, unit: Unit, policy: Policy, holders: Holders) -> Iterator[tuple[int, str, str]]:
     """Every storage that a unit makes or is given and does not drop, with the reason."""
     facts = report.problem.facts
     problem, own = _cut(report, unit)
-    running = unit.begin <= holders.now < unit.end or unit.backward_begin <= holders.now < unit.backward_end
+    running = _runs(unit, holders.now)
     saved = np.isin(problem.birth, policy.saved)
     for place, storage in enumerate(own.tolist()):
         role, op = problem.role[place], int(problem.birth[place])
@@ -150,8 +160,14 @@ def _of_model(timeline: PlannedTimeline) -> Checkpointing | None:
         peak_bytes=timeline.peak_bytes,
         still_held_bytes=sum(each.size_bytes for each in still),
         still_held=tuple(still),
-        findings=tuple(_findings(timeline, still, None)),
+        findings=tuple(_findings(timeline, still, None, running=_within(trace, holders.now, {*found, *first}))),
     )
+
+
+def _within(trace: Trace, op: int, calls: set[int]) -> bool:
+    """Whether an op is part of one of these calls or of one inside them."""
+    call = trace.ops[min(op, len(trace.ops) - 1)].call
+    return call != NEVER and not calls.isdisjoint(trace.ancestors(call))
 
 
 def _there(timeline: PlannedTimeline, instant: int) -> set[int]:
@@ -175,7 +191,8 @@ def _still(timeline: PlannedTimeline, holders: Holders, unit: str, storage: int,
     )
 
 
-def _findings(timeline: PlannedTimeline, still: list[StillHeld], without: int | None) -> Iterator[str]:
+def _findings(timeline: PlannedTimeline, still: list[StillHeld], without: int | None, running: bool) -> Iterator[str]:
+    """What can be said in a sentence each; `running` says whether a checkpointed unit runs at the peak."""
     trace, instant = timeline.trace, timeline.peak_instant
     op = min(int(timeline.op[instant]), len(trace.ops) - 1)
     phase = trace.ops[op].phase
@@ -192,11 +209,11 @@ def _findings(timeline: PlannedTimeline, still: list[StillHeld], without: int | 
         )
     elif phase is Phase.OPTIMIZER:
         yield "the peak is in the optimizer's step, where nothing is held for the backward: no checkpointing lowers it"
-    elif trace.ops[op].call == NEVER:
+    elif not running:
         outside = timeline.peak_bytes - sum(each.size_bytes for each in still)
         yield (
-            f"the peak is in the loss, outside of what is checkpointed: {display_bytes(outside)} of it are in no "
-            "checkpointed unit"
+            f"the peak is in {_place(trace, op)}, outside of what is checkpointed: {display_bytes(outside)} of it are "
+            "in no checkpointed unit"
         )
     if without is not None and without == timeline.peak_bytes:
         yield "the peak is as high as without checkpointing: what is released was not there at the peak"
@@ -205,3 +222,18 @@ def _findings(timeline: PlannedTimeline, still: list[StillHeld], without: int | 
         by_reason[each.reason] += each.size_bytes
     for reason, size_bytes in by_reason.most_common():
         yield f"{display_bytes(size_bytes)} still there: {reason}"
+
+
+def _place(trace: Trace, op: int) -> str:
+    """The loss, be it a function, a module or the end of the model's forward; else the module."""
+    call = trace.ops[op].call
+    if call == NEVER:
+        return "the loss"
+    module = trace.calls[call].module
+    last = max((index for index, each in enumerate(trace.ops) if each.phase in _FORWARD), default=NEVER)
+    makes_loss = last != NEVER and trace.ops[last].call == call
+    if makes_loss and not module:
+        inner = max((each.end for each in trace.calls if each.parent == call and each.phase in _FORWARD), default=0)
+        made = trace.ops[op].forward_op if trace.ops[op].phase is Phase.BACKWARD else op
+        makes_loss = made >= inner
+    return "the loss" if makes_loss else module or "the model itself"

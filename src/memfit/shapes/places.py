@@ -8,14 +8,18 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from memfit.errors import InputError
+from memfit.errors import InputError, MemfitError
+from memfit.shapes.problems import NotTaken, StepRaised
 from memfit.trace import Step
 
+_NOT_THE_USERS = (str(Path(__file__).parents[1]) + os.sep, importlib.__path__[0] + os.sep, "<frozen")
 HOW = "write path/to/file.py:function or package.module:function, a function that returns a memfit.Step"
 
 
@@ -24,7 +28,8 @@ def step_of_place(place: str, *, batch: int | None = None, seq: int | None = Non
     where, colon, name = place.rpartition(":")
     if not colon or not where or not name:
         raise InputError(f"{place!r} names no function; {HOW}")
-    module = _file(Path(where), place) if where.endswith(".py") or os.sep in where else _module(where, place)
+    with _users(where):
+        module = _file(Path(where), place) if where.endswith(".py") or os.sep in where else _module(where, place)
     function = getattr(module, name, None)
     if function is None:
         near = difflib.get_close_matches(name, vars(module), n=1)
@@ -33,13 +38,19 @@ def step_of_place(place: str, *, batch: int | None = None, seq: int | None = Non
     given = {key: value for key, value in (("batch", batch), ("seq", seq)) if value is not None}
     if callable(function) and not isinstance(function, Step):
         step = _called(function, place, given)
+    elif not isinstance(function, Step):
+        raise InputError(f"{place} is neither a function nor a memfit.Step but of the type {_type(function)}; {HOW}")
     elif given:
-        raise InputError(f"{_options(given)} cannot be passed to {place}, which is no function; leave it out")
+        raise NotTaken(f"{_options(given)} cannot be passed to {place}, which is no function", "leave it out")
     else:
         step = function
     if not isinstance(step, Step):
-        raise InputError(f"{place} returned a {type(step).__name__}, not a memfit.Step; {HOW}")
+        raise InputError(f"{place} returned no memfit.Step but something of the type {_type(step)}; {HOW}")
     return step
+
+
+def _type(value: object) -> str:
+    return "None" if value is None else type(value).__name__
 
 
 def _called(function: Callable[..., Any], place: str, given: dict[str, int]) -> Any:
@@ -47,16 +58,17 @@ def _called(function: Callable[..., Any], place: str, given: dict[str, int]) -> 
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        return function(**given)
+        return _run(function, place, given)
     anything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     named = {name for name, each in parameters.items() if each.kind in by_name}
     refused = {name: value for name, value in given.items() if name not in named and not anything}
     if refused:
         first = next(iter(refused))
-        raise InputError(
-            f"{_options(refused)} cannot be passed to {place}, which takes no argument of that name; leave it out, "
-            f"or let the function take it: def {place.rpartition(':')[2]}({first}={given[first]})"
+        raise NotTaken(
+            f"{_options(refused)} cannot be passed to {place}, which takes no argument of that name",
+            "leave it out",
+            f"let the function take it: def {place.rpartition(':')[2]}({first}={given[first]})",
         )
     optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     lacking = [
@@ -68,7 +80,25 @@ def _called(function: Callable[..., Any], place: str, given: dict[str, int]) -> 
         ours = [f"--{name}" for name in lacking if name in ("batch", "seq")]
         how = f"give {' and '.join(ours)}" if len(ours) == len(lacking) else "give its arguments defaults"
         raise InputError(f"{place} needs {', '.join(lacking)}; {how}")
-    return function(**given)
+    return _run(function, place, given)
+
+
+def _run(function: Callable[..., Any], place: str, given: dict[str, int]) -> Any:
+    with _users(place):
+        return function(**given)
+
+
+@contextmanager
+def _users(place: str) -> Iterator[None]:
+    """What is raised in here comes from code of the user's own: it is told with their lines, and none of memfit's."""
+    try:
+        yield
+    except MemfitError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        theirs = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+        raise StepRaised(place, error, theirs) from error
 
 
 def _options(given: dict[str, int]) -> str:

@@ -19,11 +19,13 @@ from memfit.shapes.models.gpt2 import GPT2, GPT2Sizes
 from memfit.shapes.models.llama import Llama, LlamaSizes
 from memfit.shapes.models.mixtral import Mixtral, MixtralSizes
 from memfit.shapes.models.vit import ViT, ViTSizes
+from memfit.shapes.problems import NotTaken
 from memfit.shapes.shape import Shape
 from memfit.trace import Step, spec
 
 ADAMW = partial(torch.optim.AdamW, lr=8e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
 BATCH = 1
+NO_BATCH = "one sample since no --batch was given"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +46,12 @@ def shape_step(shape: Shape, *, batch: int | None = None, seq: int | None = None
     """The training step of a shape: one sample unless given, sequences as long as the shape's own."""
     size = count_given("batch", batch, BATCH)
     described = f"{shape.title}, {_counted(shape.parameters)} parameters"
-    notes = [f"batch {size}, since none was given (--batch)"] if batch is None else []
+    notes = [NO_BATCH] if batch is None else []
     if isinstance(shape.sizes, ViTSizes):
         images = f"{shape.sizes.image} x {shape.sizes.image}"
         if seq is not None:
-            raise InputError(
-                f"seq={seq} (--seq) makes no sense for {shape.name}, which takes images of {images}; leave it out"
+            raise NotTaken(
+                f"seq={seq} (--seq) makes no sense for {shape.name}, which takes images of {images}", "leave it out"
             )
         pixels = spec((size, shape.sizes.channels, shape.sizes.image, shape.sizes.image))
         step = trained(partial(ViT, shape.sizes), {"images": pixels, "labels": spec((size,), torch.int64)})
@@ -60,7 +62,7 @@ def shape_step(shape: Shape, *, batch: int | None = None, seq: int | None = None
             f"seq={length} (--seq) is more than {shape.name} has positions for; give at most {shape.longest}"
         )
     if seq is None:
-        notes.append(f"sequences of {length}, since no length was given (--seq)")
+        notes.append("that long since no --seq was given")
     tokens = {name: spec((size, length), torch.int64) for name in ("tokens", "labels")}
     step = trained(_language_model(shape.sizes, length), tokens)
     return NamedStep(step=step, title=f"{described}, batch {size}, sequences of {length}", notes=tuple(notes))

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from memfit.errors import InputError
-from memfit.shapes.training import BATCH, NamedStep, count_given, trained
+from memfit.shapes.problems import NotTaken
+from memfit.shapes.training import BATCH, NO_BATCH, NamedStep, count_given, trained
 from memfit.trace import spec
 
 PREFIX = "hf:"
@@ -48,15 +49,24 @@ def transformers_step(place: str, *, batch: int | None = None, seq: int | None =
     config = _config(raw, path)
     chosen = _class_of(raw, path)
     size = count_given("batch", batch, BATCH)
-    notes = [f"batch {size}, since none was given (--batch)"] if batch is None else []
+    notes = [NO_BATCH] if batch is None else []
     if chosen.task == "image classification":
         if seq is not None:
-            raise InputError(f"seq={seq} (--seq) makes no sense for {chosen.name}, which takes images; leave it out")
+            raise NotTaken(f"seq={seq} (--seq) makes no sense for {chosen.name}, which takes images", "leave it out")
         inputs, what = _images(config, size, notes)
     else:
         inputs, what = _tokens(config, size, seq, notes)
+    notes += _saved_dtype(raw)
     step = trained(partial(_build, transformers, chosen.name, config), inputs)
     return NamedStep(step=step, title=f"{chosen.name} of {path}, batch {size}, {what}", notes=tuple(notes))
+
+
+def _saved_dtype(raw: dict[str, Any]) -> list[str]:
+    """The dtype of a configuration is that of saved weights, which many take for the one of training."""
+    named = raw.get("dtype") or raw.get("torch_dtype")
+    if named in (None, "float32", "auto"):
+        return []
+    return [f"parameters in float32 and compute in bfloat16: {named} of the configuration is how weights were saved"]
 
 
 def _build(transformers: ModuleType, name: str, config: Any) -> nn.Module:
@@ -145,8 +155,8 @@ def _tokens(config: Any, size: int, seq: int | None, notes: list[str]) -> tuple[
     default = min(longest or _LONGEST_UNASKED, _LONGEST_UNASKED)
     length = count_given("seq", seq, default)
     if seq is None:
-        why = f"at most {_LONGEST_UNASKED} unless asked for" if default != longest else "as the configuration says"
-        notes.append(f"sequences of {length}, since no length was given (--seq); {why}")
+        why = "the configuration's length" if default == longest else f"at most {_LONGEST_UNASKED}"
+        notes.append(f"{why} since no --seq was given")
     ids = {name: spec((size, length), torch.int64) for name in ("input_ids", "labels")}
     return ids, f"sequences of {length}"
 

@@ -83,8 +83,13 @@ def _known(name: str, units: Sequence[Unit]) -> None:
     names = {unit.name for unit in units} | {unit.module for unit in units if unit.kind != "loss"}
     if name not in names:
         near = _near(str(name), sorted(names))
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "see memfit.tradeoff.units(trace)"
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else _some(sorted(names - {""}))
         raise InputError(f"no unit is called {name or _MODEL!r}; {hint}")
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return f"there are {', '.join(names[:_SHOWN])}{f' and {more} more' if more > 0 else ''}"
 
 
 def _near(name: str, names: Sequence[str]) -> list[str]:

@@ -7,6 +7,8 @@ import sys
 
 import torch
 
+_COMMAND = os.path.join(os.path.dirname(os.path.dirname(__file__)), "cli", "command.py")
+"""What is further out than the command is the program that started it, and no line of the user's."""
 _OWN = (os.path.dirname(os.path.dirname(__file__)) + os.sep, os.path.dirname(torch.__file__) + os.sep)
 
 
@@ -35,6 +37,8 @@ class SourceTable:
                     index = self._index[key] = len(self.sources)
                     self.sources.append(f"{_shorten(filename)}:{frame.f_lineno} {code.co_name}")
                 return index
+            if filename == _COMMAND:
+                return 0
             frame = frame.f_back
         return 0
 

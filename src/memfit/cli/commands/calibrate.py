@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from memfit.cli.options import Json, arg
+from memfit.cli.options import Count, Json, arg
 from memfit.cli.output import plain, show, show_json
 from memfit.cli.problems import UsageError, about, check_files
 
@@ -35,7 +35,7 @@ class Calibrate:
     """What to call it."""
     output: Annotated[Path | None, arg("FILE", "among the user's devices", "-o")] = None
     """Where to write the device file."""
-    threads: Annotated[int | None, arg("N", "as many as torch takes")] = None
+    threads: Annotated[Count, arg("N", "as many as torch takes")] = None
     """Threads that torch may use."""
     json: Json = False
     """Print JSON."""

@@ -56,4 +56,8 @@ class Compare:
 def _read(path: Path) -> Plan | Trace:
     if not path.is_file():
         raise InputError(f"there is no file {path}; give a plan (memfit plan -o) or a trace (memfit.save_trace)")
-    return trace_given(path) if is_trace(path) else plan_given(path)
+    if is_trace(path):
+        return trace_given(path)
+    if path.suffix != ".json":
+        raise InputError(f"{path} is neither a plan nor a trace; give what `memfit plan -o` or memfit.save_trace wrote")
+    return plan_given(path)

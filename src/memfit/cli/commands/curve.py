@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Curve:
     """Memory against time: from the smallest budget that works to the one where nothing is recomputed.
 
-    With --budget it also says what more would buy there.
+    With --budget it also says what more would buy there; the exit code is 3 when nothing fits that budget.
 
     examples:
       memfit curve llama3-8b --target h100-sxm --ranks 8 --batch 2 --seq 8192
@@ -38,7 +38,6 @@ class Curve:
     def run(self) -> int:
         from memfit.plan import curve
         from memfit.solve.curve import check_points
-        from memfit.units import GiB, MiB, display_bytes, display_ms
 
         with about("--points"):
             check_points(self.points)
@@ -48,21 +47,30 @@ class Curve:
         trace = captured(step, target)
         options = solve_options(self.solver, trace)
         found = curve(trace, target=target, points=self.points, cost=self.step.cost, options=options)
-        price = None
-        if self.hardware.budget is not None:
-            price = _price(found, target.budget_bytes(self.hardware.budget))
+        budget = self.hardware.budget
+        budget_bytes = None if budget is None else target.budget_bytes(budget)
+        fits = budget_bytes is None or budget_bytes >= found.minimum_budget_bytes
+        price = _price(found, budget_bytes) if budget_bytes is not None and fits else None
         if self.json:
             show_json({**plain(found), "price": price})
-            return 0
-        show(found)
-        if price is not None:
-            wide = found.baseline_bytes - found.minimum_budget_bytes >= GiB
-            unit, part = ("GiB", 1.0) if wide else ("MiB", MiB / GiB)
-            budget, saved = display_bytes(price["budget_bytes"]), display_ms(price["ms_per_gib"] * part)
-            show(Text(f"at {budget}, each further {unit} saves {saved} of a step"))
-        return 0
+        else:
+            show(found)
+            if budget_bytes is not None:
+                show(Text(_at(found, budget_bytes, price)))
+        return 0 if fits else 3
 
 
 def _price(curve: Found, budget_bytes: int) -> dict[str, float]:
-    with about("--budget"):
-        return {"budget_bytes": budget_bytes, "ms_per_gib": curve.price_ms_per_gib(budget_bytes)}
+    return {"budget_bytes": budget_bytes, "ms_per_gib": curve.price_ms_per_gib(budget_bytes)}
+
+
+def _at(curve: Found, budget_bytes: int, price: dict[str, float] | None) -> str:
+    """What more would buy at a budget, or that nothing fits it."""
+    from memfit.units import GiB, MiB, display_bytes, display_ms
+
+    budget, least = display_bytes(budget_bytes), display_bytes(curve.minimum_budget_bytes)
+    if price is None:
+        return f"no plan fits {budget}; the smallest budget that works is {least}"
+    wide = curve.baseline_bytes - curve.minimum_budget_bytes >= GiB
+    unit, part = ("GiB", 1.0) if wide else ("MiB", MiB / GiB)
+    return f"at {budget}, each further {unit} saves {display_ms(price['ms_per_gib'] * part)} of a step"

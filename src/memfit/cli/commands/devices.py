@@ -38,7 +38,7 @@ class Devices:
       memfit devices --json
     """
 
-    name: Annotated[tyro.conf.Positional[str | None], arg("NAME", "all of them")] = None
+    name: Annotated[tyro.conf.Positional[str | None], arg("[NAME]", "all of them")] = None
     """A device: its name, another of its names, or a device file (.toml)."""
     json: Json = False
     """Print JSON."""
@@ -85,7 +85,9 @@ def _all(devices: tuple[Device, ...], width: int) -> Group:
         table.add_column(name, no_wrap=True, justify="left" if name in ("device", "rates from") else "right")
     for device in devices:
         table.add_row(*(shown(device) for shown in columns.values()))
-    note = "usable: without context and library workspaces; rates are dense peaks"
+    note = "rates are dense peaks"
+    if "usable" in columns:
+        note = f"usable: without context and library workspaces; {note}"
     return Group(table, Text(), Text(note, style="dim"))
 
 

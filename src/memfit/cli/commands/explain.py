@@ -41,12 +41,12 @@ class Explain:
 
         path = Path(self.step.step)
         if path.suffix == ".json" and not self.step.step.startswith("hf:"):
-            self._check_no_hardware(f"STEP: {path}")
+            self._check_no_hardware(path)
             if self.plan is not None:
                 raise UsageError(f"--plan: STEP is a plan already ({path}); give the step that it is for as STEP")
             found = explain(plan_given(path))
         elif self.plan is not None:
-            self._check_no_hardware(f"--plan: {self.plan}")
+            self._check_no_hardware(self.plan)
             plan = plan_given(self.plan)
             given = step_given(self.step)
             given.show()
@@ -63,7 +63,7 @@ class Explain:
             show(found)
         return 0
 
-    def _check_no_hardware(self, plan: str) -> None:
-        for name in ("target", "ranks"):
+    def _check_no_hardware(self, plan: Path) -> None:
+        for name, own in (("target", "its own target"), ("ranks", "its own number of ranks")):
             if getattr(self.hardware, name) is not None:
-                raise UsageError(f"--{name}: {plan} is a plan, which has its own; leave it out")
+                raise UsageError(f"--{name}: the plan {plan} has {own}; leave --{name} out")

@@ -76,7 +76,8 @@ class Plan:
         wants_levers = self.levers and found.blocker is None  # an infeasible plan has its own
         if self.file.any or (wants_levers and not self.json):
             with Work("laying the plan over the step"):
-                report = Report.of(found, trace if found.optimizer is None else step, cost=self.step.cost)
+                seen = trace if found.optimizer is None else step
+                report = Report.of(found, seen, cost=self.step.cost, title=given.title)
             levers = levers_given(report, step, self.step.cost) if wants_levers else None
             if self.file.any:
                 write_files(self.file, report.with_curve() if self.curve else report, levers or ())
@@ -89,11 +90,10 @@ class Plan:
         return 3 if found.status == "infeasible" else 0
 
     def _explain(self) -> str:
-        """The command that explains the step, under this plan when it was written."""
+        """The command that explains the step under this plan, once it is written."""
+        first = "" if self.output is not None else "write the plan with -o plan.json, then "
         words = ["memfit explain", self.step.step]
-        where = {"--plan": self.output}
-        if self.output is None:
-            where = {"--target": self.hardware.target, "--ranks": self.hardware.ranks}
-        for option, value in {"--batch": self.step.batch, "--seq": self.step.seq, **where}.items():
+        given = {"--batch": self.step.batch, "--seq": self.step.seq, "--plan": self.output or "plan.json"}
+        for option, value in given.items():
             words += [] if value is None else [option, str(value)]
-        return " ".join(words)
+        return first + " ".join(words)

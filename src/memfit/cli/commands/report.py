@@ -52,7 +52,7 @@ class Report:
         verification = None if self.verified is None else _verification(self.verified)
         given = step_given(self.step)
         with Work("capturing the step, and laying the plan over it"):
-            report = Facts.of(plan, given.step, cost=self.step.cost, verification=verification)
+            report = Facts.of(plan, given.step, cost=self.step.cost, verification=verification, title=given.title)
         if self.curve:
             with Work("solving for the trade-off"):
                 report = report.with_curve()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from memfit.cli.given import captured, solve_options, step_given, target_given
-from memfit.cli.options import HardwareOptions, Json, SolverOptions, TimedStepOptions, arg
+from memfit.cli.options import Count, HardwareOptions, Json, SolverOptions, TimedStepOptions, arg
 from memfit.cli.output import show, show_json
 from memfit.cli.problems import UsageError
 
@@ -37,7 +37,7 @@ class Search:
     """What to search for."""
     values: Annotated[str | None, arg("N,N,...")] = None
     """Try these, until one does not fit."""
-    largest: Annotated[int | None, arg("N")] = None
+    largest: Annotated[Count, arg("N")] = None
     """Do not go beyond this."""
     json: Json = False
     """Print JSON."""
@@ -82,12 +82,18 @@ class Search:
             raise UsageError(f"--largest is {self.largest}; write a whole number of at least 1")
 
     def _step_at(self, value: int) -> Step | Trace:
+        from memfit.shapes.problems import NotTaken
+
         options = self.step
         if self.over == "batch":
             options = replace(options, batch=value)
         elif self.over == "seq":
             options = replace(options, seq=value)
-        return step_given(options).step
+        try:
+            return step_given(options).step
+        except NotTaken as error:
+            why = error.why.replace(f" (--{self.over})", "")  # it was not given
+            raise UsageError(f"--over {self.over}: {'; '.join((why, *error.advice[1:]))}") from error
 
 
 def _numbers(text: str) -> list[int]:

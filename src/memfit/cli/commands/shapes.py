@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,10 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.cli.options import Json
-from memfit.cli.output import plain, show, show_json
+from memfit.cli.output import plain, result_console, show, show_json
 
 if TYPE_CHECKING:
     from memfit.shapes import Shape
+
+_WIDE, _NARROW = 100, 70
+"""Columns from which the table of shapes has room for all it shows, and for most of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,26 +41,30 @@ class Shapes:
         if self.json:
             show_json([plain(shape) for shape in shapes])
         else:
-            show(_table(shapes))
+            show(_table(shapes, result_console().width))
         return 0
 
 
-def _table(shapes: tuple[Shape, ...]) -> Group:
+def _table(shapes: tuple[Shape, ...], width: int) -> Group:
+    """A row for each; columns that the width has no room for are left out."""
+    columns: dict[str, Callable[[Shape], str]] = {
+        "shape": lambda shape: shape.name,
+        "model": lambda shape: shape.title,
+        "parameters": lambda shape: _billions(shape.parameters),
+        "--seq": lambda shape: str(shape.seq) if shape.seq else "images",
+        "at most": lambda shape: str(shape.longest) if shape.longest else "",
+        "sizes from": lambda shape: f"{shape.source.partition(':')[0]}, {shape.date}",
+    }
+    for name, least in (("sizes from", _WIDE), ("model", _NARROW)):
+        if width < least:
+            del columns[name]
     table = Table(show_edge=False, pad_edge=False)
-    table.add_column("shape", no_wrap=True)
-    table.add_column("model", overflow="fold")
-    for heading in ("parameters", "--seq", "at most"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("sizes from", overflow="fold")
+    for name in columns:
+        words = name in ("model", "sizes from")
+        left = words or name == "shape"
+        table.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=not words)
     for shape in shapes:
-        table.add_row(
-            shape.name,
-            shape.title,
-            _billions(shape.parameters),
-            str(shape.seq) if shape.seq else "images",
-            str(shape.longest) if shape.longest else "",
-            f"{shape.source.partition(':')[0]}, {shape.date}",
-        )
+        table.add_row(*(shown(shape) for shown in columns.values()))
     note = "--seq: unless you give one; at most: positions there are; --json has the sizes and sources"
     return Group(table, Text(), Text(note, style="dim"))
 

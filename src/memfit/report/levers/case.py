@@ -89,14 +89,15 @@ class Case:
         """Whether so many bytes are worth a lever."""
         return saves_bytes >= max(1, LEAST_PART * self.peak_bytes)
 
-    def captured(self, step: Step, *, what: str) -> Trace | None:
-        """The trace of a changed step; None when the step cannot be changed so, which is noted."""
+    def captured(self, step: Step, *, what: str, advice: str = "") -> Trace | None:
+        """The trace of a changed step; None when the step cannot be changed so, which is noted, with the advice."""
         try:
             return trace(step, target=self.target)
         except MemfitError as error:
-            self.left_out.append(f"{what}: {_first_line(error)}")
+            why = _first_line(error)
         except Exception as error:  # the user's own code meets what it was not written for
-            self.left_out.append(f"{what}: the step cannot run so ({type(error).__name__}: {_first_line(error)})")
+            why = f"the step cannot run so ({type(error).__name__}: {_first_line(error)})"
+        self.left_out.append(f"{what}: {advice} ({why})" if advice else f"{what}: {why}")
         return None
 
     def effect(

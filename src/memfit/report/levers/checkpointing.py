@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from memfit.plan.allocator import EXPANDABLE, Room, held_under, with_room
 from memfit.report.levers.case import Case, Effect
 from memfit.report.levers.lever import Lever
 from memfit.solve import Problem, Solved, solve
-from memfit.units import GiB, MiB
+from memfit.units import GiB, MiB, display_bytes
 
 _POINTS = 8
 
@@ -25,6 +26,8 @@ def checkpointing(case: Case) -> Iterator[Lever]:
     fitting = None
     if low <= case.budget_bytes < high:
         fitting = solve(problem, case.budget_bytes)
+        if case.budget_bytes >= case.target.usable_bytes:  # no budget of the user's own
+            fitting = with_room(problem, fitting)
         yield from _lever(case, fitting, "checkpointing for the budget")
     within = low <= case.budget_bytes
     top = min(high, case.budget_bytes) if within else high
@@ -57,9 +60,17 @@ def _knee(problem: Problem, low: int, high: int) -> Solved | None:
 
 
 def _lever(case: Case, solved: Solved, name: str) -> Iterator[Lever]:
-    if solved.replay is None:
+    held = held_under(case.quick, solved)
+    if solved.replay is None or held is None:
         return
     problem = case.quick
+    assumes = ""
+    if held.room is not Room.ENOUGH and solved.replay.peak_bytes <= case.target.usable_bytes:
+        name = f"{name}, with care"
+        assumes = (
+            f"{EXPANDABLE}: else the caching allocator would hold {display_bytes(held.reserved_bytes)}, and the device "
+            f"has {display_bytes(case.target.usable_bytes)}"
+        )
     step_ms = problem.runtime.total_ms + problem.exposed_ms + solved.recompute_ms
     peak = solved.replay.peak_bytes
     budget = f'"{-(-peak // MiB)}MiB"' if peak >= GiB else str(peak)
@@ -71,5 +82,6 @@ def _lever(case: Case, solved: Solved, name: str) -> Iterator[Lever]:
         how,
         Effect(peak_bytes=peak, step_ms=step_ms),
         "captured",
+        assumes=assumes,
         units=[candidate.unit.name for candidate, _ in solved.chosen],
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+SMALL_PART = 0.01
+"""A lever that saves less of the peak than this comes after all others."""
 Basis = Literal["captured", "estimated"]
 """`captured`: the changed step was captured or solved, and replayed op by op. `estimated`: arithmetic on the trace."""
 
@@ -39,13 +41,15 @@ class Lever:
 
 
 def in_order(levers: list[Lever]) -> tuple[Lever, ...]:
-    """Free ones first, by what they save; then by bytes saved for each millisecond; last those of unknown time."""
+    """Free ones first, by what they save; then by bytes saved for each millisecond; then those of unknown time. What
+    saves next to nothing comes after all others."""
     return tuple(sorted(levers, key=_place))
 
 
-def _place(lever: Lever) -> tuple[int, float]:
+def _place(lever: Lever) -> tuple[bool, int, float]:
+    small = lever.saves_bytes < SMALL_PART * (lever.peak_bytes + lever.saves_bytes)
     if lever.free:
-        return 0, -float(lever.saves_bytes)
+        return small, 0, -float(lever.saves_bytes)
     if lever.bytes_per_ms is not None:
-        return 1, -lever.bytes_per_ms
-    return 2, -float(lever.saves_bytes)
+        return small, 1, -lever.bytes_per_ms
+    return small, 2, -float(lever.saves_bytes)

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from memfit.report.levers.case import Case
 from memfit.report.levers.lever import Lever
 
+_ADVICE = "put all that has a row for each sample into the batch, such as labels, so that it is halved too"
 _PLAIN = (int, float, bool, str, type(None))
 
 
@@ -28,7 +29,7 @@ def micro_batch(case: Case) -> Iterator[Lever]:
         return
     times = 2 * step.accumulation_steps
     changed = replace(step.with_batch(halved(step.batch)), accumulation_steps=times)
-    captured = case.captured(changed, what=what)
+    captured = case.captured(changed, what=what, advice=_ADVICE)
     if captured is not None:
         yield case.lever(
             f"micro-batch of {rows // 2} instead of {rows}",

@@ -17,7 +17,10 @@ _TIMES = (2, 4)
 
 
 def sharding(case: Case) -> Iterator[Lever]:
-    """The step as one of more ranks runs it, each on a batch of the same size."""
+    """The step as one of more ranks runs it, each on a batch of the same size; nothing on a CPU, whose memory they
+    would share."""
+    if case.target.device.type == "cpu":
+        return
     now = case.target.ranks
     blocks: dict[str, list[str]] = defaultdict(list)
     for block in case.report.problem.options.shard.units or repeated_blocks(case.trace):

@@ -19,7 +19,7 @@ from memfit.report.page.decisions import decisions
 from memfit.report.page.drawn import drawn
 from memfit.report.page.strings import Strings, named
 from memfit.report.page.tree import module_tree
-from memfit.report.page.words import place
+from memfit.report.page.words import place, reserves_more
 from memfit.solve import Curve
 from memfit.solve.sharding import Sharding
 from memfit.trace import Category, Phase
@@ -61,10 +61,10 @@ def _estimates(report: Report) -> list[dict[str, Any]]:
     if plan is None:
         step_ms = report.runtime.total_ms + report.problem.exposed_ms
         return [_column("as it is", report.baseline.peak_bytes, report.baseline.peak_by_category, step_ms=step_ms)]
-    found = [_estimate(without, plan.baseline)]
-    if plan.predicted is not None:
-        predicted = plan.predicted
-        found.append(_estimate("with the plan", predicted))
+    predicted, reserves = plan.predicted, reserves_more(plan)
+    found = [_estimate(without, plan.baseline, reserves)]
+    if predicted is not None:
+        found.append(_estimate("with the plan", predicted, reserves))
         found[-1]["recompute_ms"] = predicted.recompute_ms
         found[-1]["exposed_ms"] = predicted.exposed_communication_ms if plan.ranks > 1 else None
     elif plan.blocker is not None:
@@ -74,9 +74,10 @@ def _estimates(report: Report) -> list[dict[str, Any]]:
     return found
 
 
-def _estimate(name: str, estimate: Estimate) -> dict[str, Any]:
+def _estimate(name: str, estimate: Estimate, reserves: bool) -> dict[str, Any]:
     column = _column(name, estimate.peak_bytes, estimate.peak_by_category, step_ms=estimate.step_ms)
-    return {**column, "reserved_bytes": estimate.peak_reserved_bytes, "place": place(estimate.peak_at)}
+    reserved_bytes = estimate.peak_reserved_bytes if reserves else None
+    return {**column, "reserved_bytes": reserved_bytes, "place": place(estimate.peak_at)}
 
 
 def _column(

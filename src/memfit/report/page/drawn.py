@@ -18,6 +18,7 @@ from memfit.memory import CATEGORIES
 from memfit.paths import alike
 from memfit.report.facts import Report
 from memfit.report.page.strings import Strings, named, short
+from memfit.report.streams import clock_of
 from memfit.solve import PlannedTimeline
 from memfit.solve.planned import Allocation
 from memfit.solve.planned_lives import BETWEEN
@@ -49,7 +50,7 @@ def drawn(report: Report, timeline: PlannedTimeline, strings: Strings) -> dict[s
     trace, ops = timeline.trace, len(timeline.trace.ops)
     phases, runs = _phases(timeline), _second_runs(timeline)
     instants = drawn_instants(timeline.during_bytes, (edge for span in (*phases, *runs) for edge in span[1:]))
-    starts_ms = report.instant_ms(timeline)
+    starts_ms = clock_of(report, timeline).begins_ns / 1e6
     phase_at = np.zeros(len(timeline.op), np.int64)
     for phase, begin, end in phases:
         phase_at[begin:end] = phase

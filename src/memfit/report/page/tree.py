@@ -1,7 +1,7 @@
 """The modules of a step as a tree: what each holds at the peak, how long it runs, and what the plan does with it.
 
 Bytes and times are those of a module itself, without the modules inside it; over the whole tree they add up to the
-peak and to the step's compute time.
+peak and to the step's time. Waiting for communication is of no module but of the step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from memfit.trace import NEVER, Category, Op, Phase, Trace
 
 NONE, KEPT, PARTLY, FULLY = range(4)
 """What a plan does with a module; NONE is for one that has units inside, and for a step without a plan."""
-FORWARD, BACKWARD, AGAIN, OPTIMIZER = range(4)
+FORWARD, BACKWARD, AGAIN, OPTIMIZER, WAITING = range(5)
 """The kinds of time."""
 
 _STEP, _LOSS, _OPTIMIZER, _BATCH = "the step", "loss", "optimizer", "batch"
@@ -133,6 +133,10 @@ def _spent(report: Report, timeline: PlannedTimeline) -> dict[Key, dict[int, flo
         parts[_KIND_OF_TIME[op.phase]] += float(first[number] * op_ms[number])
         if again[number]:
             parts[AGAIN] += float(again[number] * op_ms[number])
+    for unit in timeline.units:  # what the host takes for it, beyond its ops
+        key = (_LOSS, False) if unit.kind == "loss" else (unit.module, True)
+        found[key][AGAIN] += report.target.device.efficiency.host.second_run_ms * (unit.end - unit.begin)
+    found[_STEP, False][WAITING] += report.problem.exposed_ms
     return found
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
 from memfit.paths import alike, folded
 from memfit.plan import Plan
 from memfit.plan.display import counted
 from memfit.plan.record import PeakAt
+from memfit.plan.words import Tone, verdict_of
 from memfit.report.facts import Report
 from memfit.report.page.strings import named, short
 from memfit.units import display_bytes, display_ms
@@ -25,7 +25,7 @@ _WAYS = {
 class Headline:
     """What a reader sees first. `verdict` is one word or two; `subject` says of what and where."""
 
-    tone: Literal["good", "care", "bad"]
+    tone: Tone
     verdict: str
     figures: str
     subject: str
@@ -42,18 +42,20 @@ def headline(report: Report) -> Headline:
     trace, target = report.trace, report.target
     model = trace.modules[0].kind if trace.modules else "the step"
     where = target.device.title if target.ranks == 1 else f"{target.ranks} x {target.device.title}"
-    subject = f"{model} on {where}"
+    subject = f"{report.title}, on {where}" if report.title else f"{model} on {where}"
     if report.plan is None:
         return _unplanned(report, subject)
-    predicted = report.plan.predicted
-    found = _infeasible(report.plan, subject) if predicted is None else _planned(report.plan, subject)
+    verdict = verdict_of(report.plan, target.usable_bytes)
+    sentences = _infeasible(report.plan) if report.plan.predicted is None else _planned(report.plan)
     notes = [f"Note: {note}." for note in report.plan.notes if note not in trace.notes]
-    found = replace(found, sentences=(*found.sentences, *notes))
-    if predicted is None or predicted.peak_reserved_bytes <= target.usable_bytes:
-        return found
-    reserved, usable = display_bytes(predicted.peak_reserved_bytes), display_bytes(target.usable_bytes)
-    mind = f"Take care: the caching allocator would reserve {reserved}, and the device has {usable} for tensors."
-    return replace(found, tone="care", verdict="Fits the budget, with care", sentences=(mind, *found.sentences))
+    said = (*verdict.reasons, *sentences) if verdict.tone == "care" else (*sentences, *verdict.reasons)
+    return Headline(
+        tone=verdict.tone,
+        verdict=verdict.words,
+        figures=verdict.figures,
+        subject=subject,
+        sentences=(*said, *notes),
+    )
 
 
 def _unplanned(report: Report, subject: str) -> Headline:
@@ -73,7 +75,7 @@ def _unplanned(report: Report, subject: str) -> Headline:
     )
 
 
-def _infeasible(plan: Plan, subject: str) -> Headline:
+def _infeasible(plan: Plan) -> list[str]:
     sentences = []
     least = plan.minimum_budget_bytes
     if least is not None:
@@ -82,20 +84,12 @@ def _infeasible(plan: Plan, subject: str) -> Headline:
     if plan.blocker is not None:
         lowest = display_bytes(plan.blocker.peak_bytes)
         sentences.append(f"What stands in the way: {place(plan.blocker.peak_at)}, where no plan gets below {lowest}.")
-    sentences.append(_before(plan))
-    return Headline(
-        tone="bad",
-        verdict="Does not fit",
-        figures=f"no plan keeps the step within {display_bytes(plan.budget_bytes)}",
-        subject=subject,
-        sentences=tuple(sentences),
-    )
+    return [*sentences, _before(plan)]
 
 
-def _planned(plan: Plan, subject: str) -> Headline:
+def _planned(plan: Plan) -> list[str]:
     predicted = plan.predicted
     assert predicted is not None
-    peak, budget = display_bytes(predicted.peak_bytes), display_bytes(plan.budget_bytes)
     sentences = [_before(plan), _does(plan)]
     if plan.shard is not None:
         sentences.append(
@@ -104,14 +98,7 @@ def _planned(plan: Plan, subject: str) -> Headline:
         )
     if plan.optimizer is not None:
         sentences.append(f"The optimizer's step is done {_WAYS[plan.optimizer]}, which needs less at once.")
-    sentences.append(_proof(plan))
-    return Headline(
-        tone="good",
-        verdict="Fits",
-        figures=f"peak {peak} of a {budget} budget, {display_ms(predicted.step_ms)} a step",
-        subject=subject,
-        sentences=tuple(sentences),
-    )
+    return [*sentences, _proof(plan)]
 
 
 def _before(plan: Plan) -> str:
@@ -126,7 +113,7 @@ def _before(plan: Plan) -> str:
 def _does(plan: Plan) -> str:
     """What the plan changes, with the units that it checkpoints."""
     if not plan.checkpoint:
-        return "The plan recomputes nothing."
+        return "Nothing needs to be checkpointed: the plan recomputes nothing."
     assert plan.predicted is not None
     groups: dict[str, list[str]] = {}
     for entry in plan.checkpoint:
@@ -150,6 +137,12 @@ def _proof(plan: Plan) -> str:
         f"No plan under this budget has a step below {display_ms(plan.bound_ms)} (proven); "
         f"the time that this one adds may be {plan.gap:.2%} from the least possible."
     )
+
+
+def reserves_more(plan: Plan) -> bool:
+    """Whether the allocator takes more than the tensors that are alive; on a CPU there is none that does."""
+    estimates = [each for each in (plan.baseline, plan.predicted) if each is not None]
+    return any(each.peak_reserved_bytes != each.peak_bytes for each in estimates)
 
 
 def place(at: PeakAt) -> str:

@@ -36,6 +36,12 @@ function category(data, row) {
   return make('span', { class: 'with-swatch' }, swatch(`category-${row}`), make('span', { text: data.categories[row] }));
 }
 
+// Categories as the first table of the page has them: those first that are largest at a peak.
+function bySize(data, rows) {
+  const most = (row) => Math.max(...data.estimates.map((each) => each.by_category[row] || 0));
+  return rows.slice().sort((a, b) => most(b) - most(a));
+}
+
 // A custom property as a colour that a canvas takes, in the theme that is shown.
 const probe = make('span', { hidden: true, 'aria-hidden': 'true' });
 const shades = new Map();

@@ -22,10 +22,10 @@ choice(byId('metric'), 'metric', [['bytes', 'memory at the peak'], ['ms', 'time'
 bars(data);
 estimates(data);
 const shown = [
+  ['blocker', 'What helps', blocked(data)],
   ['memory', 'Memory', true],
   ['modules', 'Modules', true],
   ['curve', 'Budget', Boolean(data.curve)],
-  ['blocker', 'In the way', blocked(data)],
   ['decisions', 'Decisions', decisionTable(data)],
   ['sharding', 'Sharding', sharding(data)],
   ['levers', 'Levers', data.levers.length > 0],

@@ -31,8 +31,7 @@ function bars(data) {
 
 function estimates(data) {
   const columns = data.estimates;
-  const occurring = data.categories.map((_, row) => row).filter((row) => columns.some((each) => each.by_category[row]))
-    .sort((a, b) => Math.max(...columns.map((each) => each.by_category[b] || 0)) - Math.max(...columns.map((each) => each.by_category[a] || 0)));
+  const occurring = bySize(data, data.categories.map((_, row) => row).filter((row) => columns.some((each) => each.by_category[row])));
   const some = (name) => columns.some((each) => each[name] !== null && each[name] !== undefined);
   const value = (name, show) => (each) => (each[name] === null || each[name] === undefined ? '' : show(each[name]));
   const rows = [
@@ -41,7 +40,7 @@ function estimates(data) {
     some('reserved_bytes') && { name: 'reserved by the allocator', of: value('reserved_bytes', showBytes) },
     some('step_ms') && { name: 'step', of: value('step_ms', showMs), total: true },
     some('recompute_ms') && { name: 'recomputing', of: value('recompute_ms', showMs) },
-    some('exposed_ms') && { name: 'waiting for others', of: value('exposed_ms', showMs) },
+    some('exposed_ms') && { name: 'waiting for communication', of: value('exposed_ms', showMs) },
   ].filter(Boolean);
   byId('estimates').append(table([
     { name: data.ranks > 1 ? `on each of ${data.ranks} ranks` : '', head: true,
@@ -100,12 +99,12 @@ function sharding(data) {
 }
 
 // Levers of an explanation, or those of a plan that has only what they save.
-function leverTable(levers) {
+function leverTable(levers, saves = 'saves') {
   const some = (name) => levers.some((lever) => lever[name] !== undefined && lever[name] !== null);
   const cost = (ms) => (ms === null || ms === undefined ? 'not known' : Math.abs(ms) < 1e-3 ? 'nothing' : ms < 0 ? `${showMs(-ms)} faster` : showMs(ms));
   return table([
-    { name: 'lever', head: true, of: (lever) => make('span', {}, lever.name, small(lever.how, true)) },
-    { name: 'saves', number: true, of: (lever) => showBytes(lever.saves_bytes), sort: (lever) => lever.saves_bytes },
+    { name: 'lever', head: true, of: (lever) => make('span', {}, lever.name, small(lever.how)) },
+    { name: saves, number: true, of: (lever) => showBytes(lever.saves_bytes), sort: (lever) => lever.saves_bytes },
     some('costs_ms') && { name: 'costs a step', number: true, of: (lever) => cost(lever.costs_ms), sort: (lever) => lever.costs_ms || 0 },
     some('peak_bytes') && { name: 'peak then', number: true, of: (lever) => showBytes(lever.peak_bytes), sort: (lever) => lever.peak_bytes },
     some('basis') && { name: 'how it is known', of: (lever) => make('span', {}, lever.basis, small([
@@ -124,7 +123,7 @@ function blocked(data) {
     ...(blocker.minimum_budget_bytes === null ? [] : [['smallest budget that works', showBytes(blocker.minimum_budget_bytes)]]),
   ]);
   byId('blocker-body').append(list);
-  if (blocker.levers.length) byId('blocker-body').append(make('h3', { text: 'What would help there' }), leverTable(blocker.levers));
+  if (blocker.levers.length) byId('blocker-body').append(make('h3', { text: 'What would help there' }), leverTable(blocker.levers, 'saves about'));
   return true;
 }
 

@@ -245,7 +245,7 @@ function timelineChart(data, state) {
       { name: 'category', head: true, of: (row) => category(data, row.row) },
       { name: 'bytes', number: true, of: (row) => showBytes(row.bytes) },
       { name: 'share', number: true, of: (row) => showShare(row.bytes, total) },
-    ], occurring.slice().reverse().map((row) => ({ row, bytes: found.bytes[row] ? found.bytes[row][place] : 0 })), { bare: true }));
+    ], bySize(data, occurring).map((row) => ({ row, bytes: found.bytes[row] ? found.bytes[row][place] : 0 })), { bare: true }));
     const numbers = found.alive[place];
     const held = [];
     for (let item = 0; item < numbers.length; item += 2) {
@@ -319,7 +319,7 @@ function timelineChart(data, state) {
       make('strong', { text: `Peak ${showBytes(found.peak_bytes)}` }),
       ` in ${text(found.op[found.peak])}, ${again}, ${where}: `
       + (least >= 0 ? `${showBytes(least)} below the ${data.budget_is}.` : `${showBytes(-least)} above the ${data.budget_is}.`)
-      + (found.runs.length ? ` ${counted(found.runs.length, 'second run')} shaded.` : ''));
+      + (found.runs.length ? ` ${counted(found.runs.length, 'recomputation')} shaded.` : ''));
   }
 
   chart.setAttribute('aria-valuemin', 0);

@@ -1,6 +1,6 @@
 // The modules as an icicle: as wide as the memory that they hold at the peak, or as the time that they run.
 const DECISIONS = ['has units inside', 'kept', 'partly saved, partly run again', 'run again in full'];
-const TIMES = ['forward', 'backward', 'second run', 'optimizer'];
+const TIMES = ['forward', 'backward', 'recomputing', 'optimizer', 'waiting for communication'];
 const ROW = 26;
 const LISTED = 60;
 
@@ -200,7 +200,7 @@ function moduleTree(data, state) {
     const kind = text(tree.kind[pointed]);
     const times = parts(pointed, 'ms'), bytes = parts(pointed, 'bytes');
     const sum = (rows) => rows.reduce((all, row) => all + row.value, 0);
-    const what = state.metric === 'ms' ? 'of the step’s compute time' : 'of the peak';
+    const what = state.metric === 'ms' ? 'of the step’s time' : 'of the peak';
     const list = make('dl', { class: 'facts' });
     facts(list, [
       ['module', text(tree.path[pointed]), true],
@@ -290,7 +290,7 @@ function moduleTree(data, state) {
       shown = key;
       from = view = span(zoom);
       byId('tree-says').textContent = state.metric === 'ms'
-        ? `${showMs(measured().whole)} of compute in the step, by the module that runs it.`
+        ? `${showMs(measured().whole)} a step, by the module that takes it.`
         : `${showBytes(measured().whole)} at the peak, by the module that made it or owns it.`;
       details();
       search();
