@@ -24,8 +24,8 @@ def optimizer_ms(ranks: int, **options: str) -> float:
 def test_the_optimizers_time_falls_with_the_ranks_down_to_what_kernels_take_at_least() -> None:
     alone, two, eight, many = (optimizer_ms(ranks) for ranks in (1, 2, 8, 512))
     assert two == pytest.approx(alone / 2, rel=0.05)
-    assert eight == pytest.approx(alone / 8, rel=0.3) and eight > alone / 8
-    assert 0 < many < eight
+    assert eight == pytest.approx(alone / 8, rel=0.3) and eight >= alone / 8
+    assert alone / 512 < many < eight
 
 
 def test_shards_in_another_dtype_take_the_time_of_their_bytes() -> None:
