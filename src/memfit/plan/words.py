@@ -31,7 +31,8 @@ def verdict_of(plan: Plan, usable_bytes: int | None = None) -> Verdict:
     predicted = plan.predicted
     if predicted is None:
         return Verdict(tone="bad", words="Does not fit", figures=f"no plan keeps the step within {budget}")
-    figures = f"peak {display_bytes(predicted.peak_bytes)} of the {budget} budget, {display_ms(predicted.step_ms)} a step"
+    peak = display_bytes(predicted.peak_bytes)
+    figures = f"peak {peak} of the {budget} budget, {display_ms(predicted.step_ms)} a step"
     if predicted.peak_reserved_bytes <= plan.budget_bytes:
         return Verdict(tone="good", words="Fits", figures=figures)
     usable_bytes = _usable_bytes(plan) if usable_bytes is None else usable_bytes
