@@ -167,8 +167,8 @@ def test_what_was_not_given_is_chosen_and_said() -> None:
     found = named_step_at("llama3-8b")
     assert found.step.batch["tokens"].shape == (1, 8192)
     assert found.notes == (
-        "batch 1, since none was given (--batch)",
-        "sequences of 8192, since no length was given (--seq)",
+        "one sample since no --batch was given",
+        "that long since no --seq was given",
     )
     assert found.title == "Llama 3 8B, 8.03 billion parameters, batch 1, sequences of 8192"
     assert named_step_at("gpt2", batch=2, seq=128).notes == ()
