@@ -141,8 +141,8 @@ def main() -> None:
                 flush=True,
             )
             if name == "memfit":
-                worst = max(worst, 1 + host_ms / needed_ms)
-    print(f"what its ops need and its host takes, over what its ops need, worst: {worst:.3f} (must be at most 1.03)")
+                worst = max(worst, full[name] / needed_ms)
+    print(f"the planned step over what its ops need, worst: {worst:.3f} (must be at most 1.03)")
 
 
 def measured(models: dict[str, nn.Module], plan: Plan, batch: dict[str, torch.Tensor], rounds: int) -> dict[str, float]:
