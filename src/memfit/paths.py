@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from itertools import groupby
 from math import prod
@@ -37,3 +38,14 @@ def around(path: str) -> list[str]:
     """The paths of the modules that contain a module, from the model itself on."""
     parts = path.split(".") if path else []
     return [".".join(parts[:count]) for count in range(len(parts))]
+
+
+def numbered(names: Iterable[str]) -> dict[str, set[str]]:
+    """The numbers that follow each path: `layers` has 0 to 31."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for name in names:
+        parts = name.split(".")
+        for index, part in enumerate(parts):
+            if part.isdecimal():
+                found[".".join(parts[:index])].add(part)
+    return found

@@ -11,7 +11,7 @@ from torch import nn
 
 from memfit._version import __version__
 from memfit.errors import InputError
-from memfit.paths import alike, folded
+from memfit.paths import alike, folded, numbered
 from memfit.plan.facts import release, trace_facts
 from memfit.plan.record import InputFacts, ParameterFacts, TraceFacts
 from memfit.trace import NEVER, Trace
@@ -159,7 +159,7 @@ def parameter_differences(here: Sequence[ParameterFacts], there: Sequence[Parame
     """Parameters that are not the same; of layers that are not there at all, only how many there are."""
     mine = {parameter.names[0]: _parameter(parameter) for parameter in here}
     planned = {parameter.names[0]: _parameter(parameter) for parameter in there}
-    layers, their_layers = _numbered(mine), _numbered(planned)
+    layers, their_layers = numbered(mine), numbered(planned)
     uneven = {
         prefix: layers[prefix] ^ their_layers[prefix]
         for prefix in layers
@@ -252,17 +252,6 @@ def _parameter(fact: ParameterFacts) -> str:
     if len(fact.names) > 1:
         parts.append(f"also called {', '.join(fact.names[1:])}")
     return " ".join(parts)
-
-
-def _numbered(names: Sequence[str] | dict[str, str]) -> dict[str, set[str]]:
-    """The numbers that follow each path: `layers` has 0 to 31."""
-    found: dict[str, set[str]] = defaultdict(set)
-    for name in names:
-        parts = name.split(".")
-        for index, part in enumerate(parts):
-            if part.isdecimal():
-                found[".".join(parts[:index])].add(part)
-    return found
 
 
 def _of_layers(name: str, uneven: dict[str, set[str]]) -> bool:

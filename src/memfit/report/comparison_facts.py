@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from memfit.paths import alike, folded
+from memfit.paths import alike, folded, numbered
 from memfit.plan import Plan
 from memfit.plan.facts import trace_facts
 from memfit.plan.record import InputFacts, ParameterFacts, TraceFacts
@@ -107,23 +107,12 @@ def _named_rows(what: str, several: str, one: dict[str, str], other: dict[str, s
 
 def _uneven(one: Iterable[str], other: Iterable[str]) -> dict[str, tuple[set[str], int, int]]:
     """Paths that have another number of numbered parts on each side: which are not on both, and how many there are."""
-    sides = [_numbered(one), _numbered(other)]
+    sides = [numbered(one), numbered(other)]
     return {
         prefix: (sides[0][prefix] ^ sides[1][prefix], len(sides[0][prefix]), len(sides[1][prefix]))
         for prefix in sides[0]
         if prefix in sides[1] and len(sides[0][prefix]) != len(sides[1][prefix])
     }
-
-
-def _numbered(names: Iterable[str]) -> dict[str, set[str]]:
-    """The numbers that follow each path: `layers` has 0 to 31."""
-    found: dict[str, set[str]] = defaultdict(set)
-    for name in names:
-        parts = name.split(".")
-        for index, part in enumerate(parts):
-            if part.isdecimal():
-                found[".".join(parts[:index])].add(part)
-    return found
 
 
 def _in_uneven(name: str, uneven: dict[str, tuple[set[str], int, int]]) -> bool:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import numpy as np
-
 from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
@@ -15,7 +13,6 @@ from memfit.plan.given import cost_given
 from memfit.plan.making import policy_of
 from memfit.solve import Curve, PlannedTimeline, Problem, ShardOptions, SolveOptions
 from memfit.solve.curve import curve_of
-from memfit.solve.planned_lives import BETWEEN
 from memfit.trace import Step, Trace
 from memfit.verify import Verification
 from memfit.verify.prediction import captured_for
@@ -98,12 +95,6 @@ class Report:
             return None
         units = {unit.name: unit for unit in self.problem.units}
         return self.problem.replay((units[each.unit], policy_of(each)) for each in self.plan.checkpoint)
-
-    def instant_ms(self, timeline: PlannedTimeline) -> np.ndarray:
-        """When each instant of a timeline begins, in compute time; the last entry is the end of the step."""
-        op_ms = np.append(self.runtime.op_ms, 0.0)
-        took = np.where(timeline.run == BETWEEN, 0.0, op_ms[timeline.op])
-        return np.concatenate(([0.0], np.cumsum(took[:-1])))
 
     def with_curve(self, points: int = 16) -> Report:
         """The same report with the whole trade-off."""

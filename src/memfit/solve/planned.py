@@ -48,8 +48,8 @@ class PlannedTimeline:
     """What is allocated at every instant of the step under a plan; rows of tables follow `CATEGORIES`.
 
     Instants are the ops of the step and of the second runs in the order they run, and the end of the step; under
-    sharding there may be some between two ops. Storages keep the category that they were captured with, also where a
-    plan holds what was a temporary.
+    sharding there may be some between two ops. Storages have the category that they were captured with; a temporary
+    that a plan holds for backward is an activation.
     """
 
     trace: Trace
