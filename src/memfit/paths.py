@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from math import prod
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+_BLOCK = re.compile(r"^(?P<list>.*?)\.?(?P<number>\d+)$")
+_FEWEST_BLOCKS = 2
 
 
 def alike(path: str) -> str:
@@ -49,3 +51,18 @@ def numbered(names: Iterable[str]) -> dict[str, set[str]]:
             if part.isdecimal():
                 found[".".join(parts[:index])].add(part)
     return found
+
+
+def repeated_blocks(kinds: Mapping[str, str]) -> tuple[str, ...]:
+    """Of modules given with their kinds, those that are alike and numbered in a row, the outermost such."""
+    lists: dict[str, list[str]] = defaultdict(list)
+    for path in kinds:
+        if match := _BLOCK.match(path):
+            lists[match["list"]].append(path)
+    found: list[str] = []
+    for name in sorted(lists, key=lambda each: (each.count("."), each)):
+        blocks = lists[name]
+        inside = any(name == block or name.startswith(f"{block}.") for block in found)
+        if len(blocks) >= _FEWEST_BLOCKS and len({kinds[block] for block in blocks}) == 1 and not inside:
+            found += blocks
+    return tuple(found)

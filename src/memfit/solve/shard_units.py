@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from memfit.errors import InputError
 from memfit.paths import around
+from memfit.paths import repeated_blocks as blocks_among
 from memfit.solve.shard_options import ShardDtypes, ShardOptions, elements, item_bytes, padded_elements, shard_bytes
 from memfit.trace import NEVER, ModuleCall, Parameter, Phase, Trace
 
-_BLOCK = re.compile(r"^(?P<list>.*?)\.?(?P<number>\d+)$")
-_FEWEST_BLOCKS = 2
 _FORWARD = (Phase.FORWARD, Phase.LOSS)
 
 
@@ -64,19 +61,9 @@ def repeated_blocks(trace: Trace) -> tuple[str, ...]:
     """Modules that are alike and numbered in a row, the outermost such; what FSDP usually wraps."""
     called = {call.module for call in trace.calls}
     holding = {path for parameter in trace.parameters for name in parameter.names for path in around(name)}
-    lists: dict[str, list[str]] = defaultdict(list)
-    kinds: dict[str, set[str]] = defaultdict(set)
-    for module in trace.modules:
-        match = _BLOCK.match(module.path)
-        if match and module.path in called and module.path in holding:
-            lists[match["list"]].append(module.path)
-            kinds[match["list"]].add(module.kind)
-    found: list[str] = []
-    for name in sorted(lists, key=lambda each: (each.count("."), each)):
-        inside = any(name == block or name.startswith(f"{block}.") for block in found)
-        if len(lists[name]) >= _FEWEST_BLOCKS and len(kinds[name]) == 1 and not inside:
-            found += lists[name]
-    return tuple(found)
+    return blocks_among(
+        {each.path: each.kind for each in trace.modules if each.path in called and each.path in holding}
+    )
 
 
 def passes_of(trace: Trace) -> tuple[Pass, ...]:

@@ -1,0 +1,160 @@
+"""The parameters of a unit that have one dtype: their shard, their gathered buffer, and where modules hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from memfit.sharded.layout import Layout, Part
+from memfit.sharded.links import Link, Transfer
+from memfit.sharded.streams import Streams
+from memfit.sharded.whole import Whole
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a module holds a parameter."""
+
+    module: nn.Module
+    attribute: str
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Hold another parameter; modules that keep lists of theirs, such as nn.LSTM, are told."""
+        if type(self.module).__setattr__ is nn.Module.__setattr__:
+            self.module._parameters[self.attribute] = parameter
+        else:
+            setattr(self.module, self.attribute, parameter)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One parameter and every place that holds it."""
+
+    parameter: nn.Parameter
+    names: tuple[str, ...]
+    places: tuple[Place, ...]
+
+
+class FlatShard:
+    """Parameters of one dtype in one flat layout, this rank's part of which is `shard`.
+
+    `parameters` are those that the user and the optimizer see, the model's own: one-dimensional views of the shard.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        link: Link,
+        device: torch.device,
+        compute_device: torch.device,
+        streams: Streams,
+    ) -> None:
+        self.layout = Layout.of(((member.names, member.parameter.shape) for member in members), link.ranks)
+        self.link = link
+        self.device = compute_device
+        self.dtype = members[0].parameter.dtype
+        self.parameters = [member.parameter for member in members]
+        self.places = [member.places for member in members]
+        self.parts: list[Part] = [self.layout.part(slot, link.rank) for slot in self.layout.slots]
+        self.shard = torch.zeros(self.layout.shard_elements, dtype=self.dtype, device=device)
+        self.listener: Callable[[int, torch.Tensor], None] | None = None
+        self._streams = streams
+        self._wholes: dict[torch.dtype, Whole] = {}
+        self._kept: torch.Tensor | None = None
+        for member, part in zip(members, self.parts, strict=True):
+            if not member.parameter.is_meta:
+                source = member.parameter.detach().reshape(-1)[part.begin : part.end]
+                self.shard[part.at : part.at + part.elements].copy_(source)
+
+    @property
+    def trains(self) -> bool:
+        """Whether any of the parameters needs a gradient."""
+        return any(parameter.requires_grad for parameter in self.parameters)
+
+    def local(self, number: int, flat: torch.Tensor) -> torch.Tensor:
+        """The part of one parameter in a tensor that lies as the shard does."""
+        part = self.parts[number]
+        return flat[part.at : part.at + part.elements]
+
+    def take_over(self) -> None:
+        """Turn the model's parameters into views of the shard; their whole data is given up."""
+        for number, parameter in enumerate(self.parameters):
+            parameter.data = self.local(number, self.shard)
+
+    def whole(self, dtype: torch.dtype) -> Whole:
+        """The gathered parameters in a dtype; one rank alone computes on its shard."""
+        found = self._wholes.get(dtype)
+        if found is None:
+            if self.link.ranks == 1 and dtype == self.dtype and self.shard.device == self.device:
+                found = Whole(self.layout, self.shard, owned=False)
+            else:
+                found = Whole.empty(self.layout, dtype, self.device)
+            if self.listener is not None:
+                for number, parameter in enumerate(found.parameters):
+                    parameter.requires_grad_(True)
+                    parameter.register_post_accumulate_grad_hook(self._heard(number))
+            self._wholes[dtype] = found
+        found.require_gradients([parameter.requires_grad for parameter in self.parameters])
+        return found
+
+    def begin_gather(self, whole: Whole, tag: int, about: str) -> Transfer | None:
+        """Begin to fill the buffer; None where nothing has to move."""
+        if not whole.bytes:
+            return None
+        streams = self._streams
+        whole.allocate()
+        for stream in (streams.prepare, streams.gather):
+            streams.after_current(stream)
+        with torch.no_grad(), streams.on(streams.prepare):
+            self.link.part(whole.buffer).copy_(self.shard, non_blocking=True)
+            prepared = streams.event(streams.prepare)
+        with streams.on(streams.gather):
+            streams.wait(prepared)
+            return self.link.gather(whole.buffer, tag, about)
+
+    def keep_part(self, whole: Whole, link: Link) -> None:
+        """Keep this rank's part in a smaller group of the gathered parameters, and free them."""
+        self._kept = link.part(whole.buffer).clone()
+        whole.free()
+
+    def begin_regather(self, whole: Whole, link: Link, tag: int, about: str) -> Transfer | None:
+        """Begin to gather from the ranks of a smaller group, which kept parts of the forward's parameters."""
+        if self._kept is None:
+            return self.begin_gather(whole, tag, about)
+        streams = self._streams
+        whole.allocate()
+        streams.after_current(streams.gather)
+        with torch.no_grad():
+            kept, self._kept = self._kept, None
+            link.part(whole.buffer).copy_(kept)
+        streams.after_current(streams.gather)
+        with streams.on(streams.gather):
+            return link.gather(whole.buffer, tag, about)
+
+    def show_whole(self, whole: Whole) -> None:
+        """Make the modules hold the gathered parameters."""
+        for places, parameter in zip(self.places, whole.parameters, strict=True):
+            for place in places:
+                place.put(parameter)
+
+    def show_shards(self) -> None:
+        """Make the modules hold the shards."""
+        for places, parameter in zip(self.places, self.parameters, strict=True):
+            for place in places:
+                place.put(parameter)
+
+    def free(self) -> None:
+        """Free everything that is gathered or kept of it."""
+        self._kept = None
+        for whole in self._wholes.values():
+            whole.free()
+
+    def _heard(self, number: int) -> Callable[[torch.Tensor], None]:
+        def hear(parameter: torch.Tensor) -> None:
+            if self.listener is not None:
+                self.listener(number, parameter)
+
+        return hear
