@@ -51,6 +51,7 @@ class FlatShard:
         device: torch.device,
         compute_device: torch.device,
         streams: Streams,
+        value: Callable[[Member], torch.Tensor],
     ) -> None:
         self.layout = Layout.of(((member.names, member.parameter.shape) for member in members), link.ranks)
         self.link = link
@@ -59,15 +60,18 @@ class FlatShard:
         self.parameters = [member.parameter for member in members]
         self.places = [member.places for member in members]
         self.parts: list[Part] = [self.layout.part(slot, link.rank) for slot in self.layout.slots]
-        self.shard = torch.zeros(self.layout.shard_elements, dtype=self.dtype, device=device)
+        self.shard = torch.zeros(
+            self.layout.shard_elements,
+            dtype=self.dtype,
+            device=device,
+            pin_memory=device.type == "cpu" and compute_device.type == "cuda",
+        )
         self.listener: Callable[[int, torch.Tensor], None] | None = None
         self._streams = streams
         self._wholes: dict[torch.dtype, Whole] = {}
         self._kept: torch.Tensor | None = None
         for member, part in zip(members, self.parts, strict=True):
-            if not member.parameter.is_meta:
-                source = member.parameter.detach().reshape(-1)[part.begin : part.end]
-                self.shard[part.at : part.at + part.elements].copy_(source)
+            self.shard[part.at : part.at + part.elements].copy_(value(member).reshape(-1)[part.begin : part.end])
 
     @property
     def trains(self) -> bool:
@@ -82,7 +86,14 @@ class FlatShard:
     def take_over(self) -> None:
         """Turn the model's parameters into views of the shard; their whole data is given up."""
         for number, parameter in enumerate(self.parameters):
-            parameter.data = self.local(number, self.shard)
+            local = self.local(number, self.shard)
+            if parameter.is_meta:  # such a tensor cannot get real data
+                self.parameters[number] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+                self.parameters[number].__dict__.update(parameter.__dict__)
+            else:
+                parameter.data = local
+                parameter.grad = None
+        self.show_shards()
 
     def whole(self, dtype: torch.dtype) -> Whole:
         """The gathered parameters in a dtype; one rank alone computes on its shard."""

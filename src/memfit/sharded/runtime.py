@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from memfit.errors import StateError
 from memfit.sharded.gradients import Gradients
 from memfit.sharded.links import Link
 from memfit.sharded.options import Precision, Schedule
@@ -54,6 +55,16 @@ class Runtime:
         self._ran: set[Unit] = set()
         self._summed: set[Unit] = set()
         self._unused_possible: bool | None = None
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError(
+            "a sharded model cannot be copied or pickled: its parts belong to one process; use its state dict instead"
+        )
+
+    @property
+    def parameters(self) -> set[nn.Parameter]:
+        """The parameters that are sharded."""
+        return {parameter for unit in self.units for flat in unit.flats for parameter in flat.parameters}
 
     @property
     def idle(self) -> bool:

@@ -1,0 +1,52 @@
+"""Norms and finite checks of sharded gradients: every rank looks at its part, and one number is sent."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from memfit.errors import InputError
+from memfit.sharded.sharding import runtime_of
+
+
+@torch.no_grad()
+def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale the gradients of a sharded model so that their norm is at most `max_norm`; returns the norm before.
+
+    Use it instead of `torch.nn.utils.clip_grad_norm_`, which would see this rank's part only.
+    """
+    if not norm_type > 0:
+        raise InputError(
+            f"norm_type is {norm_type!r}; give a positive number, or float('inf') for the largest gradient"
+        )
+    runtime = runtime_of(model)
+    link = runtime.links[0]
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    sharded = runtime.parameters
+    counted = [each.grad for each in parameters if each.grad is not None and (each in sharded or link.rank == 0)]
+    total = get_total_norm(counted, norm_type).to(device=runtime.device, dtype=torch.float32)
+    if math.isinf(norm_type):
+        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=link.group)
+    else:
+        total = total**norm_type
+        dist.all_reduce(total, group=link.group)
+        total = total ** (1 / norm_type)
+    clip_grads_with_norm_(parameters, max_norm, total)
+    return total
+
+
+@torch.no_grad()
+def finite_gradients(model: nn.Module) -> bool:
+    """Whether no gradient on any rank is infinite or not a number."""
+    runtime = runtime_of(model)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    wrong = torch.zeros((), device=runtime.device)
+    for gradient in gradients:
+        wrong += (~torch.isfinite(gradient)).any().to(wrong.device)
+    for link in runtime.links:
+        dist.all_reduce(wrong, group=link.group)
+    return not wrong.item()

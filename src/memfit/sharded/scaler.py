@@ -1,0 +1,28 @@
+"""A gradient scaler for sharded models: a step is skipped on all ranks or on none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from memfit.sharded.sharding import runtime_of
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """torch's `GradScaler` for one sharded model; what one rank finds infinite, every rank does."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        self._runtime = runtime_of(model)
+        super().__init__(self._runtime.device.type, **options)
+
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
+        found = super()._unscale_grads_(*args, **kwargs)
+        for found_inf in found.values():
+            shared = found_inf.to(self._runtime.device)
+            for link in self._runtime.links:
+                dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=link.group)
+            found_inf.copy_(shared)
+        return found
