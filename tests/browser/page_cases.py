@@ -10,8 +10,10 @@ from llama import Shape, training_step
 from torch import nn
 
 import memfit
+from memfit.cost import Roofline
 from memfit.hardware import Target
 from memfit.report.facts import Report
+from memfit.report.levers import Case, levers_of
 from memfit.report.page import write_page
 
 SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512, vocabulary=512)
@@ -66,5 +68,10 @@ CASES = ("plain", "sharded", "infeasible", "unplanned", "verified", "hostile", "
 
 
 def write_case(case: str, path: Path) -> Path:
-    """Write the page of a case."""
-    return write_page(report_of(case), path)
+    """Write the page of a case; where nothing fits, with its levers, as the command does."""
+    report = report_of(case)
+    if report.plan is None or report.plan.predicted is not None:
+        return write_page(report, path)
+    cost = Roofline.of(report.target)
+    levers = levers_of(Case(report=report, step=None, cost=cost, budget_bytes=report.plan.budget_bytes))
+    return write_page(report, path, levers=levers)

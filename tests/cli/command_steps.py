@@ -36,11 +36,36 @@ def step(batch: int = 256) -> Step:
     return Step(Stack(), torch.randn(batch, 32))
 
 
-def nothing() -> None:
+class Counting(Block):
+    """Computes something else whenever it is run again."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+def counting() -> Step:
+    torch.manual_seed(0)
+    stack = Stack()
+    stack.layers = nn.ModuleList(Counting(32) for _ in stack.layers)
+    return Step(stack, torch.randn(256, 32))
+
+
+def needs_seq(seq: int, batch: int = 8) -> Step:
+    return Step(Stack(), torch.randn(batch, seq, 32))
+
+
+def frozen(batch: int = 8) -> Step:
+    return Step(Stack().requires_grad_(False), torch.randn(batch, 32), optimizer=None)
+
+
+def nothing(batch: int = 8) -> None:
     return None
 
 
-def raises() -> Step:
+def raises(batch: int = 8) -> Step:
     return _read("nowhere")
 
 

@@ -10,11 +10,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import command_steps
+from command_runner import Runner
 
 import memfit
-from memfit.cli import main
-
-STEP = "command_steps:step"
 
 
 @pytest.fixture(scope="session")
@@ -26,30 +24,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, budget in (("plan.json", command_steps.BUDGET), ("roomy.json", "1GiB")):
         memfit.plan(trace, budget=budget).save(folder / name)
     return folder
-
-
-class Ran:
-    """A command that was run in this process: its exit code and what it printed."""
-
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-        self.said = " ".join(err.split())
-
-
-class Runner:
-    """Runs commands, also those that end the program."""
-
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self._capsys = capsys
-
-    def __call__(self, *arguments: object) -> Ran:
-        self._capsys.readouterr()
-        try:
-            code = main([str(argument) for argument in arguments])
-        except SystemExit as exit_code:
-            code = int(exit_code.code or 0)
-        shown = self._capsys.readouterr()
-        return Ran(code, shown.out, shown.err)
 
 
 @pytest.fixture

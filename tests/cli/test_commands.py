@@ -6,23 +6,15 @@ import json
 import os
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
+from command_runner import STEP, Runner, document
 from command_steps import BUDGET
-from conftest import STEP, Runner
 
 import memfit
 from memfit.shapes import list_shapes
 
 CPU = ("--target", "cpu")
-
-
-def document(run: Runner, *arguments: object) -> Any:
-    """The JSON that a command prints, and nothing else."""
-    ran = run(*arguments, "--json")
-    assert ran.code == 0, ran.err
-    return json.loads(ran.out)
 
 
 def test_explain_a_step(run: Runner) -> None:
@@ -51,7 +43,8 @@ def test_explain_a_trace(run: Runner, files: Path) -> None:
         (["{files}/plan.json", "--target", "cpu"], 2, "plan.json has its own target; leave --target out"),
         ([STEP, "--plan", "{files}/plan.json", "--ranks", "2"], 2, "has its own number of ranks; leave --ranks out"),
         (["{files}/plan.json", "--plan", "{files}/plan.json"], 2, "--plan: STEP is a plan already"),
-        (["missing.json"], 1, "there is no file missing.json"),
+        (["missing.json"], 2, "STEP: there is no file missing.json"),
+        ([STEP, "--plan", "missing.json"], 2, "--plan: there is no file missing.json"),
         ([STEP, "--batch", "8", "--plan", "{files}/plan.json"], 1, "another step"),
     ],
 )
@@ -92,6 +85,14 @@ def test_search_for_a_batch(run: Runner) -> None:
     assert document(run, "search", STEP, *CPU, *forced)["points"][0]["recompute_ms"] > 0
 
 
+def test_search_runs_the_users_file_once(run: Runner, tmp_path: Path) -> None:
+    train = Path(__file__).with_name("command_steps.py").read_text()
+    counted = tmp_path / "counted_train.py"
+    counted.write_text(f"{train}\nopen(__file__ + '.runs', 'a').write('once ')\n")
+    found = document(run, "search", f"{counted}:step", *CPU, "--values", "64,128,256", "--force", "layers.0")
+    assert len(found["points"]) == 3 and (tmp_path / "counted_train.py.runs").read_text() == "once "
+
+
 def test_search_over_ranks_and_where_nothing_fits(run: Runner) -> None:
     found = document(run, "search", STEP, "--over", "ranks", "--target", "h100-sxm", "--largest", "4")
     assert [point["ranks"] for point in found["points"]] == [1, 2, 4]
@@ -108,6 +109,7 @@ def test_search_over_ranks_and_where_nothing_fits(run: Runner) -> None:
         (["--values", "0,1"], "--values is '0,1'; write whole numbers of at least 1"),
         (["--values", "1,2", "--largest", "4"], "--largest: the last of --values is the largest"),
         (["--largest", "0"], "--largest is 0"),
+        (["--over", "seq", "--largest", "64"], "--largest is 64; sequences are searched in steps of 128: write more"),
         (["--over", "width"], "invalid choice 'width' for argument '--over'"),
         (["--over", "seq"], "takes no argument of that name; let the function take it: def step(seq="),
     ],
@@ -128,7 +130,7 @@ def test_compare_plans_and_traces(run: Runner, files: Path, tmp_path: Path) -> N
     ("first", "second", "code", "says"),
     [
         ("plan.json", "step.memfit", 2, "plan.json is a plan and"),
-        ("plan.json", "missing.json", 1, "there is no file"),
+        ("plan.json", "missing.json", 2, "B: there is no file"),
         ("plan.json", "notes.txt", 1, "notes.txt is neither a plan nor a trace; give what `memfit plan -o` or"),
     ],
 )
@@ -150,19 +152,21 @@ def test_report(run: Runner, files: Path, tmp_path: Path) -> None:
 def test_report_of_a_verified_plan(run: Runner, files: Path, tmp_path: Path) -> None:
     found = tmp_path / "verification.json"
     plan = files / "plan.json"
-    verified = run("verify", plan, STEP, "--steps", "1", "--time-tolerance", "None", "-o", found)
+    verified = run("verify", plan, STEP, "--steps", "1", "-o", found)
     assert verified.code == 0 and found.is_file()
     assert "measured" in run("report", plan, STEP, "--verified", found).out
     assert "measured" not in run("report", plan, STEP).out
     found.write_text("{}")
     ran = run("report", plan, STEP, "--verified", found)
     assert ran.code == 1 and "is no verification" in ran.said
+    ran = run("report", plan, STEP, "--verified", tmp_path / "missing.json")
+    assert ran.code == 2 and "--verified: there is no file" in ran.said
 
 
 def test_report_refuses_another_step(run: Runner, files: Path) -> None:
     ran = run("report", files / "plan.json", STEP, "--batch", "8")
     assert ran.code == 1 and "another step" in ran.said
-    assert run("report", "missing.json", STEP).code == 1
+    assert run("report", "missing.json", STEP).code == 2
 
 
 def test_shapes(run: Runner) -> None:
@@ -218,7 +222,7 @@ def test_env_has_what_a_bug_report_needs_and_no_path(run: Runner, monkeypatch: p
     [
         (["--device", "h100-smx"], 2, "--device: unknown device"),
         (["--threads", "0"], 2, "--threads is 0"),
-        (["--output", "nowhere/d.toml"], 2, "--output: there is no folder"),
+        (["--output", "nowhere/d.toml"], 1, "--output: there is no folder"),
     ],
 )
 def test_calibrate_refuses(arguments: list[str], code: int, says: str, run: Runner) -> None:

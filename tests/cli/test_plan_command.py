@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from command_runner import STEP, Runner
 from command_steps import BUDGET
-from conftest import STEP, Runner
 
 import memfit
 from memfit.plan import Plan
@@ -99,17 +99,17 @@ def test_a_trace_is_of_one_batch_and_device(run: Runner, files: Path) -> None:
     ran = run("plan", files / "step.memfit", "--target", "h100-sxm")
     assert ran.code == 2 and "--target: the trace was captured for cpu" in ran.said
     ran = run("plan", "missing.memfit")
-    assert ran.code == 1 and "there is no trace missing.memfit" in ran.said
+    assert ran.code == 2 and "there is no trace missing.memfit" in ran.said
 
 
 @pytest.mark.parametrize(
     ("step", "code", "says"),
     [
-        ("gpt3", 1, "there is no shape 'gpt3'; did you mean gpt2"),
-        ("command_steps:stp", 1, "did you mean 'step'?"),
-        ("missing_file.py:step", 1, "there is no file missing_file.py"),
+        ("gpt3", 2, "STEP: there is no shape 'gpt3'; did you mean gpt2"),
+        ("command_steps:stp", 2, "did you mean 'step'?"),
+        ("missing_file.py:step", 2, "STEP: there is no file missing_file.py"),
         ("{files}/plan.json", 2, "is a file of JSON; for a configuration of transformers write hf:"),
-        ("hf:missing.json", 1, "missing.json"),
+        ("hf:missing.json", 2, "missing.json"),
     ],
 )
 def test_what_names_no_step_is_said(step: str, code: int, says: str, run: Runner, files: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import STEP, Runner
+from command_runner import STEP, Runner
 
 from memfit import __version__
 from memfit.cli.command import COMMANDS
@@ -146,7 +146,7 @@ def test_files_that_cannot_be_written_are_refused_before_the_work(
     option: str, path: str, says: str, run: Runner
 ) -> None:
     ran = run("plan", "no-such-step", option, path)
-    assert ran.code == 2 and says in ran.said
+    assert ran.code == 1 and says in ran.said
 
 
 def test_a_curve_that_nothing_would_show_is_refused(run: Runner) -> None:
@@ -178,6 +178,16 @@ def test_it_runs_as_a_module() -> None:
     with program("version", "--json") as process:
         out, err = process.communicate(timeout=120)
     assert json.loads(out) == {"memfit": __version__} and not err and process.returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [(), ("h100-sxm",), ("--json",), ("h100-sxm", "--json"), ("h100-smx",)])
+def test_a_look_at_the_devices_does_not_wait_for_torch(arguments: tuple[str, ...]) -> None:
+    code = (
+        "import sys; from memfit.cli import main; code = main(['devices', *sys.argv[1:]])\n"
+        "heavy = {'torch', 'numpy', 'highspy', 'transformers'} & set(sys.modules)\n"
+        "assert not heavy and code in (0, 2), heavy"
+    )
+    subprocess.run([sys.executable, "-c", code, *arguments], check=True, capture_output=True)
 
 
 def test_a_reader_that_leaves_is_no_traceback() -> None:

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import STEP, Runner
+from command_runner import STEP, Runner
+from command_steps import BUDGET
 
 TRAIN = Path(__file__).with_name("command_steps.py")
-QUICK = ("--steps", "1", "--time-tolerance", "None")
+QUICK = ("--steps", "1")
 
 
 def test_a_plan_that_holds(files: Path, run: Runner, tmp_path: Path) -> None:
@@ -21,29 +22,52 @@ def test_a_plan_that_holds(files: Path, run: Runner, tmp_path: Path) -> None:
     assert (tmp_path / "found.json").read_text() == ran.out
 
 
-def test_a_plan_that_does_not_hold_is_exit_code_1(files: Path, run: Runner, tmp_path: Path) -> None:
-    text = json.loads((files / "plan.json").read_text())
-    text["predicted"]["step_ms"] = 1e9
-    (tmp_path / "slow.json").write_text(json.dumps(text))
-    ran = run("verify", tmp_path / "slow.json", STEP, "--steps", "1", "--json")
+def changed(plan: Path, folder: Path, **predicted: float) -> Path:
+    """The plan with other predictions."""
+    text = json.loads(plan.read_text())
+    text["predicted"] |= predicted
+    (folder / "changed.json").write_text(json.dumps(text))
+    return folder / "changed.json"
+
+
+def test_a_time_that_is_off_is_a_remark(files: Path, run: Runner, tmp_path: Path) -> None:
+    """On a machine that others use too, no plan would hold otherwise."""
+    slow = changed(files / "plan.json", tmp_path, step_ms=1e9)
+    ran = run("verify", slow, STEP, *QUICK)
+    assert ran.code == 0 and "the plan holds, but for its time" in ran.out and "-100% from its prediction" in ran.out
+    ran = run("verify", slow, STEP, *QUICK, "--json")
+    assert ran.code == 0 and json.loads(ran.out)["ok"] is True and json.loads(ran.out)["findings"] == []
+
+
+def test_a_time_counts_when_one_asks_for_it(files: Path, run: Runner, tmp_path: Path) -> None:
+    slow = changed(files / "plan.json", tmp_path, step_ms=1e9)
+    ran = run("verify", slow, STEP, *QUICK, "--time-tolerance", "0.9", "--json")
     assert ran.code == 1 and json.loads(ran.out)["ok"] is False
+    assert run("verify", slow, STEP, *QUICK, "--time-tolerance", "1.5").code == 0
+
+
+def test_other_gradients_are_exit_code_1(run: Runner, tmp_path: Path) -> None:
+    step, plan = "command_steps:counting", tmp_path / "plan.json"
+    assert run("plan", step, "--target", "cpu", "--budget", BUDGET, "-o", plan, "--no-levers").code == 0
+    ran = run("verify", plan, step, *QUICK)
+    assert ran.code == 1 and "the plan does not hold" in ran.out and "gradients differ" in ran.out
 
 
 @pytest.mark.parametrize(
-    ("place", "says"),
+    ("place", "code", "says"),
     [
-        (f"{TRAIN}:stp", "did you mean 'step'?"),
-        (f"{TRAIN}:nothing", "returned no memfit.Step but something of the type None"),
-        (f"{TRAIN}:number", "is neither a function nor a memfit.Step but of the type int"),
-        (str(TRAIN), "names no function"),
-        ("missing_file.py:step", "there is no file missing_file.py"),
-        ("missing_package.train:step", "there is no module 'missing_package'"),
-        ("vit-base", "has no values"),
+        (f"{TRAIN}:stp", 2, "did you mean 'step'?"),
+        (f"{TRAIN}:nothing", 1, "returned no memfit.Step but something of the type None"),
+        (f"{TRAIN}:number", 1, "is neither a function nor a memfit.Step but of the type int"),
+        (str(TRAIN), 2, "names no function"),
+        ("missing_file.py:step", 2, "there is no file missing_file.py"),
+        ("missing_package.train:step", 2, "there is no module 'missing_package'"),
+        ("vit-base", 1, "has no values"),
     ],
 )
-def test_what_names_no_step_that_can_be_run_is_said(place: str, says: str, files: Path, run: Runner) -> None:
+def test_what_names_no_step_that_can_be_run_is_said(place: str, code: int, says: str, files: Path, run: Runner) -> None:
     ran = run("verify", files / "plan.json", place)
-    assert ran.code == 1 and says in ran.said
+    assert ran.code == code and says in ran.said
 
 
 def test_a_trace_cannot_be_run(files: Path, run: Runner) -> None:
@@ -53,9 +77,11 @@ def test_a_trace_cannot_be_run(files: Path, run: Runner) -> None:
 
 def test_a_plan_that_is_not_there(run: Runner) -> None:
     ran = run("verify", "missing.json", STEP)
-    assert ran.code == 1 and "there is no file missing.json" in ran.said
+    assert ran.code == 2 and "PLAN: there is no file missing.json" in ran.said
 
 
 def test_wrong_usage(run: Runner, files: Path) -> None:
     assert run("verify").code == 2
-    assert run("verify", files / "plan.json", STEP, "--steps", "many").code == 2
+    for wrong in (("--steps", "many"), ("--steps", "0"), ("--memory-tolerance", "-1"), ("--time-tolerance", "nan")):
+        ran = run("verify", files / "plan.json", STEP, *wrong)
+        assert ran.code == 2 and wrong[0] in ran.said

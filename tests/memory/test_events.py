@@ -15,8 +15,8 @@ from memfit import Step, spec, trace
 from memfit.hardware import Target
 from memfit.memory import Timeline, allocator_config, events, reserved
 from memfit.memory.allocator import FREE, AllocatorConfig, simulate
-from memfit.memory.events import Lives, events_of, reserved_of
-from memfit.trace import Category, Phase, Trace
+from memfit.memory.events import MOST_STEPS, Lives, Replay, events_of, reserved_of
+from memfit.trace import NEVER, Category, Phase, Trace
 
 MIB = 1 << 20
 H100 = Target.parse("h100-sxm").device
@@ -88,6 +88,21 @@ def test_any_step_can_be_repeated_until_it_settles(trace: Trace) -> None:
     )
     assert result.peak_reserved_bytes >= result.first_step_reserved_bytes
     assert result.out_of_memory_op is None
+
+
+@given(traces())
+def test_every_step_of_a_process_leaves_what_the_first_left(trace: Trace) -> None:
+    lives = Lives.of(trace)
+    resident = set(np.flatnonzero(lives.born == NEVER).tolist())
+    lost = set(np.flatnonzero((lives.born == NEVER) & (lives.dies != NEVER)).tolist())
+    there: set[int] = set()
+    after = []
+    for stream in Replay(lives).steps():
+        for _, key, requested_bytes in stream:
+            assert (key in there) == (requested_bytes == FREE)
+            there ^= {key}
+        after.append(frozenset(there))
+    assert len(after) == MOST_STEPS and set(after) == {frozenset(resident - lost)}
 
 
 def test_configuration_of_a_device_is_that_of_torch() -> None:

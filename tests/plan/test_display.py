@@ -151,8 +151,7 @@ def test_an_infeasible_plan_says_what_would_work(case: Case) -> None:
     assert "no plan fits this budget; the smallest that works is 3.00 MiB, 2.00 MiB more" in shown
     assert "3.00 MiB" in line_of(shown, "peak") and "2.00 MiB" in line_of(shown, "optimizer state")
     assert "nothing gets below 3.00 MiB here: " in shown
-    assert "what would help there, where 2.00 MiB are missing" in shown
-    assert re.search(r"offload +│ +2\.00 MiB │ keep the optimizer's state on the host", shown)
+    assert "what would help" in shown and "offload" not in shown, "levers are for explain to work out"
     assert "note: a note" in shown
     assert "with the plan" not in shown and "checkpointed" not in shown
 

@@ -7,14 +7,19 @@ import json
 from functools import lru_cache, partial
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from llama import Shape, training_step
 from torch import nn
 
 import memfit
+from memfit.cost import Roofline
+from memfit.hardware import Target
 from memfit.plan import Plan
 from memfit.report.comparison import Comparison, compare
+from memfit.solve import SolveOptions
 from memfit.trace import Category, Trace
 
 SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512, vocabulary=512)
@@ -63,6 +68,49 @@ def test_another_budget_shows_its_peak_its_time_and_the_decisions_that_differ() 
         dropped = sum(each.count * getattr(each, f"{side}_bytes") for each in shown)
         assert dropped == sum(entry.discarded_bytes for entry in plan.checkpoint)
     assert found.decisions[0].units == "layers.0-2.feed_forward"
+
+
+def test_units_that_had_to_be_checkpointed_are_named() -> None:
+    units = ("layers.0", "layers.1")
+    free, forced = (
+        memfit.plan(traced(), budget="1GiB", options=SolveOptions(force=force), progress=False) for force in ((), units)
+    )
+    found = compare(free, forced)
+    assert changed(found) == {"forced units": (None, "layers.0-1")} and found.note is None
+    assert "layers.0-1" in str(found)
+
+
+@pytest.mark.parametrize("unit", ["layers.*", "layers.0"])
+def test_what_plans_do_not_record_is_said_where_it_must_have_changed(unit: str) -> None:
+    names = tuple(unit.replace("*", str(number)) for number in range(3))
+    other = memfit.plan(traced(), budget="34MiB", options=SolveOptions(ac_units=names), progress=False)
+    assert (other.status == "infeasible") == (unit == "layers.0")
+    found = compare(planned(), other)
+    assert set(changed(found)) <= {"status"} and found.decisions
+    assert found.note is not None and "--units" in found.note and found.to_dict()["note"] == found.note
+    assert "--units" in str(found) and "nothing of what they were made from" not in str(found)
+    assert compare(planned(), planned("30MiB")).note is None
+    timed = memfit.plan(traced(), budget="34MiB", cost=Slower(), progress=False)
+    note = compare(planned(), timed).note
+    assert note is not None and "--cost" in note
+
+
+class Slower:
+    """Ops that take twice as long as the device's figures say."""
+
+    def op_ms(self, trace: Trace) -> np.ndarray:
+        return 2 * Roofline.of(Target.parse(trace.hardware)).op_ms(trace)
+
+
+def test_sharding_that_keeps_other_units_gathered_is_named() -> None:
+    first = planned(ranks=4)
+    assert first.shard is not None
+    units = tuple(msgspec.structs.replace(unit, reshard_after_forward=False) for unit in first.shard.units)
+    second = msgspec.structs.replace(first, shard=msgspec.structs.replace(first.shard, units=units, prefetch=2))
+    assert changed(compare(first, second)) == {
+        "gathered from forward to backward": ("(model)", "(model), layers.0-2"),
+        "units gathered ahead": ("1", "2"),
+    }
 
 
 def test_other_ranks_show_sharding_and_waiting() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memfit
 from memfit.report.explain import explain
-from memfit.solve import SolveOptions
+from memfit.solve import ShardOptions, SolveOptions
 from memfit.trace import Category, Step, Trace
 
 SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512, vocabulary=4096)
@@ -65,6 +66,23 @@ def test_the_parts_of_the_peak_add_up_to_it(trace: Trace, ranks: int) -> None:
     for category, size_bytes in found.by_category.items():
         assert sum(each.by_category.get(category, 0) for each in found.by_module) == size_bytes
     assert sum(each.size_bytes for each in found.by_line) <= found.peak_bytes
+
+
+def test_it_is_called_as_plan_is() -> None:
+    planned, own = (inspect.signature(each).parameters for each in (memfit.plan, explain))
+    assert [name for name in own if name != "levers"] == [name for name in planned if name != "start"]
+    for name in set(own) - {"model", "levers"}:
+        assert own[name] == planned[name], name
+
+
+def test_options_say_how_the_step_is_sharded(trace: Trace) -> None:
+    options = SolveOptions(shard=ShardOptions(units=("layers.0", "layers.1"), param_dtype="bfloat16"))
+    found = explained(trace, ranks=4, options=options)
+    plan = memfit.plan(trace, ranks=4, options=options, progress=False)
+    assert {each.module for each in found.gathered} == {"", "layers.0", "layers.1"}
+    assert found.peak_bytes == plan.baseline.peak_bytes != explained(trace, ranks=4).peak_bytes
+    with pytest.raises(memfit.InputError, match="SolveOptions"):
+        explained(trace, options={"force": ("layers.0",)})
 
 
 def test_lines_and_place_are_the_users(trace: Trace) -> None:
@@ -158,7 +176,7 @@ def test_a_plan_by_itself_says_what_its_document_knows(trace: Trace) -> None:
     assert hopeless.blocker is not None
     found = explained(hopeless)
     assert not found.fits and not found.planned
-    assert {each.name for each in found.levers} == {each.name for each in hopeless.blocker.levers}
+    assert found.levers == () and any("explain(plan, step) says the rest" in note for note in found.notes)
 
 
 def forced(model: nn.Module, rows: int, *units: str, **options: Any) -> Any:

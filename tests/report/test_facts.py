@@ -10,6 +10,9 @@ from llama import Shape, training_step
 import memfit
 from memfit.plan import PlanMismatch
 from memfit.report.facts import Report
+from memfit.report.sizes import allocation_bytes, rounded
+from memfit.report.streams import clock_of
+from memfit.trace import NEVER
 
 SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512, vocabulary=512)
 
@@ -24,10 +27,23 @@ def test_a_report_has_the_peaks_and_times_of_its_plan(ranks: int) -> None:
     assert report.baseline.peak_bytes == plan.baseline.peak_bytes
     assert report.planned is not None and report.planned.peak_bytes == plan.predicted.peak_bytes
     assert report.planned.peak_by_category == plan.predicted.peak_by_category
-    exposed, op_ms = plan.predicted.exposed_communication_ms, report.runtime.op_ms
-    assert report.baseline.starts_ms(op_ms)[-1] + exposed == pytest.approx(plan.baseline.step_ms, rel=1e-6)
-    assert report.planned.starts_ms(op_ms)[-1] + exposed == pytest.approx(plan.predicted.step_ms, rel=1e-6)
+    assert clock_of(report, report.baseline).end_ns / 1e6 == pytest.approx(plan.baseline.step_ms, rel=1e-6)
+    assert clock_of(report, report.planned).end_ns / 1e6 == pytest.approx(plan.predicted.step_ms, rel=1e-6)
     assert len(report.with_curve(points=3).curve.points) == 3
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_what_is_alive_adds_up_to_the_level_of_every_instant(ranks: int) -> None:
+    trace = memfit.trace(training_step(SMALL, batch=2, length=256), target="h100-sxm")
+    least = memfit.plan(trace, ranks=ranks, budget=1, progress=False).minimum_budget_bytes
+    timeline = Report.of(memfit.plan(trace, ranks=ranks, budget=least, progress=False), trace).planned
+    assert timeline is not None and timeline.units
+    sizes, workspace = allocation_bytes(timeline), timeline.lives.workspace_bytes
+    for instant in range(len(timeline.op)):
+        held = int(sizes[timeline.alive(instant)].sum())
+        beside = rounded(int(workspace[instant]), timeline.rounding_bytes) if instant < len(workspace) else 0
+        assert held + beside == timeline.during_bytes[instant]
+    assert int(sizes[timeline.alive(NEVER)].sum()) == timeline.before_bytes[0]
 
 
 def test_a_report_of_another_step_is_refused() -> None:

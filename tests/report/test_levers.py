@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -12,16 +13,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import memfit
 from memfit.cost import Roofline
+from memfit.engines import chunked_cross_entropy
 from memfit.hardware import Target
+from memfit.hardware.efficiency import Family
 from memfit.memory import Timeline
 from memfit.memory.measured import measured
 from memfit.report.explain import explain
 from memfit.report.explanation import StepExplanation
 from memfit.report.facts import Report
-from memfit.report.levers import Case, Lever, chunked_cross_entropy
+from memfit.report.levers import Case, Lever
 from memfit.report.levers.case import LEAST_PART
 from memfit.report.levers.checkpointing import checkpointing
 from memfit.report.levers.gradients import gradients
@@ -32,7 +36,9 @@ from memfit.report.levers.micro_batch import micro_batch
 from memfit.report.levers.optimizer import optimizer
 from memfit.report.levers.precision import precision
 from memfit.report.levers.sharding import sharding
+from memfit.solve import ShardOptions, SolveOptions
 from memfit.trace import Category, Step
+from memfit.units import display_ms
 
 CLASSES, WIDTH = 2048, 32
 
@@ -129,6 +135,17 @@ def test_a_loss_that_is_not_called_by_its_name_is_estimated() -> None:
 
     (chunked,) = only(loss, talking(loss=own_loss), "chunked loss")
     assert chunked.basis == "estimated" and chunked.costs_ms is None and chunked.saves_bytes > 0
+
+
+def test_the_recipe_of_a_chunked_loss_runs_as_it_is_written() -> None:
+    (chunked,) = only(loss, talking(), "chunked loss")
+    torch.manual_seed(0)
+    logits, targets = torch.randn(2, 5, 7, requires_grad=True), torch.randint(0, 7, (2, 5))
+    names: dict[str, Any] = {"memfit": memfit, "logits": logits, "targets": targets}
+    exec(chunked.how, names)
+    assert torch.allclose(names["loss"], F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
+    names["loss"].backward()
+    assert logits.grad is not None and logits.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"ignore_index": 3}, {"label_smoothing": 0.1}])
@@ -250,6 +267,42 @@ def test_bfloat16_leaves_the_model_as_it_was() -> None:
     assert all(parameter.dtype is torch.float32 and not parameter.is_meta for parameter in model.parameters())
 
 
+WIDE = 512
+MATRIX_BYTES = 4 * WIDE * WIDE
+
+
+class Wide(nn.Module):
+    """Products alone: at the peak of few rows there are a matrix, its gradient, a buffer and what is reduced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDE, WIDE, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_sums_in_bfloat16_halve_what_is_reduced_and_nothing_else(autocast: torch.dtype | None) -> None:
+    step = Step(Wide, memfit.spec((1, WIDE)), optimizer=torch.optim.SGD, autocast=autocast)
+    case = case_of(step, ranks=2)
+    summed = next(each for each in precision(case) if each.name == "gradients summed in bfloat16")
+    assert summed.saves_bytes == pytest.approx(MATRIX_BYTES // 2, rel=0.02)
+    plan = memfit.plan(
+        case.trace, ranks=2, options=SolveOptions(shard=ShardOptions(reduce_dtype="bfloat16")), progress=False
+    )
+    assert summed.peak_bytes == plan.baseline.peak_bytes and plan.shard is not None
+    written = re.search(r"MixedPrecisionPolicy\(.*?\)", summed.how)
+    assert written is not None
+    policy = eval(written[0], {"MixedPrecisionPolicy": MixedPrecisionPolicy, "torch": torch})
+    assert policy.reduce_dtype is torch.bfloat16 and plan.shard.reduce_dtype == "bfloat16"
+    assert policy.param_dtype is autocast
+    assert plan.shard.param_dtype == (None if autocast is None else "bfloat16")
+    assert policy.cast_forward_inputs is (autocast is None), "autocast casts them itself"
+
+
 @pytest.mark.parametrize(("ranks", "more"), [(None, (2, 4, 8)), (2, (4, 8))])
 def test_sharding_over_more_ranks_is_what_a_plan_for_them_says(ranks: int | None, more: tuple[int, ...]) -> None:
     step = Step(lambda: Blocks(256), memfit.spec((64, 256)))
@@ -260,6 +313,16 @@ def test_sharding_over_more_ranks_is_what_a_plan_for_them_says(ranks: int | None
         baseline = memfit.plan(case.trace, ranks=count, progress=False).baseline
         assert f"over {count} ranks" in each.name and each.peak_bytes == baseline.peak_bytes
         assert each.costs_ms == pytest.approx(baseline.step_ms - case.step_ms, abs=1e-5)
+
+
+def test_sharding_one_device_says_what_fsdp2_copies_besides() -> None:
+    step = Step(Wide, memfit.spec((1, WIDE)))
+    first = next(sharding(case_of(step)))
+    device = Target.parse("h100-sxm").device
+    # two gathers of each matrix, read and written once each, and a gradient copied into a reduction's input
+    moved = 4 * (2 * 2 * MATRIX_BYTES + 2 * MATRIX_BYTES)
+    took_ms = moved / (device.memory_bandwidth_bytes_per_s * device.efficiency[Family.COPY].bandwidth) * 1e3
+    assert f"about {display_ms(took_ms)}, not counted" in first.assumes
 
 
 def test_ranks_of_one_cpu_share_its_memory() -> None:

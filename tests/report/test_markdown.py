@@ -12,7 +12,9 @@ from markdown_it.token import Token
 from torch import nn
 
 import memfit
+from memfit.cost import Roofline
 from memfit.report.facts import Report
+from memfit.report.levers import Case, levers_of
 from memfit.report.markdown import markdown_of
 from memfit.units import display_bytes, display_ms
 
@@ -114,12 +116,17 @@ def test_an_infeasible_plan_says_what_is_missing_and_what_would_help() -> None:
     report = tight(part=0.3)
     plan = report.plan
     assert plan is not None and plan.status == "infeasible" and plan.blocker is not None
-    text = markdown_of(report)
+    case = Case(report=report, step=None, cost=Roofline.of(report.target), budget_bytes=plan.budget_bytes)
+    levers = levers_of(case)
+    text = markdown_of(report, levers)
     assert text.startswith("### memfit: does not fit")
     assert plan.minimum_budget_bytes is not None and display_bytes(plan.minimum_budget_bytes) in text
     tables = tables_of(text)
     assert tables[0][0][2] == "the lowest there is"
-    assert [row[0] for row in tables[1][1:]] == [lever.name for lever in plan.blocker.levers]
+    assert levers and [row[0] for row in tables[1][1:]] == [lever.name for lever in levers]
+    for row, lever in zip(tables[1][1:], levers, strict=True):
+        assert (row[4] == "enough by itself") == (lever.peak_bytes <= plan.budget_bytes)
+    assert "What would help" not in markdown_of(report)
 
 
 def test_a_step_without_a_plan_and_a_curve_are_shown() -> None:

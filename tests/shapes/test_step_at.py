@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 
 import memfit
 from memfit.errors import InputError
-from memfit.shapes import named_step_at, step_at
+from memfit.shapes import named_step_at, named_steps_at, step_at
 from memfit.shapes.problems import StepRaised
 from memfit.trace import Trace
 
@@ -171,6 +172,75 @@ def test_what_a_file_raises_is_told_with_its_own_lines(tmp_path: Path) -> None:
     ) as caught:
         step_at(f"{path}:step")
     assert "memfit" not in str(caught.value).replace(str(tmp_path), "") and caught.value.__cause__ is not None
+
+
+CLASSES = """
+import pickle
+from dataclasses import dataclass
+import torch, memfit
+
+@dataclass
+class Sizes:
+    width: "int" = 4
+    def again(self):
+        return pickle.loads(pickle.dumps(self))
+
+def step():
+    width = Sizes(8).again().width
+    return memfit.Step(torch.nn.Linear(width, 1), memfit.spec((1, width)))
+"""
+
+
+@pytest.mark.parametrize("name", ["json.py", "statistics.py", "train-v2.final.py", "taken_by_another.py"])
+def test_a_file_takes_the_name_of_no_other_module(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "taken_by_another", taken := ModuleType("taken_by_another"))
+    (tmp_path / name).write_text(CLASSES)
+    for _ in range(2):
+        assert step_at(f"{tmp_path / name}:step").batch.shape == (1, 8)
+    assert sys.modules["json"] is json and sys.modules["taken_by_another"] is taken
+    found = sys.modules.get("statistics")
+    assert found is None or "memfit" not in vars(found)
+
+
+def test_a_file_has_its_own_name_where_that_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files beside it import it by that name, and get the same classes."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "free_name_of_step.py").write_text(CLASSES + "import beside_free_name\nassert beside_free_name.ok()\n")
+    (tmp_path / "beside_free_name.py").write_text(
+        "import sys\ndef ok():\n    import free_name_of_step as found\n"
+        "    return found.Sizes is sys._getframe(1).f_globals['Sizes']\n"
+    )
+    assert step_at(f"{tmp_path / 'free_name_of_step.py'}:step").batch.shape == (1, 8)
+
+
+def test_a_file_that_fails_leaves_no_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "fails_at_import.py").write_text("1 / 0")
+    before = set(sys.modules)
+    with pytest.raises(StepRaised, match="ZeroDivisionError"):
+        step_at(f"{tmp_path / 'fails_at_import.py'}:step")
+    assert not {name for name in set(sys.modules) - before if "fails_at_import" in name}
+
+
+def test_a_file_is_run_once_for_many_steps(tmp_path: Path) -> None:
+    path = tmp_path / "train_for_many.py"
+    path.write_text(f"{TRAIN}\nopen(__file__ + '.runs', 'a').write('once ')\n")
+    steps = named_steps_at(f"{path}:sized")
+    assert [steps(batch=batch).step.batch.shape[0] for batch in (1, 2, 3)] == [1, 2, 3]
+    assert (tmp_path / "train_for_many.py.runs").read_text() == "once "
+
+
+def test_a_sequence_ends_where_a_table_of_positions_does(tmp_path: Path) -> None:
+    """On meta nothing would notice; rotary positions go on."""
+    pytest.importorskip("transformers")
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50, "n_positions": 32}
+    text = config(tmp_path, {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **sizes})
+    assert step_at(text, seq=32).batch["input_ids"].shape == (1, 32)
+    with pytest.raises(InputError, match=r"seq=33 .* is more than GPT2LMHeadModel has positions for.*at most 32"):
+        step_at(text, seq=33)
+    text = config(tmp_path, {**CAUSAL, "max_position_embeddings": 32})
+    assert step_at(text, seq=64).batch["input_ids"].shape == (1, 64)
 
 
 def test_a_long_limit_is_no_default(tmp_path: Path) -> None:

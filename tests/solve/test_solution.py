@@ -27,13 +27,10 @@ from memfit.solve import (
     ShardOptions,
     SolveOptions,
     Status,
-    blocker_of,
     curve_of,
     minimum_budget_bytes,
     solve,
 )
-from memfit.solve.blocker import _STATES
-from memfit.solve.least import least_budget
 from memfit.trace import Trace
 
 SHAPE = Shape(layers=4, hidden=512, heads=8, key_value_heads=4, feed_forward=1024, vocabulary=8000)
@@ -109,50 +106,6 @@ def test_an_unknown_unit_is_refused_with_what_is_near(captured: Trace, field: st
 def test_forced_and_forbidden_at_once_is_refused(captured: Trace) -> None:
     with pytest.raises(InputError, match="both forced and forbidden"):
         problem_of(captured, options=SolveOptions(force=("layers.1",), forbid=("layers.1",)))
-
-
-def test_what_stands_in_the_way_is_named_with_levers(captured: Trace) -> None:
-    problem = problem_of(captured)
-    least = least_budget(problem.program(1))
-    assert least is not None
-    blocker = blocker_of(problem, least.choice)
-    assert blocker.peak_bytes == least.peak_bytes
-    assert sum(blocker.by_category.values()) <= blocker.peak_bytes
-    savings = [lever.saves_bytes for lever in blocker.levers]
-    assert savings == sorted(savings, reverse=True) and "sharding" in {lever.name for lever in blocker.levers}
-
-
-def test_levers_that_are_not_enough_say_so_and_ranks_are_as_many_as_needed(captured: Trace) -> None:
-    problem = problem_of(captured)
-    least = problem.least
-    assert least is not None
-
-    def how(missing_bytes: int) -> dict[str, str]:
-        found = blocker_of(problem, least.choice, least.peak_bytes - missing_bytes)
-        for lever in found.levers:
-            assert ("not enough by itself" in lever.how) == (lever.saves_bytes < missing_bytes)
-        return {lever.name: lever.how for lever in found.levers}
-
-    by_category = blocker_of(problem, least.choice).by_category
-    states = sum(size for category, size in by_category.items() if category in _STATES)
-    assert "over 2 ranks instead of 1" in how(states // 4)["sharding"]
-    assert "over 4 ranks instead of 1" in how(states * 5 // 8)["sharding"]
-    assert how(least.peak_bytes)["sharding"].endswith("over 2 ranks instead of 1; not enough by itself")
-
-
-@pytest.mark.parametrize(("rows", "halved"), [(1, False), (2, True), (3, False)])
-def test_only_a_batch_that_can_be_halved_is(rows: int, halved: bool) -> None:
-    step = memfit.Step(torch.nn.Linear(64, 64), memfit.spec((rows, 64)), loss=lambda output, _: output.sum())
-    problem = problem_of(memfit.trace(step, target="h100-sxm"))
-    assert problem.least is not None
-    levers = blocker_of(problem, problem.least.choice).levers
-    assert ("micro-batch" in {lever.name for lever in levers}) == halved
-
-
-def test_on_a_cpu_neither_ranks_nor_its_own_memory_help() -> None:
-    step = memfit.Step(torch.nn.Linear(64, 64), memfit.spec((2, 64)), loss=lambda output, _: output.sum())
-    plan = memfit.plan(step, target="cpu", budget=1024, progress=False)
-    assert plan.blocker is not None and not {"sharding", "offload"} & {lever.name for lever in plan.blocker.levers}
 
 
 def test_a_curve_falls_from_the_smallest_budget_to_the_baseline(captured: Trace) -> None:
@@ -244,7 +197,7 @@ def test_a_hopeless_budget_gives_a_document_with_the_smallest_one_and_why(captur
     plan = memfit.plan(captured, target="h100-sxm", budget="100MiB")
     assert plan.status == "infeasible" and plan.minimum_budget_bytes == minimum_budget_bytes(problem_of(captured))
     assert plan.blocker is not None and plan.blocker.peak_bytes <= plan.minimum_budget_bytes
-    assert any(lever.name == "sharding" for lever in plan.blocker.levers)
+    assert sum(plan.blocker.peak_by_category.values()) == plan.blocker.peak_bytes
 
 
 def test_a_plan_that_is_too_high_for_the_judge_is_sent_back(captured: Trace, monkeypatch: pytest.MonkeyPatch) -> None:

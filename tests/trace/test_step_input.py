@@ -129,3 +129,38 @@ def test_autocast_goes_by_its_name(name: Any, dtype: torch.dtype) -> None:
 def test_a_shape_is_whole_numbers(shape: Any) -> None:
     with pytest.raises(InputError, match=r"the shape .* has .* in it; write whole numbers"):
         memfit.spec(shape)
+
+
+def own_loop(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    model(batch).sum().backward()
+
+
+@pytest.mark.parametrize("model", [nn.Linear(4, 4).requires_grad_(False), nn.ReLU()], ids=["frozen", "empty"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"optimizer": None},
+        {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)},
+        {"optimizer": None, "run": own_loop},
+        {"optimizer": None, "accumulation_steps": 2, "clip_grad_norm": 1.0},
+    ],
+    ids=["default", "none", "factory", "own", "accumulated"],
+)
+def test_a_model_with_nothing_to_train_is_refused_in_words(model: nn.Module, options: dict[str, Any]) -> None:
+    why = "all 2 are frozen" if list(model.parameters()) else "it has no parameters"
+    step = Step(model, torch.randn(2, 4), **{"loss": None if "run" in options else lambda out, _: out.sum(), **options})
+    with pytest.raises(InputError, match=rf"no parameter of the model requires a gradient \({why}\).*requires_grad_"):
+        memfit.trace(step, target="cpu")
+
+
+def test_a_loss_that_is_cut_off_from_the_model_is_refused_in_words() -> None:
+    step = Step(nn.Linear(4, 4), torch.randn(2, 4), loss=lambda out, _: out.detach().sum())
+    with pytest.raises(InputError, match=r"no gradient flows from the loss to the parameters.*\.detach\(\)"):
+        memfit.trace(step, target="cpu")
+
+
+def test_a_frozen_model_is_captured_where_its_input_has_a_gradient() -> None:
+    batch = torch.randn(2, 4, requires_grad=True)
+    step = Step(nn.Linear(4, 4).requires_grad_(False), batch, loss=lambda out, _: out.sum(), optimizer=None)
+    assert any(op.phase.value == "backward" for op in memfit.trace(step, target="cpu").ops)

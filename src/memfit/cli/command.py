@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from memfit.cli.output import close_quietly, say_problem
 from memfit.cli.problems import UsageError, nearest
+from memfit.cli.streams import only_results
 from memfit.errors import MemfitError
 
 DONE, FAILED, USAGE, INFEASIBLE, STOPPED = 0, 1, 2, 3, 130
@@ -46,14 +47,19 @@ class Command(Protocol):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; the exit code is 0 when done, 1 on an error, 2 on wrong usage, 3 when nothing fits."""
+    """Run the command; the exit code is 0 when done, 1 on an error, 2 on wrong usage, 3 when nothing fits.
+
+    Without arguments it is the program itself, and those of its command line are taken.
+    """
+    program = arguments is None
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
-        code = _run(arguments)
-        sys.stdout.flush()
+        code = _run(arguments, program=program)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except UsageError as error:
         say_problem(str(error))
         return USAGE
@@ -69,10 +75,10 @@ def main(arguments: list[str] | None = None) -> int:
     return code
 
 
-def _run(arguments: list[str]) -> int:
+def _run(arguments: list[str], *, program: bool) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         if len(arguments) > 1 and arguments[0] == "help":
-            return _run([arguments[1], "--help"])
+            return _run([arguments[1], "--help"], program=program)
         _print_help(sys.stdout if arguments else sys.stderr)
         return DONE if arguments else USAGE
     name = arguments[0]
@@ -85,7 +91,9 @@ def _run(arguments: list[str]) -> int:
         near = nearest(name, COMMANDS)
         hint = f"did you mean {near!r}?" if near else f"there are {_listed(list(COMMANDS))}; memfit --help says more"
         raise UsageError(f"there is no {what} {name!r}; {hint}")
-    return parsed(name, arguments[1:]).run()
+    command = parsed(name, arguments[1:])
+    with only_results(to_the_end=program):
+        return command.run()
 
 
 def command_class(name: str) -> type[Command]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memfit.cli.options import FileOptions
 from memfit.cli.output import Work, say
+from memfit.cli.problems import for_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,22 +17,32 @@ if TYPE_CHECKING:
 
 
 def write_files(files: FileOptions, report: Report, levers: Sequence[Lever] = ()) -> None:
-    """Write what was asked for, and say so; levers are shown on the page."""
+    """Write what was asked for, and say so; levers are shown on the page and in the Markdown."""
     from memfit.report.markdown import markdown_of
     from memfit.report.page import write_page
     from memfit.report.perfetto import write_perfetto
     from memfit.report.snapshot import write_snapshot
 
     if files.html is not None:
-        with Work("drawing the page"):
+        with Work("drawing the page"), for_file("--html"):
             write_page(report, files.html, levers=levers)
         say(f"wrote {files.html}, open it in a browser")
     if files.perfetto is not None:
-        write_perfetto(report, files.perfetto)
+        with for_file("--perfetto"):
+            write_perfetto(report, files.perfetto)
         say(f"wrote {files.perfetto}, open it at ui.perfetto.dev")
     if files.snapshot is not None:
-        write_snapshot(report, files.snapshot)
+        with for_file("--snapshot"):
+            write_snapshot(report, files.snapshot)
         say(f"wrote {files.snapshot}, open it at pytorch.org/memory_viz")
     if files.markdown is not None:
-        files.markdown.write_text(markdown_of(report), encoding="utf-8")
-        say(f"wrote {files.markdown}")
+        write_text("--markdown", files.markdown, markdown_of(report, levers))
+
+
+def write_text(option: str, path: Path, text: str) -> None:
+    """Write the file of an option, and say so."""
+    from memfit.files import write_whole
+
+    with for_file(option):
+        write_whole(path, text.encode(), path.name)
+    say(f"wrote {path}")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +18,7 @@ from memfit.errors import InputError
 if TYPE_CHECKING:
     from memfit.hardware import Target
     from memfit.plan import Plan
+    from memfit.shapes.stepping import NamedSteps
     from memfit.solve import SolveOptions
     from memfit.trace import Step, Trace
 
@@ -45,49 +49,95 @@ def step_and_target(step: StepOptions, hardware: HardwareOptions) -> tuple[Given
 
 def step_given(options: StepOptions) -> Given:
     """The step that STEP names, or the trace when it is the file of one."""
-    for name in ("batch", "seq"):
-        number = getattr(options, name)
-        if number is not None and number < 1:
-            raise UsageError(f"--{name} is {number}; write a whole number of at least 1")
+    return steps_given(options)(options)
+
+
+def steps_given(options: StepOptions) -> Callable[[StepOptions], Given]:
+    """The steps that STEP names, by their --batch and --seq; what it names is loaded once."""
+    _check_counts(options)
     path = Path(options.step)
     if path.is_file() and is_trace(path):
-        for name in ("batch", "seq"):
-            if getattr(options, name) is not None:
-                raise UsageError(f"--{name}: {path} is a trace, of one batch; give the step it was captured from")
-        return Given(step=trace_given(path), title=f"the trace {path.name}")
+        return partial(_of_trace, path)
     if path.suffix == ".memfit":
-        raise InputError(f"there is no trace {path}; memfit.save_trace(trace, path) writes one")
+        raise UsageError(f"STEP: there is no trace {path}; memfit.save_trace(trace, path) writes one")
     if path.is_file() and path.suffix == ".json":
         raise UsageError(
             f"STEP: {path} is a file of JSON; for a configuration of transformers write hf:{path}, and the step that a "
             "plan was made for is the one given to memfit plan"
         )
-    from memfit.shapes import named_step_at
+    from memfit.shapes import named_steps_at
 
-    found = named_step_at(options.step, batch=options.batch, seq=options.seq)
+    with asked("STEP: "):
+        return partial(_of_name, named_steps_at(options.step))
+
+
+def _of_trace(path: Path, options: StepOptions) -> Given:
+    for name in ("batch", "seq"):
+        if getattr(options, name) is not None:
+            raise UsageError(f"--{name}: {path} is a trace, of one batch; give the step it was captured from")
+    return Given(step=trace_given(path), title=f"the trace {path.name}")
+
+
+def _of_name(steps: NamedSteps, options: StepOptions) -> Given:
+    with asked():
+        found = steps(batch=options.batch, seq=options.seq)
     return Given(step=found.step, title=found.title, notes=found.notes)
+
+
+def _check_counts(options: StepOptions) -> None:
+    for name in ("batch", "seq"):
+        number = getattr(options, name)
+        if number is not None and number < 1:
+            raise UsageError(f"--{name} is {number}; write a whole number of at least 1")
+
+
+@contextmanager
+def asked(of: str = "") -> Iterator[None]:
+    """A step that is not there, or cannot be as it was asked for, is wrong usage; what goes wrong inside it is not."""
+    from memfit.shapes.problems import WrongRequest
+
+    try:
+        yield
+    except WrongRequest as error:
+        raise UsageError(f"{of}{error}") from error
 
 
 def trace_given(path: Path) -> Trace:
     """The trace in a file."""
     from memfit.trace import load_trace
 
-    return load_trace(path)
+    with reading(path):
+        return load_trace(path)
 
 
 def is_trace(path: Path) -> bool:
     """Whether a file begins as traces do."""
-    with open(path, "rb") as file:
+    with reading(path), open(path, "rb") as file:
         return file.read(len(_TRACE)) == _TRACE
 
 
-def plan_given(path: Path) -> Plan:
+def plan_given(path: Path, option: str = "PLAN") -> Plan:
     """The plan in a file."""
     from memfit.plan import load
 
+    check_is_there(path, option, "a plan that `memfit plan -o` or Plan.save wrote")
+    with reading(path):
+        return load(path)
+
+
+def check_is_there(path: Path, option: str, what: str) -> None:
+    """Refuse a file that is not there, by the option that names it."""
     if not path.is_file():
-        raise InputError(f"there is no file {path}; give a plan that `memfit plan -o` or Plan.save wrote")
-    return load(path)
+        raise UsageError(f"{option}: there is no file {path}; give {what}")
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """A file that is there and cannot be read is an error."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def target_given(options: HardwareOptions, step: Step | Trace | None = None) -> Target:

@@ -13,15 +13,18 @@ from memfit.cli.output import Work
 from memfit.units import display_bytes, display_ms
 
 if TYPE_CHECKING:
+    from memfit.plan import Plan
     from memfit.report.facts import Report
     from memfit.report.levers import Lever
     from memfit.trace import Step, Trace
 
 _SHOWN = 5
+_SHOWN_HOPELESS = 8
 
 
 def levers_given(report: Report, step: Step | Trace, cost: str) -> tuple[Lever, ...]:
-    """What would lower the peak of the step, under the plan where there is one."""
+    """What would lower the peak of the step: under the plan where there is one, under the plan that needs least where
+    nothing fits."""
     from memfit.plan.given import cost_given
     from memfit.report.levers import Case, levers_of
     from memfit.trace import Step
@@ -37,21 +40,29 @@ def levers_given(report: Report, step: Step | Trace, cost: str) -> tuple[Lever, 
         return levers_of(case, watch=work.heard)
 
 
-def levers_in_short(levers: Sequence[Lever], explain: str) -> RenderableType:
-    """The first few of them, and the command that has the rest."""
+def levers_in_short(levers: Sequence[Lever], plan: Plan, explain: str) -> RenderableType:
+    """The first few of them, and the command that has the rest. Where nothing fits, all that would make it fit."""
+    from memfit.report.levers import enough
+
+    hopeless = plan.predicted is None
     if not levers:
-        return Text("\nno lever that memfit knows would lower this peak further")
+        return Text(f"\nno lever that memfit knows would lower this peak {'' if hopeless else 'further'}".rstrip())
     title = "\nwhat would lower this peak further: free ones first, then by bytes saved for each millisecond"
+    if hopeless:
+        title = "\nwhat would help, on top of the plan that needs least: what is enough by itself comes first"
     table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
     table.add_column("lever", overflow="fold")
-    for heading in ("saves", "peak then", "a step takes"):
+    for heading in ("saves", "peak then", "a step takes", *(["for the budget"] if hopeless else [])):
         table.add_column(heading, justify="right", no_wrap=True)
-    for lever in levers[:_SHOWN]:
+    shown = sorted(levers, key=lambda lever: hopeless and lever.peak_bytes > plan.budget_bytes)
+    shown = shown[: _SHOWN_HOPELESS if hopeless else _SHOWN]
+    for lever in shown:
         name = Text(lever.name if lever.same_numbers else f"{lever.name} *")
-        table.add_row(name, display_bytes(lever.saves_bytes), display_bytes(lever.peak_bytes), _longer(lever.costs_ms))
-    more = len(levers) - _SHOWN
+        cells = [display_bytes(lever.saves_bytes), display_bytes(lever.peak_bytes), _longer(lever.costs_ms)]
+        table.add_row(name, *cells, *([enough(lever, plan.budget_bytes)] if hopeless else []))
+    more = len(levers) - len(shown)
     rest = f"{more} more, and how each is done" if more > 0 else "how each is done"
-    other = "" if all(lever.same_numbers for lever in levers[:_SHOWN]) else "*: computes other numbers\n"
+    other = "" if all(lever.same_numbers for lever in shown) else "*: computes other numbers\n"
     return Group(table, Text(f"{other}{rest}: {explain}", style="dim"))
 
 

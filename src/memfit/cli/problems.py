@@ -9,6 +9,15 @@ from pathlib import Path
 
 from memfit.errors import InputError
 
+_STANDARD_OUTPUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
+_EXAMPLES = {
+    "--html": "report.html",
+    "--perfetto": "step.perfetto.json",
+    "--snapshot": "step.pickle",
+    "--markdown": "plan.md",
+}
+"""Names that would do, by option."""
+
 
 class UsageError(InputError):
     """An option or a value on the command line is wrong: exit code 2."""
@@ -32,13 +41,27 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
 
 def check_files(files: dict[str, Path | None]) -> None:
     """Refuse files that cannot be written, by option, before minutes of work are done."""
+    from memfit.files import check_can_write
+
     for option, path in files.items():
         if path is None:
             continue
-        if path.is_dir():
-            raise UsageError(f"{option}: {path} is a folder; give the path of a file in it")
-        if not path.parent.is_dir():
-            raise UsageError(f"{option}: there is no folder {path.parent} to write {path.name} to; make it first")
+        if str(path) in _STANDARD_OUTPUT:
+            raise UsageError(f"{option}: {path} is where results are printed; leave {option} out, or write --json")
+        with for_file(option):
+            check_can_write(path, _EXAMPLES.get(option, "plan.json"))
     given = [path.absolute() for path in files.values() if path is not None]
     if len(set(given)) < len(given):
         raise UsageError(f"two of {', '.join(files)} write to the same file; give each its own")
+
+
+@contextlib.contextmanager
+def for_file(option: str) -> Iterator[None]:
+    """What goes wrong with writing in here is an error of the file that this option names, and no wrong usage."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{option}: {error}") from error
+    except OSError as error:
+        named = f"{error.filename} cannot be written: " if error.filename else ""
+        raise InputError(f"{option}: {named}{error.strerror}; give another path") from error

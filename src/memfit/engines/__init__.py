@@ -1,6 +1,7 @@
-"""What runs a plan."""
+"""What runs in training: a plan on its model, and a loss in chunks."""
 
 from memfit.engines.attachment import unplanned
+from memfit.engines.chunked_loss import chunked_cross_entropy
 from memfit.engines.local import Applied, apply, plan_of_model, remove
 
-__all__ = ["Applied", "apply", "plan_of_model", "remove", "unplanned"]
+__all__ = ["Applied", "apply", "chunked_cross_entropy", "plan_of_model", "remove", "unplanned"]

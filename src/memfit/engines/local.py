@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from memfit.engines.attachment import Handler, attach, attached, detach
 from memfit.engines.loss import LossRegion
 from memfit.engines.policy import RunPolicy
+from memfit.engines.sharded import check_ranks, shard_as_planned
 from memfit.engines.unit import PlannedUnit
-from memfit.errors import InputError, MissingFeatureError, StateError
+from memfit.errors import InputError, StateError
 from memfit.plan import Checkpoint, Plan, PlanMismatch, model_differences
 from memfit.plan.mismatch import optimizer_differences
 from memfit.plan.uses import use
@@ -127,10 +129,16 @@ class Applied:
 
 @use("apply")
 def apply(
-    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    plan: Plan,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
     """Make a model run a plan, from its next step on. Refused, with what is wrong, before anything is changed."""
     _check(plan, model, optimizer)
+    if plan.shard is not None:
+        check_ranks(plan, mesh)
+        shard_as_planned(plan, model, optimizer, mesh)
     applied = Applied(plan, model)
     applied.attach(optimizer)
     _applied[model] = applied
@@ -176,11 +184,6 @@ def _check(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None
     if plan.status == "infeasible":
         least = "" if plan.minimum_budget_bytes is None else f" {display_bytes(plan.minimum_budget_bytes)}"
         raise InputError(f"this plan is infeasible and cannot be applied; plan with a budget of{least} or more")
-    if plan.shard is not None:
-        raise MissingFeatureError(
-            f"this plan shards the model over {plan.shard.ranks} ranks, which no engine of memfit runs yet; "
-            "plan with ranks=1 to apply it on one device"
-        )
     if plan.optimizer is not None:
         if optimizer is None:
             raise InputError(f"this plan changes the optimizer's step to {plan.optimizer!r}: apply(model, optimizer)")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from memfit.errors import InputError
 from memfit.hardware.device import Device, Link
 from memfit.hardware.load import load_device, load_link
 from memfit.units import display_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,8 @@ class Target:
                 intra_node_link=intra or target.intra_node_link,
                 inter_node_link=inter or target.inter_node_link,
             )
+        import torch  # here, so that a look at the devices does not wait for it
+
         device = load_device(str(target)) if isinstance(target, str | torch.device) else target
         if not isinstance(device, Device):
             raise InputError(f"a target cannot be {target!r}; give a device name such as 'h100-sxm', or a Device")

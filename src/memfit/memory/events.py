@@ -27,7 +27,8 @@ Row = tuple[int, int, int]
 _ROW = {category: row for row, category in enumerate(CATEGORIES)}
 _TEMPORARY = _ROW[Category.TEMPORARY]
 _STATE = _ROW[Category.OPTIMIZER_STATE]
-_MOST_STEPS = 8
+MOST_STEPS = 8
+"""After so many a process is taken as settled (Note [Steady state])."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +135,7 @@ def events(trace: Trace) -> Iterator[MemoryEvent]:
 
 def events_of(lives: Lives) -> Iterator[MemoryEvent]:
     """The same of any lives; the key of the workspace of instant k is the number of lives plus k."""
-    for _, key, requested_bytes in _Replay(lives).alone():
+    for _, key, requested_bytes in Replay(lives).alone():
         yield MemoryEvent(key, requested_bytes)
 
 
@@ -155,24 +156,21 @@ def reserved_of(lives: Lives, device: Device, *, limit_bytes: int | None = None)
             steps=1,
             retries=0,
         )
-    replay = _Replay(lives)
     allocator = CachingAllocator(allocator_config(device, limit_bytes=limit_bytes))
-    failed = _run(allocator, replay.first())
-    first_bytes = allocator.peak_reserved_bytes
-    steps = 1
-    later = replay.later() if failed is None else []
-    while failed is None and steps < _MOST_STEPS:
-        earlier_bytes = allocator.peak_reserved_bytes
-        failed = _run(allocator, later)
-        steps += 1
-        if allocator.peak_reserved_bytes == earlier_bytes:
+    failed: int | None = None
+    reserved_bytes: list[int] = []
+    for stream in Replay(lives).steps():
+        failed = _run(allocator, stream)
+        reserved_bytes.append(allocator.peak_reserved_bytes)
+        settled = len(reserved_bytes) > 1 and reserved_bytes[-1] == reserved_bytes[-2]
+        if failed is not None or settled:
             break
     return Reserved(
         peak_requested_bytes=allocator.peak_requested_bytes,
         peak_allocated_bytes=allocator.peak_allocated_bytes,
         peak_reserved_bytes=allocator.peak_reserved_bytes,
-        first_step_reserved_bytes=first_bytes,
-        steps=steps,
+        first_step_reserved_bytes=reserved_bytes[0],
+        steps=len(reserved_bytes),
         retries=allocator.retries,
         out_of_memory_op=failed,
     )
@@ -195,7 +193,7 @@ def _run(allocator: CachingAllocator, stream: Iterable[Row]) -> int | None:
     return None
 
 
-class _Replay:
+class Replay:
     """The events of a step with the instant they belong to, `NEVER` before the first."""
 
     def __init__(self, lives: Lives) -> None:
@@ -213,6 +211,13 @@ class _Replay:
         self.born = _grouped(born, seen & ~resident, self.end + 1)
         self.freed = _grouped(dies, seen & ~stays, self.end + 1)
         self.workspace = lives.workspace_bytes.tolist()
+
+    def steps(self) -> Iterator[list[Row]]:
+        """The steps of a process on one allocator, as many as it may take until one reserves nothing more."""
+        yield self.first()
+        later = self.later()
+        for _ in range(MOST_STEPS - 1):
+            yield later
 
     def first(self) -> list[Row]:
         """The first step of a process: optimizer state is made when the optimizer first runs on it."""

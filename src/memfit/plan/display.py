@@ -14,6 +14,7 @@ from memfit.paths import alike, folded
 from memfit.plan.record import Blocker, Checkpoint, Estimate, PeakAt, ShardPlan
 from memfit.plan.words import Tone, changes_nothing, verdict_of
 from memfit.trace import Category
+from memfit.trace.names import short
 from memfit.units import display_bytes, display_ms
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ _WAYS = {
 def plan_report(plan: Plan) -> Group:
     """Everything about a plan that fits a screen of 80 columns."""
     parts: list[RenderableType] = [_headline(plan), Text(), _before_and_after(plan), Text(), _highest(plan)]
-    if plan.blocker is not None and plan.blocker.levers:
-        parts += [Text(), _levers(plan, plan.blocker)]
+    if plan.blocker is not None:
+        parts += [Text("memfit.explain(plan, step) works out what would help", style="dim")]
     if plan.checkpoint:
         groups = _groups(plan.checkpoint)
         parts += [Text(), _checkpoint(plan, groups), Text(), _kept(groups)]
@@ -148,23 +149,7 @@ def _place(at: PeakAt) -> str:
     if not at.name:
         return at.phase
     module = "outside any module" if at.module is None else f"in {at.module or 'the model itself'}"
-    return f"{at.phase}, {_short(at.name)}, {module}"
-
-
-def _levers(plan: Plan, blocker: Blocker) -> Table:
-    missing = display_bytes(max(0, blocker.peak_bytes - plan.budget_bytes))
-    table = Table(
-        title=f"what would help there, where {missing} are missing",
-        title_justify="left",
-        show_edge=False,
-        pad_edge=False,
-    )
-    table.add_column("lever", no_wrap=True)
-    table.add_column("saves about", justify="right", no_wrap=True)
-    table.add_column("how", overflow="fold")
-    for lever in blocker.levers:
-        table.add_row(Text(lever.name), display_bytes(lever.saves_bytes), Text(lever.how))
-    return table
+    return f"{at.phase}, {short(at.name)}, {module}"
 
 
 def _groups(checkpoint: Iterable[Checkpoint]) -> list[list[Checkpoint]]:
@@ -240,7 +225,7 @@ def _kept_ops(entry: Checkpoint) -> str:
     sizes: dict[str, list[int]] = defaultdict(list)
     for op in entry.saved_ops:
         if op.bytes:
-            sizes[_short(op.name)].append(op.bytes)
+            sizes[short(op.name)].append(op.bytes)
     largest = sorted(sizes, key=lambda name: -sum(sizes[name]))
     shown = [name if len(sizes[name]) == 1 else f"{len(sizes[name])} {name}" for name in largest[:_NAMES]]
     more = len(sizes) - _NAMES
@@ -261,8 +246,3 @@ def _shard(shard: ShardPlan) -> Text:
         if getattr(shard, name) is not None:
             text.append(f"\n  {name}: {getattr(shard, name)}")
     return text
-
-
-def _short(name: str) -> str:
-    """An op's name without what all of them have."""
-    return name.removeprefix("aten.").removesuffix(".default")

@@ -12,6 +12,7 @@ import torch
 from msgspec import Meta
 from rich.console import RenderableType
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from memfit.errors import InputError
 from memfit.files import write_whole
@@ -115,13 +116,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             return capture(other, target=self.target.device)
 
     def apply(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
     ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
         """Make a model run the plan from its next step on; both come back as they are.
 
-        A plan that does not belong to the model is refused with what differs, before anything is changed.
+        A plan that does not belong to the model is refused with what differs, before anything is changed. A plan for
+        several ranks shards the model over those of the process group, or of `mesh`.
         """
-        return used("apply")(self, model, optimizer)
+        return used("apply")(self, model, optimizer, mesh)
 
     def remove(self, model: nn.Module) -> nn.Module:
         """Make a model that runs the plan what it was before `apply`."""

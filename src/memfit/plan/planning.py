@@ -28,7 +28,7 @@ from memfit.plan.given import (
 )
 from memfit.plan.implementations import Answer, best_implementation
 from memfit.plan.making import plan_of
-from memfit.plan.record import Blocker, Dtype, Estimate, Lever, Prediction, ShardedUnit, ShardPlan
+from memfit.plan.record import Blocker, Dtype, Estimate, Prediction, ShardedUnit, ShardPlan
 from memfit.solve import (
     Choice,
     Curve,
@@ -187,7 +187,8 @@ def _document(answer: Answer, given: Problem, notes: list[str], asked_bytes: int
             checkpoint=(),
             baseline=baseline,
             predicted=None,
-            blocker=_why(problem, solved.budget_bytes),
+            blocker=_why(problem),
+            optimizer=answer.implementation,
             notes=notes,
         )
     return plan_of(
@@ -247,17 +248,17 @@ def _shard_plan(problem: Problem) -> ShardPlan | None:
     )
 
 
-def _why(problem: Problem, budget_bytes: int) -> Blocker | None:
-    """What stands in the way, and what would help there."""
+def _why(problem: Problem) -> Blocker | None:
+    """What stands in the way; what would help is not for a plan to say."""
     least = problem.least
     if least is None:
         return None
-    found = blocker_of(problem, least.choice, budget_bytes)
+    found = blocker_of(problem, least.choice)
     return Blocker(
         peak_bytes=found.peak_bytes,
         peak_by_category=found.by_category,
         peak_at=peak_at(problem.timeline.trace, found.op, second_run_of=found.second_run_of),
-        levers=tuple(Lever(name=each.name, saves_bytes=each.saves_bytes, how=each.how) for each in found.levers),
+        levers=(),  # `memfit.explain` works them out, which takes the step itself
     )
 
 

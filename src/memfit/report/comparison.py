@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,12 +25,19 @@ from memfit.report.comparison_traces import (
     total_flops,
     traced_memory,
 )
-from memfit.report.page.words import place, reserves_more
+from memfit.report.strings import named
+from memfit.report.words import place, reserves_more
 from memfit.solve.curve_display import text_of
 from memfit.trace import Category, Trace
 from memfit.units import display_bytes
 
 _OWN = "the parameter's own"
+_OUTCOMES = {"status", "optimizer's step"}
+_ASKED = (
+    "both are for the same step, hardware and budget: what was asked of the solver differs (--units, --force, --forbid "
+    "or --time-limit), which plans do not record"
+)
+_TIMED = "both are for the same step, hardware and budget: their ops are timed in other ways (--cost)"
 _HOW = "give two memfit.Plan (memfit.load reads one) or two memfit.Trace (memfit.load_trace reads one)"
 
 
@@ -66,7 +73,7 @@ class Comparison:
 
     `changed` is what they were made from, the rest what came of it. `memory` and `times` have a row also where nothing
     differs, everything else only what does. `modules`, `ops` and `flops` are of traces, `times` and `decisions` of
-    plans.
+    plans. `note` says what must have changed where plans do not record it.
     """
 
     kind: Literal["plans", "traces"]
@@ -81,6 +88,7 @@ class Comparison:
     modules: tuple[ModuleChange, ...]
     ops: tuple[CountChange, ...]
     flops: CountChange | None
+    note: str | None = None
 
     @property
     def same(self) -> bool:
@@ -149,11 +157,12 @@ def _model(trace: Trace) -> str:
 
 def _plans(first: Plan, second: Plan) -> Comparison:
     ends = [each.predicted or each.blocker or each.baseline for each in (first, second)]
+    changed = (*_changed_setting(first, second), *changed_facts(first, second))
     return Comparison(
         kind="plans",
         first=_title(first),
         second=_title(second),
-        changed=(*_changed_setting(first, second), *changed_facts(first, second)),
+        changed=changed,
         memory=tuple(_memory(first, second)),
         times=tuple(_times(first, second)),
         first_peak_at=place(ends[0].peak_at),
@@ -162,7 +171,16 @@ def _plans(first: Plan, second: Plan) -> Comparison:
         modules=(),
         ops=(),
         flops=None,
+        note=None if {each.name for each in changed} - _OUTCOMES else _unrecorded(first, second),
     )
+
+
+def _unrecorded(first: Plan, second: Plan) -> str | None:
+    """Why plans for the same step, hardware and budget are not the same; None when they are."""
+    if first.baseline.step_ms != second.baseline.step_ms:
+        return _TIMED
+    sides = [(plan.status, plan.minimum_budget_bytes, plan.predicted, plan.checkpoint) for plan in (first, second)]
+    return _ASKED if sides[0] != sides[1] else None
 
 
 def _title(plan: Plan) -> str:
@@ -182,7 +200,15 @@ def _changed_setting(first: Plan, second: Plan) -> Iterator[Changed]:
         ("optimizer's step", first.optimizer or "as given", second.optimizer or "as given"),
         ("memfit", first.memfit, second.memfit),
     )
-    yield from rows_of(("sharded units", _sharded(first.shard), _sharded(second.shard)))
+    yield from rows_of(
+        ("forced units", _forced(first), _forced(second)),
+        ("sharded units", _sharded(first.shard), _sharded(second.shard)),
+    )
+    if first.shard is not None and second.shard is not None:
+        yield from rows_of(
+            ("gathered from forward to backward", _gathered(first.shard), _gathered(second.shard)),
+            ("units gathered ahead", str(first.shard.prefetch), str(second.shard.prefetch)),
+        )
     for name in ("shard_dtype", "param_dtype", "reduce_dtype"):
         sides = _dtype(first.shard, name), _dtype(second.shard, name)
         if {*sides} - {None, _OWN}:
@@ -198,10 +224,25 @@ def _shown_bytes(first: int, second: int) -> tuple[str, str]:
 def _sharded(shard: ShardPlan | None) -> str | None:
     if shard is None:
         return None
+    return _names(unit.module for unit in shard.units)
+
+
+def _gathered(shard: ShardPlan) -> str:
+    return _names(unit.module for unit in shard.units if not unit.reshard_after_forward) or "none"
+
+
+def _forced(plan: Plan) -> str | None:
+    """What is checkpointed though the fastest plan would not, as the step fits without: it was asked for."""
+    fits = plan.baseline.peak_bytes <= plan.budget_bytes
+    return _names(entry.unit for entry in plan.checkpoint) if fits and plan.checkpoint else None
+
+
+def _names(modules: Iterable[str]) -> str:
+    """Those whose paths differ in numbers only as one name."""
     groups: dict[str, list[str]] = {}
-    for unit in shard.units:
-        groups.setdefault(alike(unit.module), []).append(unit.module)
-    return ", ".join(folded(modules) or "(model)" for modules in groups.values())
+    for module in modules:
+        groups.setdefault(alike(module), []).append(module)
+    return ", ".join(named(folded(members)) for members in groups.values())
 
 
 def _dtype(shard: ShardPlan | None, name: str) -> str | None:

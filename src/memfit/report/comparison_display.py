@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from memfit.trace.names import short
 from memfit.units import display_bytes, display_ms
 
 if TYPE_CHECKING:
@@ -44,13 +45,14 @@ def _table(title: str, *names: str, left: int = 1) -> Table:
 
 def _changed(found: Comparison) -> RenderableType:
     if not found.changed:
-        return Text("what changed: nothing of what they were made from")
+        return Text(f"what changed: {found.note or 'nothing of what they were made from'}")
     table = _table("what changed", "", "first", "second", left=3)
     for each in found.changed[:_ROWS]:
         table.add_row(
             Text(each.name), *(Text(_NOTHING if side is None else side) for side in (each.first, each.second))
         )
-    return _more(table, len(found.changed))
+    table = _more(table, len(found.changed))
+    return table if found.note is None else Group(table, Text(found.note))
 
 
 def _effects(found: Comparison) -> Table:
@@ -114,7 +116,7 @@ def _ops(found: Comparison) -> Table | None:
         return None
     table = _table("ops that run another number of times", "op", "first", "second", "change")
     for each in found.ops[:_ROWS]:
-        name = each.name.removeprefix("aten.").removesuffix(".default")
+        name = short(each.name)
         table.add_row(Text(name), str(each.first), str(each.second), f"{each.second - each.first:+}")
     return _more(table, len(found.ops))
 

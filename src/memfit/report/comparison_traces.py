@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from memfit.memory import Timeline, module_memory, reserved
 from memfit.paths import alike, folded
 from memfit.plan import peak_at
-from memfit.report.page.words import place
+from memfit.report.words import place
 from memfit.trace import NEVER, Category, Trace
 
 

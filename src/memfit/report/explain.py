@@ -17,8 +17,17 @@ from memfit.memory import CATEGORIES
 from memfit.paths import around
 from memfit.plan import Plan
 from memfit.plan.facts import peak_at
-from memfit.plan.given import Model, TargetLike, check_asked, check_nothing_beside, cost_given, step_given, target_given
-from memfit.plan.record import Blocker, PeakAt
+from memfit.plan.given import (
+    Model,
+    TargetLike,
+    check_asked,
+    check_nothing_beside,
+    cost_given,
+    options_given,
+    step_given,
+    target_given,
+)
+from memfit.plan.record import PeakAt
 from memfit.report.explanation import (
     GatheredUnit,
     LineAtPeak,
@@ -30,11 +39,11 @@ from memfit.report.explanation import (
 from memfit.report.facts import Report
 from memfit.report.holders import Holders
 from memfit.report.levers import Case, Lever, levers_of
+from memfit.report.sizes import rounded
 from memfit.report.unreleased import checkpointing_of, kept_by_plan
-from memfit.solve import PlannedTimeline, Problem
+from memfit.solve import PlannedTimeline, Problem, SolveOptions
 from memfit.solve.least import LeastBudget
-from memfit.trace import NEVER, Category, Step, Trace, trace
-from memfit.units import display_bytes
+from memfit.trace import Category, Step, Trace, trace
 
 _LARGEST = 10
 _ACTIVATION = CATEGORIES.index(Category.ACTIVATION)
@@ -54,15 +63,17 @@ def explain(
     ranks: int | None = None,
     budget: str | int | float | None = None,
     cost: Cost | str | None = None,
+    options: SolveOptions | None = None,
     levers: bool = True,
     progress: bool = True,
 ) -> StepExplanation:
     """What fills the peak of a training step and what holds it, and the levers that would lower it, cheapest first.
 
-    Takes what `plan` takes: a model and a batch, a `Step`, a `Trace`, or a function that runs the step. Also a plan
-    with its step, `explain(plan, step)`, which is explained as it runs under the plan; a plan alone says what its
-    document knows. `budget` is what the step should fit, all that is usable unless given. Levers capture changed
-    steps, which a trace cannot; `levers=False` leaves them out.
+    Takes what `plan` takes, all but `start`: a model and a batch, a `Step`, a `Trace`, or a function that runs the
+    step. Also a plan with its step, `explain(plan, step)`, which is explained as it runs under the plan; a plan alone
+    says what its document knows. `budget` is what the step should fit, all that is usable unless given. `options` say
+    how the step is sharded, and what levers may checkpoint. Levers capture changed steps, which a trace cannot;
+    `levers=False` leaves them out.
     """
     doing = _Doing(progress)
     if isinstance(model, Plan):
@@ -71,25 +82,27 @@ def explain(
             raise InputError("target and ranks are part of the plan; make another plan for another target")
         if batch is None:
             return _of_document(model)
-        report, step = _planned(model, batch, cost, doing)
+        report, step = _planned(model, batch, cost, options, doing)
         allowed = model.budget_bytes if budget is None else report.target.budget_bytes(budget)
     else:
         check_asked(model, target, ranks, budget=budget)
-        report, step = _given(model, batch, loss, optimizer, autocast, target, ranks, cost, doing)
+        report, step = _given(model, batch, loss, optimizer, autocast, target, ranks, cost, options, doing)
         allowed = min(report.target.budget_bytes(budget), report.target.usable_bytes)
     case = Case(report=report, step=step, cost=cost_given(cost, report.target), budget_bytes=allowed)
     found: tuple[Lever, ...] = ()
     if levers:
         with doing("working out levers") as tell:
             found = levers_of(case, tell)
-    return _explanation(case, found, case.quick.least if levers else None)
+    return _explanation(case, found, case.least if levers else None)
 
 
-def _planned(plan: Plan, step: Any, cost: Cost | str | None, doing: _Doing) -> tuple[Report, Step | None]:
+def _planned(
+    plan: Plan, step: Any, cost: Cost | str | None, options: SolveOptions | None, doing: _Doing
+) -> tuple[Report, Step | None]:
     if not isinstance(step, Step | Trace):
         raise InputError(f"a plan is explained with its memfit.Step or memfit.Trace, not a {type(step).__name__}")
     with doing("capturing one training step"):
-        report = Report.of(plan, step, cost=cost)
+        report = Report.of(plan, step, cost=cost, options=None if options is None else options_given(options))
     return report, step if isinstance(step, Step) else None
 
 
@@ -102,9 +115,10 @@ def _given(
     target: TargetLike | None,
     ranks: int | None,
     cost: Cost | str | None,
+    options: SolveOptions | None,
     doing: _Doing,
 ) -> tuple[Report, Step | None]:
-    aim = target_given(model, target, ranks)
+    aim, solver = target_given(model, target, ranks), options_given(options)
     chosen = cost_given(cost, aim)
     if isinstance(model, Step | Trace):
         check_nothing_beside(f"the {type(model).__name__}", batch, loss, optimizer, autocast)
@@ -116,21 +130,21 @@ def _given(
         with doing("capturing one training step"):
             captured = trace(step, target=aim)
     with doing("timing its ops, working out frontiers"):
-        return Report(problem=Problem.of(Runtime.of(captured, chosen), aim), plan=None), step
+        return Report(problem=Problem.of(Runtime.of(captured, chosen), aim, solver), plan=None), step
 
 
 def _explanation(case: Case, levers: tuple[Lever, ...], least: LeastBudget | None) -> StepExplanation:
     report, timeline = case.report, case.timeline
     instant = timeline.peak_instant
     holders = Holders(timeline, instant, kept_by_plan(report, timeline))
-    there = _alive(timeline, instant)
+    there = timeline.alive(instant)
     size = timeline.lives.size_bytes[there]
     largest = there[np.lexsort((there, timeline.lives.born[there], -size))][:_LARGEST]
     at = peak_at(timeline.trace, int(timeline.op[instant]), second_run_of=timeline.second_run_of(instant))
     plan = report.plan
     notes = [*report.trace.notes]
     if plan is not None and plan.predicted is None:
-        notes.append("the plan is infeasible: the step is explained without it")
+        notes.append("no plan fits: this is the step under the plan that needs least, and levers are on top of that")
     if levers and case.step is None:
         notes.append("levers that need the step captured again are left out or estimated: give the step, not its trace")
     return StepExplanation(
@@ -138,7 +152,7 @@ def _explanation(case: Case, levers: tuple[Lever, ...], least: LeastBudget | Non
         device_title=case.target.device.title,
         ranks=case.target.ranks,
         budget_bytes=case.budget_bytes,
-        planned=report.planned is not None,
+        planned=plan is not None,
         peak_bytes=timeline.peak_bytes,
         step_ms=case.step_ms,
         at=_place(at, timeline.trace),
@@ -175,25 +189,8 @@ def _of_document(plan: Plan) -> StepExplanation:
         activations=(),
         gathered=(),
         checkpointing=None,
-        levers=() if plan.blocker is None else _document_levers(plan.blocker),
+        levers=(),
         notes=(*plan.notes, _ALONE),
-    )
-
-
-def _document_levers(blocker: Blocker) -> tuple[Lever, ...]:
-    """The levers of an infeasible plan, which are about the plan that needs least."""
-    least = display_bytes(blocker.peak_bytes)
-    return tuple(
-        Lever(
-            name=each.name,
-            how=each.how,
-            peak_bytes=max(0, blocker.peak_bytes - each.saves_bytes),
-            saves_bytes=each.saves_bytes,
-            costs_ms=None,
-            basis="estimated",
-            assumes=f"the plan that needs least, {least} at its peak, and counts that instant alone",
-        )
-        for each in blocker.levers
     )
 
 
@@ -202,11 +199,6 @@ def _place(at: PeakAt, captured: Trace | None) -> PeakPlace:
     return PeakPlace(
         op=at.op, name=at.name, phase=at.phase, module=at.module, source=source, second_run_of=at.second_run_of
     )
-
-
-def _alive(timeline: PlannedTimeline, instant: int) -> np.ndarray:
-    lives = timeline.lives
-    return np.flatnonzero((lives.born <= instant) & ((lives.dies == NEVER) | (lives.dies >= instant)))
 
 
 def _by_module(
@@ -218,13 +210,14 @@ def _by_module(
     for number in there.tolist():
         found = timeline.allocation(number)
         module = holders.place(found.storage) or found.module
-        size_bytes = _rounded(found.size_bytes, timeline.rounding_bytes)
+        size_bytes = rounded(found.size_bytes, timeline.rounding_bytes)
         categories[module][found.category] += size_bytes
         lines[module][holders.source(found.storage)] += size_bytes
     workspace = int(timeline.lives.workspace_bytes[instant]) if instant < timeline.lives.instants else 0
     if workspace:
-        size_bytes = _rounded(workspace, timeline.rounding_bytes)
-        categories[holders.place_of_op(holders.now) or timeline.module_of(instant)][Category.TEMPORARY] += size_bytes
+        size_bytes = rounded(workspace, timeline.rounding_bytes)
+        op = int(timeline.op[instant])
+        categories[holders.place_of_op(op) or timeline.module_of(instant)][Category.TEMPORARY] += size_bytes
     rows = []
     for module, parts in categories.items():
         made = [(size_bytes, source) for source, size_bytes in lines[module].items() if source]
@@ -245,7 +238,7 @@ def _by_line(timeline: PlannedTimeline, there: np.ndarray, holders: Holders) -> 
     for number in there.tolist():
         source = holders.source(int(timeline.planned.storage[number]))
         if source:
-            size[source] += _rounded(int(timeline.lives.size_bytes[number]), timeline.rounding_bytes)
+            size[source] += rounded(int(timeline.lives.size_bytes[number]), timeline.rounding_bytes)
             count[source] += 1
     return tuple(
         LineAtPeak(source=source, size_bytes=size_bytes, allocations=count[source])
@@ -257,9 +250,9 @@ def _activations(timeline: PlannedTimeline) -> tuple[ModuleActivations, ...]:
     """Modules by what they hold for the backward at the instant when most is held, children included."""
     instant = int(timeline.during_by_row[_ACTIVATION].argmax())
     own: Counter[str] = Counter()
-    for number in _alive(timeline, instant).tolist():
+    for number in timeline.alive(instant).tolist():
         if int(timeline.lives.row[number]) == _ACTIVATION:
-            size_bytes = _rounded(int(timeline.lives.size_bytes[number]), timeline.rounding_bytes)
+            size_bytes = rounded(int(timeline.lives.size_bytes[number]), timeline.rounding_bytes)
             own[timeline.allocation(number).module] += size_bytes
     called = {call.module for call in timeline.trace.calls}
     whole: Counter[str] = Counter(own)
@@ -294,10 +287,6 @@ def _gathered(report: Report, timeline: PlannedTimeline, there: np.ndarray) -> t
         for unit in report.problem.sharding.units
     ]
     return tuple(sorted(rows, key=lambda row: -row.gathered_bytes))
-
-
-def _rounded(n_bytes: int, rounding_bytes: int) -> int:
-    return -(-n_bytes // rounding_bytes) * rounding_bytes
 
 
 class _Doing:

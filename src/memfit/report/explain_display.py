@@ -13,9 +13,9 @@ from rich.text import Text
 from memfit.paths import alike, folded
 from memfit.plan.display import counted
 from memfit.report.explanation import Checkpointing, HeldStorage, ModuleAtPeak, StepExplanation, StillHeld
-from memfit.report.holders import short
 from memfit.report.levers import Lever
 from memfit.trace import Category
+from memfit.trace.names import short
 from memfit.units import display_bytes, display_ms
 
 _ROWS = 8

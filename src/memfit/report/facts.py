@@ -14,6 +14,7 @@ from memfit.plan.making import policy_of
 from memfit.solve import Curve, PlannedTimeline, Problem, ShardOptions, SolveOptions
 from memfit.solve.curve import curve_of
 from memfit.trace import Step, Trace
+from memfit.tradeoff import Policy, Unit
 from memfit.verify import Verification
 from memfit.verify.prediction import captured_for
 
@@ -42,8 +43,12 @@ class Report:
         curve: Curve | None = None,
         verification: Verification | None = None,
         title: str = "",
+        options: SolveOptions | None = None,
     ) -> Report:
-        """The report of a plan on the step that it was made for; another step is refused (`PlanMismatch`)."""
+        """The report of a plan on the step that it was made for; another step is refused (`PlanMismatch`).
+
+        `options` are those that the plan was made with, of which its document knows only what it decided.
+        """
         if isinstance(step, Step):
             trace = captured_for(plan, step)
         elif isinstance(step, Trace):
@@ -59,7 +64,7 @@ class Report:
             inter_node_link=plan.target.inter_node_link,
         )
         runtime = Runtime.of(trace, cost_given(cost, target))
-        problem = Problem.of(runtime, target, SolveOptions(shard=_shard_options(plan)))
+        problem = Problem.of(runtime, target, options or SolveOptions(shard=_shard_options(plan)))
         return cls(problem=problem, plan=plan, curve=curve, verification=verification, title=title)
 
     @classmethod
@@ -88,13 +93,19 @@ class Report:
         """Memory at every instant when nothing is checkpointed, sharded where the target has several ranks."""
         return self.problem.replay(())
 
+    @property
+    def chosen(self) -> tuple[tuple[Unit, Policy], ...]:
+        """What the plan checkpoints, and how."""
+        units = {unit.name: unit for unit in self.problem.units}
+        entries = () if self.plan is None else self.plan.checkpoint
+        return tuple((units[each.unit], policy_of(each)) for each in entries)
+
     @cached_property
     def planned(self) -> PlannedTimeline | None:
         """Memory at every instant under the plan; None without one, or when it is infeasible."""
         if self.plan is None or self.plan.predicted is None:
             return None
-        units = {unit.name: unit for unit in self.problem.units}
-        return self.problem.replay((units[each.unit], policy_of(each)) for each in self.plan.checkpoint)
+        return self.problem.replay(self.chosen)
 
     def with_curve(self, points: int = 16) -> Report:
         """The same report with the whole trade-off."""

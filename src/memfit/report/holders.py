@@ -6,8 +6,8 @@ from collections import defaultdict
 
 from memfit.report.explanation import HeldStorage
 from memfit.solve import PlannedTimeline
-from memfit.solve.planned_lives import BETWEEN
 from memfit.trace import NEVER, Category, Phase, TensorRef
+from memfit.trace.names import short
 from memfit.tradeoff import LOSS
 
 _SHARDED = {
@@ -18,19 +18,24 @@ _SHARDED = {
     Category.COMMUNICATION: "buffer for the communication of unit {}",
     Category.TEMPORARY: "temporary of the optimizer, for the shards of {}",
 }
+_PYTHON = "(a name, a list or an attribute)"
 _OWNED = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIMIZER_STATE, Category.INPUT)
 
 
 class Holders:
-    """Tells what holds allocations at one instant; reads the ops once."""
+    """Tells what holds allocations at one instant; reads the ops once.
+
+    `now` is the first op of the step that is not over; between two ops and in a second run it is not `running` yet.
+    """
 
     def __init__(self, timeline: PlannedTimeline, instant: int, kept: dict[int, str] | None = None) -> None:
         self.timeline = timeline
         self.instant = instant
         self.trace = timeline.trace
         self.kept = kept or {}
-        op = int(timeline.op[instant])
-        self.now = op - 1 if int(timeline.run[instant]) == BETWEEN else op
+        op, run = int(timeline.op[instant]), int(timeline.run[instant])
+        self.now = op if run < 0 else timeline.units[run].backward_begin
+        self.running = run == NEVER
         self._readers: dict[int, list[int]] = defaultdict(list)
         self._backward: dict[int, list[int]] = defaultdict(list)
         self._first: dict[int, TensorRef] = {}
@@ -113,23 +118,45 @@ class Holders:
     def of_storage(self, storage: int) -> tuple[str, str]:
         """What holds a result of an op: autograd, ops that are still to read it, or only Python."""
         found, now = self.trace.storages[storage], self.now
-        for saver in found.saved_by:
-            later = [op for op in self._backward[saver] if op >= now]
-            if later and (saver < now or self.trace.ops[saver].phase is Phase.BACKWARD):
-                more = len(found.saved_by) - 1
-                also = f", and of {more} more" if more else ""
-                return "autograd", f"saved for the backward of {self.op_in(saver)}{also}, read at op {later[0]}"
-        if found.birth == now:
+        savers = [op for op in found.saved_by if op < now]
+        later = {saver: reads for saver in savers if (reads := [op for op in self._backward[saver] if op >= now])}
+        if later:
+            saver, reads = next(iter(later.items()))
+            also = f", and of {len(later) - 1} more" if len(later) > 1 else ""
+            saved = f"saved for the backward of {self.op_in(saver)}{also}, read at op {reads[0]}"
+            return "autograd", saved + self._beyond(storage, max(max(reads) for reads in later.values()))
+        if self.running and found.birth == now:
             return "running", f"result of {self._name(now)}, which runs"
         reading = [op for op in self._readers[storage] if op >= now]
-        if reading and reading[0] == now:
+        if self.running and reading and reading[0] == now:
             return "running", f"read by {self._name(now)}, which runs"
         if reading:
             return "waiting", f"read next by {self.op_in(reading[0])}, op {reading[0]}"
         if found.category is Category.TEMPORARY and self.trace.ops[found.birth].phase is Phase.BACKWARD:
-            return "running", f"result of {self.op_in(found.birth)}, about to be freed"
+            return self._of_backward(storage)
+        if savers and NEVER < found.released < now:
+            return "autograd", f"saved for the backward of {self.op_in(savers[0])}, of which no op runs after this"
         last = max((op for op in self._readers[storage]), default=found.birth)
-        return "python", f"held by Python only (a name, a list or an attribute): nothing reads it after op {last}"
+        return "python", f"held by Python only {_PYTHON}: nothing reads it after op {last}"
+
+    def _beyond(self, storage: int, last: int) -> str:
+        """Says so where Python keeps what autograd saved also after the last op of the backward that reads it."""
+        found = self.trace.storages[storage]
+        released = found.death if found.released == NEVER else found.released
+        if NEVER < released <= last:
+            return ""
+        return f"; also held by Python {_PYTHON} {_until(released)}"
+
+    def _of_backward(self, storage: int) -> tuple[str, str]:
+        """What holds a gradient on its way that no op reads again."""
+        found = self.trace.storages[storage]
+        made = self.trace.ops[found.birth]
+        if found.death == self.now:
+            return "running", f"result of {self.op_in(found.birth)}, about to be freed"
+        if made.forward_op == NEVER and made.name.startswith("aten.ones_like"):
+            return "backward", f"gradient that the backward began with, held {_until(found.death)}"
+        made_by = self.op_in(found.birth)
+        return "backward", f"result of {made_by}, not read again, held by the backward {_until(found.death)}"
 
     def _name(self, op: int) -> str:
         return short(self.trace.ops[op].name) if 0 <= op < len(self.trace.ops) else ""
@@ -147,6 +174,5 @@ class Holders:
         return (None, None) if ref is None else (ref.shape, ref.dtype)
 
 
-def short(name: str) -> str:
-    """An op's name without what all of them have."""
-    return name.removeprefix("aten.").removesuffix(".default")
+def _until(op: int) -> str:
+    return "beyond the step" if op == NEVER else f"until op {op}"

@@ -13,11 +13,11 @@ from memfit._version import __version__
 from memfit.memory import CATEGORIES
 from memfit.plan.facts import trace_facts
 from memfit.plan.text import json_text
+from memfit.report.assumed import assumed
 from memfit.report.facts import Report
-from memfit.report.page.assumed import assumed
-from memfit.report.page.strings import Strings
-from memfit.report.page.tree import module_tree
 from memfit.report.streams import clock_of
+from memfit.report.strings import Strings
+from memfit.report.tree import module_tree
 from memfit.solve import Curve, PlannedTimeline
 
 SCHEMA = 1

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from memfit.plan import Plan
 from memfit.plan.display import counted
 from memfit.plan.record import Blocker, Estimate
+from memfit.report.assumed import assumed
+from memfit.report.decisions import decisions
 from memfit.report.facts import Report
-from memfit.report.page.assumed import assumed
-from memfit.report.page.decisions import decisions
-from memfit.report.page.words import headline, place, reserves_more
+from memfit.report.levers import Lever, enough
+from memfit.report.words import headline, place, reserves_more
 from memfit.solve.curve_display import headline as curve_headline
 from memfit.trace import Category
 from memfit.units import display_bytes, display_ms
@@ -28,7 +29,7 @@ _MEANING = re.compile(r"([\\`*_\[\]|~#@!])")
 _HTML = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 
 
-def markdown_of(report: Report) -> str:
+def markdown_of(report: Report, levers: Sequence[Lever] = ()) -> str:
     """The report as GitHub shows it; the same report is the same text."""
     words = headline(report)
     parts = [
@@ -41,7 +42,7 @@ def markdown_of(report: Report) -> str:
         parts.append(f"**Trade-off:** {_prose(curve_headline(report.curve))}.")
     if report.verification is not None:
         parts += _verified(report.verification)
-    parts += [*_decisions(report), *_levers(report), *_assumed(report)]
+    parts += [*_decisions(report), *_levers(report, levers), *_assumed(report)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -131,14 +132,29 @@ def _decisions(report: Report) -> Iterator[str]:
     yield _folded(f"Decisions: {counted(len(plan.checkpoint), 'unit')} checkpointed", table)
 
 
-def _levers(report: Report) -> Iterator[str]:
-    if report.plan is None or report.plan.blocker is None or not report.plan.blocker.levers:
+def _levers(report: Report, levers: Sequence[Lever]) -> Iterator[str]:
+    """Each with what it does to the peak; where nothing fits, with whether it is enough."""
+    if not levers:
         return
+    hopeless = report.plan is not None and report.plan.predicted is None
+    budget_bytes = report.target.usable_bytes if report.plan is None else report.plan.budget_bytes
     rows = [
-        [_prose(lever.name), display_bytes(lever.saves_bytes), _prose(lever.how)]
-        for lever in report.plan.blocker.levers
+        [
+            _prose(lever.name if lever.same_numbers else f"{lever.name} (computes other numbers)"),
+            display_bytes(lever.saves_bytes),
+            display_bytes(lever.peak_bytes),
+            "not known" if lever.costs_ms is None else f"{lever.costs_ms:+.1f} ms",
+            *([enough(lever, budget_bytes)] if hopeless else []),
+            _prose(lever.how),
+        ]
+        for lever in levers
     ]
-    yield "**What would help:**\n\n" + _table(["lever", "saves about", "how"], rows, left=(0, 2))
+    names = ["lever", "saves", "peak then", "step", *(["for the budget"] if hopeless else []), "how"]
+    table = _table(names, rows, left=(0, len(names) - 1))
+    if hopeless:
+        yield f"**What would help**, on top of the plan that needs least:\n\n{table}"
+    else:
+        yield _folded("What would lower the peak further", table)
 
 
 def _verified(found: Verification) -> list[str]:

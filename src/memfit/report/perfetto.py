@@ -22,9 +22,11 @@ from memfit.files import write_whole
 from memfit.memory import CATEGORIES
 from memfit.report.facts import Report
 from memfit.report.streams import Clock, Sending, Wait, clock_of
+from memfit.report.strings import named
 from memfit.solve import PlannedTimeline
 from memfit.solve.planned_lives import BETWEEN
 from memfit.trace import NEVER, Op, Phase, Trace
+from memfit.trace.names import short
 
 _MODULES, _COMPUTE, _TIMELESS = 1, 2, 5
 _TRACKS = {_MODULES: "modules", _COMPUTE: "compute", _TIMELESS: "ops that take no time"}
@@ -106,16 +108,16 @@ class _Process:
         for wait in clock.waits:
             yield self._wait(wait)
         for work in clock.host:
-            args = {"unit": _named(work.unit), "note": "hooks of both runs, and answers for what is saved"}
+            args = {"unit": named(work.unit), "note": "hooks of both runs, and answers for what is saved"}
             yield self._slice(_COMPUTE, "host work for a second run", work.begin_ns, work.end_ns, args, "host")
         columns = (timeline.op.tolist(), timeline.run.tolist(), clock.begins_ns.tolist(), clock.ends_ns.tolist())
         for op, run, begin_ns, end_ns in zip(*columns, strict=True):
             if run == BETWEEN or op == len(trace.ops):
                 continue
             args = _op_args(trace, op)
-            name, cat = _short(trace.ops[op].name), trace.ops[op].phase.value
+            name, cat = short(trace.ops[op].name), trace.ops[op].phase.value
             if run != NEVER:
-                args |= {"recomputed": True, "second run of": _named(timeline.units[run].name)}
+                args |= {"recomputed": True, "second run of": named(timeline.units[run].name)}
                 name, cat = f"{name} (again)", _AGAIN
             if begin_ns == end_ns:
                 yield self._instant(_TIMELESS, name, begin_ns, args, cat)
@@ -127,7 +129,7 @@ class _Process:
             args = {"note": "all waits of the step together; where each of them is, is not known"}
             return self._slice(_COMPUTE, "waiting for collectives", wait.begin_ns, wait.end_ns, args, "wait")
         what = _COLLECTIVES[wait.transfer.kind][1]
-        args = {"module": _named(wait.transfer.module), "bytes": wait.transfer.size_bytes}
+        args = {"module": named(wait.transfer.module), "bytes": wait.transfer.size_bytes}
         return self._slice(_COMPUTE, f"waiting for {what}", wait.begin_ns, wait.end_ns, args, "wait")
 
     def _collectives(self, sendings: tuple[Sending, ...]) -> Iterator[_Event]:
@@ -135,12 +137,12 @@ class _Process:
             transfer = sending.transfer
             tid, what = _COLLECTIVES[transfer.kind]
             args = {
-                "module": _named(transfer.module),
+                "module": named(transfer.module),
                 "bytes": transfer.size_bytes,
                 "issued before op": transfer.issued,
                 "needed before op": transfer.needed,
             }
-            name = f"{what} {_named(transfer.module)}"
+            name = f"{what} {named(transfer.module)}"
             if sending.exact:
                 yield self._slice(tid, name, sending.begin_ns, sending.end_ns, args, what)
             else:
@@ -242,17 +244,17 @@ class _Paths:
             return place.value, {}, "phase"
         if isinstance(place, int):
             unit = self.timeline.units[place]
-            return f"{_AGAIN} of {_named(unit.name)}", {"unit": _named(unit.name), "kind": unit.kind}, _AGAIN
+            return f"{_AGAIN} of {named(unit.name)}", {"unit": named(unit.name), "kind": unit.kind}, _AGAIN
         side, number = place[0], place[-1]
         call = self.trace.calls[number]
-        args = {"module": _named(call.module), "kind": call.kind, "call": call.index}
+        args = {"module": named(call.module), "kind": call.kind, "call": call.index}
         again = " (again)" if side == _AGAIN else f" {side}" if side else ""
-        return f"{_named(call.module)}{again}", args, side or "forward"
+        return f"{named(call.module)}{again}", args, side or "forward"
 
 
 def _op_args(trace: Trace, index: int) -> dict[str, Any]:
     op = trace.ops[index]
-    module = _named(trace.calls[op.call].module) if op.call != NEVER else "outside any module"
+    module = named(trace.calls[op.call].module) if op.call != NEVER else "outside any module"
     return {
         "op": index,
         "name": op.name,
@@ -263,12 +265,3 @@ def _op_args(trace: Trace, index: int) -> dict[str, Any]:
         "written bytes": op.written_bytes,
         "recomputed": False,
     }
-
-
-def _named(module: str) -> str:
-    return module or "(model)"
-
-
-def _short(name: str) -> str:
-    """An op's name without what all of them have."""
-    return name.removeprefix("aten.").removesuffix(".default")

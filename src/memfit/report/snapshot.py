@@ -23,12 +23,13 @@ from memfit.hardware import Device
 from memfit.memory import allocator_config
 from memfit.memory.allocator import FREE, BlockSnapshot, BlockState, CachingAllocator, SegmentSnapshot
 from memfit.memory.blocks import Block, BlockPool, ExpandableSegment
-from memfit.memory.events import _MOST_STEPS, Lives, Row, _Replay
+from memfit.memory.events import Lives, Replay, Row
 from memfit.report.facts import Report
 from memfit.solve import PlannedTimeline
 from memfit.solve.planned import Allocation
 from memfit.solve.planned_lives import BETWEEN
 from memfit.trace import NEVER, Category
+from memfit.trace.names import short
 
 _PROTOCOL = 4
 """The newest that memory_viz reads."""
@@ -76,17 +77,16 @@ class _Recorded:
 
 def _record(lives: Lives, device: Device) -> _Recorded:
     """The step to show (Note [Which step])."""
-    replay = _Replay(lives)
+    replay = Replay(lives)
     if not device.allocator.caches:
         apart = _Apart(device.allocator.rounding_bytes)
         apart.run(replay.alone())
         return apart.recorded
     allocator = _RecordingAllocator(device)
-    best = allocator.run(replay.first())
-    highest, later = allocator.peak_allocated_bytes, replay.later()
-    for _ in range(_MOST_STEPS - 1):
+    best, highest = _Recorded(), 0
+    for stream in replay.steps():
         reserved = allocator.reserved_bytes
-        found = allocator.run(later)
+        found = allocator.run(stream)
         if allocator.peak_allocated_bytes >= highest:
             best, highest = found, allocator.peak_allocated_bytes
         if allocator.reserved_bytes == reserved:
@@ -302,7 +302,7 @@ class _Snapshot:
         op = int(self.timeline.op[instant])
         if op == len(self.trace.ops) or int(self.timeline.run[instant]) == BETWEEN:
             return [_frame(_MODEL, op, f"{what} communication" if op < len(self.trace.ops) else "end of the step")]
-        name = self.trace.ops[op].name.removeprefix("aten.").removesuffix(".default")
+        name = short(self.trace.ops[op].name)
         module = self.timeline.module_of(instant)
         source = _SOURCE.fullmatch(self.trace.source_of(op))
         lines = [] if source is None else [_frame(source["file"], int(source["line"]), source["function"] or "")]

@@ -24,7 +24,6 @@ import numpy.typing as npt
 from memfit.cost import CollectiveModel
 from memfit.report.facts import Report
 from memfit.solve import PlannedTimeline, Sharding
-from memfit.solve.planned_lives import BETWEEN
 from memfit.solve.sharding import Transfer
 
 Ms = npt.NDArray[np.float64]
@@ -77,7 +76,7 @@ class Clock:
 
 def clock_of(report: Report, timeline: PlannedTimeline) -> Clock:
     """When everything of a timeline runs (Note [Clock])."""
-    took_ms = np.where(timeline.run == BETWEEN, 0.0, np.append(report.runtime.op_ms, 0.0)[timeline.op])
+    took_ms = timeline.taken_ms(report.runtime.op_ms)
     at = timeline.step_instants
     first = np.concatenate(([0], at[:-1] + 1))  # of each op the instant at which what comes before it begins
     sharding = report.problem.sharding

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from memfit.memory import Fit, MemorySummary, ModuleMemory, Place
 from memfit.paths import alike
+from memfit.trace.names import short
 from memfit.units import display_bytes
 
 _STYLE = {Fit.FITS: "green", Fit.TIGHT: "yellow", Fit.TOO_LARGE: "red"}
@@ -50,7 +51,7 @@ def _verdict(summary: MemorySummary) -> Panel:
         lines.append(f", {display_bytes(-summary.free_bytes)} too much\n")
     peak = summary.peak
     lines.append("peak in ").append(peak.phase, style="bold").append(f" at op {peak.op} ")
-    lines.append(_short(peak.name), style="cyan").append(_module(peak))
+    lines.append(short(peak.name), style="cyan").append(_module(peak))
     if peak.source:
         lines.append(f"\n  {peak.source}", style="dim")
     if summary.fit is Fit.TIGHT:
@@ -59,13 +60,8 @@ def _verdict(summary: MemorySummary) -> Panel:
     if summary.failing is not None:
         failing = summary.failing
         lines.append(f"\nruns out of memory in step {summary.failing_step}, in {failing.phase} at op {failing.op} ")
-        lines.append(_short(failing.name), style="cyan").append(_module(failing))
+        lines.append(short(failing.name), style="cyan").append(_module(failing))
     return Panel(lines, title=f"memory of one step on {summary.device_title}", title_align="left")
-
-
-def _short(name: str) -> str:
-    """An op's name without what all of them have."""
-    return name.removeprefix("aten.").removesuffix(".default")
 
 
 def _module(place: Place) -> str:
@@ -102,7 +98,7 @@ def _largest(summary: MemorySummary) -> Table:
     table.add_column("where", overflow="fold")
     for storage in summary.largest:
         where = storage.source.partition(" ")[0] or storage.module
-        table.add_row(display_bytes(storage.bytes), storage.category.value, _short(storage.name), where)
+        table.add_row(display_bytes(storage.bytes), storage.category.value, short(storage.name), where)
     return table
 
 

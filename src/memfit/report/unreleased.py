@@ -11,9 +11,11 @@ from memfit.cost.repeats import repeats
 from memfit.plan.making import policy_of
 from memfit.report.explanation import Checkpointing, StillHeld
 from memfit.report.facts import Report
-from memfit.report.holders import Holders, short
+from memfit.report.forced import forced_ops
+from memfit.report.holders import Holders
 from memfit.solve import PlannedTimeline
 from memfit.trace import NEVER, Category, Phase, Trace
+from memfit.trace.names import short
 from memfit.tradeoff import Policy, Unit
 from memfit.tradeoff.problem import Problem as UnitProblem
 from memfit.tradeoff.problem import Role, lost_inputs
@@ -104,13 +106,13 @@ def _reasons(report: Report, unit: Unit, policy: Policy, holders: Holders) -> It
     facts = report.problem.facts
     problem, own = _cut(report, unit)
     running = _runs(unit, holders.now)
-    saved = np.isin(problem.birth, policy.saved)
+    saved, forced = np.isin(problem.birth, policy.saved), forced_ops(facts, unit)
     for place, storage in enumerate(own.tolist()):
         role, op = problem.role[place], int(problem.birth[place])
         if running:
             yield storage, RUNNING, holders.of_storage(storage)[1]
-        elif saved[place] and problem.forced[op]:
-            yield storage, FORCED, "its op writes in place to what is older than the unit, or reads it before that"
+        elif saved[place] and op in forced:
+            yield storage, FORCED, f"its op {forced[op]}"
         elif saved[place] and role in (Role.DISCARDABLE, Role.FRESH):
             takes = display_ms(float(problem.ms[op]))
             yield storage, SAVED, f"to make it again takes {takes}, and the budget has room"
@@ -172,9 +174,8 @@ def _within(trace: Trace, op: int, calls: set[int]) -> bool:
 
 def _there(timeline: PlannedTimeline, instant: int) -> set[int]:
     """Storages as they were first made that are there at an instant."""
-    lives, planned = timeline.lives, timeline.planned
-    alive = (lives.born <= instant) & ((lives.dies == NEVER) | (lives.dies >= instant)) & (planned.remade == NEVER)
-    return set(planned.storage[alive].tolist()) - {NEVER}
+    planned, alive = timeline.planned, timeline.alive(instant)
+    return set(planned.storage[alive[planned.remade[alive] == NEVER]].tolist()) - {NEVER}
 
 
 def _still(timeline: PlannedTimeline, holders: Holders, unit: str, storage: int, reason: str, why: str) -> StillHeld:

@@ -1,7 +1,7 @@
 """Steps by name: built-in models of well-known shapes, configurations of transformers, functions of the user's own."""
 
 from memfit.shapes.shape import Shape, list_shapes, load_shape
-from memfit.shapes.stepping import named_step_at, step_at
+from memfit.shapes.stepping import named_step_at, named_steps_at, step_at
 from memfit.shapes.training import NamedStep, shape_step
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "list_shapes",
     "load_shape",
     "named_step_at",
+    "named_steps_at",
     "shape_step",
     "step_at",
 ]

@@ -1,4 +1,4 @@
-"""What is wrong with a step that was named: what it does not take, and what its own code raised."""
+"""What is wrong with a step that was named: that it is not there, what it does not take, what its code raised."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from traceback import FrameSummary
 from memfit.errors import InputError, MemfitError
 
 
-class NotTaken(InputError):
+class WrongRequest(InputError):
+    """What was written is wrong by itself: it names nothing that is there, or asks for what a step cannot be."""
+
+
+class NotTaken(WrongRequest):
     """A step does not take what it was given; `why` is without the advice, the first of which is to leave it out."""
 
     def __init__(self, why: str, *advice: str) -> None:

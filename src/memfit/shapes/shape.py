@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from memfit.errors import InputError
 from memfit.shapes.models.bert import BERTSizes
 from memfit.shapes.models.gpt2 import GPT2Sizes
 from memfit.shapes.models.llama import LlamaSizes
 from memfit.shapes.models.mixtral import MixtralSizes
 from memfit.shapes.models.vit import ViTSizes
+from memfit.shapes.problems import WrongRequest
 
 Sizes = LlamaSizes | GPT2Sizes | BERTSizes | ViTSizes
 _SIZES: dict[str, type[Any]] = {
@@ -66,7 +66,7 @@ def load_shape(name: str) -> Shape:
     known = {_normal(spelling): shape for shape in _shipped() for spelling in (shape.name, *shape.aliases)}
     found = known.get(_normal(name))
     if found is None:
-        raise InputError(f"there is no shape {name!r}; {_near(name)}")
+        raise WrongRequest(f"there is no shape {name!r}; {_near(name)}")
     return found
 
 

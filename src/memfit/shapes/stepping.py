@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+from functools import partial
+from typing import Protocol
 
-from memfit.errors import InputError
-from memfit.shapes.places import HOW, step_of_place
+from memfit.shapes.places import HOW, Place
+from memfit.shapes.problems import WrongRequest
 from memfit.shapes.shape import load_shape
 from memfit.shapes.training import NamedStep, shape_step
-from memfit.shapes.transformers_config import PREFIX, transformers_step
+from memfit.shapes.transformers_config import PREFIX, Configured
 from memfit.trace import Step
+
+
+class NamedSteps(Protocol):
+    """The steps that one text names: what it names is loaded once, a step is made for every batch and length."""
+
+    def __call__(self, *, batch: int | None = None, seq: int | None = None) -> NamedStep: ...
 
 
 def step_at(text: str, *, batch: int | None = None, seq: int | None = None) -> Step:
@@ -23,10 +31,21 @@ def step_at(text: str, *, batch: int | None = None, seq: int | None = None) -> S
 
 def named_step_at(text: str, *, batch: int | None = None, seq: int | None = None) -> NamedStep:
     """The same with what it is and what was chosen for want of an option."""
+    return named_steps_at(text)(batch=batch, seq=seq)
+
+
+def named_steps_at(text: str) -> NamedSteps:
+    """The same for any batch and length, without loading the user's file or configuration again for each."""
     if not isinstance(text, str) or not text.strip():
-        raise InputError(f"a step is named by a text, not {text!r}; {HOW}, or the name of a shape such as 'llama3-8b'")
+        raise WrongRequest(
+            f"a step is named by a text, not {text!r}; {HOW}, or the name of a shape such as 'llama3-8b'"
+        )
     if text.startswith(PREFIX):
-        return transformers_step(text, batch=batch, seq=seq)
+        return Configured.at(text).step
     if ":" in text or text.endswith(".py") or os.sep in text:
-        return NamedStep(step=step_of_place(text, batch=batch, seq=seq), title=text)
-    return shape_step(load_shape(text), batch=batch, seq=seq)
+        return partial(_of_place, Place.at(text))
+    return partial(shape_step, load_shape(text))
+
+
+def _of_place(place: Place, *, batch: int | None = None, seq: int | None = None) -> NamedStep:
+    return NamedStep(step=place.step(batch=batch, seq=seq), title=place.text)

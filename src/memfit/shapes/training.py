@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.errors import InputError
 from memfit.shapes.models.bert import BERT, BERTSizes
 from memfit.shapes.models.gpt2 import GPT2, GPT2Sizes
 from memfit.shapes.models.llama import Llama, LlamaSizes
 from memfit.shapes.models.mixtral import Mixtral, MixtralSizes
 from memfit.shapes.models.vit import ViT, ViTSizes
-from memfit.shapes.problems import NotTaken
+from memfit.shapes.problems import NotTaken, WrongRequest
 from memfit.shapes.shape import Shape
 from memfit.trace import Step, spec
 
@@ -58,7 +57,7 @@ def shape_step(shape: Shape, *, batch: int | None = None, seq: int | None = None
         return NamedStep(step=step, title=f"{described}, batch {size}, images of {images}", notes=tuple(notes))
     length = count_given("seq", seq, shape.seq)
     if shape.longest and length > shape.longest:
-        raise InputError(
+        raise WrongRequest(
             f"seq={length} (--seq) is more than {shape.name} has positions for; give at most {shape.longest}"
         )
     if seq is None:
@@ -73,7 +72,7 @@ def count_given(name: str, value: Any, default: int) -> int:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(f"{name} (--{name}) is {value!r}; write a whole number of at least 1")
+        raise WrongRequest(f"{name} (--{name}) is {value!r}; write a whole number of at least 1")
     return value
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 
 from memfit.errors import InputError
-from memfit.shapes.problems import NotTaken
+from memfit.shapes.problems import NotTaken, WrongRequest
 from memfit.shapes.training import BATCH, NO_BATCH, NamedStep, count_given, trained
 from memfit.trace import spec
 
@@ -30,6 +32,7 @@ _TASKS = {
     "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES": "image classification",
 }
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_source_positions")
+_POSITIONS = re.compile("position|^wpe$")
 _OWN = "for any model at all write path/to/file.py:function, a function that returns a memfit.Step"
 
 
@@ -41,24 +44,45 @@ class _Class:
     task: str
 
 
-def transformers_step(place: str, *, batch: int | None = None, seq: int | None = None) -> NamedStep:
-    """The training step of the model that a configuration describes, built on meta in float32."""
-    path = _config_file(place)
-    raw = _read(path)
-    transformers = _transformers(place)
-    config = _config(raw, path)
-    chosen = _class_of(raw, path)
-    size = count_given("batch", batch, BATCH)
-    notes = [NO_BATCH] if batch is None else []
-    if chosen.task == "image classification":
-        if seq is not None:
-            raise NotTaken(f"seq={seq} (--seq) makes no sense for {chosen.name}, which takes images", "leave it out")
-        inputs, what = _images(config, size, notes)
-    else:
-        inputs, what = _tokens(config, size, seq, notes)
-    notes += _saved_dtype(raw)
-    step = trained(partial(_build, transformers, chosen.name, config), inputs)
-    return NamedStep(step=step, title=f"{chosen.name} of {path}, batch {size}, {what}", notes=tuple(notes))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configured:
+    """A configuration that was read, and the class of the model that it describes."""
+
+    path: Path
+    raw: dict[str, Any]
+    transformers: ModuleType
+    config: Any
+    chosen: _Class
+
+    @classmethod
+    def at(cls, place: str) -> Configured:
+        """The one in the file that `hf:path` names."""
+        path = _config_file(place)
+        raw = _read(path)
+        transformers = _transformers(place)
+        return cls(
+            path=path, raw=raw, transformers=transformers, config=_config(raw, path), chosen=_class_of(raw, path)
+        )
+
+    def step(self, *, batch: int | None = None, seq: int | None = None) -> NamedStep:
+        """The training step of the model, built on meta in float32."""
+        chosen = self.chosen
+        size = count_given("batch", batch, BATCH)
+        notes = [NO_BATCH] if batch is None else []
+        build = partial(_build, self.transformers, chosen.name, self.config)
+        if chosen.task == "image classification":
+            if seq is not None:
+                raise NotTaken(
+                    f"seq={seq} (--seq) makes no sense for {chosen.name}, which takes images", "leave it out"
+                )
+            inputs, what = _images(self.config, size, notes)
+        else:
+            inputs, what = _tokens(self.config, size, seq, notes)
+            if seq is not None:
+                _check_positions(self.config, build, chosen.name, seq)
+        notes += _saved_dtype(self.raw)
+        step = trained(build, inputs)
+        return NamedStep(step=step, title=f"{chosen.name} of {self.path}, batch {size}, {what}", notes=tuple(notes))
 
 
 def _saved_dtype(raw: dict[str, Any]) -> list[str]:
@@ -86,7 +110,7 @@ def _config_file(place: str) -> Path:
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():
-        raise InputError(
+        raise WrongRequest(
             f"there is no file {path}, which {place!r} names; give the config.json of a model, or the folder it is "
             "in. Nothing is downloaded"
         )
@@ -150,8 +174,7 @@ def _class_of(raw: dict[str, Any], path: Path) -> _Class:
 
 
 def _tokens(config: Any, size: int, seq: int | None, notes: list[str]) -> tuple[dict[str, torch.Tensor], str]:
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    longest = next((n for name in _LENGTHS if isinstance(n := getattr(text, name, None), int) and n > 0), None)
+    longest = _longest(config)
     default = min(longest or _LONGEST_UNASKED, _LONGEST_UNASKED)
     length = count_given("seq", seq, default)
     if seq is None:
@@ -159,6 +182,24 @@ def _tokens(config: Any, size: int, seq: int | None, notes: list[str]) -> tuple[
         notes.append(f"{why} since no --seq was given")
     ids = {name: spec((size, length), torch.int64) for name in ("input_ids", "labels")}
     return ids, f"sequences of {length}"
+
+
+def _longest(config: Any) -> int | None:
+    """The length that the configuration names; only a model with a table of positions ends there."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return next((n for name in _LENGTHS if isinstance(n := getattr(text, name, None), int) and n > 0), None)
+
+
+def _check_positions(config: Any, build: Callable[[], nn.Module], name: str, seq: int) -> None:
+    """Refuse sequences longer than a table of positions: on meta nothing would notice that it ends."""
+    longest = _longest(config)
+    if longest is None or seq <= longest:
+        return
+    with torch.device("meta"):
+        model = build()
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and _POSITIONS.search(path.rpartition(".")[2]):
+            raise WrongRequest(f"seq={seq} (--seq) is more than {name} has positions for; give at most {longest}")
 
 
 def _images(config: Any, size: int, notes: list[str]) -> tuple[dict[str, torch.Tensor], str]:

@@ -1,6 +1,6 @@
 """The fastest plan under a memory budget, proven: which units to checkpoint, and how."""
 
-from memfit.solve.blocker import Blocker, Lever, blocker_of
+from memfit.solve.blocker import Blocker, blocker_of
 from memfit.solve.curve import Curve, CurvePoint, curve_of
 from memfit.solve.milp import Incumbent, Limits, SolverError, Status
 from memfit.solve.op_policy import SACDecision, get_optimal_checkpointing_policy_per_module
@@ -18,7 +18,6 @@ __all__ = [
     "Curve",
     "CurvePoint",
     "Incumbent",
-    "Lever",
     "Limits",
     "PlannedTimeline",
     "Problem",

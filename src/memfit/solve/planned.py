@@ -145,15 +145,18 @@ class PlannedTimeline:
         run = int(self.run[instant])
         return None if run < 0 else self.units[run].name
 
-    def starts_ms(self, op_ms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """When each instant begins, and the end of the step, if ops take these times one after another."""
-        taken_ms = np.where(self.run == BETWEEN, 0.0, np.append(op_ms, 0.0)[self.op])
-        return np.concatenate(([0.0], np.cumsum(taken_ms[:-1])))
+    def taken_ms(self, op_ms: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """How long each instant is when ops take these times; no time passes between two ops and at the end."""
+        return np.where(self.run == BETWEEN, 0.0, np.append(op_ms, 0.0)[self.op])
+
+    def alive(self, instant: int) -> npt.NDArray[np.intp]:
+        """The numbers in `lives` of what is there at an instant; at `NEVER`, of what is there before the step."""
+        lives = self.lives
+        return np.flatnonzero((lives.born <= instant) & ((lives.dies == NEVER) | (lives.dies >= instant)))
 
     def largest_at(self, instant: int, count: int = 10) -> tuple[Allocation, ...]:
         """The largest allocations that are there at an instant, largest first, older first among equals."""
-        lives = self.lives
-        alive = np.flatnonzero((lives.born <= instant) & ((lives.dies == NEVER) | (lives.dies >= instant)))
+        lives, alive = self.lives, self.alive(instant)
         order = np.lexsort((alive, lives.born[alive], -lives.size_bytes[alive]))[:count]
         return tuple(self.allocation(number) for number in alive[order].tolist())
 

@@ -12,6 +12,9 @@ there at once depends on the order.
   input, freed, and reduced into a flat output, which becomes the gradient of the shards or is added to it.
 - at the end of a pass: the same for the root and for every unit whose backward was not seen to end.
 
+With `on_host`, as FSDP2's `CPUOffloadPolicy` does it, shards are copied to the device before each gather, and what is
+reduced is copied to the host and freed.
+
 Gradients that several runs of a pass have in common are complete after the last backward of these: autograd sums them
 before it gives them to the parameter. They are reduced there, once for each pass.
 """
@@ -35,7 +38,8 @@ class Transfer:
     """A collective of a unit, begun before op `issued` and waited for before op `needed`.
 
     With `ahead` it is a gather of the forward that may begin once the gather before it has been copied out: the host
-    runs ahead of the device. `size_bytes` is the whole buffer, shards of all ranks together.
+    runs ahead of the device. `size_bytes` is the whole buffer, shards of all ranks together; `host_bytes` are copied
+    from the host before it or to the host after it.
     """
 
     kind: Collective
@@ -44,6 +48,7 @@ class Transfer:
     issued: int
     needed: int
     ahead: bool
+    host_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -80,10 +85,11 @@ class ShardedRuntime:
         units: Sequence[ShardUnit],
         members: Sequence[list[int]],
         gradients: Iterable[WholeGradient],
+        on_host: bool = False,
     ) -> None:
         self.transfers: list[Transfer] = []
         self.program: list[tuple[bool, int]] = []
-        self._levels, self._ranks, self._dtypes = levels, ranks, dtypes
+        self._levels, self._ranks, self._dtypes, self._on_host = levels, ranks, dtypes, on_host
         self._parameters = trace.parameters
         self._moment = 0
         self._last_buffer: int | None = None
@@ -174,16 +180,19 @@ class ShardedRuntime:
         self._forward.clear()
 
     def _gather(self, group: _Group, *, ahead: bool = False) -> None:
-        """Begin to gather, unless it is gathered or has begun. Shards that are cast are copied first."""
+        """Begin to gather, unless it is gathered or has begun. Shards that are cast or on the host are copied first."""
         if group.buffer is not None or group.copied or not group.parameters:
             return
-        cast = [each for each in group.parameters if self._dtypes.gathered(each) != self._dtypes.kept(each)]
-        copied = self._flat_bytes(cast, self._dtypes.gathered) // self._ranks
-        copy = self._make(group, Category.COMMUNICATION, copied) if cast else None
+        other = [
+            each for each in group.parameters if self._on_host or self._dtypes.gathered(each) != self._dtypes.kept(each)
+        ]
+        copied = self._flat_bytes(other, self._dtypes.gathered) // self._ranks
+        copy = self._make(group, Category.COMMUNICATION, copied) if other else None
         group.buffer = self._make(group, Category.COMMUNICATION, group.unit.gathered_bytes)
         if copy is not None:
             self._levels.end(copy, self._moment)
-        group.gather = self._begin(Collective.ALL_GATHER, group, group.unit.gathered_bytes, ahead=ahead)
+        kept = self._flat_bytes(group.parameters, self._dtypes.kept) // self._ranks
+        group.gather = self._begin(Collective.ALL_GATHER, group, group.unit.gathered_bytes, kept, ahead=ahead)
 
     def _copy_out(self, group: _Group) -> int | None:
         """Wait for a gather and copy it into the parameters; gives the buffer, which is not needed any more."""
@@ -208,12 +217,16 @@ class ShardedRuntime:
         for _, allocation in ready:
             self._levels.end(allocation, self._moment)
         output = self._make(group, Category.GRADIENT, n_bytes // self._ranks)
-        self._input = given, self._begin(Collective.REDUCE_SCATTER, group, n_bytes)
+        kept = self._flat_bytes(held, self._dtypes.kept) // self._ranks
+        self._input = given, self._begin(Collective.REDUCE_SCATTER, group, n_bytes, kept)
         if any(self._dtypes.reduced(each) != self._dtypes.kept(each) for each in held):
             reduced = output
-            output = self._make(group, Category.GRADIENT, self._flat_bytes(held, self._dtypes.kept) // self._ranks)
+            output = self._make(group, Category.GRADIENT, kept)
             self._levels.end(reduced, self._moment)
-        self._keep(output, [gradient for gradient, _ in ready])
+        if self._on_host:
+            self._levels.end(output, self._moment)
+        else:
+            self._keep(output, [gradient for gradient, _ in ready])
 
     def _keep(self, output: int, gradients: Sequence[WholeGradient]) -> None:
         """The output stays while it is the gradient of any shard; what is added to another or used up here goes."""
@@ -239,10 +252,18 @@ class ShardedRuntime:
             self._levels.end(allocation, self._moment)
             self._input = None
 
-    def _begin(self, kind: Collective, group: _Group, n_bytes: int, *, ahead: bool = False) -> int:
+    def _begin(self, kind: Collective, group: _Group, n_bytes: int, shard_bytes: int, *, ahead: bool = False) -> int:
         at = self._moment
         self.transfers.append(
-            Transfer(kind=kind, module=group.unit.module, size_bytes=n_bytes, issued=at, needed=at, ahead=ahead)
+            Transfer(
+                kind=kind,
+                module=group.unit.module,
+                size_bytes=n_bytes,
+                issued=at,
+                needed=at,
+                ahead=ahead,
+                host_bytes=shard_bytes if self._on_host else 0,
+            )
         )
         self.program.append((False, len(self.transfers) - 1))
         return len(self.transfers) - 1

@@ -91,8 +91,19 @@ class Sharding:
         return int(self.during.max())
 
 
-def shard(timeline: Timeline, runtime: Runtime, target: Target, options: ShardOptions | None = None) -> Sharding:
-    """The step as one rank of the target sees it."""
+def shard(
+    timeline: Timeline,
+    runtime: Runtime,
+    target: Target,
+    options: ShardOptions | None = None,
+    *,
+    on_host: bool = False,
+) -> Sharding:
+    """The step as one rank of the target sees it.
+
+    With `on_host`, shards, their gradients and the optimizer are in the host's memory, and the device has no part in
+    the optimizer's step but its time, which is left as it is.
+    """
     options = options or ShardOptions()
     ranks, dtypes = target.ranks, ShardDtypes.of(timeline.trace, options)
     casts = casts_of(timeline.trace, dtypes)
@@ -105,11 +116,14 @@ def shard(timeline: Timeline, runtime: Runtime, target: Target, options: ShardOp
         levels.take(trace.ops[index].outputs[0].storage)
     gradients = whole_gradients(trace, casts, passes, dtypes)
     home = {number: name for name, numbers in members.items() for number in numbers}
-    for number, parameter in enumerate(trace.parameters):
-        _shard_parameter(levels, parameter, home[number], ranks, dtypes)
-    _shard_gradients(levels, gradients, ranks, dtypes)
-    _shard_optimizer_temporaries(levels, ranks, dtypes)
-    sharded = ShardedRuntime(trace, levels, ranks, dtypes, units, list(members.values()), gradients)
+    if on_host:
+        _leave_on_host(levels, gradients)
+    else:
+        for number, parameter in enumerate(trace.parameters):
+            _shard_parameter(levels, parameter, home[number], ranks, dtypes)
+        _shard_gradients(levels, gradients, ranks, dtypes)
+        _shard_optimizer_temporaries(levels, ranks, dtypes)
+    sharded = ShardedRuntime(trace, levels, ranks, dtypes, units, list(members.values()), gradients, on_host)
     sharded.run(actings(units, passes))
     before, during = levels.levels()
     communication_ms, exposed_ms = communication(runtime, target, sharded.transfers, sharded.program)
@@ -127,6 +141,22 @@ def shard(timeline: Timeline, runtime: Runtime, target: Target, options: ShardOp
         param_dtype=dtypes.param,
         reduce_dtype=dtypes.reduce,
     )
+
+
+def _leave_on_host(levels: Levels, gradients: Sequence[WholeGradient]) -> None:
+    """Shards of parameters, gradients and state are not on the device, nor is what the optimizer's step makes."""
+    trace = levels.timeline.trace
+    for parameter in trace.parameters:
+        levels.take(parameter.storage)
+        if parameter.gradient != NEVER:
+            levels.take(parameter.gradient)
+    for gradient in gradients:
+        for storage in gradient.storages:
+            levels.take(storage)
+    for number, storage in enumerate(trace.storages):
+        made = trace.ops[storage.birth].phase if 0 <= storage.birth < len(trace.ops) else None
+        if storage.category is Category.OPTIMIZER_STATE or made is Phase.OPTIMIZER:
+            levels.take(number)
 
 
 def _shard_parameter(levels: Levels, parameter: Parameter, module: str, ranks: int, dtypes: ShardDtypes) -> None:

@@ -13,11 +13,14 @@ from torch import nn
 
 from memfit.errors import InputError, MemfitError
 from memfit.trace.step_input import (
+    NO_GRADIENT,
     autocast_given,
     check_batch,
     check_callables,
     check_loss_arguments,
     check_numbers,
+    check_trainable,
+    check_trains,
     described,
     loss_failed,
     shape_given,
@@ -94,9 +97,8 @@ class Step:
         """The optimizer, made for this model when a class or a factory was given."""
         if self.optimizer is None or isinstance(self.optimizer, torch.optim.Optimizer):
             return self.optimizer
+        check_trainable(model)
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not trainable:
-            raise InputError("no parameter of the model requires a gradient: there is nothing to train")
         make: Callable[..., torch.optim.Optimizer] = self.optimizer
         optimizer = make(trainable)
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -110,12 +112,13 @@ class Step:
     def execute(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, device_type: str) -> None:
         """Run the step once. Capture and measurement both run this very function, so they hold the same references."""
         if self.run is not None:
-            self.run(*(model, optimizer, self.batch)[: _positional_arity(self.run)])
+            self._run_own(self.run, model, optimizer)
             return
         for _ in range(self.accumulation_steps):
             with self._autocast(device_type):
                 output = call_model(model, self.batch)
                 loss = self._loss_of(output)
+            check_trains(loss, model)
             if self.accumulation_steps > 1:
                 loss = loss / self.accumulation_steps
             loss.backward()
@@ -126,6 +129,14 @@ class Step:
         if self.zero_grad:
             target = optimizer if optimizer is not None else model
             target.zero_grad(set_to_none=self.set_to_none)
+
+    def _run_own(self, run: Callable[..., Any], model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        try:
+            run(*(model, optimizer, self.batch)[: _positional_arity(run)])
+        except RuntimeError as error:
+            if NO_GRADIENT in str(error):
+                check_trainable(model)
+            raise
 
     def _autocast(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
         if self.autocast is None:

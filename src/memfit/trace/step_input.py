@@ -18,6 +18,8 @@ _AUTOCAST: dict[Any, torch.dtype] = {
     **dict.fromkeys((torch.bfloat16, "bfloat16", "bf16"), torch.bfloat16),
     **dict.fromkeys((torch.float16, "float16", "fp16", "half"), torch.float16),
 }
+NO_GRADIENT = "does not require grad and does not have a grad_fn"
+"""What torch says of a backward that leads nowhere."""
 _LABELS = "loss=lambda output, batch: criterion(output, labels)"
 
 
@@ -142,6 +144,29 @@ def loss_failed(loss: Callable[..., Any], batch: Any, error: Exception) -> Input
         f"the loss {name} failed{': ' if problem else ''}{problem}. It is called with (output, batch), and the batch "
         f"is what the model was given, here {described(batch)}. Labels come from a function: {_LABELS}; or run "
         "the step yourself: Step(model, (x, labels), run=function), called with model, optimizer and batch"
+    )
+
+
+def check_trains(loss: torch.Tensor, model: nn.Module) -> None:
+    """A loss that no gradient flows from is refused before torch says so in words of its own."""
+    if loss.requires_grad:
+        return
+    check_trainable(model)
+    raise InputError(
+        "no gradient flows from the loss to the parameters: the loss does not depend on them, or it was cut off by "
+        ".detach(), .item() or torch.no_grad(); compute it from the model's output without these"
+    )
+
+
+def check_trainable(model: nn.Module) -> None:
+    """A model without a parameter that requires a gradient is refused."""
+    parameters = list(model.parameters())
+    if any(parameter.requires_grad for parameter in parameters):
+        return
+    why = f"all {len(parameters)} are frozen" if parameters else "it has no parameters"
+    raise InputError(
+        f"no parameter of the model requires a gradient ({why}): there is nothing to train and no backward to plan; "
+        "call requires_grad_() on what is to be trained"
     )
 
 

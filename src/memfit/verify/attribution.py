@@ -6,6 +6,10 @@ kernels). So both sequences are laid beside each other such that the most stand 
 same op rather than of another, large ones before small ones, and few predicted ones are left out. Between those,
 allocations of one size stand beside each other in whatever order they come, and what was not predicted counts as
 temporary, in the module that ran.
+
+Note [Written over]: `torch.nn.functional.linear` adds its bias in place, but not while something watches its ops, as a
+capture does. So a result that stands beside none may have been written over an input of its op, of the same size, that
+was predicted to go with the op; what stands beside that input is then the result.
 """
 
 from __future__ import annotations
@@ -59,6 +63,9 @@ class Places:
         self._module = [storages[each].module if each != NEVER else "" for each in timeline.planned.storage.tolist()]
         self._row = timeline.lives.row.tolist()
         self._born = timeline.lives.born.tolist()
+        self._going: dict[int, list[int]] = defaultdict(list)
+        for number, instant in enumerate(timeline.lives.dies.tolist()):
+            self._going[instant].append(number)
 
     def of(self, number: int) -> Place:
         """Of an allocation by its number."""
@@ -73,6 +80,16 @@ class Places:
         ops, op = self.timeline.trace.ops, int(self.timeline.op[self._born[number]])
         return "::".join(ops[op].name.split(".")[:2]) if op < len(ops) else ""
 
+    def written_over(self, number: int) -> Iterator[int]:
+        """Inputs of the op that makes this one, of the same size, that go with the op."""
+        timeline, instant = self.timeline, self._born[number]
+        size, storage = timeline.lives.size_bytes, timeline.planned.storage
+        op = int(timeline.op[instant])
+        read = {ref.storage for ref in timeline.trace.ops[op].inputs} - {NEVER} if op < len(timeline.trace.ops) else ()
+        for other in self._going[instant]:
+            if other != number and size[other] == size[number] and int(storage[other]) in read:
+                yield other
+
     def made(self) -> list[tuple[int, int]]:
         """Number and bytes of everything that the step allocates, in order; workspaces come and go within an op."""
         count, born = len(self._born), self._born
@@ -85,12 +102,8 @@ class Places:
     def at(self, instant: int) -> Filling:
         """What is predicted to be there at an instant, workspace included; -1 is the start of the step."""
         lives, rounding = self.timeline.lives, self.timeline.rounding_bytes
-        if instant == NEVER:
-            alive = lives.born == NEVER
-        else:
-            alive = (lives.born <= instant) & ((lives.dies == NEVER) | (lives.dies >= instant))
         filling = Filling()
-        for key in np.flatnonzero(alive).tolist():
+        for key in self.timeline.alive(instant).tolist():
             filling.add(self.of(key), _rounded(int(lives.size_bytes[key]), rounding))
         if 0 <= instant < lives.instants:
             workspace = _rounded(int(lives.workspace_bytes[instant]), rounding)
@@ -169,6 +182,7 @@ def _beside_made(places: Places, made: Sequence[tuple[int, int]], events: Sequen
         [places.op(number) for number, _ in made],
     )
     numbers = {index: made[pair][0] for (index, _), pair in zip(kept, pairs, strict=True) if pair >= 0}
+    numbers |= _results(places, made, numbers)
     ahead = deque(sorted(numbers))
     found, last = [], None
     for index, event in enumerate(events):
@@ -180,6 +194,18 @@ def _beside_made(places: Places, made: Sequence[tuple[int, int]], events: Sequen
         near = following if following is not None and places.op(following) in event.ops else last
         found.append(_Beside(None, (Category.TEMPORARY, "" if near is None else places.running(near))))
     return found
+
+
+def _results(places: Places, made: Sequence[tuple[int, int]], numbers: dict[int, int]) -> dict[int, int]:
+    """The results that were written over what events stand beside (Note [Written over]), by event."""
+    at = {number: index for index, number in numbers.items()}
+    return {
+        at[other]: number
+        for number, _ in made
+        if number not in at
+        for other in places.written_over(number)
+        if other in at
+    }
 
 
 def outlived(events: Sequence[AllocatorEvent]) -> list[tuple[str, ...]]:

@@ -236,10 +236,8 @@ def part_of(path: str) -> str:
 
 
 def _planned_modules(timeline: PlannedTimeline, instant: int) -> dict[str, int]:
-    lives = timeline.lives
-    alive = np.flatnonzero((lives.born <= instant) & ((lives.dies == NEVER) | (lives.dies >= instant)))
     found: dict[str, int] = defaultdict(int)
-    for number in alive.tolist():
+    for number in timeline.alive(instant).tolist():
         each = timeline.allocation(number)
         outside = "outside the model" if each.category is Category.INPUT else "the model itself"
         found[part_of(each.module) if each.module else outside] += each.size_bytes

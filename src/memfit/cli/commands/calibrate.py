@@ -12,7 +12,7 @@ from rich.text import Text
 
 from memfit.cli.options import Count, Json, arg
 from memfit.cli.output import plain, show, show_json
-from memfit.cli.problems import UsageError, about, check_files
+from memfit.cli.problems import UsageError, about, check_files, for_file
 
 if TYPE_CHECKING:
     from memfit.cost import Calibration
@@ -44,7 +44,9 @@ class Calibrate:
         import torch
 
         from memfit.cost import calibrate
+        from memfit.files import check_can_write
         from memfit.hardware import load_device
+        from memfit.hardware.load import user_device_paths
 
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"--threads is {self.threads}; write a whole number of at least 1")
@@ -53,8 +55,14 @@ class Calibrate:
             torch.set_num_threads(self.threads)
         with about("--device"):
             device = load_device(self.device)
+        if self.output is None:
+            folder = user_device_paths()[-1]
+            with for_file("--output"):
+                folder.mkdir(parents=True, exist_ok=True)
+                check_can_write(folder / f"{self.name or device.name}.toml", "device.toml")
         calibration = calibrate(device, name=self.name)
-        path = calibration.save(self.output)
+        with for_file("--output"):
+            path = calibration.save(self.output)
         target = calibration.name if self.output is None else str(self.output)
         if self.json:
             show_json({**plain(calibration), "file": str(path), "target": target})

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from memfit.cli.given import is_trace, plan_given, trace_given
+from memfit.cli.given import check_is_there, is_trace, plan_given, trace_given
 from memfit.cli.options import Json, arg
 from memfit.cli.output import show, show_json
 from memfit.cli.problems import UsageError
@@ -40,7 +40,7 @@ class Compare:
     def run(self) -> int:
         from memfit.report.comparison import compare
 
-        first, second = _read(self.first), _read(self.second)
+        first, second = _read(self.first, "A"), _read(self.second, "B")
         if type(first) is not type(second):
             kinds = [type(each).__name__.lower() for each in (first, second)]
             what = f"{self.first} is a {kinds[0]} and {self.second} a {kinds[1]}"
@@ -53,9 +53,8 @@ class Compare:
         return 0
 
 
-def _read(path: Path) -> Plan | Trace:
-    if not path.is_file():
-        raise InputError(f"there is no file {path}; give a plan (memfit plan -o) or a trace (memfit.save_trace)")
+def _read(path: Path, option: str) -> Plan | Trace:
+    check_is_there(path, option, "a plan (memfit plan -o) or a trace (memfit.save_trace)")
     if is_trace(path):
         return trace_given(path)
     if path.suffix != ".json":

@@ -44,10 +44,10 @@ class Explain:
             self._check_no_hardware(path)
             if self.plan is not None:
                 raise UsageError(f"--plan: STEP is a plan already ({path}); give the step that it is for as STEP")
-            found = explain(plan_given(path))
+            found = explain(plan_given(path, "STEP"))
         elif self.plan is not None:
             self._check_no_hardware(self.plan)
-            plan = plan_given(self.plan)
+            plan = plan_given(self.plan, "--plan")
             given = step_given(self.step)
             given.show()
             found = explain(plan, given.step, budget=self.hardware.budget, cost=self.step.cost, levers=self.levers)

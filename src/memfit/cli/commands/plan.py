@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from memfit.cli.files import write_files
+from memfit.cli.files import write_files, write_text
 from memfit.cli.given import captured, solve_options, step_and_target
 from memfit.cli.levers import levers_given, levers_in_short
 from memfit.cli.options import FileOptions, HardwareOptions, Json, SolverOptions, TimedStepOptions, arg
-from memfit.cli.output import Work, say, show, show_json
+from memfit.cli.output import Work, show, show_json
 from memfit.cli.problems import UsageError, check_files
 
 if TYPE_CHECKING:
@@ -70,15 +70,13 @@ class Plan:
             options=options,
         )
         if self.output is not None:
-            found.save(self.output)
-            say(f"wrote {self.output}")
+            write_text("--output", self.output, found.to_json())
         levers: tuple[Lever, ...] | None = None
-        wants_levers = self.levers and found.blocker is None  # an infeasible plan has its own
-        if self.file.any or (wants_levers and not self.json):
+        if self.file.any or (self.levers and not self.json):
             with Work("laying the plan over the step"):
                 seen = trace if found.optimizer is None else step
-                report = Report.of(found, seen, cost=self.step.cost, title=given.title)
-            levers = levers_given(report, step, self.step.cost) if wants_levers else None
+                report = Report.of(found, seen, cost=self.step.cost, title=given.title, options=options)
+            levers = levers_given(report, step, self.step.cost) if self.levers else None
             if self.file.any:
                 write_files(self.file, report.with_curve() if self.curve else report, levers or ())
         if self.json:
@@ -86,7 +84,7 @@ class Plan:
         else:
             show(found)
             if levers is not None:
-                show(levers_in_short(levers, self._explain()))
+                show(levers_in_short(levers, found, self._explain()))
         return 3 if found.status == "infeasible" else 0
 
     def _explain(self) -> str:

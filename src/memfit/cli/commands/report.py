@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from memfit.cli.files import write_files
-from memfit.cli.given import plan_given, step_given
+from memfit.cli.given import check_is_there, plan_given, reading, step_given
+from memfit.cli.levers import levers_given
 from memfit.cli.options import FileOptions, Json, TimedStepOptions, arg
-from memfit.cli.output import Work
+from memfit.cli.output import Work, show_json, show_text
 from memfit.cli.problems import check_files
 from memfit.errors import InputError
 
@@ -56,11 +57,12 @@ class Report:
         if self.curve:
             with Work("solving for the trade-off"):
                 report = report.with_curve()
-        write_files(self.file, report)
+        levers = levers_given(report, given.step, self.step.cost) if plan.predicted is None else ()
+        write_files(self.file, report, levers)
         if self.json:
-            print(json_of(report).rstrip())
+            show_json(json_of(report))
         elif not self.file.any:
-            print(markdown_of(report).rstrip())
+            show_text(markdown_of(report, levers).rstrip())
         return 0
 
 
@@ -69,9 +71,9 @@ def _verification(path: Path) -> Verification:
 
     from memfit.verify import Verification
 
-    if not path.is_file():
-        raise InputError(f"there is no file {path}; give what `memfit verify -o` wrote")
+    check_is_there(path, "--verified", "what `memfit verify -o` wrote")
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Verification)
+        with reading(path):
+            return msgspec.json.decode(path.read_bytes(), type=Verification)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is no verification: {error}; give what `memfit verify -o` wrote") from error

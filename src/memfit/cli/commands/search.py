@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from memfit.cli.given import captured, solve_options, step_given, target_given
-from memfit.cli.options import Count, HardwareOptions, Json, SolverOptions, TimedStepOptions, arg
+from memfit.cli.given import Given, captured, solve_options, steps_given, target_given
+from memfit.cli.options import Count, HardwareOptions, Json, SolverOptions, StepOptions, TimedStepOptions, arg
 from memfit.cli.output import show, show_json
 from memfit.cli.problems import UsageError
 
@@ -50,13 +52,14 @@ class Search:
         names = (self.solver.force, self.solver.forbid, self.solver.units, self.solver.shard_units)
         if self.hardware.target is not None:
             target_given(self.hardware)
+        steps = steps_given(self.step)
         first = None
         if self.over == "ranks" or any(names):
-            first = self._step_at(min(values) if values else _FIRST[self.over])
+            first = self._step_at(steps, min(values) if values else _FIRST[self.over])
         target = target_given(self.hardware, first)
         options = solve_options(self.solver, None if first is None or not any(names) else captured(first, target))
         found = search(
-            self._step_at if self.over != "ranks" or first is None else first,
+            partial(self._step_at, steps) if self.over != "ranks" or first is None else first,
             over=self.over,
             target=target,
             ranks=None if self.over == "ranks" else self.hardware.ranks,
@@ -80,8 +83,12 @@ class Search:
             raise UsageError("--largest: the last of --values is the largest; leave one out")
         if self.largest is not None and self.largest < 1:
             raise UsageError(f"--largest is {self.largest}; write a whole number of at least 1")
+        grid = _FIRST["seq"]
+        if self.over == "seq" and self.largest is not None and self.largest < grid:
+            raise UsageError(f"--largest is {self.largest}; sequences are searched in steps of {grid}: write more")
 
-    def _step_at(self, value: int) -> Step | Trace:
+    def _step_at(self, steps: Callable[[StepOptions], Given], value: int) -> Step | Trace:
+        """The step of a value; what is wrong with it is said of --over, for the option of that name was not given."""
         from memfit.shapes.problems import NotTaken
 
         options = self.step
@@ -90,10 +97,13 @@ class Search:
         elif self.over == "seq":
             options = replace(options, seq=value)
         try:
-            return step_given(options).step
-        except NotTaken as error:
-            why = error.why.replace(f" (--{self.over})", "")  # it was not given
-            raise UsageError(f"--over {self.over}: {'; '.join((why, *error.advice[1:]))}") from error
+            return steps(options).step
+        except UsageError as error:
+            cause = error.__cause__
+            said = "; ".join((cause.why, *cause.advice[1:])) if isinstance(cause, NotTaken) else str(error)
+            if isinstance(cause, NotTaken) or said.startswith(f"--{self.over}: "):
+                said = f"--over {self.over}: {said.removeprefix(f'--{self.over}: ')}"
+            raise UsageError(said.replace(f" (--{self.over})", "")) from error
 
 
 def _numbers(text: str) -> list[int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from memfit._version import __version__
 from memfit.cli.options import Json
+from memfit.cli.output import show_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,5 +22,5 @@ class Version:
     """Print JSON."""
 
     def run(self) -> int:
-        print(json.dumps({"memfit": __version__}) if self.json else __version__)
+        show_text(json.dumps({"memfit": __version__}) if self.json else __version__)
         return 0

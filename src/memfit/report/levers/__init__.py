@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 
 from memfit.report.levers.case import Case
 from memfit.report.levers.checkpointing import checkpointing
-from memfit.report.levers.chunked import chunked_cross_entropy
 from memfit.report.levers.gradients import gradients
 from memfit.report.levers.holding import holding
-from memfit.report.levers.lever import Basis, Lever, in_order
+from memfit.report.levers.lever import Basis, Lever, enough, in_order
 from memfit.report.levers.loss import loss
 from memfit.report.levers.micro_batch import micro_batch
 from memfit.report.levers.offload import offload
@@ -17,7 +16,7 @@ from memfit.report.levers.optimizer import optimizer
 from memfit.report.levers.precision import precision
 from memfit.report.levers.sharding import sharding
 
-__all__ = ["LEVERS", "Basis", "Case", "Lever", "chunked_cross_entropy", "levers_of"]
+__all__ = ["LEVERS", "Basis", "Case", "Lever", "enough", "levers_of"]
 
 LEVERS: dict[str, Callable[[Case], Iterator[Lever]]] = {
     "results that are held": holding,

@@ -13,10 +13,11 @@ from memfit.errors import MemfitError
 from memfit.hardware import Target
 from memfit.memory import CATEGORIES
 from memfit.memory.timeline import Bytes
-from memfit.plan.record import Checkpoint
 from memfit.report.facts import Report
 from memfit.report.levers.lever import Basis, Lever
-from memfit.solve import Limits, PlannedTimeline, Problem, ShardOptions
+from memfit.solve import Limits, PlannedTimeline, Problem, ShardOptions, solve
+from memfit.solve.least import LeastBudget
+from memfit.solve.shard_communication import copies_ms
 from memfit.trace import Category, Phase, Step, Trace, trace
 from memfit.tradeoff import Policy, Unit
 
@@ -29,17 +30,19 @@ _DIGITS = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """The peak and the time of a changed step."""
+    """The peak and the time of a changed step; `copies_ms` is what FSDP2's copies would take, which is not in it."""
 
     peak_bytes: int
     step_ms: float
+    copies_ms: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A step on its target. `step` is None where only its trace is known; then nothing can be captured again.
 
-    `left_out` collects, in words, what could not be worked out.
+    What is to be lowered is the step under its plan, or as it is where there is none. Where no plan fits, it is the
+    fastest of the plans that need least. `left_out` collects, in words, what could not be worked out.
     """
 
     report: Report
@@ -58,9 +61,27 @@ class Case:
         """The hardware."""
         return self.report.target
 
+    @property
+    def hopeless(self) -> bool:
+        """Whether there is a plan, and it says that nothing fits."""
+        return self.report.plan is not None and self.report.plan.predicted is None
+
+    @cached_property
+    def chosen(self) -> tuple[tuple[Unit, Policy], ...]:
+        """What is checkpointed, and how."""
+        if not self.hopeless:
+            return self.report.chosen
+        least = self.least
+        if least is None:
+            return ()
+        fastest = solve(self.quick, least.peak_bytes, start=least.choice).chosen
+        return tuple((candidate.unit, policy) for candidate, policy in fastest)
+
     @cached_property
     def timeline(self) -> PlannedTimeline:
-        """Memory at every instant, under the plan where there is one."""
+        """Memory at every instant."""
+        if self.hopeless:
+            return self.report.problem.replay(self.chosen)
         return self.report.planned or self.report.baseline
 
     @property
@@ -71,7 +92,7 @@ class Case:
     @cached_property
     def step_ms(self) -> float:
         """The time of the step, communication that nothing hides and second runs included."""
-        return _step_ms(self.report.problem, sum(entry.recompute_ms for entry in self.entries))
+        return _step_ms(self.report.problem, sum(policy.recompute_ms for _, policy in self.chosen))
 
     @cached_property
     def quick(self) -> Problem:
@@ -80,10 +101,9 @@ class Case:
         return replace(given, options=replace(given.options, limits=_LIMITS))
 
     @property
-    def entries(self) -> tuple[Checkpoint, ...]:
-        """What the plan checkpoints."""
-        plan = self.report.plan
-        return () if plan is None or plan.predicted is None else plan.checkpoint
+    def least(self) -> LeastBudget | None:
+        """The plan that needs least; as it is proven where nothing fits."""
+        return self.report.problem.least if self.hopeless else self.quick.least
 
     def matters(self, saves_bytes: int) -> bool:
         """Whether so many bytes are worth a lever."""
@@ -111,7 +131,12 @@ class Case:
         problem = Problem.of(found, target or self.target, options)
         chosen = list(self._carried(problem))
         recompute_ms = sum(policy.recompute_ms for _, policy in chosen)
-        return Effect(peak_bytes=problem.replay(chosen).peak_bytes, step_ms=_step_ms(problem, recompute_ms))
+        sharding = problem.sharding
+        return Effect(
+            peak_bytes=problem.replay(chosen).peak_bytes,
+            step_ms=_step_ms(problem, recompute_ms),
+            copies_ms=0.0 if sharding is None else copies_ms(sharding.transfers, sharding.units, self.target.device),
+        )
 
     def lever(
         self,
@@ -156,7 +181,7 @@ class Case:
 
     def _carried(self, problem: Problem) -> Iterable[tuple[Unit, Policy]]:
         """The plan's policies in a changed step: of each unit the one that drops the most alike part of it."""
-        ratios = {entry.unit: entry.discard_ratio for entry in self.entries}
+        ratios = {unit.name: _ratio(policy) for unit, policy in self.chosen}
         if not ratios:
             return
         known = {unit.name for unit in self.report.problem.units}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from memfit.units import display_bytes
+
 SMALL_PART = 0.01
 """A lever that saves less of the peak than this comes after all others."""
 Basis = Literal["captured", "estimated"]
@@ -38,6 +40,12 @@ class Lever:
     def bytes_per_ms(self) -> float | None:
         """Bytes saved for each millisecond lost; None when nothing is lost, or it is not known how much."""
         return None if self.costs_ms is None or self.costs_ms <= 0 else self.saves_bytes / self.costs_ms
+
+
+def enough(lever: Lever, budget_bytes: int) -> str:
+    """Whether a step that does not fit a budget does with this lever alone, or what is still missing."""
+    missing = lever.peak_bytes - budget_bytes
+    return "enough by itself" if missing <= 0 else f"{display_bytes(missing)} missing"
 
 
 def in_order(levers: list[Lever]) -> tuple[Lever, ...]:

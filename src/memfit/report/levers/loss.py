@@ -10,15 +10,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from memfit.engines.chunked_loss import CHUNKS, chunked_cross_entropy
 from memfit.report.levers.case import Case
-from memfit.report.levers.chunked import CHUNKS, chunked_cross_entropy
 from memfit.report.levers.lever import Lever
 from memfit.report.levers.lives import with_sizes
 from memfit.trace import NEVER, Op, Phase, TensorRef, Trace
 from memfit.trace.environment import patched
 
 _NAME = "chunked loss"
-_HOW = "loss = memfit.report.levers.chunked_cross_entropy(logits.flatten(0, -2), targets.flatten())  # no .float()"
+_HOW = "loss = memfit.engines.chunked_cross_entropy(logits.flatten(0, -2), targets.flatten())  # no .float()"
 _NEAR = 4
 """A likelihood follows its softmax within so many ops."""
 

@@ -49,9 +49,10 @@ def batch_rows(batch: Any) -> int | None:
 
 
 def halved(batch: Any) -> Any:
-    """The batch with half as many rows, and no data."""
+    """The batch with half as many rows, and no data; what is one tensor in two places stays one."""
     leaves, shape = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
-    return tree_unflatten([_half(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], shape)
+    halves = {id(leaf): _half(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return tree_unflatten([halves.get(id(leaf), leaf) for leaf in leaves], shape)
 
 
 def _half(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from memfit.errors import InputError
 from memfit.report.levers.case import Case
 from memfit.report.levers.lever import Lever
+from memfit.solve.shard_options import ShardDtypes
 from memfit.trace import Step
 
 
@@ -41,17 +42,25 @@ def precision(case: Case) -> Iterator[Lever]:
 
 
 def _sums(case: Case) -> Iterator[Lever]:
-    """Gradients summed over the ranks in bfloat16."""
-    shard = case.report.problem.options.shard
+    """Gradients summed over the ranks in bfloat16; parameters are gathered in the dtype that they were."""
+    shard, name = case.report.problem.options.shard, "gradients summed in bfloat16"
     if shard.reduce_dtype == "bfloat16":
         return
+    changed = replace(shard, reduce_dtype="bfloat16")
     try:
-        effect = case.effect(shard=replace(shard, param_dtype="bfloat16", reduce_dtype="bfloat16"))
+        effect = case.effect(shard=changed)
     except InputError as error:
-        case.left_out.append(f"gradients summed in bfloat16: {error}")
+        case.left_out.append(f"{name}: {error}")
         return
-    how = "fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16))"
-    yield case.lever("gradients summed in bfloat16", how, effect, "captured", same_numbers=False)
+    dtypes = ShardDtypes.of(case.trace, changed)
+    policy = {"param_dtype": dtypes.param and f"torch.{dtypes.param}", "reduce_dtype": "torch.bfloat16"}
+    if case.trace.autocast is not None:
+        policy["cast_forward_inputs"] = "False"
+    options = ", ".join(f"{option}={value}" for option, value in policy.items() if value is not None)
+    how = f"fully_shard(..., mp_policy=MixedPrecisionPolicy({options}))"
+    if case.trace.autocast is not None:
+        how += ", with autocast as it is"
+    yield case.lever(name, how, effect, "captured", same_numbers=False)
 
 
 def in_bfloat16(step: Step) -> Step:

@@ -11,6 +11,7 @@ from memfit.paths import alike, folded
 from memfit.report.levers.case import Case
 from memfit.report.levers.lever import Lever
 from memfit.solve import repeated_blocks
+from memfit.units import display_ms
 
 _FROM_ONE = (2, 4, 8)
 _TIMES = (2, 4)
@@ -21,11 +22,7 @@ def sharding(case: Case) -> Iterator[Lever]:
     would share."""
     if case.target.device.type == "cpu":
         return
-    now = case.target.ranks
-    blocks: dict[str, list[str]] = defaultdict(list)
-    for block in case.report.problem.options.shard.units or repeated_blocks(case.trace):
-        blocks[alike(block)].append(block)
-    named = f"each of {', '.join(map(folded, blocks.values()))}, then " if blocks else ""
+    now, units = case.target.ranks, wrapped(case)
     for ranks in _FROM_ONE if now == 1 else tuple(now * times for times in _TIMES):
         try:
             target = Target.parse(case.target, ranks=ranks)
@@ -33,10 +30,21 @@ def sharding(case: Case) -> Iterator[Lever]:
         except InputError as error:
             case.left_out.append(f"sharding over {ranks} ranks: {error}")
             return
+        assumes = "a batch of this size on every device"
+        if now == 1:
+            assumes += f"; FSDP2's copies in and out of its buffers, about {display_ms(effect.copies_ms)}, not counted"
         yield case.lever(
             f"sharding over {ranks} ranks" if now == 1 else f"sharding over {ranks} ranks instead of {now}",
-            f"torchrun on {ranks} devices; fully_shard {named}the model",
+            f"torchrun on {ranks} devices; fully_shard {units}",
             effect,
             "captured",
-            assumes="a batch of this size on every device",
+            assumes=assumes,
         )
+
+
+def wrapped(case: Case) -> str:
+    """The modules that are given to `fully_shard`, in words."""
+    blocks: dict[str, list[str]] = defaultdict(list)
+    for block in case.report.problem.options.shard.units or repeated_blocks(case.trace):
+        blocks[alike(block)].append(block)
+    return f"each of {', '.join(map(folded, blocks.values()))}, then the model" if blocks else "the model"

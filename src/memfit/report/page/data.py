@@ -12,14 +12,14 @@ from memfit.memory import CATEGORIES
 from memfit.paths import alike, folded
 from memfit.plan import Plan
 from memfit.plan.record import Estimate, ShardPlan
+from memfit.report.assumed import assumed
+from memfit.report.decisions import decisions
 from memfit.report.facts import Report
 from memfit.report.levers import Lever
-from memfit.report.page.assumed import assumed
-from memfit.report.page.decisions import decisions
 from memfit.report.page.drawn import drawn
-from memfit.report.page.strings import Strings, named
-from memfit.report.page.tree import module_tree
-from memfit.report.page.words import place, reserves_more
+from memfit.report.strings import Strings, named
+from memfit.report.tree import module_tree
+from memfit.report.words import place, reserves_more
 from memfit.solve import Curve
 from memfit.solve.sharding import Sharding
 from memfit.trace import Category, Phase
@@ -145,7 +145,6 @@ def _blocker(plan: Plan | None) -> dict[str, Any] | None:
         "place": place(plan.blocker.peak_at),
         "peak_bytes": plan.blocker.peak_bytes,
         "minimum_budget_bytes": plan.minimum_budget_bytes,
-        "levers": [msgspec.to_builtins(lever) for lever in plan.blocker.levers],
     }
 
 

@@ -17,12 +17,14 @@ import numpy.typing as npt
 from memfit.memory import CATEGORIES
 from memfit.paths import alike
 from memfit.report.facts import Report
-from memfit.report.page.strings import Strings, named, short
+from memfit.report.sizes import allocation_bytes, rounded
 from memfit.report.streams import clock_of
+from memfit.report.strings import Strings, named
 from memfit.solve import PlannedTimeline
 from memfit.solve.planned import Allocation
 from memfit.solve.planned_lives import BETWEEN
 from memfit.trace import NEVER, Category, Phase
+from memfit.trace.names import short
 
 POINTS = 2000
 """About the most points of one timeline."""
@@ -67,7 +69,7 @@ def drawn(report: Report, timeline: PlannedTimeline, strings: Strings) -> dict[s
         op.append(strings[short(found.name)])
         module.append(NEVER if found.call == NEVER else strings[named(trace.calls[found.call].module)])
         source.append(strings[trace.source_of(number)] if trace.source_of(number) else NEVER)
-        work.append(_rounded(found.workspace_bytes, timeline.rounding_bytes))
+        work.append(rounded(found.workspace_bytes, timeline.rounding_bytes))
     groups, alive = _alive(timeline, instants, strings)
     edges_ms = np.append(starts_ms, starts_ms[-1])
     return {
@@ -152,7 +154,7 @@ def _alive(timeline: PlannedTimeline, instants: Ints, strings: Strings) -> tuple
 
     Allocations are of one kind when they differ in numbers in their paths only, and are equally large.
     """
-    lives, sizes = timeline.lives, allocation_bytes(timeline)
+    sizes = allocation_bytes(timeline)
     kinds: dict[_Kind, list[Allocation]] = {}
     place: dict[_Kind, int] = {}
     group = np.empty(len(sizes), np.int64)
@@ -164,8 +166,7 @@ def _alive(timeline: PlannedTimeline, instants: Ints, strings: Strings) -> tuple
     each = np.array([key[-1] for key in kinds], np.int64)
     alive = []
     for instant in instants.tolist():
-        there = (lives.born <= instant) & ((lives.dies == NEVER) | (lives.dies >= instant))
-        counts = np.bincount(group[there], minlength=len(kinds))
+        counts = np.bincount(group[timeline.alive(instant)], minlength=len(kinds))
         held = counts * each
         order = np.argsort(-held, kind="stable")[:_ALIVE]
         alive.append([value for number in order.tolist() if held[number] for value in (number, int(counts[number]))])
@@ -186,16 +187,6 @@ def _described(key: _Kind, members: list[Allocation], strings: Strings) -> list[
     called = short(name) or _OF_SHARDING.get(category, category.value)
     where = strings[module] if module else NEVER
     return [size_bytes, CATEGORIES.index(category), strings[called], where, int(again)]
-
-
-def allocation_bytes(timeline: PlannedTimeline) -> Ints:
-    """What every allocation takes, as the allocator rounds it."""
-    rounding = timeline.rounding_bytes
-    return -(-timeline.lives.size_bytes // rounding) * rounding
-
-
-def _rounded(n_bytes: int, rounding_bytes: int) -> int:
-    return -(-n_bytes // rounding_bytes) * rounding_bytes
 
 
 def _ms(value: float) -> float:

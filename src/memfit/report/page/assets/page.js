@@ -28,11 +28,11 @@ const shown = [
   ['curve', 'Budget', Boolean(data.curve)],
   ['decisions', 'Decisions', decisionTable(data)],
   ['sharding', 'Sharding', sharding(data)],
-  ['levers', 'Levers', data.levers.length > 0],
+  ['levers', 'Levers', data.levers.length > 0 && !data.blocker],
   ['verified', 'Measured', measuredTables(data)],
   ['assumed', 'Assumed', assumptions(data)],
 ].filter(([, , there]) => there);
-if (data.levers.length) byId('levers-body').append(leverTable(data.levers));
+if (data.levers.length && !data.blocker) byId('levers-body').append(leverTable(data.levers));
 shown.forEach(([id]) => { byId(id).hidden = false; });
 byId('sections').append(...shown.map(([id, text]) => make('a', { href: `#${id}`, text })));
 

@@ -98,16 +98,16 @@ function sharding(data) {
   return true;
 }
 
-// Levers of an explanation, or those of a plan that has only what they save.
-function leverTable(levers, saves = 'saves') {
-  const some = (name) => levers.some((lever) => lever[name] !== undefined && lever[name] !== null);
+// Levers; where nothing fits the budget, each says whether it is enough by itself.
+function leverTable(levers, budget = null) {
   const cost = (ms) => (ms === null || ms === undefined ? 'not known' : Math.abs(ms) < 1e-3 ? 'nothing' : ms < 0 ? `${showMs(-ms)} faster` : showMs(ms));
   return table([
     { name: 'lever', head: true, of: (lever) => make('span', {}, lever.name, small(lever.how)) },
-    { name: saves, number: true, of: (lever) => showBytes(lever.saves_bytes), sort: (lever) => lever.saves_bytes },
-    some('costs_ms') && { name: 'costs a step', number: true, of: (lever) => cost(lever.costs_ms), sort: (lever) => lever.costs_ms || 0 },
-    some('peak_bytes') && { name: 'peak then', number: true, of: (lever) => showBytes(lever.peak_bytes), sort: (lever) => lever.peak_bytes },
-    some('basis') && { name: 'how it is known', of: (lever) => make('span', {}, lever.basis, small([
+    { name: 'saves', number: true, of: (lever) => showBytes(lever.saves_bytes), sort: (lever) => lever.saves_bytes },
+    { name: 'costs a step', number: true, of: (lever) => cost(lever.costs_ms), sort: (lever) => lever.costs_ms || 0 },
+    { name: 'peak then', number: true, of: (lever) => showBytes(lever.peak_bytes), sort: (lever) => lever.peak_bytes },
+    budget !== null && { name: 'for the budget', of: (lever) => (lever.peak_bytes <= budget ? 'enough by itself' : `${showBytes(lever.peak_bytes - budget)} missing`) },
+    { name: 'how it is known', of: (lever) => make('span', {}, lever.basis, small([
       lever.assumes, lever.same_numbers === false ? 'changes the numbers' : '',
     ].filter(Boolean).join('; '))) },
   ].filter(Boolean), levers, { cards: true });
@@ -123,7 +123,7 @@ function blocked(data) {
     ...(blocker.minimum_budget_bytes === null ? [] : [['smallest budget that works', showBytes(blocker.minimum_budget_bytes)]]),
   ]);
   byId('blocker-body').append(list);
-  if (blocker.levers.length) byId('blocker-body').append(make('h3', { text: 'What would help there' }), leverTable(blocker.levers, 'saves about'));
+  if (data.levers.length) byId('blocker-body').append(make('h3', { text: 'What would help, on top of the plan that needs least' }), leverTable(data.levers, data.budget_bytes));
   return true;
 }
 

@@ -15,8 +15,8 @@ import numpy as np
 from memfit.memory import CATEGORIES
 from memfit.plan import Plan
 from memfit.report.facts import Report
-from memfit.report.page.drawn import allocation_bytes
-from memfit.report.page.strings import Strings, named
+from memfit.report.sizes import allocation_bytes
+from memfit.report.strings import Strings, named
 from memfit.solve import PlannedTimeline
 from memfit.solve.planned_lives import BETWEEN
 from memfit.trace import NEVER, Category, Op, Phase, Trace
@@ -83,8 +83,8 @@ def _held(timeline: PlannedTimeline) -> dict[Key, dict[int, int]]:
     lives, trace, instant = timeline.lives, timeline.trace, timeline.peak_instant
     sizes = allocation_bytes(timeline)
     found: dict[Key, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    alive = (lives.born <= instant) & ((lives.dies == NEVER) | (lives.dies >= instant))
-    for number in np.flatnonzero(alive).tolist():
+    alive = timeline.alive(instant)
+    for number in alive.tolist():
         storage = int(timeline.planned.storage[number])
         if storage == NEVER:
             intervals = timeline.planned.intervals

@@ -1,4 +1,4 @@
-"""What the figures of a page rest on: the device with its sources, how the step was captured, and versions."""
+"""What the figures of a report rest on: the device with its sources, how the step was captured, and versions."""
 
 from __future__ import annotations
 

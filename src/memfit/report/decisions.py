@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from memfit.paths import alike, folded
@@ -11,8 +11,10 @@ from memfit.plan import Plan
 from memfit.plan.display import same_policy
 from memfit.plan.record import Checkpoint, UnitOp
 from memfit.report.facts import Report
-from memfit.report.page.strings import named, short
+from memfit.report.forced import forced_ops
+from memfit.report.strings import named
 from memfit.solve.program import Candidate
+from memfit.trace.names import short
 from memfit.units import display_bytes, display_ms
 
 _OPS = 4
@@ -26,12 +28,15 @@ def decisions(report: Report) -> list[dict[str, Any]]:
     groups: dict[tuple[object, ...], list[Checkpoint]] = defaultdict(list)
     for entry in plan.checkpoint:
         groups[same_policy(entry)].append(entry)
-    rows = [_checkpointed(members) for members in groups.values()]
+    units = {unit.name: unit for unit in report.problem.units}
+    rows = [
+        _checkpointed(members, forced_ops(report.problem.facts, units[members[0].unit])) for members in groups.values()
+    ]
     rows.sort(key=lambda row: -row["rate"])
     return [*rows, *_kept(report, plan)]
 
 
-def _checkpointed(members: Sequence[Checkpoint]) -> dict[str, Any]:
+def _checkpointed(members: Sequence[Checkpoint], forced: Mapping[int, str]) -> dict[str, Any]:
     first = members[0]
     dropped = sum(entry.discarded_bytes for entry in members)
     took = sum(entry.recompute_ms for entry in members)
@@ -45,8 +50,8 @@ def _checkpointed(members: Sequence[Checkpoint]) -> dict[str, Any]:
         "all_bytes": dropped,
         "share": first.discard_ratio,
         "keeps_bytes": first.cached_bytes,
-        "keeps": _named(first.saved_ops),
-        "again": _named(first.recomputed_ops),
+        "keeps": _named(first.saved_ops, forced),
+        "again": _named(first.recomputed_ops, {}),
         "each_ms": took / len(members),
         "all_ms": took,
         "rate": rate,
@@ -121,12 +126,13 @@ def _why_kept(report: Report, candidate: Candidate) -> str:
     return "not needed: the others are enough for less"
 
 
-def _named(ops: Iterable[UnitOp]) -> str:
-    """Ops by name, those whose results take most first; views are not worth a word."""
+def _named(ops: Iterable[UnitOp], forced: Mapping[int, str]) -> str:
+    """Ops by name, those whose results take most first, with why they cannot run again; views are not worth a word."""
     sizes: dict[str, list[int]] = defaultdict(list)
     for op in ops:
         if op.bytes:
-            sizes[short(op.name)].append(op.bytes)
+            why = f" ({forced[op.offset]})" if op.offset in forced else ""
+            sizes[short(op.name) + why].append(op.bytes)
     largest = sorted(sizes, key=lambda name: -sum(sizes[name]))
     shown = [name if len(sizes[name]) == 1 else f"{len(sizes[name])} {name}" for name in largest[:_OPS]]
     more = len(sizes) - _OPS

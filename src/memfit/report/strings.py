@@ -19,11 +19,6 @@ class Strings:
         return list(self._numbers)
 
 
-def short(name: str) -> str:
-    """An op's name without what all of them have."""
-    return name.removeprefix("aten.").removesuffix(".default")
-
-
 def named(module: str) -> str:
     """A module's path as people read it."""
     return module or "(model)"

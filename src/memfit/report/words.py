@@ -1,4 +1,4 @@
-"""The headline of the page: in words, whether the step fits, what it takes and what the plan does."""
+"""The headline of a report: in words, whether the step fits, what it takes and what the plan does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from memfit.plan.display import counted
 from memfit.plan.record import PeakAt
 from memfit.plan.words import Tone, verdict_of
 from memfit.report.facts import Report
-from memfit.report.page.strings import named, short
+from memfit.report.strings import named
+from memfit.trace.names import short
 from memfit.units import display_bytes, display_ms
 
 _NAMES = 3

@@ -1,0 +1,77 @@
+"""A plan on memfit's own sharded runtime: the model is sharded as the plan says, and its units run their policies."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from memfit.errors import InputError
+from memfit.plan import Plan
+from memfit.plan.record import ShardPlan
+from memfit.sharded import Precision, Schedule, UnitOptions, shard
+from memfit.sharded.sharding import runtime_of
+
+
+def check_ranks(plan: Plan, mesh: DeviceMesh | None) -> None:
+    """Refuse a plan for another number of ranks than there are."""
+    assert plan.shard is not None
+    if not dist.is_available() or not dist.is_initialized():
+        raise InputError(
+            f"this plan shards the model over {plan.shard.ranks} ranks, and there is no process group: start the script "
+            f"with torchrun --nproc-per-node {plan.shard.ranks} and call torch.distributed.init_process_group() first"
+        )
+    ranks = dist.get_world_size() if mesh is None else mesh.size(mesh.ndim - 1)
+    if ranks != plan.shard.ranks:
+        raise InputError(
+            f"this plan shards the model over {plan.shard.ranks} ranks, and here are {ranks}; start as many, or plan "
+            f"with ranks={ranks}"
+        )
+
+
+def shard_as_planned(
+    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: DeviceMesh | None
+) -> None:
+    """Shard a model, and what its optimizer already knows of it."""
+    assert plan.shard is not None
+    shapes = {parameter: parameter.shape for parameter in model.parameters()}
+    shard(
+        model,
+        mesh=mesh,
+        units={each.module: UnitOptions(keep=not each.reshard_after_forward) for each in plan.shard.units},
+        precision=_precision(plan, plan.shard, model),
+        schedule=Schedule(forward_prefetch=plan.shard.prefetch, backward_prefetch=plan.shard.prefetch),
+    )
+    if optimizer is not None:
+        _shard_state(model, optimizer, shapes)
+
+
+def _precision(plan: Plan, planned: ShardPlan, model: nn.Module) -> Precision:
+    """The dtypes of the plan. Autocast casts what it must; else a unit's inputs are cast with its parameters."""
+    if planned.shard_dtype is not None:
+        wanted = getattr(torch, planned.shard_dtype)
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point() and parameter.dtype != wanted:
+                raise InputError(
+                    f"the plan keeps shards in {planned.shard_dtype}, and {name!r} is {parameter.dtype}; call "
+                    f"model.to(torch.{planned.shard_dtype}) before apply"
+                )
+    return Precision(
+        param_dtype=None if planned.param_dtype is None else getattr(torch, planned.param_dtype),
+        reduce_dtype=None if planned.reduce_dtype is None else getattr(torch, planned.reduce_dtype),
+        cast_inputs="none" if plan.trace.autocast is not None else "units",
+    )
+
+
+def _shard_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, shapes: dict[nn.Parameter, torch.Size]
+) -> None:
+    """Keep this rank's part of what the optimizer knows of each parameter."""
+    for unit in runtime_of(model).units:
+        for flat in unit.flats:
+            for parameter, part in zip(flat.parameters, flat.parts, strict=True):
+                state = optimizer.state.get(parameter, {})
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.shape == shapes[parameter] and value.dim():
+                        state[name] = value.reshape(-1)[part.begin : part.end].clone()

@@ -1,0 +1,17 @@
+"""What allocations take of the device's memory, as its allocator rounds them."""
+
+from __future__ import annotations
+
+from memfit.memory.timeline import Bytes
+from memfit.solve import PlannedTimeline
+
+
+def rounded(n_bytes: int, rounding_bytes: int) -> int:
+    """Bytes up to the end of a block."""
+    return -(-n_bytes // rounding_bytes) * rounding_bytes
+
+
+def allocation_bytes(timeline: PlannedTimeline) -> Bytes:
+    """What every allocation of a timeline takes."""
+    rounding = timeline.rounding_bytes
+    return -(-timeline.lives.size_bytes // rounding) * rounding
