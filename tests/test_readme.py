@@ -67,6 +67,8 @@ def test_public_names_are_few_and_frozen() -> None:
         "save_trace",
         "search",
         "shapes",
+        "shard",
+        "sharded",
         "spec",
         "trace",
     ]

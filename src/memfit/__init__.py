@@ -11,10 +11,11 @@ from memfit._version import __version__
 from memfit.errors import InputError, MemfitError
 
 if TYPE_CHECKING:
-    from memfit import hardware, memory, report, shapes
+    from memfit import hardware, memory, report, shapes, sharded
     from memfit.plan import Plan, curve, load, plan, search
     from memfit.report.comparison import compare
     from memfit.report.explain import explain
+    from memfit.sharded import shard
     from memfit.trace import CaptureError, Step, Trace, load_trace, save_trace, spec, trace
     from memfit.verify import guard
 
@@ -39,6 +40,8 @@ __all__ = [
     "save_trace",
     "search",
     "shapes",
+    "shard",
+    "sharded",
     "spec",
     "trace",
 ]
@@ -47,11 +50,25 @@ _NAMES = {
     "memfit.plan": ("Plan", "curve", "load", "plan", "search"),
     "memfit.report.comparison": ("compare",),
     "memfit.report.explain": ("explain",),
+    "memfit.sharded": ("shard",),
     "memfit.trace": ("CaptureError", "Step", "Trace", "load_trace", "save_trace", "spec", "trace"),
     "memfit.verify": ("guard",),
 }
 _PLACES = {name: place for place, names in _NAMES.items() for name in names}
-_ROOMS = ("cost", "engines", "graph", "hardware", "memory", "report", "shapes", "solve", "tradeoff", "units", "verify")
+_ROOMS = (
+    "cost",
+    "engines",
+    "graph",
+    "hardware",
+    "memory",
+    "report",
+    "shapes",
+    "sharded",
+    "solve",
+    "tradeoff",
+    "units",
+    "verify",
+)
 
 
 class _Package(ModuleType):

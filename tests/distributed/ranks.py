@@ -60,13 +60,14 @@ class Ranks:
 
     def answers(self) -> list[Any]:
         """What every rank returned; an exception object where it raised, None where it died."""
-        found: list[Any] = []
-        for pipe in self._pipes:
-            try:
-                found.append(pipe.recv() if pipe.poll(_WAIT_S) else TimeoutError("no answer"))
-            except (EOFError, ConnectionError):
-                found.append(None)
-        return found
+        return [self.answer(rank) for rank in range(len(self._pipes))]
+
+    def answer(self, rank: int) -> Any:
+        """What one rank returned, as `answers` has it."""
+        try:
+            return self._pipes[rank].recv() if self._pipes[rank].poll(_WAIT_S) else TimeoutError("no answer")
+        except (EOFError, ConnectionError):
+            return None
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call a function on every rank and return what each returned, rank 0's first."""

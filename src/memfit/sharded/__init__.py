@@ -1,23 +1,40 @@
 """The fully sharded data parallel runtime."""
 
 from memfit.sharded.accumulation import no_sync
+from memfit.sharded.checkpoint import Loaded, load, save, saves
 from memfit.sharded.clip import clip_grad_norm_, finite_gradients
+from memfit.sharded.crew import CrewError
 from memfit.sharded.errors import CollectiveError, OrderError, RankMismatch
+from memfit.sharded.optimizer_state import plain_optimizer_state
 from memfit.sharded.options import Precision, Reduction, Schedule, UnitOptions
 from memfit.sharded.scaler import ShardedGradScaler
+from memfit.sharded.sharded_value import ShardedValue
 from memfit.sharded.sharding import shard
+from memfit.sharded.state import full_state_dict, load_state_dict, sharded_state_dict
+from memfit.sharded.summon import full_parameters
 
 __all__ = [
     "CollectiveError",
+    "CrewError",
+    "Loaded",
     "OrderError",
     "Precision",
     "RankMismatch",
     "Reduction",
     "Schedule",
     "ShardedGradScaler",
+    "ShardedValue",
     "UnitOptions",
     "clip_grad_norm_",
     "finite_gradients",
+    "full_parameters",
+    "full_state_dict",
+    "load",
+    "load_state_dict",
     "no_sync",
+    "plain_optimizer_state",
+    "save",
+    "saves",
     "shard",
+    "sharded_state_dict",
 ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -27,13 +26,17 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
     link = runtime.links[0]
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     sharded = runtime.parameters
-    counted = [each.grad for each in parameters if each.grad is not None and (each in sharded or link.rank == 0)]
+    counted = [
+        each.grad
+        for each in parameters
+        if each.grad is not None and each.grad.numel() and (each in sharded or link.rank == 0)
+    ]
     total = get_total_norm(counted, norm_type).to(device=runtime.device, dtype=torch.float32)
     if math.isinf(norm_type):
-        dist.all_reduce(total, op=dist.ReduceOp.MAX, group=link.group)
+        link.all_reduce(total, "all-reduce of the gradients' norm", largest=True).wait()
     else:
         total = total**norm_type
-        dist.all_reduce(total, group=link.group)
+        link.all_reduce(total, "all-reduce of the gradients' norm").wait()
         total = total ** (1 / norm_type)
     clip_grads_with_norm_(parameters, max_norm, total)
     return total
@@ -48,5 +51,5 @@ def finite_gradients(model: nn.Module) -> bool:
     for gradient in gradients:
         wrong += (~torch.isfinite(gradient)).any().to(wrong.device)
     for link in runtime.links:
-        dist.all_reduce(wrong, group=link.group)
+        link.all_reduce(wrong, "all-reduce of what gradients are finite").wait()
     return not wrong.item()

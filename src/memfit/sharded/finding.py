@@ -42,14 +42,13 @@ def find_units(
     named = _named(model, units)
     options = {path: each if each is not None else UnitOptions(keep=keep) for path, each in named.items()}
     options[""] = options.get("", UnitOptions(keep=True))
-    options = dict(
-        sorted(options.items(), key=lambda item: list(dict(model.named_modules(remove_duplicate=False))).index(item[0]))
-    )
+    modules = dict(model.named_modules(remove_duplicate=False))
+    options = {path: options[path] for path in modules if path in options}
+    unit_of = {modules[path]: path for path in options}
     members: dict[str, list[Member]] = {path: [] for path in options}
     for names, places, parameter in _parameters(model, _ignored(model, ignored)):
-        owner = max(
-            set.intersection(*({path for path in (*around(name),) if path in options} for name in names)), key=len
-        )
+        inside = [[unit_of[modules[path]] for path in around(name) if modules[path] in unit_of] for name in names]
+        owner = next(path for path in reversed(inside[0]) if all(path in each for each in inside))
         members[owner].append(Member(parameter=parameter, names=names, places=places))
     return [
         FoundUnit(name=path, module=model.get_submodule(path), options=options[path], members=tuple(members[path]))

@@ -113,6 +113,7 @@ class FlatShard:
 
     def begin_gather(self, whole: Whole, tag: int, about: str) -> Transfer | None:
         """Begin to fill the buffer; None where nothing has to move."""
+        self._kept = None
         if not whole.bytes:
             return None
         streams = self._streams

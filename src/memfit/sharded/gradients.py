@@ -1,21 +1,27 @@
 """The gradients of a flat shard: collected as they come, summed over ranks, added to what is there.
 
-A whole gradient is copied into its slot of one buffer and given up as soon as autograd has it. Each pass sums its
-gradients and adds them to those of the shard, so that accumulation takes no more memory than one pass; without
-communication the buffer stays, and later passes add to it.
+Note [Parts]
+What is sent to one rank is one part of a flat buffer. A part gets memory when all gradients that go into it are there,
+and each of these is given up when it is copied: early in a unit's backward, when its activations are all still there,
+nothing but the gradients themselves is, and late the whole gradients and the buffer are never there together.
+
+Each pass sums its gradients and adds them to those of the shard, so that accumulation takes no more memory than one
+pass; without communication what was collected stays, and later passes add to it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from memfit.errors import InputError
 from memfit.sharded.flat import FlatShard
-from memfit.sharded.links import Link, SumTransfer, Transfer
+from memfit.sharded.layout import Slot
+from memfit.sharded.links import Link, SumTransfer, Transfer, joined
 from memfit.sharded.options import Precision, Reduction
 from memfit.sharded.streams import Streams
 
@@ -27,27 +33,34 @@ class Gradients:
         self, flat: FlatShard, replicas: Link | None, streams: Streams, precision: Precision, reduction: Reduction
     ) -> None:
         self.flat = flat
-        self.holds_missing = True
         self._replicas = replicas
         self._streams = streams
         self._reduction = reduction
         self._kept_dtype = _floating(flat.dtype, precision.reduce_dtype if precision.keep_reduced_gradients else None)
         self._dtype = _floating(flat.dtype, reduction.compress or precision.reduce_dtype)
         self._before, self._after = divisors(self._ranks, self._dtype, reduction.divisor)
-        self._buffer: torch.Tensor | None = None
+        self._parts: list[torch.Tensor | None] = [None] * flat.link.ranks
         self._collected: set[int] = set()
+        self._held: dict[int, torch.Tensor] = {}
+        self._filled: set[int] = set()
+        elements = flat.layout.shard_elements or 1
+        self._ranks_of = [range(slot.begin // elements, -(-slot.end // elements)) for slot in flat.layout.slots]
+        self._numbers_of = [
+            [number for number, ranks in enumerate(self._ranks_of) if rank in ranks] for rank in range(flat.link.ranks)
+        ]
         self._sum: SumTransfer | None = None
         self._total: torch.Tensor | None = None
         self._replica_sum: Transfer | None = None
         self._event: torch.cuda.Event | None = None
         self._about = ""
+        self._came: set[int] = set()
         self._missing: dict[int, torch.Tensor] = {}
         flat.listener = self.collect
 
     @property
     def waiting(self) -> bool:
         """Whether gradients came that are not being summed."""
-        return self._buffer is not None and self._sum is None
+        return bool(self._collected) and not self.under_way
 
     @property
     def under_way(self) -> bool:
@@ -55,9 +68,21 @@ class Gradients:
         return self._sum is not None or self._total is not None
 
     @property
-    def collected(self) -> frozenset[int]:
-        """Numbers of the parameters whose gradients came since the last sum."""
-        return frozenset(self._collected)
+    def part_bytes(self) -> int:
+        """What is sent to one rank."""
+        return self.flat.layout.shard_elements * self._dtype.itemsize
+
+    def ranks_of(self, number: int) -> range:
+        """The ranks that keep some of a parameter."""
+        return self._ranks_of[number]
+
+    def completed(self, come: Collection[int], ranks: range) -> list[int]:
+        """Of the parts of some ranks, or of all where they are one tensor, those whose gradients have all come."""
+        if not self.flat.link.separate_parts:
+            ranks = range(self.flat.link.ranks)
+        missing = [number not in come and each.requires_grad for number, each in enumerate(self.flat.parameters)]
+        found = [rank for rank in ranks if not any(missing[number] for number in self._numbers_of[rank])]
+        return found if self.flat.link.separate_parts or len(found) == len(ranks) else []
 
     def collect(self, number: int, parameter: torch.Tensor) -> None:
         """Put a gradient that autograd has just finished into its slot."""
@@ -74,35 +99,50 @@ class Gradients:
         if self.under_way:  # of this pass already: it came late, and is summed at the end of the backward
             self.finish()
         with torch.no_grad():
-            place = self._slots()[slot.begin : slot.end].view(slot.shape)
-            if number in self._collected:
-                place.add_(gradient, alpha=1 / self._before)
-            elif self._before != 1 and gradient.dtype == place.dtype:
-                torch.mul(gradient, 1 / self._before, out=place)
+            if number not in self._collected:
+                self._collected.add(number)
+                self._held[number] = gradient
+                self._fill_complete(number)
             else:
-                place.copy_(gradient)
-                if self._before != 1:
-                    place.div_(self._before)
-        self._collected.add(number)
+                for rank in self._ranks_of[number]:
+                    if rank in self._filled:
+                        self._write(number, rank, gradient, add=True)
+                if number in self._held:
+                    self._held[number] = self._held[number].to(self._dtype).add_(gradient)
 
     def begin(self, tag: int, about: str) -> None:
         """Begin to sum over ranks what was collected; a gradient that never came counts as zeros."""
-        buffer = self._slots()
+        link = self.flat.link
         with torch.no_grad():
             for number, slot in enumerate(self.flat.layout.slots):
                 if number not in self._collected:
-                    buffer[slot.begin : slot.end].zero_()
-        streams, link = self._streams, self.flat.link
+                    for rank in self._ranks_of[number]:
+                        self._place(slot, rank)[0].zero_()
+            for rank in range(link.ranks):
+                self._fill(rank)
+            parts = [self._part(rank) for rank in range(link.ranks)]
+        streams = self._streams
         streams.after_current(streams.reduce)
         with torch.no_grad(), streams.on(streams.reduce):
             if self._reduction.hook is not None:
-                self._total = self._reduction.hook(buffer, link.group)
+                self._total = self._reduction.hook(joined(parts), link.group)
             else:
-                self._sum = link.sum_parts(buffer, tag, about)
+                self._sum = link.sum_parts(parts, tag, about)
             self._event = streams.event(streams.reduce)
         self._about = about
 
-    def exchange(self) -> None:
+    def advance(self) -> bool:
+        """Go on from the sum over shard ranks to that over replicas, or finish; whether nothing is under way any more.
+
+        Each of both runs beside the backward of another unit.
+        """
+        if self.under_way and self._replicas is not None and self._replica_sum is None:
+            self._exchange()
+            return False
+        self.finish()
+        return True
+
+    def _exchange(self) -> None:
         """Take the sum over shard ranks and begin that over replicas, where there are any."""
         if self._sum is not None:
             with torch.no_grad():
@@ -119,16 +159,17 @@ class Gradients:
 
     def finish(self) -> None:
         """Wait for the sum and make it, or add it to, the gradients of the shards."""
-        self.exchange()
-        if self._total is None:
-            return
-        self._streams.wait(self._event)
-        if self._replica_sum is not None:
-            self._replica_sum.wait()
-        total = self._total
-        collected = self.collected
-        self._forget()
-        with torch.no_grad():
+        with record_function("memfit::sum"), torch.no_grad():
+            self._exchange()
+            if self._total is None:
+                return
+            self._streams.wait(self._event)
+            if self._replica_sum is not None:
+                self._replica_sum.wait()
+            total = self._total
+            collected = frozenset(self._collected)
+            self._came |= collected
+            self._forget()
             if self._after != 1:
                 total.div_(self._after)
             self._give(total.to(device=self.flat.shard.device, dtype=self._kept_dtype), collected)
@@ -136,52 +177,106 @@ class Gradients:
     def resolve(self, used: Sequence[bool]) -> None:
         """Give the gradients of parameters that got none on this rank; those that no rank used get none."""
         missing, self._missing = self._missing, {}
+        self._came.clear()
         with torch.no_grad():
             for number, gradient in missing.items():
                 if used[number]:
                     self._give_one(self.flat.parameters[number], gradient)
 
+    @property
+    def misses(self) -> bool:
+        """Whether a parameter was summed for which this rank had no gradient."""
+        return bool(self._missing)
+
     def came(self) -> list[bool]:
         """For every parameter, whether this rank had a gradient for it in the sums since `resolve`."""
-        return [number not in self._missing for number in range(len(self.flat.parameters))]
+        return [number in self._came or number not in self._missing for number in range(len(self.flat.parameters))]
 
     def drop(self) -> None:
         """Give up what was collected, and wait for a sum that other ranks take part in."""
+        self._came.clear()
+        self._missing.clear()
         try:
-            self.exchange()
+            self._exchange()
             if self._replica_sum is not None:
                 self._replica_sum.wait()
         finally:
             self._forget()
 
     def _forget(self) -> None:
-        self._buffer = self._total = self._sum = self._replica_sum = self._event = None
+        self._parts = [None] * self.flat.link.ranks
+        self._total = self._sum = self._replica_sum = self._event = None
         self._collected.clear()
+        self._held.clear()
+        self._filled.clear()
 
-    def _slots(self) -> torch.Tensor:
-        """The buffer, with zeros where no gradient goes."""
-        if self._buffer is None:
-            layout = self.flat.layout
-            self._buffer = torch.empty(layout.elements, dtype=self._dtype, device=self.flat.device)
-            end = 0
-            for slot in layout.slots:
-                if end < slot.begin:
-                    self._buffer[end : slot.begin].zero_()
-                end = slot.end
-            self._buffer[end:].zero_()
-        return self._buffer
+    def _fill_complete(self, number: int) -> None:
+        """Fill the parts that a gradient was the last one missing in."""
+        for rank in self.completed(self._collected, self.ranks_of(number)):
+            self._fill(rank)
+
+    def _fill(self, rank: int) -> None:
+        """Copy the gradients that are held for a part into it, and give up those that no other part waits for."""
+        if rank in self._filled:
+            return
+        self._filled.add(rank)
+        with record_function("memfit::fill"):
+            for number in self._numbers_of[rank]:
+                if number in self._held:
+                    self._write(number, rank, self._held[number], add=False)
+                    if all(each in self._filled for each in self._ranks_of[number]):
+                        del self._held[number]
+
+    def _write(self, number: int, rank: int, gradient: torch.Tensor, *, add: bool) -> None:
+        """Put what belongs into a part of a gradient there."""
+        slot = self.flat.layout.slots[number]
+        place, begin = self._place(slot, rank)
+        if place.numel() == slot.elements:
+            place = place.view(slot.shape)
+        else:
+            gradient = gradient.reshape(-1)[begin : begin + place.numel()]
+        if add:
+            place.add_(gradient, alpha=1 / self._before)
+        elif self._before != 1 and gradient.dtype == place.dtype:
+            torch.mul(gradient, 1 / self._before, out=place)
+        else:
+            place.copy_(gradient)
+            if self._before != 1:
+                place.div_(self._before)
+
+    def _place(self, slot: Slot, rank: int) -> tuple[torch.Tensor, int]:
+        """Where the piece of a gradient that belongs into a part goes, and at which of its elements it begins."""
+        first, elements = rank * self.flat.layout.shard_elements, self.flat.layout.shard_elements
+        begin, end = max(slot.begin, first), min(slot.end, first + elements)
+        return self._part(rank)[begin - first : end - first], begin - slot.begin
+
+    def _part(self, rank: int) -> torch.Tensor:
+        """What is sent to a rank, with zeros where no gradient goes."""
+        part = self._parts[rank]
+        if part is None:
+            layout, link = self.flat.layout, self.flat.link
+            ranks = [rank] if link.separate_parts else list(range(link.ranks))
+            elements = layout.shard_elements
+            made = torch.empty(len(ranks) * elements, dtype=self._dtype, device=self.flat.device)
+            for each, piece in zip(ranks, made.split(elements), strict=True):
+                for begin, end in layout.gaps(each):
+                    piece[begin:end].zero_()
+                self._parts[each] = piece
+            part = self._parts[rank]
+            assert part is not None
+        return part
 
     def _give(self, total: torch.Tensor, collected: frozenset[int]) -> None:
-        """Make the sum the gradients of the parameters that need one; what came from other ranks only may wait."""
+        """Make the sum the gradients of the parameters that need one; what can be from other ranks only waits."""
         for number, parameter in enumerate(self.flat.parameters):
             if not parameter.requires_grad:
                 continue
             gradient = self.flat.local(number, total)
-            if number in collected or not self.holds_missing:
-                self._missing.pop(number, None)
+            waiting = self._missing.pop(number, None)
+            if waiting is not None:
+                gradient = gradient.add_(waiting)
+            if number in collected:
                 self._give_one(parameter, gradient)
-            elif number in self._missing:
-                self._missing[number] = self._missing[number] + gradient
             else:
                 self._missing[number] = gradient
 

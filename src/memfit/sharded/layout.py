@@ -65,6 +65,14 @@ class Layout:
         """Elements of one rank's shard."""
         return self.elements // self.ranks
 
+    def gaps(self, rank: int) -> list[tuple[int, int]]:
+        """The elements of a rank's shard that belong to no parameter, from and up to."""
+        first, elements = rank * self.shard_elements, self.shard_elements
+        ends = [0, *(slot.end for slot in self.slots)]
+        begins = [*(slot.begin for slot in self.slots), self.elements]
+        inside = [(max(begin - first, 0), min(end - first, elements)) for begin, end in zip(ends, begins, strict=True)]
+        return [(begin, end) for begin, end in inside if begin < end]
+
     def part(self, slot: Slot, rank: int) -> Part:
         """What a rank keeps of a parameter; nothing, at the end of it, where its shard lies elsewhere."""
         first = rank * self.shard_elements

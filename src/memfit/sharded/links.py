@@ -4,20 +4,35 @@ Note [Pairs]
 Gloo gathers into a buffer of its own and copies, and has no reduce-scatter: PyTorch emulates it by a copy, an all-
 reduce and a slice, which is twice the traffic. On a CPU each rank therefore sends its part straight to every other
 rank, and receives straight into place: the same bytes as a gather needs, no copy, and it is known which rank did not
-answer. Tags keep the transfers of different units apart, so that ranks which disagree wait in vain instead of mixing
-parameters.
+answer. Tags keep the transfers of different units and passes apart, so that ranks which disagree wait in vain instead
+of mixing parameters.
+
+Note [Failures]
+A wait that takes too long makes Gloo close every connection of the group, so there is no way on but a restart. The
+group is marked then: nothing more is begun on it, and what is under way is dropped, not waited for. A dropped transfer
+gives up its works first, since Gloo writes to their buffers as long as they exist.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from memfit.sharded.errors import CollectiveError
+from memfit.sharded.notices import Notices
+
+TELL_TAG = 1 << 29
+"""Apart from the tags of units and of state."""
+
+_FRAME_BYTES = 256
+_LENGTH_BYTES = 8
+_RESTART = "Start all ranks again and go on from the last save"
 
 _gather_native: Callable[..., dist.Work] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_native: Callable[..., dist.Work] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -36,6 +51,9 @@ class Transfer:
     def wait(self) -> None:
         """Return when it has ended; on CUDA, make the current stream wait."""
         works, self._works = self._works, []
+        if works and self._link.failure is not None:
+            works.clear()
+            self._link.check(self.about)
         for work, peer in works:
             try:
                 if self._link.timeout is None:
@@ -43,7 +61,21 @@ class Transfer:
                 else:
                     work.wait(self._link.timeout)
             except RuntimeError as error:
-                raise CollectiveError(self._link.reason(self.about, peer, error)) from error
+                del work
+                works.clear()
+                raise self._link.failed(self.about, peer, error) from error
+
+
+def wait_all(transfers: Iterable[Transfer]) -> None:
+    """Wait for several; where one fails the others are dropped. See Note [Failures]."""
+    failure: CollectiveError | None = None
+    for transfer in transfers:
+        try:
+            transfer.wait()
+        except CollectiveError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
 
 
 class SumTransfer:
@@ -67,6 +99,16 @@ class SumTransfer:
         return total
 
 
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The flat tensor that parts make up, without a copy where they are views of one."""
+    first = parts[0]
+    whole = first._base if first._base is not None else first
+    return whole if whole.numel() == sum(part.numel() for part in parts) else torch.cat(list(parts))
+
+
+_failures: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+
+
 class Link:
     """A process group and this rank's place in it."""
 
@@ -75,8 +117,15 @@ class Link:
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
         self.timeout = timeout
+        self.notices = Notices(group, self.rank)
+        self._device = device
         self._pairs = device.type == "cpu" and dist.get_backend(group) != "mpi"
         self._others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
+
+    @property
+    def separate_parts(self) -> bool:
+        """Whether the parts of a sum may lie anywhere, or must be one tensor."""
+        return self._pairs
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a flat tensor."""
@@ -93,36 +142,100 @@ class Link:
         work = self._begin(about, lambda: _gather_native(whole, self.part(whole), group=self.group, async_op=True))
         return Transfer(self, about, [(work, None)])
 
-    def sum_parts(self, whole: torch.Tensor, tag: int, about: str) -> SumTransfer:
-        """Begin to sum a flat tensor over ranks; each rank gets its part. `whole` must stay as it is until then."""
+    def sum_parts(self, parts: Sequence[torch.Tensor], tag: int, about: str) -> SumTransfer:
+        """Begin to sum over ranks the part of each; this rank gets its own. They must stay as they are until then."""
+        own = parts[self.rank]
         if self.ranks == 1:
-            return SumTransfer(Transfer(self, about, []), None, [whole])
-        own = self.part(whole)
+            return SumTransfer(Transfer(self, about, []), None, [own])
         if self._pairs:
-            sent = whole.chunk(self.ranks)
             received = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.ranks)]
-            works = self._exchange(lambda rank: sent[rank], received, tag, about)
+            works = self._exchange(lambda rank: parts[rank], received, tag, about)
             return SumTransfer(Transfer(self, about, works), own, [received[rank] for rank in self._others])
-        total = torch.empty_like(own)
+        total, whole = torch.empty_like(own), joined(parts)
         work = self._begin(about, lambda: _reduce_native(total, whole, group=self.group, async_op=True))
         return SumTransfer(Transfer(self, about, [(work, None)]), None, [total])
 
-    def all_reduce(self, tensor: torch.Tensor, about: str) -> Transfer:
-        """Begin to sum a tensor over ranks, in place."""
+    def all_reduce(self, tensor: torch.Tensor, about: str, *, largest: bool = False) -> Transfer:
+        """Begin to sum a tensor over ranks, in place, or to take the largest of each element."""
         if self.ranks == 1:
             return Transfer(self, about, [])
-        work = self._begin(about, lambda: dist.all_reduce(tensor, group=self.group, async_op=True))
-        return Transfer(self, about, [(work, None)])
+        options = dist.AllreduceOptions()
+        if largest:
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        if self.timeout is not None:  # else Gloo's thread would wait on, and keep the process from ending
+            options.timeout = self.timeout
+        peer = self._others[0] if self.ranks == 2 else None
+        work = self._begin(about, lambda: self.group.allreduce([tensor], options), peer)
+        return Transfer(self, about, [(work, peer)])
 
-    def reason(self, about: str, peer: int | None, error: BaseException) -> str:
-        """The message of an error: who waited for whom, and in which collective."""
-        own = dist.get_global_rank(self.group, self.rank)
-        other = "another rank" if peer is None else f"rank {dist.get_global_rank(self.group, peer)}"
-        detail = str(error).strip().splitlines()
-        return (
-            f"rank {own}: {about} failed, {other} did not answer: {detail[0] if detail else type(error).__name__}. "
-            "See what that rank printed last; training goes on from the last save with all ranks started again"
+    def broadcast(self, tensor: torch.Tensor, about: str) -> Transfer:
+        """Begin to give every rank the first one's values."""
+        if self.ranks == 1:
+            return Transfer(self, about, [])
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        if self.timeout is not None:
+            options.timeout = self.timeout
+        peer = None if self.rank == 0 and self.ranks > 2 else self._others[0] if self.rank == 0 else 0
+        return Transfer(
+            self, about, [(self._begin(about, lambda: self.group.broadcast([tensor], options), peer), peer)]
         )
+
+    def tell(self, content: bytes, topic: str, detail: str = "") -> list[bytes]:
+        """What every rank has to say on a topic, this rank's own included; `detail` is for errors."""
+        if self.ranks == 1:
+            return [content]
+        about = topic + detail
+        answers = [each.partition(b"\0") for each in self._told(topic.encode() + b"\0" + content, about)]
+        for rank, (theirs, _, _) in enumerate(answers):
+            if theirs != topic.encode():
+                raise self.failed(about, rank, f"is at {theirs.decode(errors='replace')} meanwhile")
+        return [each for _, _, each in answers]
+
+    @property
+    def failure(self) -> str | None:
+        """What made this rank give the group up, if anything did."""
+        return _failures.get(self.group)
+
+    def check(self, about: str) -> None:
+        """Refuse to begin anything on a group that was given up."""
+        if self.failure is not None:
+            raise CollectiveError(f"{about} is impossible, since an earlier collective failed. {self.failure}")
+
+    def failed(self, about: str, peer: int | None, error: BaseException | str) -> CollectiveError:
+        """Give the group up. The error says who waited for whom in which collective, and what the other said last."""
+        if self.failure is not None:
+            return CollectiveError(f"{about} failed too. {self.failure}")
+        other = "another rank" if peer is None else f"rank {self.global_rank(peer)}"
+        what, closed = (error, False) if isinstance(error, str) else _said(str(error), self.timeout)
+        reason = f"rank {self.global_rank(self.rank)}: {about} failed, {other} {what}"
+        asked = self._others if peer is None else [peer]
+        told = next((said for said in (self.notices.of(rank, late=closed) for rank in asked) if said), None)
+        self.notices.say(told or reason)
+        text = f"{reason}. {'' if told is None else f'What it said last: {told}. '}{_RESTART}"
+        _failures[self.group] = text
+        return CollectiveError(text)
+
+    def global_rank(self, rank: int) -> int:
+        """The number that a rank of this group has among all."""
+        return dist.get_global_rank(self.group, rank)
+
+    def _told(self, message: bytes, about: str) -> list[bytes]:
+        """Messages of any length: what does not fit into a frame follows."""
+        first = len(message).to_bytes(_LENGTH_BYTES, "little") + message[: _FRAME_BYTES - _LENGTH_BYTES]
+        frames = self._rows(first, _FRAME_BYTES, about)
+        lengths = [int.from_bytes(frame[:_LENGTH_BYTES], "little") for frame in frames]
+        heads = [frame[_LENGTH_BYTES:] for frame in frames]
+        rest = max(lengths) - len(heads[0])
+        tails = self._rows(message[len(heads[0]) :], rest, about) if rest > 0 else [b""] * self.ranks
+        return [(head + tail)[:length] for head, tail, length in zip(heads, tails, lengths, strict=True)]
+
+    def _rows(self, own: bytes, length: int, about: str) -> list[bytes]:
+        padded = bytearray(own.ljust(length, b"\0"))
+        whole = torch.empty(self.ranks * length, dtype=torch.uint8, device=self._device)
+        self.part(whole).copy_(torch.frombuffer(padded, dtype=torch.uint8))
+        self.gather(whole, TELL_TAG, about).wait()
+        return [row.numpy().tobytes() for row in whole.cpu().split(length)]
 
     def _exchange(
         self,
@@ -133,14 +246,31 @@ class Link:
     ) -> list[tuple[dist.Work, int | None]]:
         """Send to and receive from every other rank; receives first, so that nothing waits for a place."""
         works: list[tuple[dist.Work, int | None]] = []
-        for rank in reversed(self._others):
-            works.append((self._begin(about, partial(self.group.recv, [received[rank]], rank, tag), rank), rank))
-        for rank in self._others:
-            works.append((self._begin(about, partial(self.group.send, [sent(rank)], rank, tag), rank), rank))
+        try:
+            for rank in reversed(self._others):
+                works.append((self._begin(about, partial(self.group.recv, [received[rank]], rank, tag), rank), rank))
+            for rank in self._others:
+                works.append((self._begin(about, partial(self.group.send, [sent(rank)], rank, tag), rank), rank))
+        except CollectiveError:
+            works.clear()
+            raise
         return works
 
     def _begin(self, about: str, start: Callable[[], dist.Work], peer: int | None = None) -> dist.Work:
+        self.check(about)
         try:
             return start()
         except RuntimeError as error:
-            raise CollectiveError(self.reason(about, peer, error)) from error
+            raise self.failed(about, peer, error) from error
+
+
+def _said(error: str, timeout: timedelta | None) -> tuple[str, bool]:
+    """A backend's error in plain words, and whether the other rank closed the connection."""
+    if "imed out" in error:
+        waited = re.search(r"(\d+) ?ms", error)
+        seconds = int(waited[1]) / 1000 if waited else timeout.total_seconds() if timeout else None
+        return "did not answer" + ("" if seconds is None else f" within {seconds:g} s"), False
+    if re.search("by peer|[Cc]losed|Broken pipe", error):
+        return "closed its connection: it ended, or gave up", True
+    lines = re.sub(r"\[[^]]*\.(cc|cpp|h|hpp):\d+\] ?", "", error).strip().splitlines()
+    return f"cannot be reached: {lines[0] if lines else 'no reason given'}", False

@@ -2,100 +2,109 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
-import torch
-import torch.distributed as dist
-
-from memfit.sharded.errors import OrderError
+from memfit.sharded.errors import CollectiveError, OrderError
+from memfit.sharded.links import Link
 from memfit.sharded.unit import Unit
 
 _END = -1
 
 
 class Order:
-    """The units of a forward in the order they begin, and of this pass in the order they end.
+    """The units of a forward in the order they begin, for each unit that a pass can begin with, in training and not.
 
     The first pass is compared between ranks at every unit, before its gather; so is a later one from where it leaves
     the recorded order. Prefetching stops there until the next pass, since what comes next is not known.
     """
 
-    def __init__(self, units: Sequence[Unit], group: dist.ProcessGroup, device: torch.device) -> None:
-        self.ended: list[Unit] = []
+    def __init__(self, units: Sequence[Unit], links: Sequence[Link]) -> None:
         self._units = units
-        self._group = group
-        self._device = device
-        self._recorded: list[Unit] = []
+        self._links = links
+        self._recorded: dict[tuple[Unit, bool], list[Unit]] = {}
+        self._given: list[Unit] | None = None
+        self._expected: list[Unit] = []
+        self._key: tuple[Unit, bool] | None = None
         self._now: list[Unit] = []
+        self._ended: list[Unit] = []
         self._known = False
 
     def expect(self, units: Sequence[Unit]) -> None:
-        """Use an order that was given instead of a recorded one."""
-        self._recorded = list(units)
-        self._known = True
+        """Use an order that was given instead of a recorded one, where the whole model runs."""
+        self._given = list(units)
 
-    def begin(self) -> None:
+    def begin(self, outermost: Unit) -> None:
         """A pass begins."""
-        self._now = []
-        self._known = bool(self._recorded)
+        self._key = (outermost, outermost.module.training)
+        given = None if outermost.name else self._given
+        self._expected = self._recorded.get(self._key, []) if given is None else given
+        self._now, self._ended = [], []
+        self._known = bool(self._expected)
 
     def enter(self, unit: Unit) -> None:
         """A unit's forward begins."""
         position = len(self._now)
-        self._known = self._known and position < len(self._recorded) and self._recorded[position] is unit
+        self._known = self._known and position < len(self._expected) and self._expected[position] is unit
         self._now.append(unit)
         if not self._known:
-            self._compare(position, unit.number)
+            self._compare(position, unit)
+
+    def leave(self, unit: Unit, count: int) -> tuple[Unit, ...]:
+        """A unit's forward has ended; the units whose backward comes after its own, nearest first."""
+        before = self._ended
+        if self._given is not None and unit in self._given:
+            inside = [each for each in self._given if each.name and each in self._ended]
+            before = inside[: inside.index(unit)] if unit in inside else inside
+        following = tuple(before[-1 : -1 - count : -1])
+        self._ended.append(unit)
+        return following
 
     def end(self) -> None:
         """The forward of the pass has ended."""
-        if not self._known or len(self._now) != len(self._recorded):
-            self._compare(len(self._now), _END)
-        self._recorded = list(self._now)
+        if not self._known or len(self._now) != len(self._expected):
+            self._compare(len(self._now), None)
+        if self._key is not None:
+            self._recorded[self._key] = self._now
 
     def following(self, count: int) -> list[Unit]:
         """The units whose forward comes next."""
-        return self._recorded[len(self._now) : len(self._now) + count] if self._known else []
+        return self._expected[len(self._now) : len(self._now) + count] if self._known else []
 
-    def preceding(self, unit: Unit, count: int) -> list[Unit]:
-        """The units whose backward comes next:
+    def _compare(self, position: int, unit: Unit | None) -> None:
+        """Ask every rank which unit it runs here, also replicas: they sum gradients in the order of units."""
+        left = self._left(position, unit)
+        content = struct.pack("<qq", position, _END if unit is None else unit.number)
+        for link in self._links:
+            if left is not None:
+                link.notices.say(left)
+            try:
+                told = link.tell(
+                    content, "comparison of the order of units", f" at {_title(unit)}, position {position}"
+                )
+            except CollectiveError as error:
+                if left is None:
+                    raise
+                raise OrderError(f"{left}. Every rank must run the same units in the same order. {error}") from error
+            answers = [struct.unpack("<qq", each) for each in told]
+            if len(set(answers)) > 1:
+                said = "; ".join(
+                    f"rank {link.global_rank(rank)} runs {_title(None if number == _END else self._units[number])} "
+                    f"at position {where}"
+                    for rank, (where, number) in enumerate(answers)
+                )
+                raise OrderError(f"ranks run units in different orders: {said}. Every rank must run the same units")
 
-        those that ended their forward before this one, the last of them first.
-        """
-        for position in range(len(self.ended) - 1, -1, -1):
-            if self.ended[position] is unit:
-                return self.ended[max(position - count, 0) : position][::-1]
-        return []
+    def _left(self, position: int, unit: Unit | None) -> str | None:
+        """How this pass leaves the recorded order, if there is one."""
+        if not self._expected:
+            return None
+        before = self._expected[position] if position < len(self._expected) else None
+        return (
+            f"rank {self._links[0].global_rank(self._links[0].rank)} runs {_title(unit)} at position {position} of its "
+            f"forward, where it ran {_title(before)} before"
+        )
 
-    def left(self, unit: Unit) -> None:
-        """A unit's backward has ended: it and what ended after it is not waited for any more."""
-        for position in range(len(self.ended) - 1, -1, -1):
-            if self.ended[position] is unit:
-                del self.ended[position]
-                return
 
-    def _compare(self, position: int, number: int) -> None:
-        """Ask every rank which unit it runs here."""
-        ranks = dist.get_world_size(self._group)
-        if ranks == 1:
-            return
-        own = torch.tensor([position, number], dtype=torch.int64, device=self._device)
-        found = [torch.empty_like(own) for _ in range(ranks)]
-        try:
-            dist.all_gather(found, own, group=self._group)
-        except RuntimeError as error:
-            raise OrderError(
-                f"rank {dist.get_rank()} runs {self._title(number)} at position {position} of its forward, which "
-                "differs from the order it ran before, and the other ranks do not: every rank must run the same units in the "
-                "same order"
-            ) from error
-        answers = [tuple(each.tolist()) for each in found]
-        if len(set(answers)) > 1:
-            said = "; ".join(
-                f"rank {dist.get_global_rank(self._group, rank)} runs {self._title(unit)} at position {where}"
-                for rank, (where, unit) in enumerate(answers)
-            )
-            raise OrderError(f"ranks run units in different orders: {said}. Every rank must run the same units")
-
-    def _title(self, number: int) -> str:
-        return "nothing more" if number == _END else self._units[number].title
+def _title(unit: Unit | None) -> str:
+    return "nothing more" if unit is None else unit.title

@@ -3,22 +3,33 @@
 Note [Determinism]
 Collectives must be begun in the same order on every rank, also where ranks use different parameters. So a unit's
 gradients are summed when the gradients of its inputs are there, not when its own are complete, and a unit whose inputs
-need none waits for the end of the backward. A gradient that comes after that is summed once more at the end.
+need none waits for the end of the backward. A gradient that comes after that is summed once more at the end. Nothing
+depends on when Python drops a graph.
+
+Note [End of a backward]
+Autograd takes the ready node that was made last. A unit's inputs pass through views that are made before anything in
+it, so when the gradient of any of them is there, all that the unit did is done, its parameters' gradients included. A
+view stays valid where a unit changes its input in place; that unit then waits for the end of the backward.
+
+Note [Several runs]
+A parameter that is used in several runs gets its gradient once, after the last of them. So a unit whose other runs are
+still to come is summed only if gradients came; those of runs whose backward never comes are forgotten at the end.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from memfit.errors import StateError
-from memfit.sharded.gradients import Gradients
-from memfit.sharded.links import Link
+from memfit.sharded.agreement import check_agreement
+from memfit.sharded.errors import CollectiveError
+from memfit.sharded.links import Link, Transfer
 from memfit.sharded.options import Precision, Schedule
 from memfit.sharded.order import Order
 from memfit.sharded.states import State
@@ -47,14 +58,16 @@ class Runtime:
         self.precision = precision
         self.schedule = schedule
         self.communicates = True
-        self.order = Order(self.units, links[0].group, device)
+        self.order = Order(self.units, self.links)
         self._active: list[Unit] = []
-        self._root: Unit | None = None
         self._in_backward = False
+        self._began: list[Run] = []
         self._summing: list[Unit] = []
-        self._ran: set[Unit] = set()
         self._summed: set[Unit] = set()
-        self._unused_possible: bool | None = None
+        self._all_came = torch.ones(sum(len(flat.parameters) for unit in units for flat in unit.flats), device=device)
+        self._agreement: Transfer | None = None
+        self._turn = 0
+        self._trained = self._training()
 
     def __reduce__(self) -> NoReturn:
         raise StateError(
@@ -69,208 +82,268 @@ class Runtime:
     @property
     def idle(self) -> bool:
         """Whether no forward and no backward is running."""
+        self.settle()
         return not self._active and not self._in_backward
 
     def before_forward(
         self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gather a unit's parameters, begin to gather those of the next, and prepare its inputs."""
-        if unit in self._active or (self._in_backward and not _backward_runs()):
+        self.settle()
+        if self._active and unit is self._active[0]:  # what was left by an interrupt
             self.recover()
-        outermost = not self._active and not self._in_backward
-        if outermost:
-            self._begin_pass(unit)
+        outermost = not self._active
         self._active.append(unit)
         if self._in_backward:  # a checkpoint's second forward: the parameters stay until the backward has used them
             unit.begin_gather("backward")
             unit.wait()
             unit.show_whole()
-            return self._cast_inputs(unit, args, kwargs, outermost=False)
+            return self._cast_inputs(unit, args, kwargs)
         unit.go(State.FORWARD)
+        unit.outermost = outermost
+        if outermost:
+            self._begin_pass(unit)
         self.order.enter(unit)
         unit.begin_gather("forward")
         self._gather_ahead(self.order.following(self.schedule.forward_prefetch), "forward")
         unit.wait()
         unit.show_whole()
-        args, kwargs = self._cast_inputs(unit, args, kwargs, outermost=outermost)
-        return args, kwargs
+        return self._cast_inputs(unit, args, kwargs)
 
     def mark_inputs(
-        self, unit: Unit, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Pass the inputs that need gradients through a function which sees when these are there."""
-        tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        if not tensors:
-            return args, kwargs
-        marked = iter(_AfterBackward.apply(self, unit, run, *tensors))
-        return mapped((args, kwargs), lambda tensor: next(marked) if tensor.requires_grad else tensor)
+        """Make inputs that need gradients views which see when these are there."""
+        hook = _AfterBackward(self, run)
 
-    def after_forward(self, unit: Unit, run: Run | None, output: Any) -> Any:
+        def mark(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            marked = tensor.view_as(tensor)
+            marked.register_hook(hook)
+            return marked
+
+        return mapped((args, kwargs), mark)
+
+    def after_forward(self, unit: Unit, run: Run | None, inputs: Any, output: Any) -> Any:
         """Watch the outputs' gradients and give up what the backward gathers again."""
         self._leave(unit)
-        outermost = not self._active
-        watched = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if torch.is_grad_enabled() else []
+        output = mapped(output, lambda tensor: self._own(unit, tensor))
+        watched = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if run is not None else []
+        if run is not None and watched:
+            self._watch(run, inputs, watched)
         if self._in_backward:
-            if watched and run is not None:
-                self._watch(unit, run, watched)
+            if not watched and not unit.running:  # there is nothing to go back to
+                unit.rest()
             return output
-        if outermost and unit is self._root and self.precision.output_dtype is not None:
-            output = mapped(output, lambda each: _cast(each, self.precision.output_dtype))
-            watched = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        if watched and run is not None:
-            self._watch(unit, run, watched)
-            self.order.ended.append(unit)
+        if run is not None and watched:
+            run.before = self.order.leave(unit, self.schedule.backward_prefetch)
+            run.counted = True
+            unit.pending += 1
         unit.go(State.IDLE)
         unit.show_shards()
-        if not watched:
-            unit.free()
-        elif not (unit.options.keep or unit is self._root):
-            unit.reshard()
-        if outermost:
-            self._end_forward()
+        unit.end_forward(backward=bool(watched))
+        if unit.outermost:
+            self.order.end()
+            for each in self.units:
+                if each.in_flight:  # it was gathered ahead, and did not run
+                    each.free()
         return output
 
     def failed_forward(self, unit: Unit) -> None:
-        """An exception goes through a unit's forward."""
+        """An exception goes through a unit's forward; somebody may catch it and go on."""
         self._leave(unit)
-        if not self._active and not self._in_backward:
+        if self._in_backward:  # also how a checkpoint ends its second forward
+            return
+        if self._active:
+            with suppress(CollectiveError):
+                unit.wait()
+            unit.rest()
+        else:
+            error = sys.exc_info()[1]
+            for link in self.links:
+                link.notices.say(
+                    f"rank {link.global_rank(link.rank)} left the forward of {unit.title} with "
+                    f"{type(error).__name__}: {error}"
+                )
             self.recover()
 
-    def new_run(self, unit: Unit) -> Run | None:
-        """The run that begins, if it can have a backward that is not yet known of."""
-        if not torch.is_grad_enabled():
-            return None
-        if self._in_backward and len(unit.runs):
-            return None  # the second forward of a checkpoint whose backward belongs to the first
-        return Run()
-
-    def before_backward(self, unit: Unit, run: Run) -> None:
+    def before_backward(self, run: Run) -> None:
         """Gather a unit's parameters again, and begin to gather those of the unit whose backward comes next."""
         if not self._in_backward:
+            if self._active:
+                raise StateError(
+                    f"a backward through {run.unit.title} runs inside of the forward of {self._active[-1].title}; call "
+                    "backward() after the forward"
+                )
             self._in_backward = True
             _queue_callback(self._end_backward)
         if run.began:
             return
+        unit = run.unit
         run.began = True
-        self._ran.add(unit)
+        self._began.append(run)
         unit.go(State.PRE_BACKWARD)
+        unit.running += 1
         if unit.options.backward_gather:
             unit.begin_gather("backward")
         if self.schedule.backward_prefetch_at == "before":
-            self._gather_before(unit)
+            self._gather_before(run)
         unit.wait()
         if unit.gathered:
             unit.show_whole()
         unit.go(State.BACKWARD)
+        if run.ended:  # an output that is an input
+            run.ended = False
+            self.after_backward(run)
 
-    def after_backward(self, unit: Unit, run: Run) -> None:
+    def after_backward(self, run: Run) -> None:
         """Begin to sum a unit's gradients, and give up its parameters."""
-        if unit.state is not State.BACKWARD:
+        if run.ended:
             return
-        unit.runs.discard(run)
-        self.order.left(unit)
-        if any(each.began for each in unit.runs):  # another run of it, side by side with this one, still reads them
+        run.ended = True
+        if not run.began:
+            return
+        unit = run.unit
+        unit.running -= 1
+        unit.pending -= run.counted
+        if unit.running:  # another run of it, side by side with this one, still reads them
             return
         unit.go(State.POST_BACKWARD)
         unit.show_shards()
         unit.free()
-        if not unit.runs and self.communicates:
-            unit.begin_sum(everything=True)
-            self._finish_sums()
+        if self.communicates and unit.begin_sum(everything=unit.pending <= 0 and unit not in self._summed):
+            self._advance_sums()
             self._summing.append(unit)
             self._summed.add(unit)
         if self.schedule.backward_prefetch_at == "after":
-            self._gather_before(unit)
+            self._gather_before(run)
+
+    def settle(self) -> None:
+        """Forget a backward that an exception ended."""
+        if self._in_backward and torch._C._current_graph_task_id() == -1:
+            self.recover()
+
+    def recover(self) -> None:
+        """Forget a pass that an exception ended; collectives that other ranks take part in are waited for.
+
+        Gradients of earlier passes that were not to be sent stay, unless the exception was in a backward. A collective
+        that fails here is not told: its group is given up, which the next pass tells.
+        """
+        in_backward, self._in_backward = self._in_backward, False
+        self._active.clear()
+        self._summing.clear()
+        self._summed.clear()
+        self._end_runs()
+        for unit in self.units:
+            with suppress(CollectiveError):
+                unit.wait()
+            unit.rest()
+            for gradients in unit.gradients if in_backward else ():
+                with suppress(CollectiveError):
+                    gradients.drop()
 
     def _end_backward(self) -> None:
         """Everything that is still to be done when autograd is through, also for units whose hooks did not run."""
-        ran = [unit for unit in reversed(self.units) if unit in self._ran]
         if self.communicates:
-            for unit in ran:
-                unit.begin_sum(everything=unit not in self._summed)
-            self._finish_sums()
-            for unit in ran:
-                unit.each_gradients(Gradients.finish)
+            ran = {run.unit for run in self._began}
+            for unit in reversed(self.units):
+                if unit.begin_sum(everything=unit in ran and unit not in self._summed):
+                    self._summing.append(unit)
+            while self._summing:
+                self._advance_sums()
             self._resolve_unused()
-        for unit in self.units:
-            if unit in self._ran or unit.in_flight or (unit.gathered and not unit.runs):
-                unit.show_shards()
-                unit.free()
-            unit.state = State.IDLE
-            unit.runs = type(unit.runs)(run for run in unit.runs if not run.began)
-        self._ran.clear()
         self._summed.clear()
-        self.order.ended = [unit for unit in self.order.ended if len(unit.runs)]
+        self._end_runs()
+        for unit in self.units:
+            unit.rest()
         self._in_backward = False
 
-    def _finish_sums(self) -> None:
-        """Finish the sums of units that began before;
+    def _end_runs(self) -> None:
+        """Forget which backwards there were; a graph that was retained may have another."""
+        for run in self._began:
+            run.began = run.ended = run.counted = False
+        self._began.clear()
 
-        the one that has just begun runs beside the next unit's backward.
-        """
-        for unit in self._summing:
-            unit.each_gradients(Gradients.finish)
-        self._summing.clear()
+    def _advance_sums(self) -> None:
+        """Take the sums of earlier units one stage on; each stage runs beside the backward of another unit."""
+        self._summing = [unit for unit in self._summing if not unit.advance_sums()]
 
     def _resolve_unused(self) -> None:
-        """Agree on which parameters no rank used, where that can happen, and give the others their gradients."""
-        if self._unused_possible is False:
-            return
-        every = [gradients for unit in self.units for gradients in unit.gradients]
-        came = torch.tensor([float(each) for gradients in every for each in gradients.came()], device=self.device)
-        ranks = 1
-        for link in self.links:
-            dist.all_reduce(came, group=link.group)
-            ranks *= link.ranks
-        counts = came.tolist()
-        self._unused_possible = any(count < ranks for count in counts)
-        begin = 0
-        for gradients in every:
-            end = begin + len(gradients.flat.parameters)
-            gradients.resolve([count > 0 for count in counts[begin:end]])
-            gradients.holds_missing = self._unused_possible
-            begin = end
+        """Agree on which parameters no rank used, and give the others their gradients.
 
-    def recover(self) -> None:
-        """Forget a pass that an exception ended; collectives that other ranks take part in are waited for."""
-        self._active.clear()
-        self._summing.clear()
-        self._ran.clear()
-        self._summed.clear()
-        self._in_backward = False
-        self._root = None
-        self.order.ended.clear()
-        for unit in self.units:
-            unit.state = State.IDLE
-            unit.runs.clear()
-            unit.show_shards()
-            unit.free()
-            unit.each_gradients(Gradients.drop)
+        Only a rank that misses some waits for the answer; the others take part.
+        """
+        every = [gradients for unit in self.units for gradients in unit.gradients]
+        misses = any(gradients.misses for gradients in every)
+        if self._agreement is not None:
+            self._agreement.wait()
+        came = self._all_came.clone()
+        if misses:
+            came.copy_(torch.tensor([each for gradients in every for each in gradients.came()]))
+        for link in self.links:
+            if self._agreement is not None:
+                self._agreement.wait()
+            self._agreement = link.all_reduce(came, "all-reduce of which parameters were used in backward")
+        if misses and self._agreement is not None:
+            self._agreement.wait()
+        used = iter((came > 0).tolist() if misses else [])
+        for gradients in every:
+            gradients.resolve([next(used) for _ in gradients.flat.parameters] if misses else [])
 
     def _begin_pass(self, unit: Unit) -> None:
-        self._root = unit
-        self.order.begin()
+        for link in (*self.links, *(each.nearby for each in self.units if each.nearby is not None)):
+            link.check(f"forward of {unit.title}")
+            link.notices.clear()
+        self._turn += 1
+        self._check_training()
+        self.order.begin(unit)
         for each in self.units:
             each.stale = each.gathered
+            each.turn = self._turn
 
-    def _end_forward(self) -> None:
-        self.order.end()
-        for unit in self.units:
-            if unit.in_flight:  # it was gathered ahead, and did not run
-                unit.free()
+    def _training(self) -> list[bool]:
+        return [parameter.requires_grad for unit in self.units for flat in unit.flats for parameter in flat.parameters]
+
+    def _check_training(self) -> None:
+        """Compare between ranks which parameters train, when that has changed: gradients are summed of all ranks."""
+        trained = self._training()
+        if trained == self._trained:
+            return
+        names = [slot.names[0] for unit in self.units for flat in unit.flats for slot in flat.layout.slots]
+        facts = [f"{name!r} {'trained' if each else 'frozen'}" for name, each in zip(names, trained, strict=True)]
+        changed = next(fact for fact, new, old in zip(facts, trained, self._trained, strict=True) if new != old)
+        for link in self.links:
+            link.notices.say(f"rank {link.global_rank(link.rank)} has {changed} now, and asks whether all ranks have")
+            check_agreement(link, facts)
+            link.notices.clear()
+        self._trained = trained
 
     def _leave(self, unit: Unit) -> None:
-        while self._active and self._active.pop() is not unit:
-            pass
+        if unit in self._active:
+            while self._active.pop() is not unit:
+                pass
 
-    def _watch(self, unit: Unit, run: Run, outputs: Sequence[torch.Tensor]) -> None:
-        unit.runs.add(run)
-        for tensor in outputs:
-            tensor.register_hook(_BeforeBackward(self, unit, run))
+    def _watch(self, run: Run, inputs: Any, outputs: Sequence[torch.Tensor]) -> None:
+        """Hook outputs and what the unit made that they are views of: a view changed in place loses its hook."""
+        hook = _BeforeBackward(self, run)
+        bases = [tensor._base for tensor in outputs if tensor._base is not None and not tensor._base.is_leaf]
+        given = {tensor._base for tensor in tensors_in(inputs)} if bases else set()
+        for tensor in (*outputs, *{base for base in bases if base.requires_grad and base not in given}):
+            tensor.register_hook(hook)
 
-    def _gather_before(self, unit: Unit) -> None:
-        ahead = self.order.preceding(unit, self.schedule.backward_prefetch)
-        self._gather_ahead([each for each in ahead if each.options.backward_gather], "backward")
+    def _own(self, unit: Unit, tensor: torch.Tensor) -> torch.Tensor:
+        """An output in the root's dtype, in memory that stays, and with a hook of its own where it needs a gradient."""
+        if unit.outermost and self.precision.output_dtype is not None:
+            tensor = _cast(tensor, self.precision.output_dtype)
+        if unit.lends(tensor):
+            return tensor.clone()
+        if tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled():
+            return tensor.view_as(tensor)
+        return tensor
+
+    def _gather_before(self, run: Run) -> None:
+        self._gather_ahead([each for each in run.before if each.options.backward_gather], "backward")
 
     def _gather_ahead(self, ahead: Sequence[Unit], phase: str) -> None:
         limit = self.schedule.in_flight_bytes
@@ -285,10 +358,12 @@ class Runtime:
             unit.begin_gather(phase)
 
     def _cast_inputs(
-        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], *, outermost: bool
+        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         wanted, precision = self.precision.param_dtype, self.precision
-        if wanted is None or precision.cast_inputs == "none" or (precision.cast_inputs == "root" and not outermost):
+        if wanted is None or precision.cast_inputs == "none":
+            return args, kwargs
+        if precision.cast_inputs == "root" and not unit.outermost:
             return args, kwargs
         if precision.full_in_eval and not unit.module.training:
             return args, kwargs
@@ -296,63 +371,52 @@ class Runtime:
 
 
 class _BeforeBackward:
-    """The hook on an output of a unit. Holding the run, it keeps it as long as the graph is there."""
+    """The hook on a unit's outputs. Holding the run, it keeps it as long as the graph is there."""
 
-    __slots__ = ("_run", "_runtime", "_unit")
+    __slots__ = ("_run", "_runtime")
 
-    def __init__(self, runtime: Runtime, unit: Unit, run: Run) -> None:
-        self._runtime, self._unit, self._run = runtime, unit, run
+    def __init__(self, runtime: Runtime, run: Run) -> None:
+        self._runtime, self._run = runtime, run
 
     def __call__(self, gradient: torch.Tensor) -> None:
-        self._runtime.before_backward(self._unit, self._run)
+        self._runtime.before_backward(self._run)
 
 
-class _AfterBackward(torch.autograd.Function):
-    """The identity on a unit's inputs; its backward runs when all their gradients are there."""
+class _AfterBackward:
+    """The hook on a unit's inputs."""
 
-    @staticmethod
-    def forward(ctx: Any, runtime: Runtime, unit: Unit, run: Run, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.after = (runtime, unit, run)
-        return inputs
+    __slots__ = ("_run", "_runtime")
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        runtime, unit, run = ctx.after
-        runtime.after_backward(unit, run)
-        return (None, None, None, *gradients)
+    def __init__(self, runtime: Runtime, run: Run) -> None:
+        self._runtime, self._run = runtime, run
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self._runtime.after_backward(self._run)
 
 
-def attach(runtime: Runtime, unit: Unit) -> list[torch.utils.hooks.RemovableHandle]:
+def attach(runtime: Runtime, unit: Unit) -> None:
     """Make a unit's module call the runtime around its forward; user hooks see gathered parameters."""
-    runs: list[Run | None] = []
+    module = unit.module
+    entered: list[tuple[Run | None, BaseException | None]] = []
 
     def before(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        runs.append(None)
+        run = Run(unit) if torch.is_grad_enabled() else None
+        entered.append((run, sys.exc_info()[1]))
+        module._forward_hooks.move_to_end(last.id)
         args, kwargs = runtime.before_forward(unit, args, kwargs)
-        run = runtime.new_run(unit)
-        if run is not None:
-            args, kwargs = runtime.mark_inputs(unit, run, args, kwargs)
-        runs[-1] = run
-        return args, kwargs
+        return (args, kwargs) if run is None else runtime.mark_inputs(run, args, kwargs)
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        run = runs.pop() if runs else None
-        if output is None and sys.exc_info()[1] is not None:
-            runs.clear()
+        run, handled = entered.pop() if entered else (None, None)
+        if sys.exc_info()[1] is not handled:
             runtime.failed_forward(unit)
             return None
-        return runtime.after_forward(unit, run, output)
+        return runtime.after_forward(unit, run, (args, kwargs), output)
 
-    return [
-        unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-        unit.module.register_forward_hook(after, with_kwargs=True, always_call=True),
-    ]
-
-
-def _backward_runs() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    last = module.register_forward_hook(after, with_kwargs=True, always_call=True)
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from memfit.sharded.sharding import runtime_of
@@ -23,6 +22,6 @@ class ShardedGradScaler(torch.amp.GradScaler):
         for found_inf in found.values():
             shared = found_inf.to(self._runtime.device)
             for link in self._runtime.links:
-                dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=link.group)
+                link.all_reduce(shared, "all-reduce of what gradients are finite", largest=True).wait()
             found_inf.copy_(shared)
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -21,6 +22,7 @@ from memfit.sharded.meshes import device_of, links_of, mesh_of, nearby
 from memfit.sharded.options import Precision, Reduction, Schedule
 from memfit.sharded.runtime import Runtime, attach
 from memfit.sharded.starting import Init, check_init, prepare_buffers, with_values
+from memfit.sharded.state_hooks import attach_state
 from memfit.sharded.streams import Streams
 from memfit.sharded.unit import Unit
 
@@ -53,16 +55,24 @@ def shard(
     """
     precision, schedule, reduction = precision or Precision(), schedule or Schedule(), reduction or Reduction()
     _check(model)
-    found = find_units(model, units, keep=keep, ignored=ignored)
-    if not from_rank_0:
-        check_init(model, init)
+    refusal: InputError | None = None
+    found: list[FoundUnit] = []
+    try:
+        found = find_units(model, units, keep=keep, ignored=ignored)
+        if not from_rank_0:
+            check_init(model, init)
+    except InputError as error:  # perhaps of this rank only: the others must not wait for it
+        refusal = error
     mesh = mesh_of(model, mesh)
     device = device_of(mesh)
     shards, replicas = links_of(mesh, device, timeout)
     links = [link for link in (shards, replicas) if link is not None]
-    facts = _facts(found, precision, schedule, reduction)
+    facts = _facts(model, found, precision, schedule, reduction)
+    facts.append(f"offload={offload}, from_rank_0={from_rank_0}, init {'not ' if init is None else ''}given")
     for link in links:
-        check_agreement(link.group, device, facts)
+        check_agreement(link, facts if refusal is None else [f"an error: {refusal}"])
+    if refusal is not None:
+        raise refusal
     streams = Streams(device)
     home = torch.device("cpu") if offload else device
     made: list[Unit] = []
@@ -90,6 +100,7 @@ def shard(
             flat.take_over()
         attach(runtime, unit)
     prepare_buffers(model, device, precision.buffer_dtype, links if from_rank_0 else None)
+    attach_state(runtime)
     model.__dict__[_RUNTIME] = runtime
     return model
 
@@ -156,9 +167,13 @@ def _ordered(units: Sequence[Unit], names: Sequence[str]) -> list[Unit]:
     return [by_name[name] for name in names]
 
 
-def _facts(found: Sequence[FoundUnit], *options: object) -> list[str]:
+def _facts(
+    model: nn.Module, found: Sequence[FoundUnit], precision: Precision, schedule: Schedule, reduction: Reduction
+) -> list[str]:
     """What must be the same on every rank, one a line."""
-    facts = [repr(each) for each in options]
+    hook = reduction.hook  # shown with its address, which no two ranks have in common
+    named = "none" if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__)
+    facts = [repr(precision), repr(schedule), f"{replace(reduction, hook=None)} and hook {named}"]
     for unit in found:
         facts.append(f"unit {unit.name!r} with {unit.options}")
         for member in unit.members:
@@ -167,4 +182,7 @@ def _facts(found: Sequence[FoundUnit], *options: object) -> list[str]:
                 f"{member.names[0]!r} of shape {tuple(parameter.shape)}, {parameter.dtype}, "
                 f"{'trained' if parameter.requires_grad else 'frozen'}"
             )
+    facts += [
+        f"buffer {name!r} of shape {tuple(buffer.shape)}, {buffer.dtype}" for name, buffer in model.named_buffers()
+    ]
     return facts

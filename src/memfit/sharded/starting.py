@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from memfit.errors import InputError
@@ -83,7 +82,7 @@ def _from_rank_0(tensor: torch.Tensor, device: torch.device, links: Sequence[Lin
     """Rank 0's values: along replicas first, then along the ranks of each."""
     values = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device, copy=True).contiguous()
     for link in reversed(links):
-        dist.broadcast(values, dist.get_global_rank(link.group, 0), group=link.group)
+        link.broadcast(values, "broadcast of rank 0's values").wait()
     return values
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from weakref import WeakSet
+from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 
 from memfit.sharded.flat import FlatShard
 from memfit.sharded.gradients import Gradients
-from memfit.sharded.links import Link, Transfer
+from memfit.sharded.links import Link, Transfer, wait_all
 from memfit.sharded.options import Precision, UnitOptions
 from memfit.sharded.states import State, check_transition
 from memfit.sharded.streams import Streams
@@ -18,19 +18,16 @@ from memfit.sharded.whole import Whole
 
 _KINDS = 2
 _FLATS = 64
-
-
-class Run:
-    """One forward of a unit that has a backward. Autograd's graph holds it, so that it goes when the graph does."""
-
-    __slots__ = ("__weakref__", "began")
-
-    def __init__(self) -> None:
-        self.began = False
+_TAGS = 1 << 19
+_PASSES = 1 << 9
 
 
 class Unit:
-    """A module with its flat shards; the root has the empty name."""
+    """A module with its flat shards; the root has the empty name.
+
+    `outermost` says whether its last forward was that of the whole pass. `pending` counts forwards whose backward has
+    not come since the last backward ended, `running` the backwards that have begun.
+    """
 
     def __init__(
         self,
@@ -52,14 +49,19 @@ class Unit:
         self.gradients = gradients
         self.options = options
         self.state = State.IDLE
+        self.outermost = False
         self.gathered = False
         self.stale = False
-        self.runs: WeakSet[Run] = WeakSet()
+        self.pending = 0
+        self.running = 0
+        self.turn = 0
+        """Which pass of the model this is. A rank that skipped one must not meet the others in the next."""
         self._precision = precision
         self._streams = streams
         self._nearby = nearby
         self._resharded = False
         self._wholes: list[Whole] = []
+        self._wholes_of_forward: list[Whole] | None = None
         self._transfers: list[Transfer] | None = None
         self._event: torch.cuda.Event | None = None
 
@@ -72,6 +74,11 @@ class Unit:
         return f"unit {self.name!r}" if self.name else "the root unit"
 
     @property
+    def nearby(self) -> Link | None:
+        """The smaller group that it is resharded to."""
+        return self._nearby
+
+    @property
     def in_flight(self) -> bool:
         """Whether a gather was begun and not waited for."""
         return self._transfers is not None
@@ -79,7 +86,7 @@ class Unit:
     @property
     def bytes(self) -> int:
         """What its gathered parameters take."""
-        return sum(flat.whole(self._dtype(flat)).bytes for flat in self.flats)
+        return sum(flat.whole(self.gather_dtype(flat)).bytes for flat in self.flats)
 
     def go(self, state: State) -> None:
         """Take the next state, or refuse."""
@@ -89,19 +96,24 @@ class Unit:
     def begin_gather(self, phase: str) -> None:
         """Begin to gather all parameters, unless that is done or under way.
 
-        A forward replaces those of an earlier pass.
+        A forward replaces those of an earlier pass, a backward gathers them as its forward did.
         """
-        if self.in_flight or (self.gathered and not (self.stale and phase == "forward")):
+        forward = phase == "forward"
+        if self.in_flight or (self.gathered and not (self.stale and forward)):
             return
         about = f"gather of {self.title} in {phase}"
-        self._wholes = [flat.whole(self._dtype(flat)) for flat in self.flats]
+        if forward or self._wholes_of_forward is None:
+            self._wholes = [flat.whole(self.gather_dtype(flat)) for flat in self.flats]
+        else:
+            self._wholes = self._wholes_of_forward
         self._transfers = []
         for number, (flat, whole) in enumerate(zip(self.flats, self._wholes, strict=True)):
             tag = self._tag(number, 0)
-            if self._resharded and self._nearby is not None:
-                transfer = flat.begin_regather(whole, self._nearby, tag, about)
-            else:
-                transfer = flat.begin_gather(whole, tag, about)
+            with record_function("memfit::gather"):
+                if self._resharded and self._nearby is not None and not forward:
+                    transfer = flat.begin_regather(whole, self._nearby, tag, about)
+                else:
+                    transfer = flat.begin_gather(whole, tag, about)
             if transfer is not None:
                 self._transfers.append(transfer)
         self._event = self._streams.event(self._streams.gather)
@@ -112,8 +124,7 @@ class Unit:
             return
         transfers, self._transfers = self._transfers, None
         with self._streams.on(self._streams.gather):
-            for transfer in transfers:
-                transfer.wait()
+            wait_all(transfers)
             self._event = self._streams.event(self._streams.gather)
         self._streams.wait(self._event)
         self._resharded = False
@@ -129,6 +140,13 @@ class Unit:
         for flat in self.flats:
             flat.show_shards()
 
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the memory of gathered parameters, which is going to be freed."""
+        if tensor.layout is not torch.strided:
+            return False
+        address = tensor.untyped_storage().data_ptr()
+        return any(whole.bytes and whole.buffer.untyped_storage().data_ptr() == address for whole in self._wholes)
+
     def free(self) -> None:
         """Give up the gathered parameters."""
         self.wait()
@@ -136,32 +154,70 @@ class Unit:
         for flat in self.flats:
             flat.free()
 
-    def reshard(self) -> None:
-        """Give up the gathered parameters, or keep one part of them for a smaller group."""
-        if self._nearby is None or not self.gathered:
+    def end_forward(self, *, backward: bool) -> None:
+        """Give up what is not used between the forward and the backward, all of it where there is no backward."""
+        if not backward:
+            self.free()
+            return
+        self._wholes_of_forward = self._wholes
+        if self.options.keep or self.outermost:
+            return
+        if self._nearby is None:
             self.free()
             return
         for flat, whole in zip(self.flats, self._wholes, strict=True):
             flat.keep_part(whole, self._nearby)
         self.gathered, self._resharded = False, True
 
-    def begin_sum(self, *, everything: bool = False) -> None:
-        """Begin to sum gradients over ranks: of all flat shards that train, or of those that have any."""
+    def rest(self) -> None:
+        """Be idle, whatever the unit was doing: the module holds shards, and nothing is gathered."""
+        if self.state is State.SUMMONED:
+            return
+        self.state = State.IDLE
+        self.pending = self.running = 0
+        self._wholes_of_forward = None
+        self.show_shards()
+        self.free()
+
+    def begin_sum(self, *, everything: bool = False) -> bool:
+        """Begin to sum gradients over ranks: of all flat shards that train, or of those that have any.
+
+        Whether there are any.
+        """
+        begun = False
         for number, gradients in enumerate(self.gradients):
             if gradients.under_way or not (gradients.waiting or (everything and gradients.flat.trains)):
                 continue
-            gradients.begin(self._tag(number, 1), f"reduction of {self.title}'s gradients in backward")
+            gradients.begin(self._tag(number, 1), f"reduction of the gradients of {self.title} in backward")
+            begun = True
+        return begun
 
-    def each_gradients(self, act: Callable[[Gradients], None]) -> None:
-        """Do the same with the gradients of every flat shard."""
-        for gradients in self.gradients:
-            act(gradients)
+    def advance_sums(self) -> bool:
+        """Take sums under way one stage on; whether all are finished."""
+        finished = [gradients.advance() for gradients in self.gradients]
+        return all(finished)
 
     def _tag(self, flat: int, kind: int) -> int:
-        return (self.number * _FLATS + flat) * _KINDS + kind
+        return self.turn % _PASSES * _TAGS + ((self.number * _FLATS + flat) * _KINDS + kind) % _TAGS
 
-    def _dtype(self, flat: FlatShard) -> torch.dtype:
+    def gather_dtype(self, flat: FlatShard) -> torch.dtype:
+        """The dtype that parameters are gathered in."""
         wanted = self._precision.param_dtype
         if wanted is None or not flat.dtype.is_floating_point:
             return flat.dtype
         return flat.dtype if self._precision.full_in_eval and not self.module.training else wanted
+
+
+class Run:
+    """One forward of a unit, whose backward may come. Autograd's graph holds it, so that it goes when the graph does.
+
+    `before` are the units that ended their forward before it in the same pass, `counted` says whether the unit waits
+    for its backward; a checkpoint's second forward is not counted.
+    """
+
+    __slots__ = ("before", "began", "counted", "ended", "unit")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.before: Sequence[Unit] = ()
+        self.began = self.ended = self.counted = False

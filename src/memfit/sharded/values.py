@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,22 +11,15 @@ import torch
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same value with every tensor in it changed; what has no tensor is returned as it is."""
+    """The same value with every tensor in it changed; a part of it in which nothing changes is the same object."""
     if isinstance(value, torch.Tensor):
         return change(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(each, change) for each in value))
     if isinstance(value, list | tuple):
-        return type(value)(mapped(each, change) for each in value) if value else value
+        return _mapped_sequence(value, change)
     if isinstance(value, Mapping):
         return _mapped_mapping(value, change)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changed = {
-            field.name: mapped(getattr(value, field.name), change) for field in dataclasses.fields(value) if field.init
-        }
-        if all(changed[name] is getattr(value, name) for name in changed):
-            return value
-        return dataclasses.replace(value, **changed)
+        return _mapped_fields(value, change)
     return value
 
 
@@ -41,6 +35,13 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return found
 
 
+def _mapped_sequence(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    changed = [mapped(each, change) for each in value]
+    if all(after is before for after, before in zip(changed, value, strict=True)):
+        return value
+    return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+
+
 def _mapped_mapping(value: Mapping[Any, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     kind: Callable[..., Any] = type(value)
     changed = {key: mapped(each, change) for key, each in value.items()}
@@ -52,3 +53,16 @@ def _mapped_mapping(value: Mapping[Any, Any], change: Callable[[torch.Tensor], t
         return kind(**changed)  # ModelOutput of transformers, which is a dataclass and a dict
     except TypeError:
         return kind(changed)
+
+
+def _mapped_fields(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A copy of a dataclass without its constructor, which may take other arguments or do more."""
+    names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+    fields = {name: getattr(value, name) for name in names}
+    changed = {name: mapped(each, change) for name, each in fields.items()}
+    if all(changed[name] is each for name, each in fields.items()):
+        return value
+    result = copy.copy(value)
+    for name, each in changed.items():
+        object.__setattr__(result, name, each)
+    return result

@@ -21,7 +21,6 @@ class Whole:
 
     def __init__(self, layout: Layout, buffer: torch.Tensor, *, owned: bool) -> None:
         self.buffer = buffer
-        self.filled = False
         self._owned = owned
         self._bytes = buffer.untyped_storage().nbytes()
         with torch.inference_mode(False), torch.no_grad():
@@ -53,7 +52,6 @@ class Whole:
 
     def free(self) -> None:
         """Take the buffer's memory; the parameters stay valid objects."""
-        self.filled = not self._owned
         if self._owned:
             self.buffer.untyped_storage().resize_(0)
 
