@@ -104,4 +104,4 @@ def test_python_runs_as_written(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert shown.count("two plans compared") == len(re.findall(r"memfit\.compare\(.*\)\)$", PAGE, flags=re.MULTILINE))
     assert "checkpointed: " in shown and "samples/s" in shown and "tokens/s" in shown
-    assert "still there: result that the policy saves" in shown
+    assert "still there: result that the policy saves" in shown and "still there: held by Python" in shown

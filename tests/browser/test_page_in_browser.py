@@ -159,6 +159,8 @@ def test_every_control_can_be_reached_with_tab_and_shows_its_focus(opened: Open)
 def test_a_phone_needs_no_sideways_scrolling(opened: Open, case: str, scheme: str) -> None:
     page = opened(case, width=375, height=812, scheme=scheme)
     assert page.page.evaluate("document.documentElement.scrollWidth") <= 375
+    answer = page.page.locator("#estimates .scroll").evaluate("(it) => [it.scrollWidth, it.clientWidth]")
+    assert answer[0] <= answer[1], "the figures of the answer are all in sight"
     page.page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
     assert page.page.evaluate("document.documentElement.scrollWidth") <= 375
     assert page.said == []

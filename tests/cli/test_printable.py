@@ -60,6 +60,18 @@ def test_a_row_of_a_table_stays_a_row() -> None:
     assert plain.renderables[0].title == plain.renderables[1].plain == "two\nlines"
 
 
+def test_how_a_lever_is_done_is_in_lines_and_names_stay_in_theirs(run: Runner, tmp_path: Path) -> None:
+    wide = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+    wide.add_module(STRANGE, nn.Linear(64, 256))
+    step = memfit.Step(wide, memfit.spec((512, 64)), loss=lambda output, _: output.mean())
+    memfit.save_trace(memfit.trace(step, target="cpu"), tmp_path / "step.memfit")
+    lines = run("explain", tmp_path / "step.memfit").out.partition("\nhow\n")[2].splitlines()
+    first = next(number for number, line in enumerate(lines) if "del output" in line)
+    about = [line.rstrip() for line in lines[first : first + 4]]
+    assert about[-1] == "  assumes nothing needs it after the loss" and r"1 module: a\nb\x1b[31m" in about[-2], about
+    assert all(r"\n" not in line.replace(r"a\nb", "") for line in lines)
+
+
 def test_what_is_fit_to_print_stays_as_it_is() -> None:
     for text in ("layers.0-31", "été, 層, 🙂", "two\nlines", "a\tb"):
         assert escaped(text) == text

@@ -15,7 +15,7 @@ import memfit
 from memfit.cost import Roofline, Runtime
 from memfit.hardware import Target
 from memfit.memory import summarize
-from memfit.plan import Blocker, Estimate, Lever, Plan, Prediction, peak_at, plan_of
+from memfit.plan import Blocker, Estimate, Plan, Prediction, peak_at, plan_of
 from memfit.trace import Category, Step, Trace
 from memfit.tradeoff import Frontiers, Policy, Unit, frontiers
 
@@ -129,7 +129,6 @@ class Case:
             peak_bytes=3 << 20,
             peak_by_category={Category.PARAMETER: 1 << 20, Category.OPTIMIZER_STATE: 2 << 20},
             peak_at=peak_at(self.trace, self.baseline.peak_at.op),
-            levers=(Lever(name="offload", saves_bytes=2 << 20, how="keep the optimizer's state on the host"),),
         )
         return plan_of(
             self.trace,

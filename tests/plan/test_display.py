@@ -73,7 +73,7 @@ def test_what_the_allocator_reserves_beyond_the_budget_is_told(case: Case) -> No
         return str(msgspec.structs.replace(plan, predicted=predicted)).splitlines()
 
     more = reserving(usable)
-    assert more[0].startswith("fits: ") and f"of {display_bytes(usable)} that it may" in more[1]
+    assert more[0].startswith("fits: ") and f"of {display_bytes(usable)} for them" in more[1]
     too_much = reserving(usable + (1 << 30))
     assert too_much[0].startswith("fits the budget, with care: ")
     assert too_much[1].startswith(f"take care: the caching allocator would reserve {display_bytes(usable + (1 << 30))}")

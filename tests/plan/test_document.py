@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -72,10 +73,10 @@ def test_a_failed_save_leaves_the_old_file(plan: Plan, tmp_path: Path, monkeypat
     path.write_text("old")
 
     def full_disk(*_: object) -> None:
-        raise OSError("no space left")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full_disk)
-    with pytest.raises(OSError, match="no space left"):
+    with pytest.raises(InputError, match=r"plan\.json cannot be written: No space left on device"):
         plan.save(path)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
@@ -201,7 +202,7 @@ DAMAGE: list[tuple[Callable[[Document], None], str]] = [
     (forget_an_op, "inconsistent: op 1 of unit 'layers.0' is neither in saved_ops nor in recomputed_ops"),
     (turn_ops_around, "inconsistent: recomputed_ops of unit 'layers.0' are not in the order of their offsets"),
     (save_beyond_the_unit, "inconsistent: op 1000 of unit 'layers.0' is beyond its 7 ops"),
-    (put("blocker", {"peak_bytes": 5, "peak_by_category": {}, "peak_at": AT, "levers": []}), "inconsistent: .*blocker"),
+    (put("blocker", {"peak_bytes": 5, "peak_by_category": {}, "peak_at": AT}), "inconsistent: .*blocker"),
     (stop_early, "inconsistent: op 4 of unit 'layers.0' runs again, and the second run stops at 3"),
     (checkpoint_inside, "inconsistent: units 'layers.0' and 'layers.0.up' have ops in common"),
     (lambda document: document["checkpoint"].reverse(), "inconsistent: checkpoint is not in the order"),
@@ -234,6 +235,13 @@ def test_an_infeasible_plan_has_no_answer(name: str, value: object) -> None:
     plan = plan_cases.Case.of(plan_cases.captured()).infeasible()
     document = {**json.loads(plan.to_json()), name: value}
     with pytest.raises(InputError, match=f"inconsistent: status is infeasible.*{name}"):
+        Plan.from_json(json.dumps(document))
+
+
+def test_levers_of_an_older_document_are_refused_by_name() -> None:
+    document = json.loads(plan_cases.Case.of(plan_cases.captured()).infeasible().to_json())
+    document["blocker"]["levers"] = []
+    with pytest.raises(InputError, match=r"unknown field `levers` - at `\$\.blocker`; plan the step again"):
         Plan.from_json(json.dumps(document))
 
 

@@ -237,7 +237,7 @@ def test_half_a_micro_batch_is_what_its_capture_gives() -> None:
     ("step", "why"),
     [
         (lambda: Step(Blocks, memfit.spec((3, 64))), "3 rows cannot be halved"),
-        (lambda: labelled(), "put all that has a row for each sample into the batch, such as labels"),
+        (lambda: labelled(), "take labels from the batch, or write labels[:len(output)]"),
         (
             lambda: Step(Blocks, memfit.spec((4, 64)), run=lambda model, optimizer, x: model(x).backward()),
             "only a Step",
@@ -352,6 +352,8 @@ def test_levers_on_top_of_a_plan_keep_its_policies() -> None:
     case = Case(report=report, step=None, cost=Roofline.of(report.target), budget_bytes=plan.budget_bytes)
     assert case.effect().peak_bytes == case.peak_bytes == plan.predicted.peak_bytes
     assert case.effect().step_ms == pytest.approx(plan.predicted.step_ms)
+    rounded = dataclasses.replace(case.effect(), step_ms=case.step_ms - 1e-6)
+    assert case.lever("", "", rounded, "estimated").costs_ms == 0, "times of a plan are rounded unit by unit"
     halved = next(micro_batch(dataclasses.replace(case, step=step)))
     assert halved.peak_bytes < plan.predicted.peak_bytes and halved.saves_bytes > 0
 

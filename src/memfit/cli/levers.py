@@ -47,10 +47,10 @@ def levers_in_short(levers: Sequence[Lever], plan: Plan, explain: str) -> Render
     hopeless = plan.predicted is None
     if not levers:
         return Text(f"\nno lever that memfit knows would lower this peak {'' if hopeless else 'further'}".rstrip())
-    title = "\nwhat would lower this peak further: free ones first, then by bytes saved for each millisecond"
+    title = "what would lower this peak further: free ones first, then by bytes saved for each millisecond"
     if hopeless:
-        title = "\nwhat would help, on top of the plan that needs least: what is enough by itself comes first"
-    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+        title = "what would help, on top of the plan that needs least: what is enough by itself comes first"
+    table = Table(show_edge=False, pad_edge=False)
     table.add_column("lever", overflow="fold")
     for heading in ("saves", "peak then", "a step takes", *(["for the budget"] if hopeless else [])):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -63,7 +63,7 @@ def levers_in_short(levers: Sequence[Lever], plan: Plan, explain: str) -> Render
     more = len(levers) - len(shown)
     rest = f"{more} more, and how each is done" if more > 0 else "how each is done"
     other = "" if all(lever.same_numbers for lever in shown) else "*: computes other numbers\n"
-    return Group(table, Text(f"{other}{rest}: {explain}", style="dim"))
+    return Group(Text(), Text(title, style="italic"), table, Text(f"{other}{rest}: {explain}", style="dim"))
 
 
 def _longer(costs_ms: float | None) -> str:

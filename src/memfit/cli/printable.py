@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Group
@@ -19,33 +18,26 @@ def escaped(text: str, *, row: bool = False) -> str:
     return (_IN_A_ROW if row else _CONTROL).sub(lambda found: _written(found[0]), text)
 
 
-def printable(result: Any) -> Any:
-    """A result with nothing in it that a terminal would act on: the one place where names of others reach it."""
+def printable(result: Any, *, row: bool = False) -> Any:
+    """A result with nothing in it that a terminal would act on: the one place where names of others reach it.
+
+    In a row of a table a newline is a name's, and written out; memfit's own lines there are the parts of a group.
+    """
     result = result.__rich__() if hasattr(result, "__rich__") else result
     if isinstance(result, str):
-        return escaped(result)
+        return escaped(result, row=row)
     if isinstance(result, Text):
-        return _text(result)
+        return _text(result, row=row)
     if isinstance(result, Group):
-        return Group(*map(printable, result.renderables), fit=result.fit)
+        return Group(*(printable(part, row=row) for part in result.renderables), fit=result.fit)
     if isinstance(result, Table):
         result.title, result.caption = printable(result.title), printable(result.caption)
         for column in result.columns:
-            column._cells[:] = _cells(column.cells)
+            column._cells[:] = [printable(cell, row=True) for cell in column.cells]
     return result
 
 
-def _cells(cells: Iterable[Any]) -> list[Any]:
-    found: list[Any] = []
-    for cell in cells:
-        if isinstance(cell, str):
-            found.append(escaped(cell, row=True))
-        else:
-            found.append(_text(cell, row=True) if isinstance(cell, Text) else printable(cell))
-    return found
-
-
-def _text(text: Text, *, row: bool = False) -> Text:
+def _text(text: Text, *, row: bool) -> Text:
     shown = escaped(text.plain, row=row)
     if shown == text.plain:
         return text

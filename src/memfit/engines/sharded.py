@@ -19,8 +19,8 @@ def check_ranks(plan: Plan, mesh: DeviceMesh | None) -> None:
     assert plan.shard is not None
     if not dist.is_available() or not dist.is_initialized():
         raise InputError(
-            f"this plan shards the model over {plan.shard.ranks} ranks, and there is no process group: start the script "
-            f"with torchrun --nproc-per-node {plan.shard.ranks} and call torch.distributed.init_process_group() first"
+            f"this plan shards the model over {plan.shard.ranks} ranks, and there is no process group: start the "
+            f"script with torchrun --nproc-per-node {plan.shard.ranks} and call torch.distributed.init_process_group() first"
         )
     ranks = dist.get_world_size() if mesh is None else mesh.size(mesh.ndim - 1)
     if ranks != plan.shard.ranks:

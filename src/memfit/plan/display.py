@@ -30,14 +30,15 @@ _WAYS = {
 }
 
 
-def plan_report(plan: Plan) -> Group:
-    """Everything about a plan that fits a screen of 80 columns."""
+def plan_report(plan: Plan, *, next_step: bool = True) -> Group:
+    """Everything about a plan that fits a screen of 80 columns; `next_step` says what to ask when nothing fits."""
     parts: list[RenderableType] = [_headline(plan), Text(), _before_and_after(plan), Text(), _highest(plan)]
-    if plan.blocker is not None:
+    if plan.blocker is not None and next_step:
         parts += [Text("memfit.explain(plan, step) works out what would help", style="dim")]
     if plan.checkpoint:
         groups = _groups(plan.checkpoint)
-        parts += [Text(), _checkpoint(plan, groups), Text(), _kept(groups)]
+        parts += [Text(), _title(_counts(plan)), _checkpoint(groups)]
+        parts += [Text(), _title("what each of them keeps"), _kept(groups)]
     if plan.optimizer is not None:
         parts += [Text(), Text(f"optimizer: its step is done {_WAYS[plan.optimizer]}, which needs less at once")]
     if plan.shard is not None:
@@ -160,10 +161,18 @@ def _groups(checkpoint: Iterable[Checkpoint]) -> list[list[Checkpoint]]:
     return list(groups.values())
 
 
-def _checkpoint(plan: Plan, groups: list[list[Checkpoint]]) -> Table:
+def _title(words: str) -> Text:
+    """A title of its own; that of a table would be folded to the table's width."""
+    return Text(words, style="italic")
+
+
+def _counts(plan: Plan) -> str:
     discarded = display_bytes(sum(entry.discarded_bytes for entry in plan.checkpoint))
-    title = f"checkpointed: {counted(len(plan.checkpoint), 'unit')}, {discarded} less to hold for backward"
-    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    return f"checkpointed: {counted(len(plan.checkpoint), 'unit')}, {discarded} less to hold for backward"
+
+
+def _checkpoint(groups: list[list[Checkpoint]]) -> Table:
+    table = Table(show_edge=False, pad_edge=False)
     table.add_column("unit", overflow="fold")
     for name in ("units", "each drops", "share", "recompute"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -181,14 +190,14 @@ def _checkpoint(plan: Plan, groups: list[list[Checkpoint]]) -> Table:
 
 def _kept(groups: list[list[Checkpoint]]) -> Table:
     """What each unit keeps from forward to backward, and the ops that make it."""
-    table = Table(title="what each of them keeps", title_justify="left", show_edge=False, pad_edge=False)
+    table = Table(show_edge=False, pad_edge=False)
     table.add_column("unit", overflow="fold")
     table.add_column("keeps", justify="right", no_wrap=True)
     table.add_column("of, largest first", overflow="fold")
     for members in groups:
         first = members[0]
-        held = display_bytes(first.cached_bytes) if first.saved_ops else "nothing"
-        table.add_row(Text(_label(members)), held, Text(_kept_ops(first)))
+        kept = (display_bytes(first.cached_bytes), _kept_ops(first)) if first.cached_bytes else ("nothing", "")
+        table.add_row(Text(_label(members)), kept[0], Text(kept[1]))
     return table
 
 

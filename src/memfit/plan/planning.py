@@ -249,7 +249,7 @@ def _shard_plan(problem: Problem) -> ShardPlan | None:
 
 
 def _why(problem: Problem) -> Blocker | None:
-    """What stands in the way; what would help is not for a plan to say."""
+    """What stands in the way; what would help is for `memfit.explain`, which takes the step itself."""
     least = problem.least
     if least is None:
         return None
@@ -258,7 +258,6 @@ def _why(problem: Problem) -> Blocker | None:
         peak_bytes=found.peak_bytes,
         peak_by_category=found.by_category,
         peak_at=peak_at(problem.timeline.trace, found.op, second_run_of=found.second_run_of),
-        levers=(),  # `memfit.explain` works them out, which takes the step itself
     )
 
 

@@ -101,16 +101,8 @@ class Prediction(Estimate, frozen=True):
     exposed_communication_ms: Ms
 
 
-class Lever(_Part, frozen=True):
-    """Something beyond checkpointing, and about how many bytes it would save at the instant in the way."""
-
-    name: str
-    saves_bytes: Bytes
-    how: str
-
-
 class Blocker(_Part, frozen=True):
-    """Why nothing fits: the highest point of the plan with the lowest peak, what fills it, what would help there.
+    """Why nothing fits: the highest point of the plan with the lowest peak, and what fills it.
 
     `peak_by_category` adds up to `peak_bytes`, or is empty.
     """
@@ -118,7 +110,6 @@ class Blocker(_Part, frozen=True):
     peak_bytes: Bytes
     peak_by_category: dict[Category, Bytes]
     peak_at: PeakAt
-    levers: tuple[Lever, ...]
 
 
 class ShardedUnit(_Part, frozen=True):

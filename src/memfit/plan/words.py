@@ -38,7 +38,7 @@ def verdict_of(plan: Plan, usable_bytes: int | None = None) -> Verdict:
     usable_bytes = _usable_bytes(plan) if usable_bytes is None else usable_bytes
     reserved, usable = display_bytes(predicted.peak_reserved_bytes), display_bytes(usable_bytes)
     if predicted.peak_reserved_bytes <= usable_bytes:
-        why = f"The budget is for tensors; the caching allocator reserves {reserved} for them, of {usable} that it may."
+        why = f"The budget is for tensors; the caching allocator reserves {reserved} of {usable} for them."
         return Verdict(tone="good", words="Fits", figures=figures, reasons=(why,))
     why = f"Take care: the caching allocator would reserve {reserved}, and the device has {usable} for tensors."
     return Verdict(tone="care", words="Fits the budget, with care", figures=figures, reasons=(why,))

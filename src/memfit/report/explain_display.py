@@ -269,13 +269,14 @@ def _time(lever: Lever) -> str:
     return f"{'+' if lever.costs_ms > 0 else '-'}{display_ms(abs(lever.costs_ms))}"
 
 
-def _how(lever: Lever) -> Text:
-    text = Text(lever.how)
+def _how(lever: Lever) -> Group:
+    """One text to a line: a newline inside of one would be a name's."""
+    lines = [Text(lever.how)]
     if lever.units:
-        text.append(f"\n{counted(len(lever.units), 'module')}: {_names(lever.units)}")
+        lines.append(Text(f"{counted(len(lever.units), 'module')}: {_names(lever.units)}"))
     if lever.assumes:
-        text.append(f"\nassumes {lever.assumes}", style="dim")
-    return text
+        lines.append(Text(f"assumes {lever.assumes}", style="dim"))
+    return Group(*lines)
 
 
 def _legend(found: StepExplanation) -> str:

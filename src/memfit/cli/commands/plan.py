@@ -49,6 +49,7 @@ class Plan:
 
     def run(self) -> int:
         from memfit.plan import plan
+        from memfit.plan.display import plan_report
         from memfit.report.facts import Report
         from memfit.trace import Trace
 
@@ -82,7 +83,7 @@ class Plan:
         if self.json:
             show_json(found)
         else:
-            show(found)
+            show(plan_report(found, next_step=levers is None))
             if levers is not None:
                 show(levers_in_short(levers, found, self._explain()))
         return 3 if found.status == "infeasible" else 0

@@ -26,6 +26,8 @@ LEAST_PART = 0.005
 _LIMITS = Limits(gap=0.01, time_limit_s=2.0)
 """Levers are quick; `plan` proves."""
 _DIGITS = 6
+_LEAST_MS = 1e-3
+"""A plan's times are rounded unit by unit: what is less than this is no difference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +158,7 @@ class Case:
             how=how,
             peak_bytes=effect.peak_bytes,
             saves_bytes=self.peak_bytes - effect.peak_bytes,
-            costs_ms=round(effect.step_ms - self.step_ms, _DIGITS) if timed else None,
+            costs_ms=_difference(effect.step_ms, self.step_ms) if timed else None,
             basis=basis,
             assumes=assumes,
             units=tuple(units),
@@ -195,6 +197,11 @@ class Case:
 
 def _step_ms(problem: Problem, recompute_ms: float) -> float:
     return problem.runtime.total_ms + problem.exposed_ms + recompute_ms
+
+
+def _difference(changed_ms: float, step_ms: float) -> float:
+    found = round(changed_ms - step_ms, _DIGITS)
+    return found if abs(found) >= _LEAST_MS else 0.0
 
 
 def _ratio(policy: Policy) -> float:

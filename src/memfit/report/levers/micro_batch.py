@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from memfit.report.levers.case import Case
 from memfit.report.levers.lever import Lever
 
-_ADVICE = "put all that has a row for each sample into the batch, such as labels, so that it is halved too"
+_ADVICE = "what has a row for each sample must be halved too: take labels from the batch, or write labels[:len(output)]"
 _PLAIN = (int, float, bool, str, type(None))
 
 

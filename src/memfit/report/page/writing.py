@@ -62,9 +62,14 @@ def _markup(words: Headline) -> str:
     return (
         f'<p class="subject">{html.escape(words.subject)}</p>\n'
         f'<h1 data-tone="{words.tone}"><span class="verdict">{html.escape(words.verdict)}</span> '
-        f"<span>{html.escape(words.figures)}</span></h1>\n"
+        f"<span>{_with_units(html.escape(words.figures))}</span></h1>\n"
         f'<div class="why">{sentences}</div>'
     )
+
+
+def _with_units(text: str) -> str:
+    """A number and its unit stay on one line."""
+    return re.sub(r"(?<=\d) (?=[KMGT]iB\b|B\b|[mu]?s\b)", "&nbsp;", text)
 
 
 def _policy(style: str, script: str) -> str:
