@@ -1,10 +1,10 @@
 """memfit's sharded runtime beside PyTorch's FSDP2 and DDP: step time and peak memory on two ranks over Gloo.
 
-One process a rank with one thread each; all ways to train take steps in turn, medians. "Kept" leaves gathered parameters between
-forward and backward (`reshard_after_forward=False`). Peak memory is what stays between steps and the highest point of the
-allocator's events in a step, replayed by address, because frees on Gloo's threads are missing from the events. A step
-divides into ops of the model (compute), ops of the runtime (copies), the optimizer, time in which the
-thread was not running (waiting), and the rest (host).
+One process a rank with one thread each; all ways to train take steps in turn, medians. "Kept" leaves gathered
+parameters between forward and backward (`reshard_after_forward=False`). Peak memory is what stays between steps and the
+highest point of the allocator's events in a step, replayed by address, because frees on Gloo's threads are missing from
+the events. A step divides into ops of the model (compute), ops of the runtime (copies), the optimizer, time in which
+the thread was not running (waiting), and the rest (host).
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ def check_ranks(plan: Plan, mesh: DeviceMesh | None) -> None:
     if not dist.is_available() or not dist.is_initialized():
         raise InputError(
             f"this plan shards the model over {plan.shard.ranks} ranks, and there is no process group: start the "
-            f"script with torchrun --nproc-per-node {plan.shard.ranks} and call torch.distributed.init_process_group() first"
+            f"script with torchrun --nproc-per-node {plan.shard.ranks}, and call "
+            "torch.distributed.init_process_group() first"
         )
     ranks = dist.get_world_size() if mesh is None else mesh.size(mesh.ndim - 1)
     if ranks != plan.shard.ranks:
@@ -64,9 +65,7 @@ def _precision(plan: Plan, planned: ShardPlan, model: nn.Module) -> Precision:
     )
 
 
-def _shard_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, shapes: dict[nn.Parameter, torch.Size]
-) -> None:
+def _shard_state(model: nn.Module, optimizer: torch.optim.Optimizer, shapes: dict[nn.Parameter, torch.Size]) -> None:
     """Keep this rank's part of what the optimizer knows of each parameter."""
     for unit in runtime_of(model).units:
         for flat in unit.flats:
