@@ -42,3 +42,18 @@ def test_the_demo_of_the_makefile_plans_prints_levers_and_writes_the_page(tmp_pa
     assert "plan for NVIDIA H100 SXM5 80GB, 8 ranks, budget 64.00 GiB" in shown
     assert "what would lower this peak further" in shown
     assert page.stat().st_size > 100_000 and (tmp_path / "plan.json").is_file()
+
+
+def test_the_sharded_example_trains_under_its_plan_and_goes_on_from_its_save(tmp_path: Path) -> None:
+    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/train_sharded.py", str(tmp_path))
+    shown = run(*launch) + run(*launch)
+    assert [line.partition(":")[0] for line in shown.splitlines() if ": loss " in line] == [
+        f"step {number}" for number in range(10)
+    ]
+
+
+def test_the_page_about_sharding_runs_as_written(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "sharded.md").read_text()
+    script = tmp_path / "train.py"
+    script.write_text(text.partition("```python\n")[2].partition("```")[0])
+    run("-m", "torch.distributed.run", "--nproc-per-node", "2", str(script))
