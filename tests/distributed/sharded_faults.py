@@ -35,7 +35,8 @@ from memfit.sharded import (
 )
 from memfit.sharded.links import Link
 
-TIMEOUT_S = 3.0
+LONG_S = 30.0
+TIMEOUT_S = 4.0
 SAVED_STEP = 2
 FAULT_STEP = 3
 LAST_STEP = 5
@@ -59,9 +60,9 @@ class Boom(Exception):
     """An error of the user's."""
 
 
-def made(dropout: float = 0.2, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def made(timeout_s: float = LONG_S, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A small sharded model with dropout, and its optimizer."""
-    model = shard(plain(dropout=dropout), timeout=timedelta(seconds=TIMEOUT_S), **options)
+    model = shard(plain(dropout=0.2), timeout=timedelta(seconds=timeout_s), **options)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -89,7 +90,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) ->
 
 def train(folder: str, rank: int | None = None, phase: str = "", how: str = "kill") -> dict[str, Any] | Failure:
     """Train from the last save to the last step; at one step, a rank dies or stops in a phase."""
-    model, optimizer = made()
+    model, optimizer = made(LONG_S if how == "kill" else TIMEOUT_S)  # who waits for a dead rank learns of it at once
     first = 0
     torch.manual_seed(100 + dist.get_rank())
     if Path(folder, "latest").exists():
@@ -150,7 +151,7 @@ def prepare(phase: str, model: nn.Module, optimizer: torch.optim.Optimizer, act:
     elif phase == "gather":
         _when_begun("gather", "gather of unit 'blocks.1' in backward", act)
     elif phase == "reduce":
-        _when_begun("sum_parts", "reduction of unit 'blocks.1'", act)
+        _when_begun("sum_parts", "reduction of the gradients of unit 'blocks.1'", act)
     elif phase == "optimizer":
         _once(optimizer.register_step_post_hook, act)
     elif phase.startswith("save"):
@@ -236,19 +237,33 @@ def caught_inside_of_the_model() -> None:
 
 def one_rank_raises(phase: str) -> Failure:
     """Rank 1 catches an error of its own and goes on with the next step; rank 0 has had no error."""
-    model, optimizer = made()
-    train_step(model, optimizer, 0)
+    model, optimizer = made(TIMEOUT_S)
+
+    def step(number: int) -> None:
+        train_step(model, optimizer, number)
+
+    if phase == "loss":  # replicas, which have nothing to gather: only their sums could meet
+        model = shard(Turned(), mesh=init_device_mesh("cpu", (2, 1)), timeout=timedelta(seconds=TIMEOUT_S))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(number: int) -> None:
+            model(torch.full((2, 4), float(number))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for number in range(2):
+        step(number)
     began = time.monotonic()
     try:
         if dist.get_rank() == 1:
             prepare(phase, model, optimizer, boom)
             with pytest.raises(Boom):
-                train_step(model, optimizer, 1)
+                step(2)
             began = time.monotonic()
-        for step in range(1, 4):
-            train_step(model, optimizer, step)
+        for number in range(2, 5):
+            step(number)
     except MemfitError as error:
-        return failure_of(error, time.monotonic() - began, lambda: train_step(model, optimizer, 4))
+        return failure_of(error, time.monotonic() - began, lambda: step(5))
     raise AssertionError("ranks at different steps went on together")
 
 
@@ -308,6 +323,33 @@ class Turned(nn.Module):
         for number in self.order:
             x = self.blocks[number](x)
         return x
+
+
+class Branches(nn.Module):
+    """Units of one size side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [block(x) for block in self.blocks]
+
+
+def replicas_train_different_units() -> Failure:
+    """Replicas whose losses use different units, so that their gradients come in different orders."""
+    model = shard(Branches(), mesh=init_device_mesh("cpu", (2, 1)), timeout=timedelta(seconds=TIMEOUT_S))
+
+    def step() -> None:
+        model(torch.randn(2, 4, requires_grad=True))[dist.get_rank()].sum().backward()
+
+    began = time.monotonic()
+    try:
+        step()
+    except MemfitError as error:
+        return failure_of(error, time.monotonic() - began, step)
+    raise AssertionError("gradients of different units were summed")
 
 
 def leaves_the_order(how: str) -> Failure:

@@ -301,3 +301,27 @@ class Often(nn.Module):
             return self.block(self.block(x))
         left, right = self.block(x), self.block(2 * x)
         return left * right.tanh()
+
+
+class Dropped(nn.Module):
+    """A block that one rank leaves out: it gives its input."""
+
+    def __init__(self, width: int, *, left_out: bool) -> None:
+        super().__init__()
+        self.left_out = left_out
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.left_out else torch.relu(self.linear(x))
+
+
+class Dangling(Chain):
+    """Runs a block whose output nobody uses."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__(nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width), width=width)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.embedding(tokens))
+        self.blocks[1](x)
+        return self.head(self.blocks[2](x))

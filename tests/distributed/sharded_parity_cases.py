@@ -9,7 +9,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sharded_models import CNN, GPT, T5, VOCABULARY, Chain, MoE, Odd, Often, Recompute, Recurrent
+from sharded_models import (
+    CNN,
+    GPT,
+    T5,
+    VOCABULARY,
+    Chain,
+    Dangling,
+    Dropped,
+    MoE,
+    Odd,
+    Often,
+    Recompute,
+    Recurrent,
+)
 from sharded_parity import Case, compare, language_loss
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -50,6 +63,11 @@ def _shared_module() -> nn.Module:
 
 def _odd() -> nn.Module:
     return Chain(Odd(16, dist.get_rank()), Odd(16, dist.get_rank()))
+
+
+def _dropped() -> nn.Module:
+    rank = dist.get_rank()
+    return Chain(*(Dropped(16, left_out=number % 2 == rank) for number in range(3)))
 
 
 def _hugging_face_t5() -> nn.Module:
@@ -145,6 +163,14 @@ TWO_RANKS = {
     ),
     "called twice side by side": Case(
         model=lambda: Chain(Often(16, "side by side")), units=("blocks.0.block",), peers=("ddp",)
+    ),
+    "left out by one rank": Case(model=_dropped, peers=("ddp unused",)),
+    "left out by one rank, two forwards": Case(model=_dropped, peers=("plain",), loss=_two_forwards_loss),
+    "an output that nobody uses": Case(model=Dangling, peers=("ddp unused",)),
+    "experts as units": Case(
+        model=partial(MoE, every=True),
+        units=tuple(f"blocks.{block}.experts.{expert}" for block in range(2) for expert in range(5)),
+        peers=("ddp",),
     ),
     "lstm": Case(model=lambda: Chain(Recurrent(16), Recurrent(16))),
     "part of the model alone": Case(model=GPT, peers=("plain",), loss=_part_loss, steps=4),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from itertools import zip_longest
 
 from memfit.sharded.errors import RankMismatch
 from memfit.sharded.links import Link
@@ -16,12 +15,21 @@ def check_agreement(link: Link, facts: Sequence[str]) -> None:
     digests = link.tell(hashlib.sha256(text).digest(), "comparison of what ranks were given")
     if len(set(digests)) == 1:
         return
-    texts = [each.decode() for each in link.tell(text, "comparison of what ranks were given")]
-    first = texts[0].splitlines()
-    for rank, other in enumerate(texts[1:], 1):
-        for here, there in zip_longest(first, other.splitlines(), fillvalue="nothing"):
-            if here != there:
-                raise RankMismatch(
-                    f"ranks were given different models, units or options: rank {link.global_rank(0)} has {here}, rank "
-                    f"{link.global_rank(rank)} has {there}. Build the same model with the same options on every rank"
-                )
+    told = [each.decode().split("\n") for each in link.tell(text, "comparison of what ranks were given")]
+    for rank, other in enumerate(told[1:], 1):
+        if other != told[0]:
+            here, there = _difference(told[0], other)
+            raise RankMismatch(
+                f"ranks were given different models, units or options: rank {link.global_rank(0)} has {here}, rank "
+                f"{link.global_rank(rank)} has {there}. Build the same model with the same options on every rank"
+            )
+
+
+def _difference(first: Sequence[str], second: Sequence[str]) -> tuple[str, str]:
+    """The first facts that only one of two ranks has; where both have the same, the first in another place."""
+    here = next((fact for fact in first if fact not in set(second)), None)
+    there = next((fact for fact in second if fact not in set(first)), None)
+    if here is None and there is None and len(first) == len(second):
+        pairs = zip(first, second, strict=True)
+        return next((f"{one} first", f"{other} first") for one, other in pairs if one != other)
+    return here or "no such thing", there or "no such thing"

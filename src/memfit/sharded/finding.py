@@ -93,6 +93,9 @@ def _named(model: nn.Module, units: Units | None) -> dict[str, UnitOptions | Non
         raise InputError(
             f"units is a {type(units).__name__}; give module paths, modules, a class of modules, or a function"
         )
+    paths = {module: path for path, module in modules.items()}
+    shared = {path: paths[module] for path, module in model.named_modules(remove_duplicate=False)}
+    named = {shared.get(path, path): options for path, options in named.items()}
     for path in named:
         if path not in modules:
             raise InputError(f"unit {path!r} is no module of this model; it has {_some(modules)}")

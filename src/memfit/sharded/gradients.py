@@ -52,7 +52,7 @@ class Gradients:
         self._total: torch.Tensor | None = None
         self._replica_sum: Transfer | None = None
         self._event: torch.cuda.Event | None = None
-        self._about = ""
+        self._about, self._tag = "", 0
         self._came: set[int] = set()
         self._missing: dict[int, torch.Tensor] = {}
         flat.listener = self.collect
@@ -80,8 +80,12 @@ class Gradients:
         """Of the parts of some ranks, or of all where they are one tensor, those whose gradients have all come."""
         if not self.flat.link.separate_parts:
             ranks = range(self.flat.link.ranks)
-        missing = [number not in come and each.requires_grad for number, each in enumerate(self.flat.parameters)]
-        found = [rank for rank in ranks if not any(missing[number] for number in self._numbers_of[rank])]
+        parameters = self.flat.parameters
+        found = [
+            rank
+            for rank in ranks
+            if all(number in come or not parameters[number].requires_grad for number in self._numbers_of[rank])
+        ]
         return found if self.flat.link.separate_parts or len(found) == len(ranks) else []
 
     def collect(self, number: int, parameter: torch.Tensor) -> None:
@@ -129,7 +133,7 @@ class Gradients:
             else:
                 self._sum = link.sum_parts(parts, tag, about)
             self._event = streams.event(streams.reduce)
-        self._about = about
+        self._about, self._tag = about, tag
 
     def advance(self) -> bool:
         """Go on from the sum over shard ranks to that over replicas, or finish; whether nothing is under way any more.
@@ -152,8 +156,8 @@ class Gradients:
             streams = self._streams
             streams.after_current(streams.all_reduce)
             with streams.on(streams.all_reduce):
-                self._replica_sum = self._replicas.all_reduce(
-                    self._total, f"all-reduce {self._about.partition(' ')[2]}"
+                self._replica_sum = self._replicas.sum_replicas(
+                    self._total, self._tag, f"all-reduce {self._about.partition(' ')[2]}"
                 )
                 self._event = streams.event(streams.all_reduce)
 

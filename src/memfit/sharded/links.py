@@ -99,6 +99,30 @@ class SumTransfer:
         return total
 
 
+class ReplicaSum(Transfer):
+    """The sum of a tensor over ranks, in the same order on each of them."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(
+        self, link: Link, about: str, works: list[tuple[dist.Work, int | None]], parts: list[torch.Tensor]
+    ) -> None:
+        super().__init__(link, about, works)
+        self._parts = parts
+
+    def wait(self) -> None:
+        """Return when the tensor of this rank has the sum."""
+        parts, self._parts = self._parts, []
+        super().wait()
+        if parts:
+            total = parts[0]
+            for part in parts[1:]:
+                total.add_(part)
+            own = parts[self._link.rank]
+            if own is not total:
+                own.copy_(total)
+
+
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The flat tensor that parts make up, without a copy where they are views of one."""
     first = parts[0]
@@ -107,6 +131,7 @@ def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 _failures: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
+_notices: WeakKeyDictionary[dist.ProcessGroup, Notices] = WeakKeyDictionary()
 
 
 class Link:
@@ -117,7 +142,7 @@ class Link:
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
         self.timeout = timeout
-        self.notices = Notices(group, self.rank)
+        self.notices = _notices.setdefault(group, Notices(group))
         self._device = device
         self._pairs = device.type == "cpu" and dist.get_backend(group) != "mpi"
         self._others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
@@ -154,6 +179,13 @@ class Link:
         total, whole = torch.empty_like(own), joined(parts)
         work = self._begin(about, lambda: _reduce_native(total, whole, group=self.group, async_op=True))
         return SumTransfer(Transfer(self, about, [(work, None)]), None, [total])
+
+    def sum_replicas(self, tensor: torch.Tensor, tag: int, about: str) -> Transfer:
+        """Begin to sum a tensor over ranks, in place."""
+        if self.ranks == 1 or not self._pairs:
+            return self.all_reduce(tensor, about)
+        parts = [tensor if rank == self.rank else torch.empty_like(tensor) for rank in range(self.ranks)]
+        return ReplicaSum(self, about, self._exchange(lambda _: tensor, parts, tag, about), parts)
 
     def all_reduce(self, tensor: torch.Tensor, about: str, *, largest: bool = False) -> Transfer:
         """Begin to sum a tensor over ranks, in place, or to take the largest of each element."""
@@ -211,6 +243,8 @@ class Link:
         reason = f"rank {self.global_rank(self.rank)}: {about} failed, {other} {what}"
         asked = self._others if peer is None else [peer]
         told = next((said for said in (self.notices.of(rank, late=closed) for rank in asked) if said), None)
+        if told == self.notices.said:  # what this rank said itself, passed on
+            told = None
         self.notices.say(told or reason)
         text = f"{reason}. {'' if told is None else f'What it said last: {told}. '}{_RESTART}"
         _failures[self.group] = text

@@ -20,39 +20,35 @@ _POLL_S = 0.05
 class Notices:
     """The notices of one process group, one for each rank."""
 
-    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
-        self._group = group
-        self._rank = rank
-        self._said = False
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.said: str | None = None
+        self._store = group.get_group_store()
+        self._rank = dist.get_rank(group)
 
     def say(self, text: str) -> None:
         """Leave a notice, unless there is one: what came first is the cause of the rest."""
-        if self._said:
-            return
-        self._said = True
-        _bounded(lambda: self._store().set(_key(self._rank), text))
+        if self.said is None:
+            self.said = text
+            _bounded(lambda: self._store.set(_key(self._rank), text))
 
     def clear(self) -> None:
         """Take the notice back: this rank goes on."""
-        if self._said:
-            self._said = False
-            _bounded(lambda: self._store().set(_key(self._rank), ""))
+        if self.said is not None:
+            self.said = None
+            _bounded(lambda: self._store.set(_key(self._rank), ""))
 
     def of(self, rank: int, *, late: bool = False) -> str | None:
         """What a rank said last, if anything; one that has just closed its connection may be `late` to say why."""
 
         def read() -> str:
-            store, until = self._store(), time.monotonic() + (_LATE_S if late else 0)
-            while not store.check([_key(rank)]):
+            until = time.monotonic() + (_LATE_S if late else 0)
+            while not self._store.check([_key(rank)]):
                 if time.monotonic() > until:
                     return ""
                 time.sleep(_POLL_S)
-            return store.get(_key(rank)).decode()
+            return self._store.get(_key(rank)).decode()
 
         return _bounded(read) or None
-
-    def _store(self) -> dist.Store:
-        return self._group.get_group_store()
 
 
 def _key(rank: int) -> str:

@@ -79,9 +79,7 @@ class Order:
             if left is not None:
                 link.notices.say(left)
             try:
-                told = link.tell(
-                    content, "comparison of the order of units", f" at {_title(unit)}, position {position}"
-                )
+                told = link.tell(content, "comparison of the order of units", _where(unit, position))
             except CollectiveError as error:
                 if left is None:
                     raise
@@ -89,8 +87,7 @@ class Order:
             answers = [struct.unpack("<qq", each) for each in told]
             if len(set(answers)) > 1:
                 said = "; ".join(
-                    f"rank {link.global_rank(rank)} runs {_title(None if number == _END else self._units[number])} "
-                    f"at position {where}"
+                    f"rank {link.global_rank(rank)} {_doing(None if number == _END else self._units[number], where)}"
                     for rank, (where, number) in enumerate(answers)
                 )
                 raise OrderError(f"ranks run units in different orders: {said}. Every rank must run the same units")
@@ -99,12 +96,14 @@ class Order:
         """How this pass leaves the recorded order, if there is one."""
         if not self._expected:
             return None
-        before = self._expected[position] if position < len(self._expected) else None
-        return (
-            f"rank {self._links[0].global_rank(self._links[0].rank)} runs {_title(unit)} at position {position} of its "
-            f"forward, where it ran {_title(before)} before"
-        )
+        before = f"ran {self._expected[position].title}" if position < len(self._expected) else "ended"
+        own = self._links[0].global_rank(self._links[0].rank)
+        return f"rank {own} {_doing(unit, position)} of its forward, where it {before} before"
 
 
-def _title(unit: Unit | None) -> str:
-    return "nothing more" if unit is None else unit.title
+def _doing(unit: Unit | None, position: int) -> str:
+    return f"{'ends' if unit is None else f'runs {unit.title}'} at position {position}"
+
+
+def _where(unit: Unit | None, position: int) -> str:
+    return f" at {'its end' if unit is None else unit.title}, position {position},"

@@ -28,7 +28,7 @@ from torch import nn
 
 from memfit.errors import StateError
 from memfit.sharded.agreement import check_agreement
-from memfit.sharded.errors import CollectiveError
+from memfit.sharded.errors import CollectiveError, RankMismatch
 from memfit.sharded.links import Link, Transfer
 from memfit.sharded.options import Precision, Schedule
 from memfit.sharded.order import Order
@@ -105,7 +105,7 @@ class Runtime:
             self._begin_pass(unit)
         self.order.enter(unit)
         unit.begin_gather("forward")
-        self._gather_ahead(self.order.following(self.schedule.forward_prefetch), "forward")
+        self._gather_ahead(unit, self.order.following(self.schedule.forward_prefetch), "forward")
         unit.wait()
         unit.show_whole()
         return self._cast_inputs(unit, args, kwargs)
@@ -145,6 +145,8 @@ class Runtime:
         unit.end_forward(backward=bool(watched))
         if unit.outermost:
             self.order.end()
+            for link in self.links:
+                link.notices.clear()
             for each in self.units:
                 if each.in_flight:  # it was gathered ahead, and did not run
                     each.free()
@@ -294,7 +296,6 @@ class Runtime:
     def _begin_pass(self, unit: Unit) -> None:
         for link in (*self.links, *(each.nearby for each in self.units if each.nearby is not None)):
             link.check(f"forward of {unit.title}")
-            link.notices.clear()
         self._turn += 1
         self._check_training()
         self.order.begin(unit)
@@ -314,9 +315,12 @@ class Runtime:
         facts = [f"{name!r} {'trained' if each else 'frozen'}" for name, each in zip(names, trained, strict=True)]
         changed = next(fact for fact, new, old in zip(facts, trained, self._trained, strict=True) if new != old)
         for link in self.links:
-            link.notices.say(f"rank {link.global_rank(link.rank)} has {changed} now, and asks whether all ranks have")
-            check_agreement(link, facts)
-            link.notices.clear()
+            said = f"rank {link.global_rank(link.rank)} has {changed} now, and asks whether all ranks have"
+            link.notices.say(said)
+            try:
+                check_agreement(link, facts)
+            except CollectiveError as error:
+                raise RankMismatch(f"{said}. Freeze the same parameters on every rank. {error}") from error
         self._trained = trained
 
     def _leave(self, unit: Unit) -> None:
@@ -343,11 +347,12 @@ class Runtime:
         return tensor
 
     def _gather_before(self, run: Run) -> None:
-        self._gather_ahead([each for each in run.before if each.options.backward_gather], "backward")
+        self._gather_ahead(run.unit, [each for each in run.before if each.options.backward_gather], "backward")
 
-    def _gather_ahead(self, ahead: Sequence[Unit], phase: str) -> None:
+    def _gather_ahead(self, now: Unit, ahead: Sequence[Unit], phase: str) -> None:
+        """Begin to gather units that come after the one that runs now, as far as the bound allows."""
         limit = self.schedule.in_flight_bytes
-        taken = sum(unit.bytes for unit in self.units if unit.in_flight) if limit is not None else 0
+        taken = 0 if limit is None else sum(unit.bytes for unit in self.units if unit.in_flight and unit is not now)
         for unit in ahead:
             if unit.gathered or unit.in_flight:
                 continue
@@ -404,7 +409,8 @@ def attach(runtime: Runtime, unit: Unit) -> None:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         run = Run(unit) if torch.is_grad_enabled() else None
         entered.append((run, sys.exc_info()[1]))
-        module._forward_hooks.move_to_end(last.id)
+        hooks = module._forward_hooks
+        hooks[last.id] = hooks.pop(last.id)
         args, kwargs = runtime.before_forward(unit, args, kwargs)
         return (args, kwargs) if run is None else runtime.mark_inputs(run, args, kwargs)
 
@@ -415,8 +421,8 @@ def attach(runtime: Runtime, unit: Unit) -> None:
             return None
         return runtime.after_forward(unit, run, (args, kwargs), output)
 
-    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    last = module.register_forward_hook(after, with_kwargs=True, always_call=True)
+    module.register_forward_pre_hook(torch._disable_dynamo(before), prepend=True, with_kwargs=True)
+    last = module.register_forward_hook(torch._disable_dynamo(after), with_kwargs=True, always_call=True)
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields
 from datetime import timedelta
 
 import torch
@@ -67,10 +67,12 @@ def shard(
     device = device_of(mesh)
     shards, replicas = links_of(mesh, device, timeout)
     links = [link for link in (shards, replicas) if link is not None]
-    facts = _facts(model, found, precision, schedule, reduction)
-    facts.append(f"offload={offload}, from_rank_0={from_rank_0}, init {'not ' if init is None else ''}given")
+    facts = ["no error" if refusal is None else f"an error: {refusal}"]
+    if refusal is None:
+        facts += [f"offload={offload}", f"from_rank_0={from_rank_0}", f"init={'given' if init else None}"]
+        facts += _facts(model, found, precision, schedule, reduction)
     for link in links:
-        check_agreement(link, facts if refusal is None else [f"an error: {refusal}"])
+        check_agreement(link, facts)
     if refusal is not None:
         raise refusal
     streams = Streams(device)
@@ -172,15 +174,19 @@ def _facts(
 ) -> list[str]:
     """What must be the same on every rank, one a line."""
     hook = reduction.hook  # shown with its address, which no two ranks have in common
-    named = "none" if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__)
-    facts = [repr(precision), repr(schedule), f"{replace(reduction, hook=None)} and hook {named}"]
+    named = "None" if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__)
+    facts = [
+        f"{field.name}={named if field.name == 'hook' else getattr(options, field.name)} in {type(options).__name__}"
+        for options in (precision, schedule, reduction)
+        for field in fields(options)
+    ]
     for unit in found:
         facts.append(f"unit {unit.name!r} with {unit.options}")
         for member in unit.members:
             parameter = member.parameter
             facts.append(
                 f"{member.names[0]!r} of shape {tuple(parameter.shape)}, {parameter.dtype}, "
-                f"{'trained' if parameter.requires_grad else 'frozen'}"
+                f"{'trained' if parameter.requires_grad else 'frozen'}, in {unit.name or 'the root'!r}"
             )
     facts += [
         f"buffer {name!r} of shape {tuple(buffer.shape)}, {buffer.dtype}" for name, buffer in model.named_buffers()
