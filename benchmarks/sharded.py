@@ -1,10 +1,11 @@
 """memfit's sharded runtime beside PyTorch's FSDP2 and DDP: step time and peak memory on two ranks over Gloo.
 
-One process a rank with one thread each; all ways to train take steps in turn, medians. "Kept" leaves gathered
-parameters between forward and backward (`reshard_after_forward=False`). Peak memory is what stays between steps and the
-highest point of the allocator's events in a step, replayed by address, because frees on Gloo's threads are missing from
-the events. A step divides into ops of the model (compute), ops of the runtime (copies), the optimizer, time in which
-the thread was not running (waiting), and the rest (host).
+One process a rank with one thread each. For time, all ways to train take steps in turn, in another order each round;
+the figure is the median over rounds of one step's time over the other's. "Kept" leaves gathered parameters between
+forward and backward (`reshard_after_forward=False`); the root is kept by all. For memory every way has processes of its
+own: what stays between steps, and by how much a process grows in a step (`VmHWM` after `clear_refs`). A step divides
+into ops of the model (compute), ops of the runtime (copies), the optimizer, time in which the thread did not run
+(waiting, or robbed by another), and the rest (host); ops are timed under the profiler, so parts add up roughly.
 """
 
 from __future__ import annotations
@@ -13,77 +14,87 @@ import argparse
 import json
 import statistics
 import tempfile
+from collections import deque
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from fully_sharded.measure import parts_of, resident_bytes, timed
+from fully_sharded.measure import parts_of, resident_bytes, rise_bytes, timed
 from fully_sharded.model import KINDS, SIZES, Size, trained
 
 RANKS = 2
+PARTS = ("compute", "copies", "optimizer", "waiting", "host")
+PAIRS = (("memfit", "FSDP2", 0.88), ("memfit kept", "FSDP2 kept", 0.95))
 
 
-def measure(rank: int, folder: str, number: int, rounds: int) -> None:
-    """Train one size in all ways in turn, and write down what was measured on this rank."""
+def join(rank: int, store: str) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store{number}", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(minutes=10))
-    models = {kind: trained(SIZES[number], kind) for kind in KINDS}
-    for _, _, step in models.values():
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=timedelta(minutes=10)
+    )
+
+
+def measure_time(rank: int, folder: str, number: int, rounds: int) -> None:
+    """Train one size in all ways in turn, and write down what was measured on this rank."""
+    join(rank, f"{folder}/time-{number}")
+    steps = {kind: trained(SIZES[number], kind)[2] for kind in KINDS}
+    for step in steps.values():
         step()
         step()
     times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
-    losses = dict.fromkeys(KINDS, 0.0)
+    order = deque(KINDS)
     for _ in range(rounds):
-        for kind, (_, _, step) in models.items():
+        for kind in order:
             dist.barrier()
-            times[kind].append(timed(step))
+            times[kind].append(timed(steps[kind]))
+        order.rotate()
     found = {}
-    for kind, (model, optimizer, step) in models.items():
+    for kind, step in steps.items():
         dist.barrier()
-        parts, peak_bytes = parts_of(step)
-        losses[kind] = step()
-        walls = [wall for wall, _ in times[kind]]
-        wall = statistics.median(walls)
+        parts = parts_of(step)
+        wall = statistics.median(wall for wall, _ in times[kind])
         own = statistics.median(own for _, own in times[kind])
         parts["waiting"] = max(wall - own, 0.0)
         parts["host"] = max(own - parts["compute"] - parts["copies"] - parts["optimizer"], 0.0)
-        found[kind] = {
-            "step_ms": wall,
-            "steps_ms": walls,
-            "parts": parts,
-            "peak_bytes": peak_bytes + resident_bytes(model, optimizer),
-            "loss": losses[kind],
-        }
-    Path(folder, f"{number}-{rank}.json").write_text(json.dumps(found))
+        found[kind] = {"step_ms": wall, "steps_ms": [wall for wall, _ in times[kind]], "parts": parts, "loss": step()}
+    Path(folder, f"time-{number}-{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def show(size: Size, ranks: list[dict[str, dict]]) -> tuple[float, float, float, float]:
-    """Print a table; time and memory of memfit over FSDP2's, resharded and kept."""
+def measure_memory(rank: int, folder: str, number: int, kind: str) -> None:
+    """Train one size in one way, and write down what this rank takes."""
+    join(rank, f"{folder}/memory-{number}-{kind}")
+    model, optimizer, step = trained(SIZES[number], kind)
+    for _ in range(3):
+        step()
+    peak = resident_bytes(model, optimizer) + rise_bytes(step)
+    Path(folder, f"memory-{number}-{kind}-{rank}.json").write_text(json.dumps(peak))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def show(size: Size, times: dict[str, Any], peaks: dict[str, int]) -> list[str]:
+    """Print a table; the ratios of memfit over FSDP2, in words."""
     print(f"\n{size.name}, batch {size.batch} x {size.length}, {RANKS} ranks")
-    print(f"{'':14}{'step':>9}{'peak a rank':>14}   compute  copies  optimizer  waiting  host")
+    print(f"{'':14}{'step':>9}{'peak a rank':>14} " + "".join(f"{part:>11}" for part in PARTS))
     for kind in KINDS:
-        one = ranks[0][kind]
-        peak = max(each[kind]["peak_bytes"] for each in ranks)
-        parts = "".join(
-            f"{one['parts'][part] / one['step_ms']:>9.0%}"
-            for part in ("compute", "copies", "optimizer", "waiting", "host")
+        one = times[kind]
+        parts = "".join(f"{one['parts'][part] / one['step_ms']:>11.0%}" for part in PARTS)
+        print(f"{kind:14}{one['step_ms']:>6.0f} ms{peaks[kind] / 2**20:>10.1f} MiB {parts}   loss {one['loss']:.6f}")
+    said = []
+    for ours, theirs, bar in PAIRS:
+        paired = [a / b for a, b in zip(times[ours]["steps_ms"], times[theirs]["steps_ms"], strict=True)]
+        medians = times[ours]["step_ms"] / times[theirs]["step_ms"]
+        memory = peaks[ours] / peaks[theirs]
+        said.append(
+            f"{size.name}: {ours} over {theirs}: time {statistics.median(paired):.3f} (at most {bar}; ratio of medians "
+            f"{medians:.3f}), memory {memory:.3f} (at most 1)"
         )
-        print(f"{kind:14}{one['step_ms']:>6.0f} ms{peak / 2**20:>10.1f} MiB {parts}   loss {one['loss']:.6f}")
-    ratios = []
-    for ours, theirs in (("memfit", "FSDP2"), ("memfit kept", "FSDP2 kept")):
-        pairs = zip(ranks[0][ours]["steps_ms"], ranks[0][theirs]["steps_ms"], strict=True)
-        ratios.append(ranks[0][ours]["step_ms"] / ranks[0][theirs]["step_ms"])
-        ratios.append(
-            max(each[ours]["peak_bytes"] for each in ranks) / max(each[theirs]["peak_bytes"] for each in ranks)
-        )
-        ahead = statistics.mean(first < second for first, second in pairs)
-        print(f"{ours} / {theirs}: time {ratios[-2]:.3f} (faster in {ahead:.0%} of rounds), memory {ratios[-1]:.3f}")
-    return ratios[0], ratios[2], ratios[1], ratios[3]
+    return said
 
 
 def main() -> None:
@@ -91,18 +102,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="steps of each kind")
     parser.add_argument("--sizes", type=int, nargs="*", default=list(range(len(SIZES))), help="which sizes, by number")
     args = parser.parse_args()
-    found = []
+    said: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for number in args.sizes:
-            torch.multiprocessing.spawn(measure, (folder, number, args.rounds), nprocs=RANKS)
-            ranks = [json.loads(Path(folder, f"{number}-{rank}.json").read_text()) for rank in range(RANKS)]
-            found.append((SIZES[number], show(SIZES[number], ranks)))
-    print()
-    for size, (sharded, kept, memory, kept_memory) in found:
-        print(
-            f"{size.name}: time over FSDP2's {sharded:.3f} (at most 0.88), kept {kept:.3f} (at most 0.95); "
-            f"memory {memory:.3f}, kept {kept_memory:.3f} (at most 1)"
-        )
+            torch.multiprocessing.spawn(measure_time, (folder, number, args.rounds), nprocs=RANKS)
+            peaks = {}
+            for kind in KINDS:
+                torch.multiprocessing.spawn(measure_memory, (folder, number, kind), nprocs=RANKS)
+                files = [Path(folder, f"memory-{number}-{kind}-{rank}.json") for rank in range(RANKS)]
+                peaks[kind] = max(json.loads(file.read_text()) for file in files)
+            said += show(SIZES[number], json.loads(Path(folder, f"time-{number}-0.json").read_text()), peaks)
+    print("", *said, sep="\n")
 
 
 if __name__ == "__main__":

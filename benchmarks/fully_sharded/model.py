@@ -75,7 +75,7 @@ def trained(size: Size, kind: str) -> tuple[nn.Module, torch.optim.Optimizer, Ca
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if size.half else None)
         for block in model.blocks:
             fully_shard(block, mp_policy=policy, reshard_after_forward=kind == "FSDP2")
-        fully_shard(model, mp_policy=policy, reshard_after_forward=kind == "FSDP2")
+        fully_shard(model, mp_policy=policy)  # the root is kept, by default as by memfit
     elif kind.startswith("memfit"):
         shard(model, keep=kind == "memfit kept", precision=Precision(param_dtype=dtype))
     elif kind == "DDP":

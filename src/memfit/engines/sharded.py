@@ -72,5 +72,5 @@ def _shard_state(model: nn.Module, optimizer: torch.optim.Optimizer, shapes: dic
             for parameter, part in zip(flat.parameters, flat.parts, strict=True):
                 state = optimizer.state.get(parameter, {})
                 for name, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.shape == shapes[parameter] and value.dim():
+                    if isinstance(value, torch.Tensor) and value.shape == shapes[parameter] and name != "step":
                         state[name] = value.reshape(-1)[part.begin : part.end].clone()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from memfit.errors import StateError
 from memfit.sharded.layout import Layout, Part
 from memfit.sharded.links import Link, Transfer
 from memfit.sharded.streams import Streams
@@ -78,6 +80,11 @@ class FlatShard:
         """Whether any of the parameters needs a gradient."""
         return any(parameter.requires_grad for parameter in self.parameters)
 
+    @property
+    def changes(self) -> int:
+        """How often the parameters were changed in place."""
+        return sum(parameter._version for parameter in self.parameters)
+
     def local(self, number: int, flat: torch.Tensor) -> torch.Tensor:
         """The part of one parameter in a tensor that lies as the shard does."""
         part = self.parts[number]
@@ -138,7 +145,6 @@ class FlatShard:
             return self.begin_gather(whole, tag, about)
         streams = self._streams
         whole.allocate()
-        streams.after_current(streams.gather)
         with torch.no_grad():
             kept, self._kept = self._kept, None
             link.part(whole.buffer).copy_(kept)
@@ -148,8 +154,15 @@ class FlatShard:
 
     def show_whole(self, whole: Whole) -> None:
         """Make the modules hold the gathered parameters."""
-        for places, parameter in zip(self.places, whole.parameters, strict=True):
+        for number, (places, parameter) in enumerate(zip(self.places, whole.parameters, strict=True)):
             for place in places:
+                held = place.module._parameters.get(place.attribute)
+                if held is not self.parameters[number] and held is not parameter and not self._gathers(number, held):
+                    raise StateError(
+                        f"module parameter {self.layout.slots[number].names[0]!r} was replaced after shard, by "
+                        "torch.func.functional_call or an assignment; change values inside of "
+                        "memfit.sharded.full_parameters(model, write_back=True)"
+                    )
                 place.put(parameter)
 
     def show_shards(self) -> None:
@@ -158,15 +171,39 @@ class FlatShard:
             for place in places:
                 place.put(parameter)
 
+    def _gathers(self, number: int, held: object) -> bool:
+        """Whether it is the gathered parameter in another dtype."""
+        return any(held is whole.parameters[number] for whole in self._wholes.values())
+
     def free(self) -> None:
         """Free everything that is gathered or kept of it."""
         self._kept = None
         for whole in self._wholes.values():
             whole.free()
 
+    def realign(self) -> None:
+        """Take over values that a user put in place of a parameter's data, so that it is a view of the shard again."""
+        for number, (parameter, part) in enumerate(zip(self.parameters, self.parts, strict=True)):
+            local = self.local(number, self.shard)
+            if parameter.data_ptr() == local.data_ptr() or not part.elements:
+                continue
+            if parameter.dtype != self.dtype or parameter.shape != local.shape or parameter.device != local.device:
+                raise StateError(
+                    f"parameter {self.layout.slots[number].names[0]!r} was {self.dtype} on {local.device} with "
+                    f"{part.elements} elements here, and is {parameter.dtype} on {parameter.device} with "
+                    f"{parameter.numel()} now; change dtype or device before shard, and values inside of "
+                    "memfit.sharded.full_parameters(model, write_back=True)"
+                )
+            local.copy_(parameter.detach())
+            parameter.data = local
+
     def _heard(self, number: int) -> Callable[[torch.Tensor], None]:
+        """What a gathered parameter calls; it does not keep the model, since gc does not see through autograd."""
+        reference = weakref.ref(self)
+
         def hear(parameter: torch.Tensor) -> None:
-            if self.listener is not None:
-                self.listener(number, parameter)
+            flat = reference()
+            if flat is not None and flat.listener is not None:
+                flat.listener(number, parameter)
 
         return hear

@@ -105,7 +105,11 @@ class Gradients:
         with torch.no_grad():
             if number not in self._collected:
                 self._collected.add(number)
-                self._held[number] = gradient
+                for rank in self._ranks_of[number]:
+                    if rank in self._filled:  # it was frozen when that part was filled
+                        self._write(number, rank, gradient, add=False)
+                if not self._filled.issuperset(self._ranks_of[number]):
+                    self._held[number] = gradient
                 self._fill_complete(number)
             else:
                 for rank in self._ranks_of[number]:
@@ -154,6 +158,7 @@ class Gradients:
             self._sum = None
         if self._total is not None and self._replicas is not None and self._replica_sum is None:
             streams = self._streams
+            streams.wait(self._event)  # what a hook of the user began on the stream of reductions
             streams.after_current(streams.all_reduce)
             with streams.on(streams.all_reduce):
                 self._replica_sum = self._replicas.sum_replicas(
@@ -193,8 +198,11 @@ class Gradients:
         return bool(self._missing)
 
     def came(self) -> list[bool]:
-        """For every parameter, whether this rank had a gradient for it in the sums since `resolve`."""
-        return [number in self._came or number not in self._missing for number in range(len(self.flat.parameters))]
+        """For every parameter that was summed since `resolve`, or is now, whether this rank had a gradient for it."""
+        numbers = range(len(self.flat.parameters))
+        if self.under_way:
+            return [number in self._came or number in self._collected for number in numbers]
+        return [number in self._came or number not in self._missing for number in numbers]
 
     def drop(self) -> None:
         """Give up what was collected, and wait for a sum that other ranks take part in."""

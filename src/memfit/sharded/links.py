@@ -56,10 +56,10 @@ class Transfer:
             self._link.check(self.about)
         for work, peer in works:
             try:
-                if self._link.timeout is None:
-                    work.wait()
-                else:
+                if self._link.waits_on_host and self._link.timeout is not None:
                     work.wait(self._link.timeout)
+                else:  # NCCL's own watchdog has the group's timeout; with one here the host would stop at every wait
+                    work.wait()
             except RuntimeError as error:
                 del work
                 works.clear()
@@ -137,15 +137,27 @@ _notices: WeakKeyDictionary[dist.ProcessGroup, Notices] = WeakKeyDictionary()
 class Link:
     """A process group and this rank's place in it."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout: timedelta | None = None,
+        talk: Link | None = None,
+    ) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
         self.timeout = timeout
+        self._talk = talk
         self.notices = _notices.setdefault(group, Notices(group))
         self._device = device
         self._pairs = device.type == "cpu" and dist.get_backend(group) != "mpi"
         self._others = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
+
+    @property
+    def waits_on_host(self) -> bool:
+        """Whether a wait ends when the collective does, and not when the device has been told to wait."""
+        return self._device.type == "cpu"
 
     @property
     def separate_parts(self) -> bool:
@@ -217,6 +229,8 @@ class Link:
         """What every rank has to say on a topic, this rank's own included; `detail` is for errors."""
         if self.ranks == 1:
             return [content]
+        if self._talk is not None:
+            return self._talk.tell(content, topic, detail)
         about = topic + detail
         answers = [each.partition(b"\0") for each in self._told(topic.encode() + b"\0" + content, about)]
         for rank, (theirs, _, _) in enumerate(answers):

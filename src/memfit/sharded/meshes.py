@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from memfit.errors import InputError
 from memfit.sharded.links import Link
 
-_groups: dict[tuple[tuple[int, ...], int, int], dist.ProcessGroup] = {}
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def mesh_of(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
@@ -39,9 +40,17 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 def links_of(mesh: DeviceMesh, device: torch.device, timeout: timedelta | None) -> tuple[Link, Link | None]:
     """The group that shards, and that of replicas where there are any."""
-    if mesh.ndim == 1:
-        return Link(mesh.get_group(), device, timeout), None
-    return Link(mesh.get_group(1), device, timeout), Link(mesh.get_group(0), device, timeout)
+    shards = _link(mesh.get_group(mesh.ndim - 1), device, timeout)
+    return shards, _link(mesh.get_group(0), device, timeout) if mesh.ndim > 1 else None
+
+
+def _link(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> Link:
+    """A link whose messages go by a Gloo group of the same ranks: NCCL has no tags, and would mix them with data."""
+    if device.type == "cpu":
+        return Link(group, device, timeout)
+    twin = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+    assert isinstance(twin, dist.ProcessGroup)
+    return Link(group, device, timeout, talk=Link(twin, torch.device("cpu"), timeout))
 
 
 def nearby(mesh: DeviceMesh, ranks: int | None, device: torch.device, timeout: timedelta | None) -> Link | None:
@@ -51,10 +60,11 @@ def nearby(mesh: DeviceMesh, ranks: int | None, device: torch.device, timeout: t
     every = mesh.size(mesh.ndim - 1)
     if every % ranks or ranks >= every:
         raise InputError(f"reshard_ranks is {ranks}; give a divisor of the {every} ranks that shard, smaller than it")
-    key = (tuple(mesh.mesh.flatten().tolist()), every, ranks)
-    if key not in _groups:
-        row = next(row for row in mesh.mesh.reshape(-1, ranks).tolist() if dist.get_rank() in row)
-        group = dist.new_group(row, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup)
-        _groups[key] = group
-    return Link(_groups[key], device, timeout)
+    row = next(row for row in mesh.mesh.reshape(-1, ranks).tolist() if dist.get_rank() in row)
+    made = _groups.setdefault(dist.distributed_c10d._get_default_group(), {})
+    group = made.get(tuple(row))
+    if group is None:
+        new = dist.new_group(row, use_local_synchronization=True)
+        assert isinstance(new, dist.ProcessGroup)
+        made[tuple(row)] = group = new
+    return Link(group, device, timeout)

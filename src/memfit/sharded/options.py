@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Literal
 
 import torch
@@ -112,15 +111,3 @@ class UnitOptions:
             raise InputError(f"reshard_ranks is {self.reshard_ranks}; give 2 or more, or keep=True for 1")
         if self.keep and self.reshard_ranks is not None:
             raise InputError("keep and reshard_ranks exclude each other: what is kept is not resharded")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Everything that `memfit.shard` can be told beyond the model, the mesh and the units."""
-
-    precision: Precision = Precision()
-    schedule: Schedule = Schedule()
-    reduction: Reduction = Reduction()
-    keep: bool = False
-    offload: bool = False
-    timeout: timedelta | None = None

@@ -9,11 +9,13 @@ depends on when Python drops a graph.
 Note [End of a backward]
 Autograd takes the ready node that was made last. A unit's inputs pass through views that are made before anything in
 it, so when the gradient of any of them is there, all that the unit did is done, its parameters' gradients included. A
-view stays valid where a unit changes its input in place; that unit then waits for the end of the backward.
+view stays valid where a unit changes its input in place, and loses its hook; the input itself has one, too, which runs
+when all that read it are done.
 
 Note [Several runs]
-A parameter that is used in several runs gets its gradient once, after the last of them. So a unit whose other runs are
-still to come is summed only if gradients came; those of runs whose backward never comes are forgotten at the end.
+A parameter that is used in several runs gets its gradient once, after the last of them. So a unit is summed when the
+backward of its last run has ended, or at the end of the backward where some run's never comes, which is then forgotten.
+Which gradients came on a rank decides nothing: other ranks may have others.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -33,8 +36,10 @@ from memfit.sharded.links import Link, Transfer
 from memfit.sharded.options import Precision, Schedule
 from memfit.sharded.order import Order
 from memfit.sharded.states import State
-from memfit.sharded.unit import Run, Unit
+from memfit.sharded.unit import Run, RunHook, Unit
 from memfit.sharded.values import mapped, tensors_in
+
+_ASKED = "all-reduce of which parameters were used in backward"
 
 _queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
@@ -60,12 +65,12 @@ class Runtime:
         self.communicates = True
         self.order = Order(self.units, self.links)
         self._active: list[Unit] = []
+        self._caller: FrameType | None = None
         self._in_backward = False
         self._began: list[Run] = []
         self._summing: list[Unit] = []
-        self._summed: set[Unit] = set()
+        self._owing: set[Unit] = set()
         self._all_came = torch.ones(sum(len(flat.parameters) for unit in units for flat in unit.flats), device=device)
-        self._agreement: Transfer | None = None
         self._turn = 0
         self._trained = self._training()
 
@@ -93,6 +98,8 @@ class Runtime:
         if self._active and unit is self._active[0]:  # what was left by an interrupt
             self.recover()
         outermost = not self._active
+        if outermost:
+            self._caller = _module_call()
         self._active.append(unit)
         if self._in_backward:  # a checkpoint's second forward: the parameters stay until the backward has used them
             unit.begin_gather("backward")
@@ -114,13 +121,15 @@ class Runtime:
         self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Make inputs that need gradients views which see when these are there."""
-        hook = _AfterBackward(self, run)
+        hook = RunHook(self.after_backward, run)
 
         def mark(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.requires_grad:
                 return tensor
             marked = tensor.view_as(tensor)
             marked.register_hook(hook)
+            if not tensor.is_leaf:
+                tensor.register_hook(hook)
             return marked
 
         return mapped((args, kwargs), mark)
@@ -144,12 +153,12 @@ class Runtime:
         unit.show_shards()
         unit.end_forward(backward=bool(watched))
         if unit.outermost:
-            self.order.end()
-            for link in self.links:
-                link.notices.clear()
             for each in self.units:
                 if each.in_flight:  # it was gathered ahead, and did not run
                     each.free()
+            self.order.end()
+            for link in self.links:
+                link.notices.clear()
         return output
 
     def failed_forward(self, unit: Unit) -> None:
@@ -173,6 +182,11 @@ class Runtime:
     def before_backward(self, run: Run) -> None:
         """Gather a unit's parameters again, and begin to gather those of the unit whose backward comes next."""
         if not self._in_backward:
+            if torch.is_grad_enabled():
+                raise StateError(
+                    "this backward makes a graph of its own (create_graph=True), whose backward would need parameters "
+                    "that are not gathered any more; a sharded model cannot be differentiated twice"
+                )
             if self._active:
                 raise StateError(
                     f"a backward through {run.unit.title} runs inside of the forward of {self._active[-1].title}; call "
@@ -185,6 +199,7 @@ class Runtime:
         unit = run.unit
         run.began = True
         self._began.append(run)
+        self._owing.add(unit)
         unit.go(State.PRE_BACKWARD)
         unit.running += 1
         if unit.options.backward_gather:
@@ -192,6 +207,7 @@ class Runtime:
         if self.schedule.backward_prefetch_at == "before":
             self._gather_before(run)
         unit.wait()
+        unit.check_unchanged()
         if unit.gathered:
             unit.show_whole()
         unit.go(State.BACKWARD)
@@ -214,16 +230,19 @@ class Runtime:
         unit.go(State.POST_BACKWARD)
         unit.show_shards()
         unit.free()
-        if self.communicates and unit.begin_sum(everything=unit.pending <= 0 and unit not in self._summed):
-            self._advance_sums()
-            self._summing.append(unit)
-            self._summed.add(unit)
+        if self.communicates and unit.pending <= 0:
+            self._owing.discard(unit)
+            if unit.begin_sum(everything=True):
+                self._advance_sums()
+                self._summing.append(unit)
         if self.schedule.backward_prefetch_at == "after":
             self._gather_before(run)
 
     def settle(self) -> None:
-        """Forget a backward that an exception ended."""
-        if self._in_backward and torch._C._current_graph_task_id() == -1:
+        """Forget a backward that an exception ended, or a forward that an interrupt did."""
+        in_vain = self._in_backward and torch._C._current_graph_task_id() == -1
+        interrupted = bool(self._active) and self._caller is not None and not _runs(self._caller)
+        if in_vain or interrupted:
             self.recover()
 
     def recover(self) -> None:
@@ -234,8 +253,9 @@ class Runtime:
         """
         in_backward, self._in_backward = self._in_backward, False
         self._active.clear()
+        self._caller = None
         self._summing.clear()
-        self._summed.clear()
+        self._owing.clear()
         self._end_runs()
         for unit in self.units:
             with suppress(CollectiveError):
@@ -248,14 +268,14 @@ class Runtime:
     def _end_backward(self) -> None:
         """Everything that is still to be done when autograd is through, also for units whose hooks did not run."""
         if self.communicates:
-            ran = {run.unit for run in self._began}
             for unit in reversed(self.units):
-                if unit.begin_sum(everything=unit in ran and unit not in self._summed):
+                if unit.begin_sum(everything=unit in self._owing) and unit not in self._summing:
                     self._summing.append(unit)
+            asked = self._ask_which_came()
             while self._summing:
                 self._advance_sums()
-            self._resolve_unused()
-        self._summed.clear()
+            self._resolve_unused(*asked)
+        self._owing.clear()
         self._end_runs()
         for unit in self.units:
             unit.rest()
@@ -271,32 +291,31 @@ class Runtime:
         """Take the sums of earlier units one stage on; each stage runs beside the backward of another unit."""
         self._summing = [unit for unit in self._summing if not unit.advance_sums()]
 
-    def _resolve_unused(self) -> None:
-        """Agree on which parameters no rank used, and give the others their gradients.
-
-        Only a rank that misses some waits for the answer; the others take part.
-        """
-        every = [gradients for unit in self.units for gradients in unit.gradients]
-        misses = any(gradients.misses for gradients in every)
-        if self._agreement is not None:
-            self._agreement.wait()
+    def _ask_which_came(self) -> tuple[torch.Tensor, Transfer]:
+        """Begin to count on how many ranks each parameter had a gradient, while gradients are still being summed."""
+        flags = [each for unit in self.units for gradients in unit.gradients for each in gradients.came()]
         came = self._all_came.clone()
-        if misses:
-            came.copy_(torch.tensor([each for gradients in every for each in gradients.came()]))
-        for link in self.links:
-            if self._agreement is not None:
-                self._agreement.wait()
-            self._agreement = link.all_reduce(came, "all-reduce of which parameters were used in backward")
-        if misses and self._agreement is not None:
-            self._agreement.wait()
-        used = iter((came > 0).tolist() if misses else [])
+        if not all(flags):
+            came.copy_(torch.tensor(flags))
+        return came, self.links[0].all_reduce(came, _ASKED)
+
+    def _resolve_unused(self, came: torch.Tensor, asked: Transfer) -> None:
+        """Give parameters that got no gradient on this rank those of other ranks; what no rank used gets none."""
+        asked.wait()
+        for link in self.links[1:]:
+            link.all_reduce(came, _ASKED).wait()
+        every = [gradients for unit in self.units for gradients in unit.gradients]
+        used = iter((came > 0).tolist() if any(gradients.misses for gradients in every) else [])
         for gradients in every:
-            gradients.resolve([next(used) for _ in gradients.flat.parameters] if misses else [])
+            gradients.resolve([next(used, True) for _ in gradients.flat.parameters])
 
     def _begin_pass(self, unit: Unit) -> None:
         for link in (*self.links, *(each.nearby for each in self.units if each.nearby is not None)):
             link.check(f"forward of {unit.title}")
         self._turn += 1
+        for each in self.units:
+            for flat in each.flats:
+                flat.realign()
         self._check_training()
         self.order.begin(unit)
         for each in self.units:
@@ -327,10 +346,12 @@ class Runtime:
         if unit in self._active:
             while self._active.pop() is not unit:
                 pass
+        if not self._active:
+            self._caller = None
 
     def _watch(self, run: Run, inputs: Any, outputs: Sequence[torch.Tensor]) -> None:
         """Hook outputs and what the unit made that they are views of: a view changed in place loses its hook."""
-        hook = _BeforeBackward(self, run)
+        hook = RunHook(self.before_backward, run)
         bases = [tensor._base for tensor in outputs if tensor._base is not None and not tensor._base.is_leaf]
         given = {tensor._base for tensor in tensors_in(inputs)} if bases else set()
         for tensor in (*outputs, *{base for base in bases if base.requires_grad and base not in given}):
@@ -375,54 +396,20 @@ class Runtime:
         return mapped((args, kwargs), lambda tensor: _cast(tensor, wanted))
 
 
-class _BeforeBackward:
-    """The hook on a unit's outputs. Holding the run, it keeps it as long as the graph is there."""
-
-    __slots__ = ("_run", "_runtime")
-
-    def __init__(self, runtime: Runtime, run: Run) -> None:
-        self._runtime, self._run = runtime, run
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        self._runtime.before_backward(self._run)
+def _module_call() -> FrameType | None:
+    """The frame of the innermost call of a module; without one nothing is known."""
+    here: FrameType | None = sys._getframe(1)
+    while here is not None and here.f_code is not nn.Module._call_impl.__code__:
+        here = here.f_back
+    return here
 
 
-class _AfterBackward:
-    """The hook on a unit's inputs."""
-
-    __slots__ = ("_run", "_runtime")
-
-    def __init__(self, runtime: Runtime, run: Run) -> None:
-        self._runtime, self._run = runtime, run
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        self._runtime.after_backward(self._run)
-
-
-def attach(runtime: Runtime, unit: Unit) -> None:
-    """Make a unit's module call the runtime around its forward; user hooks see gathered parameters."""
-    module = unit.module
-    entered: list[tuple[Run | None, BaseException | None]] = []
-
-    def before(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        run = Run(unit) if torch.is_grad_enabled() else None
-        entered.append((run, sys.exc_info()[1]))
-        hooks = module._forward_hooks
-        hooks[last.id] = hooks.pop(last.id)
-        args, kwargs = runtime.before_forward(unit, args, kwargs)
-        return (args, kwargs) if run is None else runtime.mark_inputs(run, args, kwargs)
-
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        run, handled = entered.pop() if entered else (None, None)
-        if sys.exc_info()[1] is not handled:
-            runtime.failed_forward(unit)
-            return None
-        return runtime.after_forward(unit, run, (args, kwargs), output)
-
-    module.register_forward_pre_hook(torch._disable_dynamo(before), prepend=True, with_kwargs=True)
-    last = module.register_forward_hook(torch._disable_dynamo(after), with_kwargs=True, always_call=True)
+def _runs(frame: FrameType) -> bool:
+    """Whether a frame is among those that run in this thread."""
+    here: FrameType | None = sys._getframe(1)
+    while here is not None and here is not frame:
+        here = here.f_back
+    return here is not None
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

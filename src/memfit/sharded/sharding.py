@@ -18,10 +18,11 @@ from memfit.sharded.agreement import check_agreement
 from memfit.sharded.finding import FoundUnit, Units, find_units
 from memfit.sharded.flat import FlatShard, Member
 from memfit.sharded.gradients import Gradients
+from memfit.sharded.hooks import attach
 from memfit.sharded.meshes import device_of, links_of, mesh_of, nearby
 from memfit.sharded.options import Precision, Reduction, Schedule
-from memfit.sharded.runtime import Runtime, attach
-from memfit.sharded.starting import Init, check_init, prepare_buffers, with_values
+from memfit.sharded.runtime import Runtime
+from memfit.sharded.starting import Init, check_init, check_source, prepare_buffers, with_values
 from memfit.sharded.state_hooks import attach_state
 from memfit.sharded.streams import Streams
 from memfit.sharded.unit import Unit
@@ -61,6 +62,8 @@ def shard(
         found = find_units(model, units, keep=keep, ignored=ignored)
         if not from_rank_0:
             check_init(model, init)
+        elif dist.get_rank() == (0 if mesh is None else int(mesh.mesh.flatten()[0])):
+            check_source(model)
     except InputError as error:  # perhaps of this rank only: the others must not wait for it
         refusal = error
     mesh = mesh_of(model, mesh)
@@ -104,7 +107,19 @@ def shard(
     prepare_buffers(model, device, precision.buffer_dtype, links if from_rank_0 else None)
     attach_state(runtime)
     model.__dict__[_RUNTIME] = runtime
+    model.__dict__["zero_grad"] = _ZeroGrad(runtime)
     return model
+
+
+class _ZeroGrad:
+    """`model.zero_grad`, also after an exception in a backward, which leaves gathered parameters in the modules."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        self._runtime.settle()
+        nn.Module.zero_grad(self._runtime.model, set_to_none)
 
 
 def runtime_of(model: nn.Module) -> Runtime:
@@ -114,6 +129,7 @@ def runtime_of(model: nn.Module) -> Runtime:
         raise StateError(
             "this model is not sharded; call memfit.shard(model) first, and give the model it was called with"
         )
+    runtime.settle()
     return runtime
 
 

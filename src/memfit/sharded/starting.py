@@ -52,6 +52,16 @@ def with_values(
                     place.put(member.parameter)
 
 
+def check_source(model: nn.Module) -> None:
+    """Refuse to give other ranks the values of a model that has none."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise InputError(
+                f"from_rank_0 takes rank 0's values, and {name!r} is on the meta device there; build the model with "
+                "values on rank 0, or leave from_rank_0 out and give init="
+            )
+
+
 def check_init(model: nn.Module, init: Init | None) -> None:
     """Refuse a model on meta that has modules nobody can give values."""
     if init is not None:

@@ -5,7 +5,8 @@ Every buffer is allocated and freed in the order of the compute stream, whatever
 for the compute stream before it touches a buffer, so that a block which was just freed is no longer read; compute waits
 for the side stream's event before it reads the buffer or gives it back. Nothing has to be recorded on a second stream,
 and the allocator can use every block again at once. Gathers are begun before the compute of the unit that runs is
-queued: they wait for the unit before it, and overlap with this one.
+queued: they wait for the unit before it, and overlap with this one. Only the tensor that a sum leaves is allocated on
+its own stream, which has waited for compute by then, and which does so again before the block can be used once more.
 """
 
 from __future__ import annotations

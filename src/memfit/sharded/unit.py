@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -104,6 +104,8 @@ class Unit:
         about = f"gather of {self.title} in {phase}"
         if forward or self._wholes_of_forward is None:
             self._wholes = [flat.whole(self.gather_dtype(flat)) for flat in self.flats]
+            for flat, whole in zip(self.flats, self._wholes, strict=True):
+                whole.changes = flat.changes
         else:
             self._wholes = self._wholes_of_forward
         self._transfers = []
@@ -123,10 +125,10 @@ class Unit:
         if self._transfers is None:
             return
         transfers, self._transfers = self._transfers, None
-        with self._streams.on(self._streams.gather):
-            wait_all(transfers)
-            self._event = self._streams.event(self._streams.gather)
+        wait_all(transfers)
         self._streams.wait(self._event)
+        for whole in self._wholes:
+            whole.reveal()
         self._resharded = False
         self.gathered, self.stale = True, False
 
@@ -139,6 +141,12 @@ class Unit:
         """Make the module hold shards."""
         for flat in self.flats:
             flat.show_shards()
+
+    def check_unchanged(self) -> None:
+        """Let autograd refuse parameters that were changed since the forward, as it does those of a plain model."""
+        for flat, whole in zip(self.flats, self._wholes, strict=True):
+            if whole.bytes and whole.changes != flat.changes:
+                whole.hide()
 
     def lends(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory of gathered parameters, which is going to be freed."""
@@ -221,3 +229,15 @@ class Run:
         self.unit = unit
         self.before: Sequence[Unit] = ()
         self.began = self.ended = self.counted = False
+
+
+class RunHook:
+    """A hook on tensors of a run. Holding the run, it keeps it as long as the graph is there."""
+
+    __slots__ = ("_act", "_run")
+
+    def __init__(self, act: Callable[[Run], None], run: Run) -> None:
+        self._act, self._run = act, run
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        self._act(self._run)

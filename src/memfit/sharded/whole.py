@@ -3,7 +3,10 @@
 Note [Aliases]
 Autograd keeps parameters, and views of them, between forward and backward. They share the buffer's storage object, so
 that its memory can be freed and allocated again under them, as FSDP2 does. The parameters have version counters of
-their own: filling the buffer again with the same values is no change to them.
+their own, which are raised while they are not gathered: autograd, which compares them before it reads a tensor that it
+kept, then says that the tensor was modified. This happens to what leaves a unit by another way than its return value,
+such as a loss kept as an attribute: its backward may begin before that of the unit. So does a change of the parameters
+between forward and backward.
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ import torch
 from torch import nn
 
 from memfit.sharded.layout import Layout
+
+_set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
 class Whole:
@@ -28,6 +33,10 @@ class Whole:
                 nn.Parameter(buffer.data[slot.begin : slot.end].view(slot.shape), requires_grad=False)
                 for slot in layout.slots
             ]
+        self._tensors = tuple(self.parameters)
+        self._versions = tuple(parameter._version for parameter in self.parameters)
+        self.changes = 0
+        """How often the shards had been changed when they were gathered for a forward."""
         self.free()
 
     @classmethod
@@ -54,6 +63,16 @@ class Whole:
         """Take the buffer's memory; the parameters stay valid objects."""
         if self._owned:
             self.buffer.untyped_storage().resize_(0)
+            self.hide()
+
+    def hide(self) -> None:
+        """Make autograd refuse to read the parameters."""
+        _set_versions(self._tensors, tuple(version + 1 for version in self._versions))
+
+    def reveal(self) -> None:
+        """Let autograd read the parameters, which are gathered."""
+        if self._owned:
+            _set_versions(self._tensors, self._versions)
 
     def require_gradients(self, wanted: Sequence[bool]) -> None:
         """Make the same parameters need gradients as of the shards."""

@@ -1,0 +1,125 @@
+"""What the behaviour tests of the sharded runtime share: sharded and plain models, and a record of gathers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from sharded_models import GPT, VOCABULARY
+from sharded_parity import check_equal, check_freed, whole_gradients, whole_parameters
+from torch import nn
+
+from memfit.sharded import shard
+from memfit.sharded.links import Link
+from memfit.sharded.runtime import Runtime
+from memfit.sharded.sharding import runtime_of
+
+Built = Callable[[], nn.Module]
+
+
+def tokens_of(number: int) -> torch.Tensor:
+    """A batch of this rank's own."""
+    generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
+    return torch.randint(0, VOCABULARY, (2, 6), generator=generator)
+
+
+def loss_of(model: nn.Module, number: int) -> torch.Tensor:
+    """The loss of a language model on a batch."""
+    tokens = tokens_of(number)
+    return F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+
+
+class Trained:
+    """A model with its optimizer, sharded or plain; a plain one is trained by averaging gradients."""
+
+    def __init__(self, build: Built = GPT, *, plain: bool = False, **options: Any) -> None:
+        torch.manual_seed(0)
+        model = build()
+        self.plain = plain
+        self.model = model if plain else shard(model, **options)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, eps=1e-4)
+
+    def step(self, number: int, loss: Callable[[nn.Module, int], torch.Tensor] = loss_of) -> float:
+        """One step on a batch."""
+        found = loss(self.model, number)
+        found.backward()
+        self.update()
+        return found.item()
+
+    def update(self, *, set_to_none: bool = True) -> None:
+        """Average the gradients of a plain model, step and forget them."""
+        if self.plain:
+            average(self.model)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+        if not self.plain:
+            check_freed(self.model)
+
+    def check_equals(self, other: Trained) -> None:
+        """Fail unless both have the same parameters."""
+        check_equal("parameter", whole_parameters(self.model), whole_parameters(other.model))
+
+
+def average(model: nn.Module) -> None:
+    """Average gradients over ranks; a parameter that no rank used gets none."""
+    for parameter in model.parameters():
+        used = torch.tensor(float(parameter.grad is not None))
+        dist.all_reduce(used)
+        if used > 0:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            gradient.div_(dist.get_world_size())
+            dist.all_reduce(gradient)
+            parameter.grad = gradient
+
+
+def check_gradients(ours: nn.Module, theirs: nn.Module) -> None:
+    """Fail unless both have the same gradients."""
+    check_equal("gradient", whole_gradients(ours), whole_gradients(theirs))
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[list[str]]:
+    """What a sharded model does, in order: gathers by unit and phase, and units that run."""
+    runtime = runtime_of(model)
+    seen: list[str] = []
+    links = {id(link): link for link in (*runtime.links, *(unit.nearby for unit in runtime.units if unit.nearby))}
+    for link in links.values():
+        _spy(link, seen)
+    handles = [_note(unit.module, unit.name, seen) for unit in runtime.units]
+    try:
+        yield seen
+    finally:
+        for link in links.values():
+            del link.__dict__["gather"]
+        for handle in handles:
+            handle.remove()
+
+
+def gathers(seen: Sequence[str], phase: str) -> list[str]:
+    """The units that were gathered in a phase, in order."""
+    found = [each.removeprefix("gather of ") for each in seen if each.endswith(f" in {phase}")]
+    return [each.removesuffix(f" in {phase}").removeprefix("unit ").strip("'") for each in found]
+
+
+def states(runtime: Runtime) -> set[str]:
+    """The states that units are in."""
+    return {unit.state.value for unit in runtime.units}
+
+
+def _spy(link: Link, seen: list[str]) -> None:
+    gather = link.gather
+
+    def noted(whole: torch.Tensor, tag: int, about: str) -> Any:
+        if about.startswith("gather of"):
+            seen.append(about)
+        return gather(whole, tag, about)
+
+    link.__dict__["gather"] = noted
+
+
+def _note(module: nn.Module, name: str, seen: list[str]) -> Any:
+    return module.register_forward_pre_hook(lambda *_: seen.append(f"run {name}"))
