@@ -30,7 +30,7 @@ class Size:
 SIZES = (
     Size(name="26 M parameters", width=512, layers=8, vocabulary=1024, batch=2, length=256),
     Size(name="57 M parameters", width=768, layers=8, vocabulary=512, batch=1, length=256),
-    Size(name="26 M parameters, bfloat16", width=512, layers=8, vocabulary=1024, batch=1, length=64, half=True),
+    Size(name="6 M parameters, bfloat16", width=256, layers=8, vocabulary=512, batch=1, length=32, half=True),
 )
 KINDS = ("DDP", "FSDP2", "FSDP2 kept", "memfit", "memfit kept")
 

@@ -182,20 +182,26 @@ class FlatShard:
             whole.free()
 
     def realign(self) -> None:
-        """Take over values that a user put in place of a parameter's data, so that it is a view of the shard again."""
-        for number, (parameter, part) in enumerate(zip(self.parameters, self.parts, strict=True)):
-            local = self.local(number, self.shard)
-            if parameter.data_ptr() == local.data_ptr() or not part.elements:
-                continue
-            if parameter.dtype != self.dtype or parameter.shape != local.shape or parameter.device != local.device:
-                raise StateError(
-                    f"parameter {self.layout.slots[number].names[0]!r} was {self.dtype} on {local.device} with "
-                    f"{part.elements} elements here, and is {parameter.dtype} on {parameter.device} with "
-                    f"{parameter.numel()} now; change dtype or device before shard, and values inside of "
-                    "memfit.sharded.full_parameters(model, write_back=True)"
-                )
-            local.copy_(parameter.detach())
-            parameter.data = local
+        """Make every parameter a view of the shard, as `own` does."""
+        for number in range(len(self.parameters)):
+            self.own(number)
+
+    def own(self, number: int) -> torch.Tensor:
+        """The shard of one parameter; values that a user put in place of its data are taken over first."""
+        parameter, part = self.parameters[number], self.parts[number]
+        local = self.local(number, self.shard)
+        if parameter.data_ptr() == local.data_ptr() or not part.elements:
+            return local
+        if parameter.dtype != self.dtype or parameter.shape != local.shape or parameter.device != local.device:
+            raise StateError(
+                f"parameter {self.layout.slots[number].names[0]!r} was {self.dtype} on {local.device} with "
+                f"{part.elements} elements here, and is {parameter.dtype} on {parameter.device} with "
+                f"{parameter.numel()} now; change dtype or device before shard, and values inside of "
+                "memfit.sharded.full_parameters(model, write_back=True)"
+            )
+        local.copy_(parameter.detach())
+        parameter.data = local
+        return local
 
     def _heard(self, number: int) -> Callable[[torch.Tensor], None]:
         """What a gathered parameter calls; it does not keep the model, since gc does not see through autograd."""

@@ -3,7 +3,8 @@
 Note [Parts]
 What is sent to one rank is one part of a flat buffer. A part gets memory when all gradients that go into it are there,
 and each of these is given up when it is copied: early in a unit's backward, when its activations are all still there,
-nothing but the gradients themselves is, and late the whole gradients and the buffer are never there together.
+nothing but the gradients themselves is, and late the whole gradients and the buffer are never there together. NCCL
+wants all parts as one tensor, which then waits for the last gradient of the unit.
 
 Each pass sums its gradients and adds them to those of the shard, so that accumulation takes no more memory than one
 pass; without communication what was collected stays, and later passes add to it.

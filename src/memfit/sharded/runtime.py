@@ -9,8 +9,8 @@ depends on when Python drops a graph.
 Note [End of a backward]
 Autograd takes the ready node that was made last. A unit's inputs pass through views that are made before anything in
 it, so when the gradient of any of them is there, all that the unit did is done, its parameters' gradients included. A
-view stays valid where a unit changes its input in place, and loses its hook; the input itself has one, too, which runs
-when all that read it are done.
+view stays valid where a unit changes its input in place, and loses its hook; the input itself has one, too, and what it
+is a view of, which run when all that read them are done.
 
 Note [Several runs]
 A parameter that is used in several runs gets its gradient once, after the last of them. So a unit is summed when the
@@ -128,8 +128,9 @@ class Runtime:
                 return tensor
             marked = tensor.view_as(tensor)
             marked.register_hook(hook)
-            if not tensor.is_leaf:
-                tensor.register_hook(hook)
+            for each in (tensor, tensor._base):
+                if each is not None and each.requires_grad and not each.is_leaf:
+                    each.register_hook(hook)
             return marked
 
         return mapped((args, kwargs), mark)
@@ -211,17 +212,17 @@ class Runtime:
         if unit.gathered:
             unit.show_whole()
         unit.go(State.BACKWARD)
-        if run.ended:  # an output that is an input
-            run.ended = False
+        if run.passed == torch._C._current_graph_task_id():  # an output that is an input
             self.after_backward(run)
 
     def after_backward(self, run: Run) -> None:
         """Begin to sum a unit's gradients, and give up its parameters."""
         if run.ended:
             return
-        run.ended = True
         if not run.began:
+            run.passed = torch._C._current_graph_task_id()
             return
+        run.ended = True
         unit = run.unit
         unit.running -= 1
         unit.pending -= run.counted

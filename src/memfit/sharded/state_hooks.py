@@ -31,7 +31,7 @@ class _Held:
     number: int
 
     def value(self) -> ShardedValue:
-        return sharded_value(self.flat, self.number, self.flat.local(self.number, self.flat.shard))
+        return sharded_value(self.flat, self.number, self.flat.own(self.number))
 
 
 def attach_state(runtime: Runtime) -> None:

@@ -220,15 +220,17 @@ class Run:
     """One forward of a unit, whose backward may come. Autograd's graph holds it, so that it goes when the graph does.
 
     `before` are the units that ended their forward before it in the same pass, `counted` says whether the unit waits
-    for its backward; a checkpoint's second forward is not counted.
+    for its backward; a checkpoint's second forward is not counted. `passed` is autograd's number of the last backward
+    that went through its inputs before it began.
     """
 
-    __slots__ = ("before", "began", "counted", "ended", "unit")
+    __slots__ = ("before", "began", "counted", "ended", "passed", "unit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.before: Sequence[Unit] = ()
         self.began = self.ended = self.counted = False
+        self.passed = -1
 
 
 class RunHook:
