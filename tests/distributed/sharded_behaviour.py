@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from sharded_models import GPT, VOCABULARY
-from sharded_parity import check_equal, check_freed, whole_gradients, whole_parameters
+from sharded_parity import average, check_equal, check_freed, whole_gradients, whole_parameters
 from torch import nn
 
 from memfit.sharded import shard
@@ -62,18 +62,6 @@ class Trained:
     def check_equals(self, other: Trained) -> None:
         """Fail unless both have the same parameters."""
         check_equal("parameter", whole_parameters(self.model), whole_parameters(other.model))
-
-
-def average(model: nn.Module) -> None:
-    """Average gradients over ranks; a parameter that no rank used gets none."""
-    for parameter in model.parameters():
-        used = torch.tensor(float(parameter.grad is not None))
-        dist.all_reduce(used)
-        if used > 0:
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradient.div_(dist.get_world_size())
-            dist.all_reduce(gradient)
-            parameter.grad = gradient
 
 
 def check_gradients(ours: nn.Module, theirs: nn.Module) -> None:

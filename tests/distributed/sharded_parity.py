@@ -78,7 +78,7 @@ def train(kind: str, case: Case) -> tuple[list[Gradients], Gradients]:
             with _silence(kind, model) if case.quiet and micro_batch < case.micro_batches - 1 else nullcontext():
                 loss(model, step * case.micro_batches + micro_batch).backward()
         if kind == "plain":
-            _average(model)
+            average(model)
         if step in (0, case.steps - 1):
             gradients.append(whole_gradients(model))
         optimizer.step()
@@ -189,7 +189,7 @@ def _wrapped(kind: str, model: nn.Module, case: Case) -> nn.Module:
         return DistributedDataParallel(model, broadcast_buffers=False, find_unused_parameters=kind == "ddp unused")
 
 
-def _average(model: nn.Module) -> None:
+def average(model: nn.Module) -> None:
     """What DDP does, for models that it refuses: a parameter that no rank used gets no gradient."""
     for parameter in model.parameters():
         used = torch.tensor(float(parameter.grad is not None))
