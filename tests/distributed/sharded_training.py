@@ -161,6 +161,27 @@ def refusals() -> dict[str, str]:
     return found
 
 
+def different_plans() -> str:
+    """What is said when ranks apply plans that differ in checkpointing only."""
+    batch = tokens(0, 4, 32)
+    options: dict[str, Any] = {
+        "loss": lambda output, given: F.cross_entropy(output.flatten(0, 1), given.flatten()),
+        "target": "cpu",
+        "ranks": dist.get_world_size(),
+        "progress": False,
+    }
+    least = memfit.plan(built(), batch, budget=1000, **options).minimum_budget_bytes
+    assert least is not None
+    model = built()
+    shapes = [each.shape for each in model.parameters()]
+    try:
+        memfit.plan(built(), batch, budget=least + dist.get_rank() * 40_000, **options).apply(model)
+    except ValueError as error:
+        assert [each.shape for each in model.parameters()] == shapes
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def planned(recompute: bool) -> tuple[list[float], list[float], int, bool]:
     """Losses with a plan and without, the number of checkpointed units, and whether the parameters are the same."""
     batch = tokens(0, 4, 32)

@@ -8,6 +8,7 @@ from ranks import Ranks
 from sharded_training import (
     buffers_in,
     clipped,
+    different_plans,
     overflow_on_one_rank,
     planned,
     refusals,
@@ -57,6 +58,11 @@ def test_what_cannot_be_sharded_is_refused_with_what_to_write_instead(two_ranks:
     assert "divisor of the 2 ranks" in said["part"]
     assert "cannot be copied or pickled" in said["copied"]
     assert all(each.startswith(("InputError", "StateError")) for name, each in said.items() if name != "copied")
+
+
+def test_ranks_with_different_plans_are_told_before_the_model_is_changed(two_ranks: Ranks) -> None:
+    for said in two_ranks.run(different_plans):
+        assert said.startswith("RankMismatch") and "a plan for" in said
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,6 +13,8 @@ from memfit.errors import InputError
 from memfit.plan import Plan
 from memfit.plan.record import ShardPlan
 from memfit.sharded import Precision, Schedule, UnitOptions, shard
+from memfit.sharded.agreement import check_agreement
+from memfit.sharded.meshes import device_of, links_of, mesh_of
 from memfit.sharded.sharding import runtime_of
 
 
@@ -36,6 +40,11 @@ def shard_as_planned(
 ) -> None:
     """Shard a model, and what its optimizer already knows of it."""
     assert plan.shard is not None
+    mesh = mesh_of(model, mesh)
+    content = hashlib.sha256(plan.to_json().encode()).hexdigest()[:12]
+    for link in links_of(mesh, device_of(mesh), None):
+        if link is not None:
+            check_agreement(link, [f"a plan for {plan.fingerprint[:12]} with content {content}"])
     shapes = {parameter: parameter.shape for parameter in model.parameters()}
     shard(
         model,
