@@ -12,7 +12,7 @@ from rich.text import Text
 
 from memfit.paths import alike, folded
 from memfit.plan.record import Blocker, Checkpoint, Estimate, PeakAt, ShardPlan
-from memfit.plan.words import Tone, changes_nothing, verdict_of
+from memfit.plan.words import STEP_WAYS, Tone, changes_nothing, verdict_of
 from memfit.trace import Category
 from memfit.trace.names import short
 from memfit.units import display_bytes, display_ms
@@ -22,12 +22,6 @@ if TYPE_CHECKING:
 
 _NAMES = 4
 _STYLE: dict[Tone, str] = {"good": "green", "care": "yellow", "bad": "red"}
-
-_WAYS = {
-    "single": "one tensor after another (foreach=False)",
-    "foreach": "on lists of tensors (foreach=True)",
-    "fused": "in one kernel (fused=True)",
-}
 
 
 def plan_report(plan: Plan, *, next_step: bool = True) -> Group:
@@ -40,7 +34,7 @@ def plan_report(plan: Plan, *, next_step: bool = True) -> Group:
         parts += [Text(), _title(_counts(plan)), _checkpoint(groups)]
         parts += [Text(), _title("what each of them keeps"), _kept(groups)]
     if plan.optimizer is not None:
-        parts += [Text(), Text(f"optimizer: its step is done {_WAYS[plan.optimizer]}, which needs less at once")]
+        parts += [Text(), Text(f"optimizer: its step is done {STEP_WAYS[plan.optimizer]}, which needs less at once")]
     if plan.shard is not None:
         parts += [Text(), _shard(plan.shard)]
     if plan.notes:

@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 
 Tone = Literal["good", "care", "bad"]
 
+STEP_WAYS = {
+    "single": "one tensor after another (foreach=False)",
+    "foreach": "on lists of tensors (foreach=True)",
+    "fused": "in one kernel (fused=True)",
+}
+"""How an optimizer's step is done."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:

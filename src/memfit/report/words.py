@@ -8,18 +8,13 @@ from memfit.paths import alike, folded
 from memfit.plan import Plan
 from memfit.plan.display import counted
 from memfit.plan.record import PeakAt
-from memfit.plan.words import Tone, verdict_of
+from memfit.plan.words import STEP_WAYS, Tone, verdict_of
 from memfit.report.facts import Report
 from memfit.report.strings import named
 from memfit.trace.names import short
 from memfit.units import display_bytes, display_ms
 
 _NAMES = 3
-_WAYS = {
-    "single": "one tensor after another (foreach=False)",
-    "foreach": "on lists of tensors (foreach=True)",
-    "fused": "in one kernel (fused=True)",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +93,7 @@ def _planned(plan: Plan) -> list[str]:
             f"{display_ms(predicted.exposed_communication_ms)} a step is spent waiting for communication."
         )
     if plan.optimizer is not None:
-        sentences.append(f"The optimizer's step is done {_WAYS[plan.optimizer]}, which needs less at once.")
+        sentences.append(f"The optimizer's step is done {STEP_WAYS[plan.optimizer]}, which needs less at once.")
     return [*sentences, _proof(plan)]
 
 
