@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
+import io
 import pickle
 import weakref
 from typing import Any
@@ -37,9 +39,13 @@ def plan(step: Step) -> Plan:
 
 
 def looks(model: nn.Module) -> Any:
-    """All of a model that code can look at."""
+    """All of a model that code can look at, but for the entries of planned modules (Note [Attachment])."""
     return (
-        [(name, type(module), dict(module.__dict__)) for name, module in model.named_modules()],
+        [
+            (name, type(module), {key: each for key, each in vars(module).items() if not ours(each)})
+            for name, module in model.named_modules()
+        ],
+        [inspect.signature(module.forward) for module in model.modules() if type(module) is not nn.ModuleList],
         list(model.state_dict()),
         [name for name, _ in model.named_parameters()],
         repr(model),
@@ -50,6 +56,10 @@ def looks(model: nn.Module) -> Any:
     )
 
 
+def ours(entry: Any) -> bool:
+    return type(entry).__module__ == attachment.__name__
+
+
 def test_a_planned_model_looks_as_before(step: Step, plan: Plan) -> None:
     model = Blocks()
     before = looks(model)
@@ -58,32 +68,72 @@ def test_a_planned_model_looks_as_before(step: Step, plan: Plan) -> None:
     assert isinstance(model.blocks[0], Block) and type(model.blocks[0]) is Block
     run_steps(step, model, step.build_optimizer(model), 1)
     assert [name for name, *_ in looks(model)[0]] == [name for name, *_ in before[0]]
-    assert all("forward" not in module.__dict__ for module in model.modules())
+    plan.remove(model)
+    assert not any(ours(entry) for module in model.modules() for entry in vars(module).values())
 
 
 def test_copies_and_pickles_are_plain_models(step: Step, plan: Plan) -> None:
     model = Blocks()
     plan.apply(model)
     run_steps(step, model, None, 1)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    assert attachment.attached(model.blocks[0]) is not None
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch_saved(model)):
         assert attachment.attached(other.blocks[0]) is None
+        assert not any(ours(entry) or key == "forward" for each in other.modules() for key, entry in vars(each).items())
         other.zero_grad()
         model.zero_grad()
         assert same(run_steps(step, model, None, 1), run_steps(step, other, None, 1))
 
 
-def test_remove_leaves_classes_and_instances_as_they_were(step: Step, plan: Plan) -> None:
-    gc.collect()
-    forward, models = Block.__dict__["forward"], [Blocks(), Blocks()]
-    for model in models:
-        plan.apply(model)
-    assert Block.__dict__["forward"] is not forward
-    plan.remove(models[0])
-    run_steps(step, models[1], None, 1)
-    plan.remove(models[1])
-    assert Block.__dict__["forward"] is forward
+def torch_saved(model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def test_a_shallow_copy_or_a_replica_of_a_unit_runs_its_own_parts(plan: Plan) -> None:
+    """Both copy the dictionary, and with it would have run the original's forward."""
+    model = Blocks()
+    plan.apply(model)
+    for other in (copy.copy(model.blocks[0]), model.blocks[0]._replicate_for_data_parallel()):
+        assert not any(map(ours, vars(other).values()))
+        other._modules = dict.fromkeys(other._modules, nn.Identity())
+        x = torch.ones(2, 16)
+        assert torch.equal(other(x), Block.forward(other, x))
+    assert attachment.attached(model.blocks[0]) is not None and ours(vars(model.blocks[0])["forward"])
+
+
+def test_a_class_with_its_own_ways_to_be_copied_keeps_them(plan: Plan) -> None:
+    class Marked(Block):
+        def __deepcopy__(self, memo: Any) -> Any:
+            made = Block()
+            made.__dict__ = copy.deepcopy(self.__dict__, memo)
+            made.marked = True  # type: ignore[assignment]
+            return made
+
+        def __reduce__(self) -> Any:
+            return Block, (), {**self.__dict__, "marked": True}
+
+    Marked.__name__ = "Block"
+    model = Blocks()
+    model.blocks[0] = Marked()
+    plan.apply(model)
+    for other in (copy.deepcopy(model.blocks[0]), pickle.loads(pickle.dumps(model.blocks[0]))):
+        assert other.marked and not any(map(ours, vars(other).values()))
+
+
+def test_classes_are_never_touched(step: Step, plan: Plan) -> None:
+    before = {kind: dict(vars(kind)) for kind in (Block, Blocks, nn.Linear, nn.Module)}
+    model, other = Blocks(), Blocks()
+    plan.apply(model)
+    assert {kind: dict(vars(kind)) for kind in before} == before
+    run_steps(step, model, None, 1)
+    assert not any(ours(entry) for module in other.modules() for entry in vars(module).values())
+    plan.remove(model)
+    assert {kind: dict(vars(kind)) for kind in before} == before
     with pytest.raises(StateError, match="no plan"):
-        plan.remove(models[0])
+        plan.remove(model)
 
 
 def test_a_forward_of_an_instance_comes_back(step: Step, plan: Plan) -> None:
@@ -98,14 +148,17 @@ def test_a_forward_of_an_instance_comes_back(step: Step, plan: Plan) -> None:
 
 
 def test_a_model_that_is_gone_is_not_held(step: Step, plan: Plan) -> None:
-    gc.collect()
-    forward, model = Block.__dict__["forward"], Blocks()
+    model = Blocks()
     plan.apply(model, step.build_optimizer(model))
     run_steps(step, model, None, 1)
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None and Block.__dict__["forward"] is forward
+    model.zero_grad()
+    gone = weakref.ref(model.blocks[0])
+    gc.disable()
+    try:
+        del model
+        assert gone() is None, "freed at once, as it is without a plan"
+    finally:
+        gc.enable()
 
 
 def test_nothing_is_done_without_training(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
@@ -152,10 +205,10 @@ def test_user_hooks_run_once(step: Step, plan: Plan) -> None:
 def test_a_plan_for_another_model_is_refused_and_nothing_changes(plan: Plan, change: Any, message: str) -> None:
     model = Blocks()
     change(model)
-    before, forward = looks(model), Block.__dict__["forward"]
+    before = looks(model)
     with pytest.raises(PlanMismatch, match=message):
         plan.apply(model)
-    assert looks(model) == before and Block.__dict__["forward"] is forward
+    assert looks(model) == before and not any(ours(entry) for each in model.modules() for entry in vars(each).values())
 
 
 def test_what_cannot_be_applied_is_refused(step: Step, plan: Plan) -> None:
@@ -178,8 +231,8 @@ def test_what_cannot_be_applied_is_refused(step: Step, plan: Plan) -> None:
 def test_a_failure_half_way_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
     from memfit.engines import local
 
-    gc.collect()
-    model, forward = Blocks(), Block.__dict__["forward"]
+    model = Blocks()
+    before = looks(model)
     attach, count = local.attach, 0
 
     def fail_second(*args: Any) -> None:
@@ -192,7 +245,7 @@ def test_a_failure_half_way_leaves_the_model_as_it_was(monkeypatch: pytest.Monke
     monkeypatch.setattr(local, "attach", fail_second)
     with pytest.raises(RuntimeError, match="in the middle"):
         plan.apply(model)
-    assert Block.__dict__["forward"] is forward
+    assert looks(model) == before and not any(ours(entry) for each in model.modules() for entry in vars(each).values())
     assert all(attachment.attached(module) is None for module in model.modules())
     monkeypatch.undo()
     plan.apply(model)

@@ -1,10 +1,11 @@
-"""How a model comes to run its plan without anything of it being changed that can be seen.
+"""How the calls of a module come to a plan, without its class being touched.
 
-Note [Attachment]: the modules of a plan keep their class, their dictionary and their hooks. What changes is `forward`
-of their classes, once for each class and for as long as an instance of it has a plan: it looks the instance up, in a
-table that holds it weakly, and runs it as it always did when it is not there. Copies and pickles of the model are
-therefore plain models. An instance that has a `forward` of its own in its dictionary gets another there, and the old
-one back on removal.
+Note [Attachment]: a planned module has a `forward` in its own dictionary, where `nn.Module.__call__` finds it before
+that of its class; hooks run around it as always. Nothing else in the process changes, and wrappers keep the plan:
+`fully_shard` swaps the class and leaves the dictionary, DDP, FSDP and `torch.compile` hold the module, accelerate wraps
+`forward`. What copies a module's dictionary would take the entry along, bound to the original: methods that make copies
+are therefore entries too, which take all of ours out, call the class's own method and put them back. Copies and pickles
+are plain modules.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,109 +23,161 @@ import torch
 from torch import nn
 
 Handler = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-_handlers: weakref.WeakKeyDictionary[nn.Module, Handler] = weakref.WeakKeyDictionary()
-_finalizers: weakref.WeakKeyDictionary[nn.Module, weakref.finalize[..., nn.Module]] = weakref.WeakKeyDictionary()
-_OWN = "_memfit_forward_before"
+_forwards: weakref.WeakKeyDictionary[nn.Module, PlannedForward] = weakref.WeakKeyDictionary()
 _NOT_COMPILED = (
     "this module runs a memfit plan, which saves and recomputes by itself, so it is not compiled: "
     "compile without fullgraph=True, or call plan.remove(model) first"
 )
+_COPYING = ("__getstate__", "_replicate_for_data_parallel")
+"""Methods that copy a module's dictionary. `copy`, `deepcopy` and `pickle` look `__getstate__` up on the instance."""
+_COPYING_IF_DEFINED = ("__deepcopy__", "__copy__", "__reduce_ex__", "__reduce__")
+"""The same, where a class defines them itself (`torch.fx.GraphModule`)."""
 
 
 def attach(module: nn.Module, handler: Handler) -> None:
-    """From now on, calls of this module go to the handler, with what its forward was."""
-    _handlers[module] = torch.compiler.disable(handler, reason=_NOT_COMPILED)
-    if "forward" in module.__dict__:
-        module.__dict__["forward"] = _InstanceForward(module, module.__dict__["forward"])
-    else:
-        _patch(type(module))
-        if module not in _finalizers:
-            _finalizers[module] = weakref.finalize(module, _restore_unused, type(module))
+    """Send calls of this module to the handler, with what its forward was."""
+    _forwards[module] = forward = PlannedForward(module, handler)
+    module.__dict__["forward"] = forward
+    kind = type(module)
+    defined = {name for name in _COPYING_IF_DEFINED if getattr(kind, name, None) is not getattr(object, name, None)}
+    if "__reduce__" in defined:
+        defined.add("__reduce_ex__")  # which calls it
+    for name in (*_COPYING, *sorted(defined)):
+        if hasattr(kind, name) and name not in module.__dict__:
+            module.__dict__[name] = _WithoutPlan(module, name)
 
 
 def detach(module: nn.Module) -> None:
-    """The module is called as before."""
-    _handlers.pop(module, None)
-    own = module.__dict__.get("forward")
-    if isinstance(own, _InstanceForward):
-        module.__dict__["forward"] = own.before
-    finalizer = _finalizers.pop(module, None)
-    if finalizer is not None:
-        finalizer.detach()
-    _restore_unused(type(module))
+    """Call the module as before `attach`."""
+    forward = _forwards.pop(module, None)
+    if forward is None:
+        return
+    forward.handler = None  # what has been wrapped around it since keeps it, and runs plainly
+    entries = module.__dict__
+    if entries.get("forward") is forward:
+        if forward.before is None:
+            del entries["forward"]
+        else:
+            entries["forward"] = forward.before
+    for name in [name for name, value in entries.items() if isinstance(value, _WithoutPlan)]:
+        del entries[name]
 
 
 def attached(module: nn.Module) -> Handler | None:
-    """What this module's calls go to, if it has a plan."""
-    return _handlers.get(module)
+    """Return the handler of this module's calls, if it has a plan."""
+    forward = _forwards.get(module)
+    return None if forward is None else forward.handler
 
 
 @contextlib.contextmanager
 def unplanned(model: nn.Module) -> Iterator[None]:
     """Inside the block the model runs without the plan that it has, which keeps what it has learnt."""
-    handlers = []
-    for module in model.modules():
-        handler = attached(module)
-        if handler is not None:  # attach marks it for torch.compile again
-            handlers.append((module, getattr(handler, "_torchdynamo_orig_callable", handler)))
-    for module, _ in handlers:
-        detach(module)
+    found = [forward for module in model.modules() if (forward := _forwards.get(module)) is not None]
+    handlers = [forward.handler for forward in found]
+    for forward in found:
+        forward.handler = None
     try:
         yield
     finally:
-        for module, handler in handlers:
-            attach(module, handler)
+        for forward, handler in zip(found, handlers, strict=True):
+            forward.handler = handler
 
 
-class _InstanceForward:
-    """A `forward` in a module's own dictionary. Copies and pickles of it are those of what was there before."""
+class PlannedForward:
+    """The `forward` in the dictionary of a planned module.
 
-    def __init__(self, module: nn.Module, before: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, before)
-        self.before = before
-        self._module = weakref.ref(module)
+    It looks like a bound method, `__func__` and `__self__` included: accelerate binds the former again. It has no
+    `__wrapped__`, by which `accelerate.unwrap_model` would take the plan off.
+    """
+
+    def __init__(self, module: nn.Module, handler: Handler) -> None:
+        self._module = weakref.ref(module)  # strong, the module would be freed by the garbage collector only
+        self.before: Callable[..., Any] | None = module.__dict__.get("forward")
+        """What the dictionary had; None for the class's own, which is looked up at each call: classes are swapped."""
+        self.handler: Handler | None = torch.compiler.disable(handler, reason=_NOT_COMPILED)
+        original = self._original(module)
+        self.__func__ = self._function(original)
+        functools.update_wrapper(self, original)
+        self.__dict__.pop("__wrapped__")
+        with contextlib.suppress(TypeError, ValueError):
+            self.__signature__ = inspect.signature(original)
+
+    @property
+    def __self__(self) -> nn.Module | None:
+        return self._module()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
-        handler = None if module is None else _handlers.get(module)
-        if handler is None or module is None or not torch.is_grad_enabled():
-            return self.before(*args, **kwargs)
-        return handler(module, self.before, args, kwargs)
+        assert module is not None
+        if args and args[0] is module:  # bound once more: accelerate.unwrap_model(model, keep_fp32_wrapper=False)
+            args = args[1:]
+        if self.handler is None or not torch.is_grad_enabled():
+            return self._original(module)(*args, **kwargs)
+        return self.handler(module, self._original(module), args, kwargs)
+
+    def _original(self, module: nn.Module) -> Callable[..., Any]:
+        return _class_forward(module) if self.before is None else self.before
+
+    def _function(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that takes the module first. Bound to another one, it runs that one's class's forward."""
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if module is self._module():
+                return self(*args, **kwargs)
+            return _class_forward(module)(*args, **kwargs)
+
+        function = getattr(original, "__func__", None)
+        if function is not None:
+            functools.update_wrapper(forward, function)
+            forward.__dict__.pop("__wrapped__")
+            with contextlib.suppress(TypeError, ValueError):
+                forward.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+        return forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copy.deepcopy(self.before, memo)
+        module = self._module()
+        assert module is not None
+        return copy.deepcopy(self._original(module), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.before.__reduce_ex__(protocol)
+        module = self._module()
+        assert module is not None
+        return self._original(module).__reduce_ex__(protocol)
 
 
-def _patch(kind: type[nn.Module]) -> None:
-    before = kind.forward
-    if getattr(before, _OWN, None) is not None and before.__dict__.get("_memfit_class") is kind:
-        return
+class _WithoutPlan:
+    """A method that makes copies of a module, which shall be plain ones."""
 
-    @functools.wraps(before)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() and type(self) is kind:
-            handler = _handlers.get(self)
-            if handler is not None:
-                return handler(self, before.__get__(self), args, kwargs)
-        return before(self, *args, **kwargs)
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = weakref.ref(module)
+        self._name = name
 
-    setattr(forward, _OWN, before)
-    forward._memfit_class = kind  # type: ignore[attr-defined]
-    forward._memfit_inherited = "forward" not in kind.__dict__  # type: ignore[attr-defined]
-    kind.forward = forward  # type: ignore[method-assign]
+    def __call__(self, *args: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        entries = module.__dict__
+        ours = {key: each for key, each in entries.items() if isinstance(each, (PlannedForward, _WithoutPlan))}
+        for key, each in ours.items():
+            if isinstance(each, PlannedForward) and each.before is not None:
+                entries[key] = each.before
+            else:
+                del entries[key]
+        try:
+            made = getattr(type(module), self._name)(module, *args)
+            return dict(made) if made is entries else made
+        finally:
+            entries.update(ours)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module = self._module()
+        return copy.deepcopy(types.MethodType(getattr(type(module), self._name), module), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return getattr, (self._module(), self._name)
 
 
-def _restore_unused(kind: type[nn.Module]) -> None:
-    """Give a class its forward back when no instance of it has a plan."""
-    if any(type(each) is kind for each in _handlers):
-        return
-    forward = kind.__dict__.get("forward")
-    if forward is None or getattr(forward, "_memfit_class", None) is not kind:
-        return
-    if forward._memfit_inherited:
-        del kind.forward
-    else:
-        kind.forward = getattr(forward, _OWN)  # type: ignore[method-assign]
+def _class_forward(module: nn.Module) -> Callable[..., Any]:
+    for kind in type(module).__mro__:
+        if "forward" in kind.__dict__:
+            return kind.__dict__["forward"].__get__(module, type(module))
+    raise AttributeError(f"{type(module).__name__} has no forward")

@@ -1,7 +1,8 @@
 """The tensors that the names of a unit's parameters and buffers stand for.
 
 A forward may bind another tensor to a buffer, and `torch.func.functional_call` binds others to parameters for one call.
-A second run must find those that the first one found, and leave those that are there now.
+A second run must find those that the first one found, and leave those that are there now. Parameters that FSDP binds,
+sharded or unsharded as its hooks say, are left to it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,11 @@ import torch
 from torch import nn
 
 _NONE = object()
+
+
+def _fully_sharded(value: Any) -> bool:
+    """Whether this is a shard that FSDP2 keeps; the parameter is another tensor while it is unsharded."""
+    return type(value) is not torch.nn.Parameter and hasattr(value, "_spec") and hasattr(value, "_local_tensor")
 
 
 class Bindings:
@@ -52,7 +58,7 @@ class Bindings:
 
     def _bind(self, wanted: list[Any], found: list[Any]) -> None:
         for (table, name), one, other in zip(self._slots, wanted, found, strict=True):
-            if one is other:
+            if one is other or _fully_sharded(one) or _fully_sharded(other):
                 continue
             if one is _NONE:
                 del table[name]

@@ -8,6 +8,7 @@ import sys
 import warnings
 import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from memfit.engines.attachment import Handler, attach, attached, detach
 from memfit.engines.loss import LossRegion
+from memfit.engines.mode import Mode, is_container
+from memfit.engines.optimizers import OptimizerLike, given_optimizers
 from memfit.engines.policy import RunPolicy
 from memfit.engines.sharded import check_ranks, shard_as_planned
 from memfit.engines.unit import PlannedUnit
@@ -24,7 +27,7 @@ from memfit.errors import InputError, StateError
 from memfit.plan import Checkpoint, Plan, PlanMismatch, model_differences
 from memfit.plan.mismatch import optimizer_differences
 from memfit.plan.uses import use
-from memfit.trace.environment import is_capturing
+from memfit.plan.wrappers import named_modules, unwrap, wrappers_of
 from memfit.trace.optimizers import implementations, set_flags, set_implementation
 from memfit.units import display_bytes
 
@@ -34,24 +37,18 @@ _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDiction
 
 
 class Applied:
-    """A plan at work on a model."""
+    """A plan at work on a model. It lives with the modules of the plan, whose calls come to it."""
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
         self.plan = plan
-        self._model = weakref.ref(model)
+        self._paths = dict(named_modules(model))
         first = next(iter(model.parameters()), None)
         self.device_type = "cpu" if first is None else first.device.type
         self._units: list[PlannedUnit | LossRegion] = []
         self._modules: list[weakref.ref[nn.Module]] = []
         self._warned = False
-        self._step_hook: Any = None
-        self._optimizer: tuple[torch.optim.Optimizer, list[dict[str, Any]]] | None = None
-
-    @property
-    def training(self) -> bool:
-        """Whether the model is being trained; otherwise nothing of the plan is done."""
-        model = self._model()
-        return model is not None and model.training and not is_capturing()
+        self._step_hooks: list[Any] = []
+        self._optimizers: list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]] = []
 
     def reset(self, *_: Any) -> None:
         """A new step begins."""
@@ -75,19 +72,21 @@ class Applied:
             stacklevel=_user_level(),
         )
 
-    def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
+    def attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Hand the modules of the plan over; everything is given back when one of them cannot be."""
         try:
             for module, handler in self._handlers():
                 attach(module, handler)
                 self._modules.append(weakref.ref(module))
-            if optimizer is not None:
-                self._step_hook = optimizer.register_step_post_hook(self.reset)
+            for optimizer in optimizers:
+                self._step_hooks.append(optimizer.register_step_post_hook(self.reset))
                 if self.plan.optimizer is not None:
-                    self._optimizer = optimizer, set_implementation(optimizer, self.plan.optimizer)
+                    self._optimizers.append((optimizer, set_implementation(optimizer, self.plan.optimizer)))
         except BaseException:
             self.detach()
             raise
+        finally:
+            self._paths = {}  # modules are held weakly from here on
 
     def detach(self) -> None:
         """Give all modules back."""
@@ -97,16 +96,15 @@ class Applied:
             if module is not None:
                 detach(module)
         self._modules = []
-        if self._step_hook is not None:
-            self._step_hook.remove()
-            self._step_hook = None
-        if self._optimizer is not None:
-            set_flags(*self._optimizer)
-            self._optimizer = None
+        for hook in self._step_hooks:
+            hook.remove()
+        self._step_hooks = []
+        for optimizer, flags in self._optimizers:
+            set_flags(optimizer, flags)
+        self._optimizers = []
 
     def _handlers(self) -> list[tuple[nn.Module, Handler]]:
-        model = self._model()
-        assert model is not None
+        model = self._paths[""]
         entries: dict[str, list[Checkpoint]] = defaultdict(list)
         losses: list[Checkpoint] = []
         for entry in self.plan.checkpoint:
@@ -114,46 +112,61 @@ class Applied:
         found: list[tuple[nn.Module, Handler]] = []
         for path, members in entries.items():
             policies = [RunPolicy.of(entry) for entry in members]
-            unit = PlannedUnit(self, members[0].calls, policies)
+            unit = PlannedUnit(self, self._mode(path), members[0].calls, policies)
             self._units.append(unit)
-            found.append((model.get_submodule(path), unit))
+            found.append((self._paths[path], unit))
         if losses:
             inner = next((handler for module, handler in found if module is model), None)
             found = [each for each in found if each[0] is not model]
             regions = {entry.call: (RunPolicy.of(entry), entry.after, entry.after_call) for entry in losses}
-            region = LossRegion(self, losses[0].calls, regions, inner)
+            region = LossRegion(self, self._mode(""), losses[0].calls, regions, inner)
             self._units.append(region)
             found.append((model, region))
         return found
+
+    def _mode(self, path: str) -> Mode:
+        parts = path.split(".") if path else []
+        chain = [self._paths[".".join(parts[:count])] for count in range(len(parts) + 1)]
+        return Mode(chain)
 
 
 @use("apply")
 def apply(
     plan: Plan,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: OptimizerLike = None,
     mesh: DeviceMesh | None = None,
-) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-    """Make a model run a plan, from its next step on. Refused, with what is wrong, before anything is changed."""
-    _check(plan, model, optimizer)
-    if plan.shard is not None:
+) -> tuple[nn.Module, OptimizerLike]:
+    """Make a model run a plan, from its next step on. Refused, with what is wrong, before anything is changed.
+
+    A model that something wraps or shards already (DDP, FSDP, `fully_shard`) runs the checkpoint policies of the plan.
+    """
+    optimizers = given_optimizers(optimizer)
+    _check(plan, model, optimizers)
+    root = unwrap(model)
+    wrappers = wrappers_of(model)
+    if plan.shard is not None and not wrappers:
         check_ranks(plan, mesh)
-        shard_as_planned(plan, model, optimizer, mesh)
+        shard_as_planned(plan, model, optimizers, mesh)
     applied = Applied(plan, model)
-    applied.attach(optimizer)
-    _applied[model] = applied
+    applied.attach(optimizers)
+    for module in (model, root, *(root.children() if is_container(root) else ())):
+        _applied[module] = applied
+    if wrappers:
+        _warn_policies_only(plan, wrappers)
     return model, optimizer
 
 
 @use("remove")
 def remove(plan: Plan, model: nn.Module) -> nn.Module:
     """Make the model what it was before `apply`."""
-    applied = _applied.get(model)
+    applied = plan_of_model(model)
     if applied is None:
         raise StateError("this model has no plan to be removed; give the model that apply was called with")
     if applied.plan.fingerprint != plan.fingerprint or applied.plan.checkpoint != plan.checkpoint:
         raise StateError("this model runs another plan; remove that one")
-    del _applied[model]
+    for module in [module for module, each in _applied.items() if each is applied]:
+        del _applied[module]
     applied.detach()
     return model
 
@@ -167,34 +180,53 @@ def _user_level() -> int:
 
 
 def plan_of_model(model: nn.Module) -> Applied | None:
-    """The plan that a model runs."""
-    return _applied.get(model)
+    """Return the plan that a model runs, or the modules in it do: several may have been given in a container."""
+    root = unwrap(model)
+    for module in (model, root, *(root.children() if is_container(root) else ())):
+        if module in _applied:
+            return _applied[module]
+    return None
 
 
-def _check(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+def _warn_policies_only(plan: Plan, wrappers: list[str]) -> None:
+    """Say what a plan does and does not do on a model that something else wraps or shards."""
+    planned = "one device" if plan.shard is None else f"memfit's own sharding over {plan.shard.ranks} ranks"
+    warnings.warn(
+        f"the model is in {', '.join(wrappers)}: the plan's checkpoint policies are carried out, and nothing else. Its "
+        f"memory was predicted for {planned}, without what the wrapper shards, gathers or buckets",
+        stacklevel=_user_level(),
+    )
+
+
+def _check(plan: Plan, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"apply takes the model, an nn.Module, not a {type(model).__name__}")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+    if isinstance(model, nn.DataParallel):
         raise InputError(
-            f"apply takes the model's optimizer, a torch.optim.Optimizer, not a {type(optimizer).__name__}"
+            "this model is wrapped in DataParallel, which runs copies of it in threads; use DistributedDataParallel, "
+            "or apply the plan to model.module and train that"
         )
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        kind = type(model).__name__
-        raise InputError(f"this model is wrapped in {kind}; apply the plan to model.module, or before wrapping it")
     if plan.status == "infeasible":
         least = "" if plan.minimum_budget_bytes is None else f" {display_bytes(plan.minimum_budget_bytes)}"
         raise InputError(f"this plan is infeasible and cannot be applied; plan with a budget of{least} or more")
     if plan.optimizer is not None:
-        if optimizer is None:
+        if not optimizers:
             raise InputError(f"this plan changes the optimizer's step to {plan.optimizer!r}: apply(model, optimizer)")
-        if plan.optimizer not in implementations(optimizer):
-            raise InputError(f"{type(optimizer).__name__} has no {plan.optimizer!r} step, which the plan needs")
-    if model in _applied:
+        for optimizer in optimizers:
+            if plan.optimizer not in implementations(optimizer):
+                raise InputError(f"{type(optimizer).__name__} has no {plan.optimizer!r} step, which the plan needs")
+    if plan_of_model(model) is not None:
         raise StateError("this model already runs a plan; call remove on that plan first")
-    if hasattr(model, "_orig_mod"):
+    wrappers = wrappers_of(model)
+    if "OptimizedModule" in wrappers:
         raise InputError("this model is compiled; apply the plan to the model first and compile it afterwards")
+    if "DTensor" in wrappers:
+        raise InputError(
+            "parameters of this model are DTensors that fully_shard did not make (tensor parallel): plans do not know "
+            "their memory; apply the plan to a model without them"
+        )
     found = model_differences(plan, model)
-    if optimizer is not None:
+    for optimizer in optimizers:
         found += optimizer_differences(plan, model, optimizer)
     if found:
         raise PlanMismatch(found)
@@ -209,8 +241,9 @@ def _check_units(plan: Plan, model: nn.Module) -> None:
                 f"unit {following.unit!r} lies inside unit {entry.unit!r} in this plan, which memfit does not make: "
                 "its document was changed; plan the step again"
             )
+    paths = dict(named_modules(model))
     for entry in modules:
-        if attached(model.get_submodule(entry.module)) is not None:
+        if attached(paths[entry.module]) is not None:
             raise StateError(
                 f"module {entry.module!r} already runs the plan of another model that it is part of; remove that first"
             )

@@ -24,9 +24,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from memfit.engines.attachment import Handler
+from memfit.engines.mode import Mode
 from memfit.engines.policy import RunPolicy
 from memfit.engines.rerun import running_again
 from memfit.engines.tape import Saved, Tape
+from memfit.plan.wrappers import named_modules
 
 if TYPE_CHECKING:
     from memfit.engines.local import Applied
@@ -42,13 +44,17 @@ _TRANSFORMS = os.path.join(os.path.dirname(torch.__file__), "_functorch", "")
 class LossRegion:
     """Runs the losses of a step's passes under their policies, around what else handles the model's calls."""
 
-    def __init__(self, applied: Applied, calls: int, policies: dict[int, LossPolicy], inner: Handler | None) -> None:
+    def __init__(
+        self, applied: Applied, mode: Mode, calls: int, policies: dict[int, LossPolicy], inner: Handler | None
+    ) -> None:
         self._applied = applied
+        self._mode = mode
         self._calls = calls
         self._policies = policies
         self._inner = inner
         self._count = 0
         self._tape: weakref.ref[LossTape] | None = None
+        self._found: dict[str, weakref.ref[nn.Module]] = {}
 
     def reset(self) -> None:
         """The next call of the model is the first of a step."""
@@ -73,7 +79,7 @@ class LossRegion:
         if running_again():
             return run()
         self.end()
-        if not self._applied.training:
+        if not self._mode.training:
             return run()
         number = self._count
         self._count = (number + 1) % self._calls
@@ -82,11 +88,22 @@ class LossRegion:
         policy, after, call = self._policies[number]
         tape = LossTape(policy, self._applied.device_type)
         if after is not None:
-            return _inside(model.get_submodule(after) if after else None, call, tape, run)
+            return _inside(self._last(model, after), call, tape, run)
         result = run()
         self._tape = weakref.ref(tape)
         tape.begin()
         return result
+
+    def _last(self, model: nn.Module, path: str) -> nn.Module | None:
+        """Find the module at whose end the region begins; None for the model itself."""
+        if not path:
+            return None
+        known = self._found.get(path)
+        module = None if known is None else known()
+        if module is None:
+            module = dict(named_modules(model))[path]
+            self._found[path] = weakref.ref(module)
+        return module
 
 
 def _inside(last: nn.Module | None, call: int, tape: LossTape, run: Callable[[], Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ def check_ranks(plan: Plan, mesh: DeviceMesh | None) -> None:
 
 
 def shard_as_planned(
-    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, mesh: DeviceMesh | None
+    plan: Plan, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh | None
 ) -> None:
     """Shard a model, and what its optimizer already knows of it."""
     assert plan.shard is not None
@@ -53,7 +54,7 @@ def shard_as_planned(
         precision=_precision(plan, plan.shard, model),
         schedule=Schedule(forward_prefetch=plan.shard.prefetch, backward_prefetch=plan.shard.prefetch),
     )
-    if optimizer is not None:
+    for optimizer in optimizers:
         _shard_state(model, optimizer, shapes)
 
 

@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memfit.engines.bindings import Bindings
 from memfit.engines.inputs import Changing, kind_of_call
 from memfit.engines.learning import Learning
+from memfit.engines.mode import Mode
 from memfit.engines.policy import RunPolicy
 from memfit.engines.recipe import Recipe
 from memfit.engines.rerun import Rerun, running_again
@@ -36,8 +37,9 @@ _MOST_KINDS = 64
 class PlannedUnit:
     """Runs the calls of one module as the plan says; calls that the plan does not name run as they are."""
 
-    def __init__(self, applied: Applied, calls: int, policies: list[RunPolicy]) -> None:
+    def __init__(self, applied: Applied, mode: Mode, calls: int, policies: list[RunPolicy]) -> None:
         self._applied = applied
+        self._mode = mode
         self._calls = calls
         self._policies = {policy.call: policy for policy in policies}
         self._recipes: dict[tuple[int, Hashable], Recipe | _Unplanned] = {}
@@ -51,7 +53,7 @@ class PlannedUnit:
     def __call__(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not self._applied.training or running_again() or _in_transform():
+        if not self._mode.training or running_again() or _in_transform():
             return forward(*args, **kwargs)
         number = self._count
         self._count = (number + 1) % self._calls

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -118,14 +118,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def apply(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         *,
         mesh: DeviceMesh | None = None,
-    ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
+    ) -> tuple[nn.Module, Any]:
         """Make a model run the plan from its next step on; both come back as they are.
 
-        A plan that does not belong to the model is refused with what differs, before anything is changed. A plan for
-        several ranks shards the model over those of the process group, or of `mesh`.
+        Where several optimizers step the model, give a list of them. A plan that does not belong to the model is
+        refused with what differs, before anything is changed. A plan for several ranks shards the model over those of
+        the process group, or of `mesh`; a model that is already wrapped or sharded runs the checkpoint policies only.
         """
         return used("apply")(self, model, optimizer, mesh)
 

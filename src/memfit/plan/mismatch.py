@@ -14,6 +14,7 @@ from memfit.errors import InputError
 from memfit.paths import alike, folded, numbered
 from memfit.plan.facts import release, trace_facts
 from memfit.plan.record import InputFacts, ParameterFacts, TraceFacts
+from memfit.plan.wrappers import named_modules, named_parameters
 from memfit.trace import NEVER, Trace
 
 if TYPE_CHECKING:
@@ -66,18 +67,19 @@ def model_differences(plan: Plan, model: nn.Module) -> list[str]:
         found.append(
             f"the model is on {' and '.join(kinds)}, and the plan is for {plan.trace.device} ({plan.trace.device_type})"
         )
-    here = _parameters(model)
-    part = _part_of_several(here, plan.trace.parameters)
-    if part is not None:
-        return [*found, part]
-    found += parameter_differences(here, plan.trace.parameters)
-    modules = dict(model.named_modules(remove_duplicate=False))
+    if not _flattened(model):
+        here = _parameters(model)
+        part = _part_of_several(here, plan.trace.parameters)
+        if part is not None:
+            return [*found, part]
+        found += parameter_differences(here, plan.trace.parameters)
+    modules = dict(named_modules(model))
     for entry in plan.checkpoint:
         module = modules.get(entry.module)
         if module is None:
             found.append(f"unit {entry.unit!r} is not in the model")
-        elif not entry.is_loss and type(module).__name__ != entry.kind:
-            found.append(f"unit {entry.unit!r} is a {type(module).__name__} here and a {entry.kind} in the plan")
+        elif not entry.is_loss and (kind := _kind(module)) != entry.kind:
+            found.append(f"unit {entry.unit!r} is a {kind} here and a {entry.kind} in the plan")
         if entry.after is not None and entry.after not in modules:
             found.append(f"module {entry.after!r}, after which the loss begins, is not in the model")
     return found
@@ -104,7 +106,7 @@ def optimizer_differences(plan: Plan, model: nn.Module, optimizer: torch.optim.O
 def _parameters(model: nn.Module) -> tuple[ParameterFacts, ...]:
     names: dict[int, list[str]] = defaultdict(list)
     parameters: dict[int, nn.Parameter] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in named_parameters(model):
         names[id(parameter)].append(name)
         parameters[id(parameter)] = parameter
     return tuple(
@@ -116,6 +118,17 @@ def _parameters(model: nn.Module) -> tuple[ParameterFacts, ...]:
         )
         for key, parameter in parameters.items()
     )
+
+
+def _flattened(model: nn.Module) -> bool:
+    """Whether FSDP1 holds the model's parameters, in pieces that say nothing of their shapes."""
+    return any("_fsdp_wrapped_module" in module._modules for module in model.modules())
+
+
+def _kind(module: nn.Module) -> str:
+    """Name a module's class, its own one where `fully_shard` has swapped it."""
+    kind = type(module)
+    return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 0)].__name__
 
 
 def _part_of_several(here: Sequence[ParameterFacts], there: Sequence[ParameterFacts]) -> str | None:

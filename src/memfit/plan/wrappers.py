@@ -1,0 +1,64 @@
+"""Modules that only wrap another one: units and parameters of a plan are named without them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from torch import nn
+
+_INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
+"""Where `torch.compile`, FSDP1, `checkpoint_wrapper` and Lightning's Fabric keep the module that they wrap."""
+_INNER_OF = {"DistributedDataParallel": "module", "DataParallel": "module", "DeepSpeedEngine": "module"}
+"""The same by class, where the name is one that a model may use itself."""
+
+
+def wrapped_module(module: nn.Module) -> nn.Module | None:
+    """Return the module that this one wraps, None when it is no wrapper."""
+    for name in _INNER:
+        inner = module._modules.get(name)
+        if inner is not None:
+            return inner
+    for kind in type(module).__mro__:
+        if kind.__name__ in _INNER_OF:
+            return module._modules.get(_INNER_OF[kind.__name__])
+    return None
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """Return the module inside all wrappers."""
+    while (inner := wrapped_module(module)) is not None:
+        module = inner
+    return module
+
+
+def named_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module inside its wrappers by its path without them; a module that has several, under each."""
+    module = unwrap(model)
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from named_modules(child, f"{prefix}.{name}" if prefix else name)
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield every parameter by its name without wrappers; one that has several, under each."""
+    for path, module in named_modules(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{path}.{name}" if path else name, parameter
+
+
+def wrappers_of(model: nn.Module) -> list[str]:
+    """Name what a model is wrapped in or sharded by, the outermost first: `DistributedDataParallel`, `fully_shard`."""
+    found: dict[str, None] = {}
+    for module in model.modules():
+        if wrapped_module(module) is not None:
+            found[type(module).__name__] = None
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            found["fully_shard"] = None
+    tensors = sys.modules.get("torch.distributed.tensor")  # imported already where there are any
+    sharded = "fully_shard" in found or tensors is None
+    if not sharded and any(isinstance(each, tensors.DTensor) for each in model.parameters()):
+        found["DTensor"] = None
+    return list(found)

@@ -1,0 +1,141 @@
+"""A plan lives with the modules that it has policies for, whatever is around them."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import plan_for
+from test_exact import Block, Blocks, squares
+from torch import nn
+
+import memfit
+from memfit.engines import plan_of_model, rerun
+from memfit.engines.attachment import attached
+from memfit.plan import Plan
+from memfit.solve import SolveOptions
+from memfit.trace import Step
+
+VECTORS = torch.randn(6, 16)
+FORCED = SolveOptions(force=("blocks.0", "blocks.1"))
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the units that the engine runs, as they run."""
+    found: list[str] = []
+    surround = rerun.Rerun.surround
+
+    def noted(self: rerun.Rerun, *args: Any) -> None:
+        found.append(self._name)
+        surround(self, *args)
+
+    monkeypatch.setattr(rerun.Rerun, "surround", noted)
+    return found
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return plan_for(Step(Blocks(), VECTORS, loss=squares), options=FORCED)
+
+
+def test_a_plan_for_several_models_outlives_the_container_they_were_given_in(runs: list[str]) -> None:
+    a, b = Block(), Block()
+    optimizer = torch.optim.SGD([*a.parameters(), *b.parameters()], lr=0.1)
+
+    def step() -> None:
+        b(a(VECTORS)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plan = memfit.plan(step, target="cpu", options=SolveOptions(force=("a", "b")), progress=False)
+    plan.apply(nn.ModuleDict({"a": a, "b": b}), optimizer)
+    gc.collect()
+    step()
+    assert runs == ["a", "b"]
+    a.eval()
+    step()
+    assert runs == ["a", "b", "b"], "a is in eval mode, b is not"
+    assert plan_of_model(a) is not None
+    with pytest.raises(memfit.MemfitError, match="already runs a plan"):
+        plan.apply(nn.ModuleDict({"a": a, "b": b}), optimizer)
+    plan.remove(nn.ModuleDict({"a": a, "b": b}))
+    assert attached(a) is None and attached(b) is None and plan_of_model(b) is None
+
+
+def test_parts_in_train_mode_of_a_model_in_eval_mode_run_their_plan(plan: Plan, runs: list[str]) -> None:
+    model = Blocks()
+    plan.apply(model)
+    model.eval()
+    squares(model(VECTORS), None).backward()
+    assert runs == []
+    model.blocks[0].train()
+    squares(model(VECTORS), None).backward()
+    assert runs == ["blocks.0"]
+
+
+def test_parts_kept_in_eval_mode_of_a_model_in_training_run_their_plan(runs: list[str]) -> None:
+    def frozen() -> Blocks:
+        model = Blocks()
+        model.blocks[0].eval()
+        return model
+
+    plan = plan_for(Step(frozen(), VECTORS, loss=squares), options=FORCED)
+    model = frozen()
+    plan.apply(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        squares(model(VECTORS), None).backward()
+    assert runs == ["blocks.0", "blocks.1"]
+    with torch.no_grad():
+        model(VECTORS)
+    assert len(runs) == 2
+
+
+def test_a_forward_wrapped_and_unwrapped_by_others_keeps_the_plan(plan: Plan, runs: list[str]) -> None:
+    """As accelerate does it: `__func__` bound again, `__wrapped__` followed, the result bound once more."""
+    import functools
+    import types
+
+    model = Blocks()
+    plan.apply(model)
+    unit = model.blocks[0]
+    inner = unit.forward.__func__
+
+    @functools.wraps(inner)
+    def doubled(self: nn.Module, *args: Any) -> Any:
+        return 2 * inner(self, *args)
+
+    unit.forward = types.MethodType(doubled, unit)
+    model(VECTORS)
+    assert runs == ["blocks.0", "blocks.1"]
+    assert attached(unit) is not None
+    forward: Any = unit.forward
+    while hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    unit.forward = types.MethodType(forward, unit)
+    model(VECTORS)
+    assert runs == ["blocks.0", "blocks.1"] * 2
+    before = unit.forward
+    plan.remove(model)
+    assert unit.forward == before, "what others put there stays"
+    model(VECTORS)
+    assert runs == ["blocks.0", "blocks.1"] * 2
+    plan.apply(model)
+    model(VECTORS)
+    assert runs == ["blocks.0", "blocks.1"] * 3, "once each, however often it was applied"
+
+
+def test_a_forward_bound_to_its_module_once_more_takes_the_same_inputs(plan: Plan) -> None:
+    import types
+
+    model = Blocks()
+    plan.apply(model)
+    unit = model.blocks[0]
+    unit.eval()
+    expected = unit(VECTORS)
+    unit.forward = types.MethodType(unit.forward, unit)
+    assert torch.equal(unit(VECTORS), expected)
