@@ -33,6 +33,7 @@ from memfit.trace.environment import (
     patched_item,
     same_attributes,
     same_random_state,
+    torch_threads,
     unoptimized_scripts,
 )
 from memfit.trace.placeholders import Placeholders, on_meta, optimizer_on_meta
@@ -52,7 +53,7 @@ def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | D
     first. The model, the optimizer, the batch and the random state are left as they were found.
     """
     device = _target(target).device
-    with LOCK, same_random_state(), neutral_modes():
+    with LOCK, same_random_state(), neutral_modes(), torch_threads(device.threads if device.type == "cpu" else None):
         if not isinstance(step, Step):
             if isinstance(step, nn.Module):
                 raise InputError("trace takes a step, not a model: memfit.trace(memfit.Step(model, batch), target=...)")

@@ -57,6 +57,20 @@ def neutral_modes() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Kernels that are measured during the capture run on as many threads as the target's."""
+    before = torch.get_num_threads()
+    if count is None or count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
 def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
     """An attribute replaced by what `wrap` makes of it; other threads go on with the original function."""
     original = getattr(owner, name)

@@ -7,7 +7,7 @@ convolutions, recurrent layers and low-precision products); what ATen allocates 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,11 +48,34 @@ _PROBED: dict[Any, int] = {}
 
 
 def remembered(key: Any, probe: Callable[[], int]) -> int:
-    """A measurement made once in the life of the process for each signature and number of threads."""
-    full = (torch.get_num_threads(), key)
+    """A measurement made once in the life of the process for each signature and all that kernels are chosen by."""
+    full = (torch.get_num_threads(), *_kernel_choices(), key)
     if full not in _PROBED:
         _PROBED[full] = probe()
     return _PROBED[full]
+
+
+def _kernel_choices() -> tuple[Any, ...]:
+    """Settings of torch by which CPU kernels are chosen; the instruction set cannot change within a process."""
+    precision = getattr(torch._C, "_get_fp32_precision_getter", None)
+    return (
+        torch._C._get_mkldnn_enabled(),
+        torch._C._get_mkldnn_deterministic(),
+        torch.are_deterministic_algorithms_enabled(),
+        *(precision("mkldnn", op) if precision else None for op in ("matmul", "conv", "rnn")),
+    )
+
+
+def vendor_has(dtype: torch.dtype) -> bool:
+    """Ask torch whether oneDNN is used for this floating point dtype on this machine (mkldnn/Utils.h)."""
+    if not torch._C._has_mkldnn or not torch._C._get_mkldnn_enabled():
+        return False
+    with real_execution():
+        if dtype == torch.bfloat16:
+            return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if dtype == torch.float16:
+            return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return dtype == torch.float32
 
 
 def signature(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -64,7 +87,12 @@ def signature(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
 
 def real_like(tensor: torch.Tensor) -> torch.Tensor:
     """A real tensor of the same geometry; integers are zeros, so that they are valid as indices."""
-    if not tensor.is_meta:
-        return tensor
-    real = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
-    return real.fill_(0.01) if real.is_floating_point() else real.zero_()
+    return filled(tensor.size(), tensor.stride(), tensor.dtype) if tensor.is_meta else tensor
+
+
+def filled(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A real tensor of this geometry, of small numbers; its elements may share memory."""
+    last = sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    value = 0.01 if dtype.is_floating_point or dtype.is_complex else 0
+    flat = torch.full((0 if 0 in size else last + 1,), value, dtype=dtype, device="cpu")
+    return flat.as_strided(size, stride)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memfit.trace.probe import filled, probe_workspace, real_execution, remembered
 from memfit.trace.rules import RuleContext
 from memfit.trace.rules.layout import contiguous_copy
 
@@ -119,27 +120,79 @@ def _split(length: int) -> tuple[int, int]:
 
 def _cpu_flash_workspace(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     """Scores, row maxima and sums and a block of the result, per thread (`cpu_flash_attention`)."""
-    query, key = args[:2]
-    rows, columns = _split(query.size(-2))
-    rows, columns = min(rows, query.size(-2)), min(columns, key.size(-2))
-    per_thread = rows * columns + 2 * rows + rows * query.size(-1)
-    held = 4 * per_thread
-    if query.dtype in _LOW:
-        held += query.element_size() * rows * columns
-    return context.threads * held
+    query, key, value = args[:3]
+    if query.dtype in _LOW and not _rule_holds(context, func, query.dtype):
+        return _measured_flash(context, func, query, key, value)
+    return _flash_buffers(context, func, query, key)
 
 
 def _cpu_flash_backward_workspace(
     context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any
 ) -> int:
     """Scores and their gradients per thread, one row of sums (`cpu_flash_attention_backward`)."""
-    gradient, query, key = args[:3]
+    gradient, query, key, value = args[:4]
+    copy = contiguous_copy(gradient.transpose(1, 2))
+    if query.dtype in _LOW and not _rule_holds(context, func, query.dtype):
+        return copy + _measured_flash(context, func, query, key, value)
+    return copy + _flash_buffers(context, func, query, key)
+
+
+_FLASH = _aten._scaled_dot_product_flash_attention_for_cpu.default
+_FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def _flash_buffers(context: RuleContext, func: Any, query: Tensor, key: Tensor) -> int:
+    """The kernel's own buffers; products inside it may take more: Note [Scratch of flash attention]."""
+    low_bytes = query.element_size() if query.dtype in _LOW else 0
+    accumulated_bytes = 4 if low_bytes else query.element_size()
     rows, columns = _split(query.size(-2))
     rows, columns = min(rows, query.size(-2)), min(columns, key.size(-2))
-    held = context.threads * 2 * rows * columns * 4 + rows * 4
-    if query.dtype in _LOW:
-        held += context.threads * 2 * rows * columns * query.element_size()
-    return held + contiguous_copy(gradient.transpose(1, 2))
+    if func is _FLASH:
+        per_thread = rows * columns + 2 * rows + rows * query.size(-1)
+        return context.threads * (accumulated_bytes * per_thread + low_bytes * rows * columns)
+    return context.threads * 2 * rows * columns * (accumulated_bytes + low_bytes) + rows * accumulated_bytes
+
+
+# Note [Scratch of flash attention]: the kernel multiplies blocks of the score matrix with `cpublas::gemm`, which gives
+# 16-bit products to oneDNN or packs operands where the instruction set has it. What that allocates is measured. It
+# depends on the sizes of a block, the head and the threads; batch, heads and lengths only give their number.
+# So a small call with the same blocks is enough. Memory that worker threads allocate for themselves is not in torch's
+# profile, here or in a real step.
+
+
+def _rule_holds(context: RuleContext, func: Any, dtype: torch.dtype) -> bool:
+    """Whether small calls of this dtype allocate the kernel's own buffers only, on this machine."""
+
+    def held(queries: int, keys: int, head: int) -> bool:
+        query, key = (
+            torch.empty((1, context.threads, length, head), dtype=dtype, device="meta") for length in (queries, keys)
+        )
+        return _measured_flash(context, func, query, key, key) == _flash_buffers(context, func, query, key)
+
+    return held(64, 64, 32) and held(33, 77, 24) and held(200, 96, 16)
+
+
+def _measured_flash(context: RuleContext, func: Any, query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Measure a call with the same blocks as one on these tensors."""
+    heads = min(query.size(0) * query.size(1), context.threads)
+    queries, keys = query.size(-2), key.size(-2)
+    queries = queries if queries < 1024 else 768 + queries % 256
+    keys = keys if keys < 1024 else 512 + keys % 512
+
+    def smaller(tensor: Tensor, length: int) -> Tensor:
+        return filled((1, heads, length, tensor.size(-1)), tensor.stride(), tensor.dtype)
+
+    def probe() -> int:
+        with real_execution():
+            operands = [smaller(query, queries), smaller(key, keys), smaller(value, keys)]
+            if func is _FLASH:
+                return probe_workspace(func, tuple(operands), {})
+            output, statistics = _FLASH(*operands)
+            gradient = torch.ones((1, queries, heads, query.size(-1)), dtype=query.dtype).transpose(1, 2)
+            return probe_workspace(func, (gradient, *operands, output, statistics, 0.0, False), {})
+
+    strides = (query.stride()[1:], key.stride()[1:], value.stride()[1:])
+    return remembered((func, query.dtype, heads, queries, keys, query.size(-1), value.size(-1), strides), probe)
 
 
 FUNCTIONS = {"cpu": {"scaled_dot_product_attention": _cpu_attention}}

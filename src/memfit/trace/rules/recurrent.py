@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memfit.trace.arguments import map_tensors
 from memfit.trace.errors import PACKED, UnsupportedError
-from memfit.trace.probe import probe_workspace, real_execution, real_like, remembered, signature
+from memfit.trace.probe import probe_workspace, real_execution, real_like, remembered, signature, vendor_has
 from memfit.trace.rules import Rule, RuleContext
 
 _aten = torch.ops.aten
@@ -86,13 +86,18 @@ def _network(arguments: Sequence[Any]) -> _Network:
 
 
 def _cpu_lstm(context: RuleContext, inputs: Tensor, hx: Any, *rest: Any) -> Any:
-    """oneDNN runs float layers without projections (ATen/native/RNN.cpp, `use_mkldnn`)."""
+    """oneDNN runs layers without projections, of dtypes that it has kernels for."""
     network = _network(rest)
     if inputs.numel() == 0:
         return NotImplemented
-    if network.projected or inputs.dtype != torch.float32:
+    if network.projected or not _vendor_runs(inputs.dtype):
         return _composed_lstm(network, inputs, hx)
     return _vendor_lstm(network, inputs, *hx)
+
+
+def _vendor_runs(dtype: torch.dtype) -> bool:
+    """Ask torch whether oneDNN runs a recurrent layer of this dtype here (ATen/native/RNN.cpp, `use_mkldnn`)."""
+    return vendor_has(dtype) and (dtype != torch.float16 or not torch.is_grad_enabled())
 
 
 def _vendor_lstm(network: _Network, inputs: Tensor, state: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -228,9 +233,9 @@ def _rnn_layer(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any
 
 
 def _rnn_layer_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Gradients of the input, the two weights, the two biases, the state and the cell."""
-    biases = [args[1].new_empty(args[1].size(0)) for _ in range(2)]
-    made = [tensor.new_empty(tensor.shape) for tensor in (*args[:3], *args[5:7])]
+    """Gradients of the input, the two weights, the two biases, the state and the cell, in float32 for every dtype."""
+    biases = [args[1].new_empty(args[1].size(0), dtype=torch.float32) for _ in range(2)]
+    made = [tensor.new_empty(tensor.shape, dtype=torch.float32) for tensor in (*args[:3], *args[5:7])]
     return (*made[:3], *biases, *made[3:])
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memfit.trace.arguments import map_tensors, tensors_of
-from memfit.trace.probe import probe_workspace, remembered, signature
+from memfit.trace.probe import probe_workspace, remembered, signature, vendor_has
 from memfit.trace.rules import RuleContext
 from memfit.trace.rules.layout import bytes_of
 
@@ -59,12 +59,12 @@ def _vendor_convolves(
 ) -> bool:
     """Whether oneDNN convolves (ATen/native/Convolution.cpp, `ConvParams::use_mkldnn`)."""
     if source.dtype in _LOW:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return vendor_has(source.dtype)
     plain = all(step == 1 for step in (*stride, *dilation)) and weight.shape[-2:] == (1, 1)
     wide = weight.size(-1) > 3 and weight.size(-2) > 3
     samples, groups = source.size(0), rest[-1]
     return (
-        source.dtype == torch.float32
+        vendor_has(source.dtype)
         and (not plain or samples >= 16 or context.threads > 1)
         and (groups > 1 or wide or samples > 1 or math.prod(source.shape[:4]) > 20480)
     )
