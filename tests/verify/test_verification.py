@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import gc
 import json
 import random
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,12 +22,14 @@ import memfit
 from memfit.engines import plan_of_model
 from memfit.engines.attachment import attached
 from memfit.errors import InputError, StateError
+from memfit.memory import measured
 from memfit.plan import PlanMismatch
 from memfit.solve import SolveOptions
 from memfit.trace.allocations import AllocatorEvent
 from memfit.verify import Verification
 from memfit.verify import verifying as verifying_module
 from memfit.verify.attribution import beside, outlived
+from memfit.verify.exactness import host_copy
 from memfit.verify.verification import BytesBeside, MsBeside
 
 
@@ -347,3 +351,47 @@ def test_differences_are_parts_of_what_was_predicted() -> None:
     assert peak.error == 0.5
     assert BytesBeside(name="new", predicted_bytes=0, measured_bytes=1).error == float("inf")
     assert BytesBeside(name="none", predicted_bytes=0, measured_bytes=0).error == 0.0
+
+
+def test_verifying_runs_few_steps_and_parses_no_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = step_of()
+    plan = planned(step, 0.5)
+    runs, parsed = [], []
+    execute, parse = memfit.Step.execute, torch.autograd.profiler.profile._parse_kineto_results
+
+    def counted(self: memfit.Step, *args: Any) -> None:
+        runs.append(args)
+        execute(self, *args)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        parsed.append(args)
+        return parse(*args, **kwargs)
+
+    monkeypatch.setattr(memfit.Step, "execute", counted)
+    monkeypatch.setattr(torch.autograd.profiler.profile, "_parse_kineto_results", noted)
+    plan.verify(step, steps=1, time_tolerance=None)
+    assert len(runs) == 1 + 3 + 3 + 2 + 2  # captured; with the plan; without it; timed; modules timed
+    assert not parsed, "the profiler made objects of events that nobody reads"
+
+
+def test_copies_of_values_are_no_events_of_the_allocator() -> None:
+    tensors = [torch.randn(64, 64).t(), torch.randn(8).bfloat16(), torch.tensor(2.5), torch.zeros(0, 3)]
+    with measured() as truth:
+        copies = [host_copy(each) for each in tensors]
+    assert not truth.events
+    for tensor, copied in zip(tensors, copies, strict=True):
+        assert copied.dtype is tensor.dtype and torch.equal(copied, tensor)
+
+
+def test_the_garbage_collector_is_left_as_found() -> None:
+    step = step_of()
+    plan = planned(step, 0.5)
+    plan.verify(step, steps=1, time_tolerance=None)
+    assert gc.get_freeze_count() == 0 and gc.isenabled()
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        plan.verify(step, steps=1, time_tolerance=None)
+        assert gc.get_freeze_count() > frozen // 2  # fewer: objects die
+    finally:
+        gc.unfreeze()

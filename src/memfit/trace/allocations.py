@@ -33,8 +33,9 @@ def allocations() -> Iterator[list[AllocatorEvent]]:
     Frees on threads that the profiler does not know (Gloo's) are missing.
     """
     events: list[AllocatorEvent] = []
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    profiler = torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
+    # torch.profiler.profile would warn or parse every event into Python objects that nobody reads, which takes longer
+    # than the step; the tree of events is all that is needed.
+    profiler = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
     with _without_chatter():
         profiler.__enter__()
     try:
@@ -42,25 +43,27 @@ def allocations() -> Iterator[list[AllocatorEvent]]:
     finally:
         with _without_chatter():
             profiler.__exit__(None, None, None)
+    assert profiler.kineto_results is not None
+    events.extend(_collect(profiler.kineto_results.experimental_event_tree()))
+
+
+def _collect(roots: list[Any]) -> list[AllocatorEvent]:
+    """Return the CPU's events of the profiler's trees in order of time."""
     found: list[tuple[int, AllocatorEvent]] = []
-    results = profiler.profiler.kineto_results  # type: ignore[union-attr]
-    for root in results.experimental_event_tree():
-        _collect(root, found)
-    found.sort(key=lambda pair: pair[0])
-    events.extend(event for _, event in found)
-
-
-def _collect(root: Any, found: list[tuple[int, AllocatorEvent]]) -> None:
-    stack: list[tuple[Any, tuple[str, ...]]] = [(root, ())]
+    stack: list[tuple[Any, tuple[str, ...]]] = [(root, ()) for root in reversed(roots)]
     while stack:
         event, ops = stack.pop()
-        if event.tag == _EventType.Allocation:
+        children = event.children
+        if children:
+            inner = (*ops, event.name) if event.tag == _EventType.TorchOp else ops
+            stack.extend([(child, inner) for child in reversed(children)])
+        elif event.tag == _EventType.Allocation:  # has no children
             fields = event.extra_fields
             if fields.device.type == "cpu":
                 record = AllocatorEvent(bytes=fields.alloc_size, address=fields.ptr or 0, ops=ops)
                 found.append((event.start_time_ns, record))
-        inner = (*ops, event.name) if event.tag == _EventType.TorchOp else ops
-        stack.extend((child, inner) for child in event.children)
+    found.sort(key=lambda pair: pair[0])
+    return [event for _, event in found]
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -100,9 +101,25 @@ def _noting(backward: Callable[..., Any], outcome: Outcome) -> Callable[..., Any
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor, in host memory."""
+    """Copy a tensor's values to host memory that torch's allocator does not count (Note [Second of two])."""
     dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
-    return dense.to("cpu", copy=True)
+    if not dense.numel():
+        return torch.empty(dense.shape, dtype=dense.dtype)
+    memory = torch.from_numpy(np.empty(dense.numel() * dense.element_size(), np.uint8)).view(dense.dtype)
+    if _is_dense(dense):
+        return memory.as_strided(dense.shape, dense.stride()).copy_(dense)  # copying a transpose would take scratch
+    return memory.view(dense.shape).copy_(dense)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor are one block of memory, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 def outcome_differences(planned: Outcome, plain: Outcome, step: int) -> list[Difference]:

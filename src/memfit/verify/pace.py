@@ -26,13 +26,10 @@ def step_ms(run: Callable[[], None], device: torch.device) -> float:
 
 
 def module_forward_ms(run: Callable[[], None], model: nn.Module, device: torch.device) -> dict[str, float]:
-    """Milliseconds that each module spends in its own forward, without the modules inside it; the lower of two runs."""
-    runs = []
-    for _ in range(2):
-        with _timed_modules(model, device) as spent:
-            run()
-        runs.append(spent)
-    return {path: min(each[path] for each in runs) for path in runs[0] if all(path in each for each in runs)}
+    """Run a step and return the milliseconds each module spends in its own forward, without the modules inside it."""
+    with _timed_modules(model, device) as spent:
+        run()
+    return spent
 
 
 def predicted_forward_ms(trace: Trace, step_ms: float) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 Note [Second of two]: the profiler does not see frees of what was allocated before it started, such as gradients that
 the step before left. So two steps run inside it, and the second is the one that is measured, from an allocation made
-between them.
+between them. Whatever else is done in the first, such as copying gradients, must not use torch's allocator.
 """
 
 from __future__ import annotations
@@ -34,16 +34,19 @@ class Rise:
     peak_event: int = -1
 
 
-def measured_rise(run: Callable[[], None], device: torch.device) -> Rise:
-    """Run a step twice and measure the second time. The collector rests, or cycles die at other ops each time."""
+def measured_rise(run: Callable[[], None], device: torch.device, first: Callable[[], None] | None = None) -> Rise:
+    """Run a step twice and measure the second time; `first` is what runs it the first time, `run` itself by default.
+
+    The garbage collector is off meanwhile, or cycles would be freed at other ops each time.
+    """
     gc.collect()
     with no_garbage_collection():
-        return _by_statistics(run, device) if device.type == "cuda" else _by_events(run)
+        return (_by_statistics if device.type == "cuda" else _by_events)(first or run, run, device)
 
 
-def _by_events(run: Callable[[], None]) -> Rise:
+def _by_events(first: Callable[[], None], run: Callable[[], None], _: torch.device) -> Rise:
     with measured() as truth:
-        run()
+        first()
         mark = torch.empty(_MARK_BYTES, dtype=torch.uint8)
         run()
     address = mark.data_ptr()
@@ -61,9 +64,9 @@ def _by_events(run: Callable[[], None]) -> Rise:
     return Rise(rise_bytes=peak, before=truth.events[:place], events=events, peak_event=peak_event)
 
 
-def _by_statistics(run: Callable[[], None], device: torch.device) -> Rise:
+def _by_statistics(first: Callable[[], None], run: Callable[[], None], device: torch.device) -> Rise:
     """As torch's caching allocator counts on the device of the model."""
-    run()
+    first()
     torch.cuda.synchronize(device)
     start = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
