@@ -82,6 +82,19 @@ def tensors_of(values: Any) -> list[torch.Tensor]:
     return found
 
 
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor inside the wrappers of torch.func's transforms (`vmap`, `grad`), which have no storage."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+def differentiates() -> bool:
+    """Whether a transform of torch.func that takes derivatives is at work."""
+    kinds = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
+    return any(level.key() in kinds for level in torch._C._functorch.get_interpreter_stack() or ())
+
+
 def generators_of(values: Any) -> list[torch.Generator]:
     """The generators of random numbers among arguments."""
     return [value for value in values if isinstance(value, torch.Generator)]

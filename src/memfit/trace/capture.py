@@ -7,7 +7,7 @@ import dataclasses
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from memfit._version import __version__
 from memfit.errors import InputError, MemfitError
 from memfit.hardware import Device, Target
 from memfit.trace.advice import Advice
-from memfit.trace.arguments import tensors_of
+from memfit.trace.arguments import tensors_of, unwrapped
 from memfit.trace.calls import CallTracker, module_calls
 from memfit.trace.discovery import Companions, step_of
 from memfit.trace.emulation import Emulation, python_functions_open
@@ -141,7 +141,7 @@ class _Capture:
             stack.enter_context(on_meta(self.model, self.placeholders))
             for optimizer in self.companions.optimizers:
                 stack.enter_context(optimizer_on_meta(optimizer, self.placeholders))
-            step = self.step.with_batch(self.placeholders.tree(self.step.batch))
+            step = self.step.with_batch(self.placeholders.batch(self.step.batch))
             self._register(step)
             self.placeholders.settle()
             if step.run is not None:
@@ -181,6 +181,7 @@ class _Capture:
         for owner, name, wrap in (
             (torch.autograd, "backward", self._backward),
             (torch.autograd, "grad", self._grad),
+            (torch.autograd.graph, "disable_saved_tensors_hooks", self._without_hooks),
             (torch.utils.checkpoint, "_checkpoint_hook", self._checkpoint),
             (torch.utils.checkpoint, "check_backward_validity", self._checkpoint),
             (torch, "clear_autocast_cache", self._clear_autocast_cache),
@@ -270,7 +271,7 @@ class _Capture:
             return
         if self.calls.current == NEVER and recorder.phase is not Phase.BACKWARD:
             recorder.phase = Phase.FORWARD if self.calls.owns(module) else Phase.LOSS
-        given = (recorder.table.number_of(tensor) for tensor in tensors_of((*args, *kwargs.values())))
+        given = (recorder.table.number_of(unwrapped(tensor)) for tensor in tensors_of((*args, *kwargs.values())))
         inputs = tuple(dict.fromkeys(number for number in given if number != HOST))
         outermost = self.calls.current == NEVER
         self.calls.enter(module, recorder.phase, len(recorder.ops), inputs)
@@ -315,6 +316,28 @@ class _Capture:
                 recorder.phase = before
 
         return grad
+
+    def _without_hooks(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`torch.func.grad` and its like refuse to run under hooks for saved tensors: the capture's own are taken off.
+
+        What autograd saves meanwhile is still seen to live; no unit holds it, because such a call is none.
+        """
+        hooks = torch._C._autograd
+
+        @contextlib.contextmanager
+        def disable(message: str) -> Iterator[None]:
+            top = hooks._top_saved_tensors_default_hooks(True)
+            ours = top is not None and top[0] == self.recorder.pack
+            if ours:
+                hooks._pop_saved_tensors_default_hooks()
+            try:
+                with original(message):
+                    yield
+            finally:
+                if ours:
+                    hooks._push_saved_tensors_default_hooks(*top)
+
+        return disable
 
     def _checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """What both kinds of `torch.utils.checkpoint` call in forward."""

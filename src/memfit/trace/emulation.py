@@ -7,6 +7,7 @@ autocast, and hands the functions whose composition differs between devices to t
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import _disable_current_modes
 
-from memfit.trace.arguments import map_tensors
+from memfit.trace.arguments import map_tensors, tensors_of, unwrapped
 from memfit.trace.autocast import Autocast
 from memfit.trace.errors import DATA_DEPENDENT, UnsupportedError
 from memfit.trace.recorder import Recorder
@@ -52,7 +54,7 @@ class Emulation(TorchFunctionMode):
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
         """The device the tensor would be on in the real run."""
-        return self.device if self.recorder.table.on_device(tensor) else torch.device("cpu")
+        return self.device if self.recorder.table.on_device(unwrapped(tensor)) else torch.device("cpu")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -67,14 +69,16 @@ class Emulation(TorchFunctionMode):
         try:
             if name in _READS and not self.recorder.executor.has_value(args[0]):
                 raise UnsupportedError("the step depends on the values of a tensor", DATA_DEPENDENT)
-            if name == "requires_grad_" and not args[0].is_meta:
-                args = (self._lift(args[0]).detach(), *args[1:])
+            if name == "requires_grad_" or (name == "__set__" and func == _SET_REQUIRES_GRAD):
+                self._lose_values(args[0])
+            elif name[-1] == "_" and (name[-2] != "_" or name in _WRITING):
+                self._lose_written_values(args, kwargs)
             if name == "pin_memory" and self._device_type != "cpu":
                 return args[0]
-            if func in self._factories:
-                return self._make(func, args, kwargs)
             if name in _MOVES:
                 return self._move(func, args, kwargs)
+            if func in self._factories or kwargs.get("device") is not None:
+                return self._make(func, args, kwargs)
             if torch.is_autocast_enabled(self._device_type):
                 cast = self.autocast.apply(func, args, kwargs)
                 if cast is not None:
@@ -87,7 +91,7 @@ class Emulation(TorchFunctionMode):
                     return result
             result = func(*args, **kwargs)
             if name in _FINITE_TESTS and isinstance(result, torch.Tensor):
-                self.recorder.finite_tests[self.recorder.table.number_of(result)] = _FINITE_TESTS[name]
+                self.recorder.finite_tests[self.recorder.table.number_of(unwrapped(result))] = _FINITE_TESTS[name]
             return result
         except Exception as error:
             self.recorder.note_failure(error, name)
@@ -105,6 +109,32 @@ class Emulation(TorchFunctionMode):
 
     def _lift(self, tensor: torch.Tensor) -> torch.Tensor:
         return self.recorder.executor.lift(tensor, self.recorder.calls.path)
+
+    def _lose_written_values(self, args: Any, kwargs: dict[str, Any]) -> None:
+        """Before autograd sees a write: a real tensor that gradients will flow through can't stay real."""
+        if not args or not isinstance(args[0], torch.Tensor) or args[0].is_meta or not torch.is_grad_enabled():
+            return
+        if any(each.requires_grad for each in tensors_of((*args[1:], *kwargs.values()))):
+            self._lose_values(args[0])
+
+    def _lose_values(self, tensor: torch.Tensor) -> None:
+        """Turn a real tensor that is to take gradients into the meta tensor that stands for it, in its place.
+
+        So are the tensor that it is a view of and that one's other views, which share its gradients.
+        """
+        if tensor.is_meta or unwrapped(tensor) is not tensor:
+            return
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            base = tensor if tensor._base is None else tensor._base
+            views = [] if tensor is base else [tensor]
+            pointer = base.untyped_storage()._cdata
+            if torch._C._storage_Use_Count(pointer) > len(views) + 2:  # more than these, and its Python object
+                tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+                views = [each for each in tensors if each._base is base]
+            stand_in = self._lift(base).detach()
+            for view in views:
+                torch._C._swap_tensor_impl(view, view._view_func_unsafe(stand_in))
+            torch._C._swap_tensor_impl(base, stand_in)
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """A factory: on the target it makes a meta or a small real tensor, on the host a real one."""
@@ -131,7 +161,7 @@ class Emulation(TorchFunctionMode):
         if device is None:
             return func(*args, **kwargs)
         place = "cpu" if not isinstance(device, int) and torch.device(device).type == "cpu" else "cuda"
-        if self._device_type == "cpu" or (place == "cuda") == self.recorder.table.on_device(tensor):
+        if self._device_type == "cpu" or (place == "cuda") == self.recorder.table.on_device(unwrapped(tensor)):
             return tensor.to(dtype or tensor.dtype, **options)
         previous, self.recorder.placing = self.recorder.placing, place
         try:
@@ -154,6 +184,12 @@ class Emulation(TorchFunctionMode):
             elif value is not None:
                 device = value
         return device, dtype, kwargs
+
+
+_WRITING = frozenset(
+    ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__")
+)
+_SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
 
 
 def _getter(name: str) -> Any:

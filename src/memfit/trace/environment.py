@@ -148,12 +148,45 @@ def cuda_present(capability: tuple[int, int] | None) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(patched(torch.cuda, name, lambda _, answer=answer: lambda *a, **k: answer))
+        stack.enter_context(_cuda_generators())
         stack.enter_context(patched(torch.cuda.amp.common, "amp_definitely_not_available", lambda _: lambda: False))
         kind = torch.utils.checkpoint.DefaultDeviceType
         before = kind.get_device_type()
         kind.set_device_type("cuda")
         stack.callback(kind.set_device_type, before)
         yield
+
+
+class _AnyGenerator(type(torch.Generator)):
+    """Lets `isinstance(value, torch.Generator)` hold for every generator while the name stands for another class."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, torch._C.Generator)
+
+
+class _CudaGenerator(torch.Generator, metaclass=_AnyGenerator):
+    """A generator that says it is on the device it was made for; its numbers come from the CPU, as the capture's do."""
+
+    _place: torch.device
+
+    def __new__(cls, device: Any = "cpu") -> _CudaGenerator:
+        made = super().__new__(cls, device="cpu")  # type: ignore[call-arg]
+        made.__dict__["_place"] = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        return made
+
+    @property
+    def device(self) -> torch.device:
+        return self._place
+
+
+@contextlib.contextmanager
+def _cuda_generators() -> Iterator[None]:
+    original = torch.Generator
+    torch.Generator = _CudaGenerator  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        torch.Generator = original  # type: ignore[misc]
 
 
 _COPIED = (list, dict, set, collections.OrderedDict, collections.defaultdict)

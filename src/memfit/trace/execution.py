@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
-from memfit.trace.arguments import map_tensors, tensors_of
+from memfit.trace.arguments import differentiates, map_tensors, tensors_of, unwrapped
 from memfit.trace.errors import MADE_IN_STEP, UnsupportedError
 from memfit.trace.rules import Rule, RuleContext, Rules
 from memfit.trace.rules.flops import FLOPS
@@ -35,6 +35,14 @@ _META = torch.device("meta")
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten
 _RESIZING = (_aten.set_, _aten.resize_, _aten.resize_as_)
+_INDEXING = (
+    "aten.index.Tensor",
+    "aten.index_put.default",
+    "aten.index_put_.default",
+    "aten._unsafe_index.Tensor",
+    "aten._unsafe_index_put.default",
+    "aten._index_put_impl_.default",
+)
 _SAVES_NUMBER = (_aten.mul.Tensor, _aten.div.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor)
 
 
@@ -152,7 +160,7 @@ class Executor:
 
     def lift(self, tensor: torch.Tensor, module: str) -> torch.Tensor:
         """The meta tensor that stands for a real one from now on; its values are no longer known."""
-        if tensor.is_meta:
+        if tensor.is_meta or unwrapped(tensor) is not tensor:
             return tensor
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             self.table.classify(tensor, module)
@@ -160,6 +168,8 @@ class Executor:
 
     def has_value(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's values are known."""
+        if unwrapped(tensor) is not tensor:
+            return False  # inside torch.func's transforms it stands for several tensors, or for one that is followed
         return (
             not tensor.is_meta
             and tensor.device.type == "cpu"
@@ -204,6 +214,8 @@ class Executor:
         result = self._call(func, info, args, {**kwargs, "device": _META})
         if not isinstance(result, torch.Tensor) or result.numel() > KNOWN_VALUE_LIMIT or kwargs.get("requires_grad"):
             return result
+        if differentiates():  # derivatives of a real tensor would have to be real too
+            return result
         return func(*args, **{**kwargs, "device": _CPU, "pin_memory": False})
 
     def _run_mixed(
@@ -220,8 +232,10 @@ class Executor:
         real_kwargs = {**kwargs, "device": _CPU} if "device" in kwargs else kwargs
         if keeps_values and (written or info.name == "aten.lift_fresh.default"):
             return func(*args, **real_kwargs)
-        if info.name in ("aten.index.Tensor", "aten.index_put_.default"):
+        if info.name in _INDEXING:
             args = (args[0], self._known_masks(args[1]), *args[2:])
+        elif info.name == "aten.masked_select.default" and not keeps_values and self.has_value(args[1]):
+            return self._selected(args[0], args[1])
         aliasing = bool(written) or info.aliases
         meta_args = map_tensors(args, lambda tensor: self._twin(tensor, aliasing))
         meta_kwargs = map_tensors(kwargs, lambda tensor: self._twin(tensor, aliasing))
@@ -230,7 +244,11 @@ class Executor:
         if info.kernel is not None and getattr(info.kernel, "reads_values", False):
             return info.kernel(self.context, func, args, kwargs)
         if keeps_values and _is_small(func, meta_args, meta_kwargs):
-            return func(*args, **real_kwargs)
+            try:
+                return func(*args, **real_kwargs)
+            except NotImplementedError:  # the CPU may have no kernel for a dtype that the target has one for
+                if self.context.device_type == "cpu":
+                    raise
         result = self._call(func, info, meta_args, meta_kwargs)
         self.table.valueless.update(tensor.untyped_storage()._cdata for tensor in written if not tensor.is_meta)
         return result
@@ -243,11 +261,17 @@ class Executor:
             positions += index.nonzero(as_tuple=True) if mask else [index]
         return positions
 
+    def _selected(self, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """What `masked_select` returns for a mask of known values."""
+        shape = torch.broadcast_shapes(tensor.shape, mask.shape)
+        return torch.empty(int(mask.expand(shape).sum()), dtype=tensor.dtype, device=_META)
+
     def _twin(self, tensor: torch.Tensor, aliasing: bool) -> torch.Tensor:
         """A meta tensor of the same geometry; with `aliasing` one whose storage stands for the tensor's own."""
         if tensor.is_meta:
             return tensor
-        if not aliasing:
+        # positions of a mask are made below the dispatcher: no op of the step has seen them
+        if not aliasing or tensor.untyped_storage()._cdata not in self.table.known:
             return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
         storage = tensor.untyped_storage()
         twin = self.table.twins.get(storage._cdata)

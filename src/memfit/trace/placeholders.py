@@ -44,14 +44,15 @@ class Placeholders:
             self._remember(tensor, known)
         return known  # type: ignore[return-value]
 
-    def buffer(self, tensor: torch.Tensor) -> torch.Tensor:
+    def buffer(self, tensor: torch.Tensor, *, keep_floats: bool = False) -> torch.Tensor:
         """The stand-in of a buffer, a batch tensor or an optimizer's state.
 
-        Small integers and scalars on the CPU keep their values: a step may branch on masks, lengths and counters.
+        Small integers and scalars on the CPU keep their values: a step may branch on masks, lengths and counters. With
+        `keep_floats` other numbers do too, unless they take gradients: in a batch they may be boxes or padded images.
         """
         known = self.of.get(id(tensor))
         if known is None:
-            telling = not tensor.is_floating_point() or tensor.dim() == 0
+            telling = (keep_floats and not tensor.requires_grad) or not tensor.is_floating_point() or tensor.dim() == 0
             small = tensor.device.type == "cpu" and tensor.numel() <= KNOWN_VALUE_LIMIT
             if telling and small and type(tensor) is torch.Tensor:
                 known = tensor.detach().clone(memory_format=torch.preserve_format)
@@ -76,23 +77,27 @@ class Placeholders:
         self._storages.clear()
         self.attributes.clear()
 
-    def tree(self, value: Any) -> Any:
+    def batch(self, value: Any) -> Any:
+        """The same structure with every tensor in it replaced, small ones by a copy that keeps its values."""
+        return self.tree(value, keep_floats=True)
+
+    def tree(self, value: Any, *, keep_floats: bool = False) -> Any:
         """The same structure with every tensor in it replaced."""
         if isinstance(value, nn.Parameter):
             return self.parameter(value)
         if isinstance(value, torch.Tensor):
-            return self.buffer(value)
+            return self.buffer(value, keep_floats=keep_floats)
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*(self.tree(item) for item in value))
+            return type(value)(*(self.tree(item, keep_floats=keep_floats) for item in value))
         if isinstance(value, (list, tuple)):
-            return type(value)(self.tree(item) for item in value)
+            return type(value)(self.tree(item, keep_floats=keep_floats) for item in value)
         if isinstance(value, Mapping):
-            items = {key: self.tree(item) for key, item in value.items()}
+            items = {key: self.tree(item, keep_floats=keep_floats) for key, item in value.items()}
             return items if type(value) is dict else _rebuilt(value, items)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             copied = copy.copy(value)
             for field in dataclasses.fields(value):
-                object.__setattr__(copied, field.name, self.tree(getattr(value, field.name)))
+                object.__setattr__(copied, field.name, self.tree(getattr(value, field.name), keep_floats=keep_floats))
             return copied
         return value
 

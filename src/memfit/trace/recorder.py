@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ _aten = torch.ops.aten
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
 _PLACE = "_memfit_place"
+_NO_KERNEL = re.compile(r"not implemented for '\w+'")
+"""How torch says that a kernel does not take a dtype."""
 _COPIES = (_aten._to_copy.default, _aten.copy_.default, _aten.index.Tensor, _aten.index_put_.default)
 
 
@@ -122,7 +125,7 @@ class Recorder(TorchDispatchMode):
         tags = func.tags
         if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
             problem, advice = "the step depends on the values of a tensor", DATA_DEPENDENT
-        elif isinstance(error, NotImplementedError):
+        elif isinstance(error, NotImplementedError) and not _NO_KERNEL.search(str(error)):
             problem, advice = "this op has no meta kernel", NO_META_KERNEL
         else:
             return None
@@ -286,12 +289,13 @@ class Recorder(TorchDispatchMode):
         return True
 
     def _answer(self, tensor: torch.Tensor) -> float | bool | None:
-        """What a step that logs its loss, or tests it, is told outside any module; None when it may not ask."""
-        if self.calls.current != NEVER or self.table.phase is Phase.BACKWARD or self.executor.has_value(tensor):
+        """What a step that logs its loss is told outside any module, and one that tests for numbers that are not
+        finite anywhere; None when it may not ask."""
+        if self.table.phase is Phase.BACKWARD or self.executor.has_value(tensor):
             return None
         answer: float | bool | None
         if tensor.is_floating_point():
-            answer = 1.0  # finite, as in any step that goes on
+            answer = 1.0 if self.calls.current == NEVER else None  # finite, as in any step that goes on
         else:
             number = self.table.number_of(tensor)
             producer = self._last_producer.get(number, NEVER)
@@ -459,7 +463,7 @@ class Recorder(TorchDispatchMode):
             if producer != NEVER:
                 self.saved_ops.add(producer)
             with _disable_current_modes():  # kept as it is, a node's own result would hold the node in a cycle
-                if self.table.phase is not Phase.BACKWARD and tensor.is_meta:
+                if self.table.phase is not Phase.BACKWARD:
                     return self.table.saved(tensor)
                 node = tensor.grad_fn
                 return tensor if node is None or node._sequence_nr() != sequence else tensor.detach()

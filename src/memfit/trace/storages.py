@@ -165,13 +165,20 @@ class StorageTable:
             return tensor.detach()
         ref = self._saved.get(number)
         twin = None if ref is None else ref()
+        if twin is not None and twin.device != storage.device:  # its values are known in one place and not in another
+            return tensor.detach()
         if twin is None:
-            twin = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
+            if tensor.is_meta:
+                twin = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
+            else:
+                twin = storage.clone()
+                if storage._cdata in self.valueless:
+                    self.valueless.add(twin._cdata)
             self.known[twin._cdata] = number
             self.drafts[number].lives += 1
             self.drafts[number].saved += 1
             self._saved[number] = self._watch(twin, number, saved=True)
-        made = torch.empty(0, dtype=tensor.dtype, device="meta")
+        made = torch.empty(0, dtype=tensor.dtype, device=storage.device)
         return made.set_(twin, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
 
     @contextlib.contextmanager
