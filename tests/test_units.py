@@ -14,8 +14,9 @@ from memfit.units import GiB, KiB, MiB, display_bytes, display_ms, parse_bytes
         ("80GB", 80 * 10**9),
         ("512 MiB", 512 * MiB),
         ("1.5 kib", 1536),
-        ("123", 123),
-        ("1_000", 1000),
+        ("123B", 123),
+        ("1_048_576", 1 << 20),
+        ("85899345920", 80 * GiB),
         (4096, 4096),
         ("7 bytes", 7),
         (0, 0),
@@ -42,6 +43,30 @@ def test_a_fraction_without_a_total_is_refused(written):
 def test_nonsense_is_refused_with_an_input_error(written):
     with pytest.raises(InputError):
         parse_bytes(written, total_bytes=GiB)
+
+
+@pytest.mark.parametrize(
+    ("written", "instead"),
+    [
+        ("80", "write 80GiB or 80GB, or 80% of the device"),
+        (" 80 ", "write 80GiB or 80GB, or 80% of the device"),
+        ("1", "write 1GiB or 1GB, or 1% of the device"),
+        ("141", "write 141GiB or 141GB$"),
+        ("81920", "write 81920MiB, 81920MB or 81920B"),
+        ("1e3", "write 1e3GiB"),
+        ("80.0", "write 80.0GiB"),
+        ("23.5", "no fraction of at most 1; write 23.5GiB"),
+        ("0", "write for example '72GiB'"),
+        ("-80", "write for example '72GiB'"),
+    ],
+)
+def test_a_number_without_a_unit_is_refused_and_says_what_to_write(written, instead):
+    with pytest.raises(InputError, match=instead):
+        parse_bytes(written, total_bytes=80 * GiB)
+
+
+def test_a_number_with_a_point_is_a_fraction():
+    assert parse_bytes("1.0", total_bytes=80 * GiB) == 80 * GiB
 
 
 def test_a_bare_letter_is_refused_and_says_what_to_write():

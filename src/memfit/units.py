@@ -28,13 +28,18 @@ _UNITS = {
     "gib": GiB,
     "tib": TiB,
 }
+_LEAST_BYTES = MiB
+"""A number without a unit below this is taken for one whose unit was forgotten: 80 GiB, or 81920 MiB."""
 _DISPLAY = {"B": 1, "bytes": 1, "KiB": KiB, "MiB": MiB, "GiB": GiB, "TiB": TiB}
 _SIZE = re.compile(r"\s*([+-]?\d[\d_]*(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*|%)\s*")
-_HOW = "write for example '72GiB', '80GB', '512 MiB', a number of bytes, or a fraction such as 0.9"
+_HOW = "write for example '72GiB', '80GB', '512 MiB', or a fraction such as 0.9"
 
 
 def parse_bytes(size: str | int | float, *, total_bytes: int | None = None) -> int:
-    """Turn a size into bytes. A float, '0.9' or '90%' is a fraction of `total_bytes`, which must be given."""
+    """Turn a size into bytes. A float, '0.9' or '90%' is a fraction of `total_bytes`, which must be given.
+
+    A number in a string needs a unit, unless it is so large that it can only be bytes; an int is bytes.
+    """
     if isinstance(size, bool) or not isinstance(size, str | float | numbers.Integral):
         raise InputError(f"a size cannot be {size!r}; {_HOW}")
     if isinstance(size, numbers.Integral):
@@ -55,8 +60,12 @@ def parse_bytes(size: str | int | float, *, total_bytes: int | None = None) -> i
         )
     if unit not in _UNITS:
         raise InputError(f"unknown unit {match[2]!r} in the size {size!r}; {_HOW}")
-    if not unit and number.denominator != 1:
+    if not unit and (number.denominator != 1 or "." in match[1]):
+        if number > 1:
+            raise InputError(f"{size!r} has no unit, and is no fraction of at most 1; {_with_unit(match[1])}")
         return _fraction_of(number, total_bytes, size)
+    if not unit and abs(number) < _LEAST_BYTES:
+        raise InputError(f"{size!r} has no unit; {_with_unit(match[1])}")
     return _not_negative(math.floor(number * _UNITS[unit]), size)
 
 
@@ -93,6 +102,17 @@ def _fraction_of(fraction: float | Fraction, total_bytes: int | None, written: o
     if total_bytes is None:
         raise InputError(f"{written!r} is a fraction of a total that is not known here; write bytes, such as '72GiB'")
     return math.floor(Fraction(fraction) * total_bytes)
+
+
+def _with_unit(number: str) -> str:
+    """What to write for a number that may be GiB, MiB or a part of the device."""
+    amount = Fraction(number.replace("_", ""))
+    if amount <= 0:
+        return _HOW
+    if amount >= KiB:
+        return f"write {number}MiB, {number}MB or {number}B"
+    part = f", or {number}% of the device" if amount <= 100 else ""
+    return f"write {number}GiB or {number}GB{part}"
 
 
 def _instead(size: float) -> str:

@@ -36,6 +36,13 @@ def step(batch: int = 256) -> Step:
     return Step(Stack(), torch.randn(batch, 32))
 
 
+def interrupted(batch: int = 256) -> Step:
+    """Ctrl-C, as soon as the batch is large."""
+    if batch >= 256:
+        raise KeyboardInterrupt
+    return step(batch)
+
+
 class Counting(Block):
     """Computes something else whenever it is run again."""
 

@@ -85,6 +85,23 @@ def test_search_for_a_batch(run: Runner) -> None:
     assert document(run, "search", STEP, *CPU, *forced)["points"][0]["recompute_ms"] > 0
 
 
+def test_search_tells_of_every_value_as_it_is_tried(run: Runner) -> None:
+    ran = run("search", STEP, *CPU, "--budget", "2MiB", "--values", "64,256,1024", "--json")
+    lines = ran.err.splitlines()
+    assert lines[0].startswith("searching for the best batch size of command_steps:step")
+    told = [line for line in lines if line.startswith("batch ")]
+    assert [line.partition(":")[0] for line in told] == ["batch 64", "batch 256", "batch 1024"]
+    assert "samples/s" in told[0] and "no plan fits, which needs" in told[2]
+    assert json.loads(ran.out)["complete"] is True
+
+
+def test_an_interrupted_search_shows_what_it_has(run: Runner) -> None:
+    ran = run("search", "command_steps:interrupted", *CPU, "--budget", "2MiB", "--values", "64,128,256")
+    assert ran.code == 130 and "interrupted, up to here 128 is best" in " ".join(ran.out.split())
+    nothing = run("search", "command_steps:interrupted", *CPU, "--values", "256")
+    assert nothing.code == 130 and not nothing.out
+
+
 def test_search_runs_the_users_file_once(run: Runner, tmp_path: Path) -> None:
     train = Path(__file__).with_name("command_steps.py").read_text()
     counted = tmp_path / "counted_train.py"

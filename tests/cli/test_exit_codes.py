@@ -47,6 +47,7 @@ def test_a_step_that_is_written_wrongly_is_wrong_usage(
         ((*CPU, "--ranks", "0"), "--ranks is 0"),
         ((*CPU, "--budget", "0"), "--budget: "),
         ((*CPU, "--budget", "10x"), "--budget: unknown unit 'x'"),
+        ((*CPU, "--budget", "80"), "--budget: '80' has no unit; write 80GiB"),
     ],
 )
 def test_hardware_that_is_written_wrongly_is_wrong_usage(

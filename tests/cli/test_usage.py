@@ -64,6 +64,28 @@ def test_a_missing_argument_is_wrong_usage(name: str, run: Runner) -> None:
     assert ran.code == 2 and not ran.out and "issing" in ran.said
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--tp", "8"], "there is no option '--tp': tensor parallelism is not planned. Today parameters"),
+        (["--tensor_parallel_size=8"], "tensor parallelism is not planned"),
+        (["--pp", "2"], "pipeline parallelism is not planned"),
+        (["--cp", "2"], "context parallelism is not planned"),
+        (["--ep", "2"], "expert parallelism is not planned"),
+        (["--nproc-per-node", "8"], "write --ranks 8, which shards the model over 8 ranks"),
+        (["--gpu", "h100"], "there is no option '--gpu'; write --target h100-sxm"),
+        (["--batch-size", "8"], "there is no option '--batch-size'; write --batch 8"),
+        (["--max-memory", "8GiB"], "write --budget 72GiB"),
+        (["--frobnicate"], "there is no option '--frobnicate'; `memfit plan --help` lists those that there are"),
+    ],
+)
+def test_options_of_other_tools_say_what_to_write_and_what_is_not_planned(
+    given: list[str], says: str, run: Runner
+) -> None:
+    ran = run("plan", "gpt2", *given, "--target", "h100-sxm")
+    assert ran.code == 2 and says in ran.said and not ran.out and "-o, --output" not in ran.said
+
+
 def test_the_nearest_option_is_suggested(run: Runner) -> None:
     ran = run("plan", "gpt2", "--tarfet", "h100-sxm")
     assert ran.code == 2 and "Perhaps you meant" in ran.said and "--target" in ran.said

@@ -213,7 +213,7 @@ def test_a_plan_for_another_model_is_refused_and_nothing_changes(plan: Plan, cha
 
 def test_what_cannot_be_applied_is_refused(step: Step, plan: Plan) -> None:
     model = Blocks()
-    hopeless = memfit.plan(step, target="cpu", budget=1000, progress=False)
+    hopeless = memfit.plan(step, target="cpu", budget="1000B", progress=False)
     with pytest.raises(memfit.InputError, match=r"infeasible.*budget of"):
         hopeless.apply(model)
     sharded = memfit.plan(step, target="cpu", ranks=2, progress=False)

@@ -60,6 +60,16 @@ def test_budgets():
             target.budget_bytes(wrong)
 
 
+def test_a_budget_without_its_unit_is_refused_before_it_is_taken_for_bytes():
+    target = Target.parse("h100")
+    with pytest.raises(InputError, match="80 bytes, which hold no training step; write '80GiB'"):
+        target.budget_bytes(80)
+    with pytest.raises(InputError, match="'80' has no unit; write 80GiB"):
+        target.budget_bytes("80")
+    assert target.budget_bytes("80B") == 80
+    assert target.budget_bytes(2048) == 2048
+
+
 def test_a_transfer_takes_latency_and_bytes_over_bandwidth():
     link = load_link("infiniband-ndr")
     assert link.transfer_ms(0) == link.latency_ms

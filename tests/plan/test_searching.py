@@ -13,8 +13,8 @@ from torch import nn
 import memfit
 from memfit.errors import InputError
 from memfit.hardware import Target
-from memfit.plan.search_result import Search
-from memfit.plan.searching import search
+from memfit.plan.search_result import Search, SearchInterrupted, SearchPoint
+from memfit.plan.searching import _round_between, search
 from memfit.solve import SolveOptions
 from memfit.trace import Step
 
@@ -201,6 +201,48 @@ def test_values_without_a_step_end_the_search() -> None:
     assert "1408 has none" in str(found)
     with pytest.raises(InputError, match="1300 positions"):
         search(make, over="seq", target="h100-sxm", values=[2048])
+
+
+def test_every_value_is_told_of_when_it_has_been_tried(batches: tuple[Search, list[int]]) -> None:
+    heard: list[SearchPoint] = []
+    make = Counted(of_batch)
+    found = search(make, target="h100-sxm", budget="115MiB", watch=heard.append)
+    assert heard[0].value == make.asked[0] and {point.value for point in heard} == {p.value for p in found.points}
+    assert set(found.points) <= set(heard)
+
+
+def test_an_interrupted_search_has_what_was_found_so_far() -> None:
+    def make(batch: int) -> Step:
+        if batch > 2:
+            raise KeyboardInterrupt
+        return of_batch(batch)
+
+    with pytest.raises(KeyboardInterrupt) as interrupted:
+        search(make, target="h100-sxm", budget="115MiB", values=[1, 2, 4, 8])
+    found = interrupted.value.found
+    assert isinstance(interrupted.value, SearchInterrupted)
+    assert [point.value for point in found.points] == [1, 2] and not found.complete
+    assert found.best is not None and found.best.value == 2
+    words = " ".join(str(found).split())
+    assert "interrupted after 2 values" in words and "up to here" in words
+    assert json.loads(found.to_json())["complete"] is False
+
+
+def test_the_best_value_is_solved_to_the_end(
+    batches: tuple[Search, list[int]], by_hand: dict[int, memfit.Plan]
+) -> None:
+    found = batches[0]
+    assert found.complete and found.best is not None
+    assert (found.best.status, found.best.gap) == ("optimal", 0.0)
+    plan = by_hand[found.best.value]
+    assert plan.predicted is not None and found.best.recompute_ms == pytest.approx(plan.predicted.recompute_ms)
+
+
+def test_values_between_are_round_and_strictly_between() -> None:
+    for low in range(0, 40, 3):
+        for high in range(low + 2, 90):
+            assert low < _round_between(low, high, 1) < high
+    assert _round_between(8, 64, 1) == 32 and _round_between(1024, 2048, 128) == 1536
 
 
 def test_an_answer_is_read_and_kept(batches: tuple[Search, list[int]]) -> None:

@@ -35,7 +35,7 @@ def test_a_report_has_the_peaks_and_times_of_its_plan(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_what_is_alive_adds_up_to_the_level_of_every_instant(ranks: int) -> None:
     trace = memfit.trace(training_step(SMALL, batch=2, length=256), target="h100-sxm")
-    least = memfit.plan(trace, ranks=ranks, budget=1, progress=False).minimum_budget_bytes
+    least = memfit.plan(trace, ranks=ranks, budget="1B", progress=False).minimum_budget_bytes
     timeline = Report.of(memfit.plan(trace, ranks=ranks, budget=least, progress=False), trace).planned
     assert timeline is not None and timeline.units
     sizes, workspace = allocation_bytes(timeline), timeline.lives.workspace_bytes

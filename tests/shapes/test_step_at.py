@@ -14,7 +14,8 @@ import torch
 import memfit
 from memfit.errors import InputError
 from memfit.shapes import named_step_at, named_steps_at, step_at
-from memfit.shapes.problems import StepRaised
+from memfit.shapes.hub_cache import cached_config
+from memfit.shapes.problems import StepRaised, WrongRequest
 from memfit.trace import Trace
 
 TRAIN = """
@@ -294,3 +295,71 @@ def test_without_transformers_one_is_told_how_to_install_it(tmp_path: Path, monk
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(InputError, match="needs transformers, which is not installed: pip install transformers"):
         step_at(config(tmp_path, CAUSAL))
+
+
+def cached(cache: Path, name: str, commit: str, *, ref: str | None = "main", config: bool = True) -> None:
+    """A model as huggingface_hub keeps it: a blob, a snapshot that links to it, and a branch that names the commit."""
+    folder = cache / f"models--{name.replace('/', '--')}"
+    (folder / "blobs").mkdir(parents=True, exist_ok=True)
+    (folder / "snapshots" / commit).mkdir(parents=True)
+    if config:
+        (folder / "blobs" / f"blob-{commit}").write_text(json.dumps(GPT2_CONFIG))
+        (folder / "snapshots" / commit / "config.json").symlink_to(Path("../../blobs") / f"blob-{commit}")
+    if ref is not None:
+        (folder / "refs").mkdir(exist_ok=True)
+        (folder / "refs" / ref).write_text(commit)
+
+
+GPT2_CONFIG = {
+    "model_type": "gpt2",
+    "architectures": ["GPT2LMHeadModel"],
+    "n_embd": 16,
+    "n_head": 2,
+    "n_layer": 1,
+    "n_positions": 32,
+    "vocab_size": 64,
+}
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def test_a_model_of_the_hub_is_read_from_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    cached(tmp_path / "hub", "org/tiny", COMMIT)
+    found = named_step_at("hf:org/tiny", batch=2)
+    assert found.title == "GPT2LMHeadModel of org/tiny, batch 2, sequences of 32"
+    assert named_step_at(f"hf:org/tiny@{COMMIT[:8]}").title.startswith("GPT2LMHeadModel of org/tiny@")
+    cached(tmp_path / "hub", "detached", COMMIT, ref=None)
+    assert named_step_at("hf:detached").title.startswith("GPT2LMHeadModel of detached")
+
+
+def test_huggingface_hub_finds_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    cached(tmp_path, "org/tiny", COMMIT)
+    theirs = hub.try_to_load_from_cache("org/tiny", "config.json", cache_dir=tmp_path)
+    assert cached_config("org/tiny").resolve() == Path(theirs).resolve()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("hf:org/absent", r"no model of that name in the cache of Hugging Face.*`hf download org/absent config\.json`"),
+        ("hf:org/tiny@v2", r"revision 'v2' of org/tiny is not in the cache.*0123456789.*--revision v2"),
+        ("hf:org/bare", r"org/bare is in the cache.*its config\.json was not downloaded.*hf download org/bare"),
+        ("hf:org/other", r"without a config\.json: the model has no config\.json.*path/to/file\.py:function"),
+    ],
+)
+def test_what_the_cache_does_not_have_is_refused(
+    text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    cached(tmp_path, "org/tiny", COMMIT)
+    for name in ("org/bare", "org/other"):
+        cached(tmp_path, name, COMMIT, config=False)
+    absent = tmp_path / "models--org--other" / ".no_exist" / COMMIT
+    absent.mkdir(parents=True)
+    (absent / "config.json").touch()
+    with pytest.raises(WrongRequest, match=says):
+        named_step_at(text)

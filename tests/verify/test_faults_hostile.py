@@ -44,7 +44,7 @@ class Stack(nn.Module):
 def plan() -> memfit.Plan:
     step = memfit.Step(Stack, memfit.spec((256, 32)), loss=lambda output, _: output.square().mean())
     captured = memfit.trace(step, target="cpu")
-    least = memfit.plan(captured, budget=1, progress=False).minimum_budget_bytes
+    least = memfit.plan(captured, budget="1B", progress=False).minimum_budget_bytes
     found = memfit.plan(captured, budget=least, progress=False)
     assert found.checkpoint
     return found

@@ -40,7 +40,7 @@ class Case:
         self.x = torch.randn(rows, 32)
         step = memfit.Step(self.model, self.x, loss=lambda output, _: output.square().mean(), optimizer=self.optimizer)
         self.trace = memfit.trace(step, target="cpu")
-        least = memfit.plan(self.trace, budget=1, progress=False).minimum_budget_bytes
+        least = memfit.plan(self.trace, budget="1B", progress=False).minimum_budget_bytes
         self.plan = memfit.plan(self.trace, budget=least, progress=False)
 
     def apply(self) -> Case:
@@ -276,7 +276,7 @@ def test_a_batch_that_no_plan_brings_under_the_budget_is_run_with_the_lowest_pea
     ):
         warnings.simplefilter("ignore", memfit.verify.PlanDrift)
         guard.step(train)
-    least = memfit.plan(step.with_batch(longer), target="cpu", budget=1, progress=False).minimum_budget_bytes
+    least = memfit.plan(step.with_batch(longer), target="cpu", budget="1B", progress=False).minimum_budget_bytes
     assert len(attempts) == 2 and guard.plan.budget_bytes == least > roomy.budget_bytes
 
 

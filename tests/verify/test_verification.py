@@ -262,7 +262,7 @@ def test_what_cannot_be_run_is_refused(change: dict, says: str) -> None:
 def test_an_infeasible_plan_is_refused() -> None:
     step = step_of()
     with pytest.raises(InputError, match="infeasible"):
-        memfit.plan(step, target="cpu", budget=1, progress=False).verify(step)
+        memfit.plan(step, target="cpu", budget="1B", progress=False).verify(step)
 
 
 def test_a_model_given_as_a_callable_is_built() -> None:

@@ -95,7 +95,7 @@ def step_of(kind: type[nn.Module] = Block, **options: Any) -> Step:
 def planned(step: Step, part: float = 0.0) -> Plan:
     """A plan for a budget so far between the smallest and the baseline."""
     trace = memfit.trace(step, target="cpu")
-    least = memfit.plan(trace, budget=1, progress=False)
+    least = memfit.plan(trace, budget="1B", progress=False)
     assert least.minimum_budget_bytes is not None
     low, high = least.minimum_budget_bytes, least.baseline.peak_bytes
     return memfit.plan(trace, budget=low + int((high - low) * part), progress=False)

@@ -8,12 +8,11 @@ import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from memfit.cli.foreign import check_options
 from memfit.cli.output import close_quietly, say_problem
-from memfit.cli.problems import UsageError, nearest
+from memfit.cli.problems import DONE, FAILED, STOPPED, USAGE, UsageError, nearest
 from memfit.cli.streams import only_results
 from memfit.errors import MemfitError
-
-DONE, FAILED, USAGE, INFEASIBLE, STOPPED = 0, 1, 2, 3, 130
 
 COMMANDS = {
     "plan": "the fastest plan for a training step that fits the memory",
@@ -37,7 +36,7 @@ _EPILOG = """examples:
   memfit COMMAND --help
 
 train.py:step is a function that returns a memfit.Step(model, batch, ...).
-exit codes: 0 done, 1 error, 2 wrong usage, 3 nothing fits the budget"""
+exit codes: 0 done, 1 error, 2 wrong usage, 3 nothing fits the budget, 130 interrupted"""
 
 
 class Command(Protocol):
@@ -91,6 +90,7 @@ def _run(arguments: list[str], *, program: bool) -> int:
         near = nearest(name, COMMANDS)
         hint = f"did you mean {near!r}?" if near else f"there are {_listed(list(COMMANDS))}; memfit --help says more"
         raise UsageError(f"there is no {what} {name!r}; {hint}")
+    check_options(name, command_class(name), arguments[1:])
     command = parsed(name, arguments[1:])
     with only_results(to_the_end=program):
         return command.run()

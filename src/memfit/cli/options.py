@@ -61,7 +61,8 @@ class StepOptions:
 
     step: Annotated[tyro.conf.Positional[str], arg("STEP")]
     """`train.py:function` or `package.module:function` that returns a memfit.Step; `hf:config.json`, a transformers
-    configuration; a built-in shape (`memfit shapes`); or a trace (.memfit) from memfit.save_trace."""
+    configuration, or `hf:org/name`, one in the local cache of Hugging Face; a built-in shape (`memfit shapes`); or
+    a trace (.memfit) from memfit.save_trace."""
     batch: Annotated[Count, arg("N", "the step's own")] = None
     """Sequences or images in a batch."""
     seq: Annotated[Count, arg("N", "the step's own")] = None
@@ -85,7 +86,7 @@ class HardwareOptions:
     ranks: Annotated[Count, arg("N", "1", "-n")] = None
     """How many of them; the model is sharded over all of them."""
     budget: Annotated[str | None, arg("SIZE", "what the device has room for", "-b")] = None
-    """What tensors of one rank may take: 72GiB, 80GB, bytes, 90% or 0.9 of the device."""
+    """What tensors of one rank may take: 72GiB, 80GB, 90% or 0.9 of the device. A number needs its unit."""
 
 
 @dataclass(frozen=True, kw_only=True)

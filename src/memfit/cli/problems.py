@@ -9,6 +9,8 @@ from pathlib import Path
 
 from memfit.errors import InputError
 
+DONE, FAILED, USAGE, INFEASIBLE, STOPPED = 0, 1, 2, 3, 130
+"""Exit codes."""
 _STANDARD_OUTPUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 _EXAMPLES = {
     "--html": "report.html",

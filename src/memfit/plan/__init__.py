@@ -15,7 +15,7 @@ from memfit.plan.record import (
     ShardPlan,
     UnitOp,
 )
-from memfit.plan.search_result import Search, SearchPoint
+from memfit.plan.search_result import Search, SearchInterrupted, SearchPoint
 from memfit.plan.searching import search
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "PlanMismatch",
     "Prediction",
     "Search",
+    "SearchInterrupted",
     "SearchPoint",
     "ShardPlan",
     "ShardedUnit",

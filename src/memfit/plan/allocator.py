@@ -54,7 +54,14 @@ def held_under(problem: Problem, solved: Solved, *, expandable: bool = False) ->
 def with_room(
     problem: Problem, solved: Solved, watch: Callable[[Incumbent], None] | None = None, *, expandable: bool = False
 ) -> Solved:
-    """A plan for this budget or a lower one with which the allocator, too, stays within the device.
+    """A plan for this budget or a lower one with which the allocator, too, stays within the device."""
+    return with_room_held(problem, solved, watch, expandable=expandable)[0]
+
+
+def with_room_held(
+    problem: Problem, solved: Solved, watch: Callable[[Incumbent], None] | None = None, *, expandable: bool = False
+) -> tuple[Solved, Held | None]:
+    """The plan of `with_room`, and what the allocator does with it.
 
     What it holds too much is taken off the budget, some times; then the smallest budget is tried, and some between.
     Where none will do it is the plan with the most room, and of those alike the one with the most budget.
@@ -68,8 +75,10 @@ def with_room(
             tried.append((held, found))
         return held is not None and held.room is Room.ENOUGH
 
-    if solved.replay is None or able(solved):
-        return solved
+    if solved.replay is None:
+        return solved, None
+    if able(solved):
+        return solved, tried[0][0]
     for _ in range(_LOWERINGS):
         held, lowest = tried[-1]
         budget_bytes = lowest.budget_bytes - max(held.reserved_bytes - usable, usable // _STEP)
@@ -80,7 +89,8 @@ def with_room(
             break
     if tried[-1][0].room is not Room.ENOUGH:
         _between(problem, tried, able)
-    return min(tried, key=lambda each: (each[0].room.value, -each[1].budget_bytes))[1]
+    held, found = min(tried, key=lambda each: (each[0].room.value, -each[1].budget_bytes))
+    return found, held
 
 
 def _between(problem: Problem, tried: list[tuple[Held, Solved]], able: Callable[[Solved], bool]) -> None:

@@ -31,6 +31,8 @@ def _headline(search: Search) -> Text:
     where = search.target if search.ranks is None else f"{search.ranks} x {search.target}"
     text = Text(f"{_WHAT[search.over]} for {where}, budget {display_bytes(search.budget_bytes)} a rank: ")
     best, largest, smallest = search.best, search.largest, search.smallest
+    if not search.complete:
+        text.append("interrupted, up to here ", style="bold yellow")
     if largest is None or smallest is None:
         text.append("nothing fits", style="bold red")
         text.append(_what_is_missing(search))
@@ -138,7 +140,8 @@ def _legend(search: Search) -> str:
     ranks = " of all ranks together" if search.ranks != 1 else ""
     lines = f"{search.counts}/s: predicted{ranks}; least budget: the smallest that any plan works with"
     if any(point.gap for point in search.points):
-        lines += "; some plans are not proven to be the fastest"
+        most = max(point.gap or 0.0 for point in search.points)
+        lines += f"; recomputing may be up to {most:.1%} above the least where a plan is not proven to be the fastest"
     lowered = [point for point in search.points if point.fits and point.budget_bytes < search.budget_bytes]
     if lowered:
         least = display_bytes(min(point.budget_bytes for point in lowered))

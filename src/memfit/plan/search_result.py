@@ -51,7 +51,7 @@ class Search:
     """Points by growing value. `grid` is how far apart values are, 0 when the values were given.
 
     `counts` is what throughput counts: samples or tokens. `refused` is the smallest value that no step could be made
-    of. `notes` say what ended the search.
+    of. `complete` is False when the search was interrupted: there may be better values. `notes` say what ended it.
     """
 
     over: Over
@@ -60,6 +60,7 @@ class Search:
     budget_bytes: int
     counts: Literal["samples", "tokens"]
     grid: int
+    complete: bool = True
     refused: int | None = None
     points: tuple[SearchPoint, ...]
     notes: tuple[str, ...] = ()
@@ -142,3 +143,11 @@ class Search:
     def __repr__(self) -> str:
         best, largest = (None if point is None else point.value for point in (self.best, self.largest))
         return f"Search(over {self.over}: best {best}, largest {largest}; points: {len(self.points)})"
+
+
+class SearchInterrupted(KeyboardInterrupt):
+    """A search that Ctrl-C ended; `found` is what it had found by then."""
+
+    def __init__(self, found: Search) -> None:
+        super().__init__(f"the search over {found.over} was interrupted; the values that were tried are in `found`")
+        self.found = found

@@ -24,7 +24,8 @@ def step_at(text: str, *, batch: int | None = None, seq: int | None = None) -> S
     """The step that a text names.
 
     `train.py:step` and `package.module:step` are functions that return one, `hf:config.json` is a configuration of
-    transformers, anything else a built-in shape such as `llama3-8b`.
+    transformers, `hf:org/name` that of a model in the local cache of Hugging Face, anything else a built-in shape such
+    as `llama3-8b`.
     """
     return named_step_at(text, batch=batch, seq=seq).step
 

@@ -1,4 +1,7 @@
-"""A step of a transformers configuration: `hf:path/to/config.json`. No weights, no download, no code of strangers."""
+"""A step of a transformers configuration: `hf:path/to/config.json`, or `hf:org/name` from the local cache.
+
+No weights, no download, no code of strangers.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ import torch
 from torch import nn
 
 from memfit.errors import InputError
+from memfit.shapes.hub_cache import cached_config, names_repository
 from memfit.shapes.problems import NotTaken, WrongRequest
 from memfit.shapes.training import BATCH, NO_BATCH, NamedStep, count_given, trained
 from memfit.trace import spec
@@ -46,8 +50,9 @@ class _Class:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configured:
-    """A configuration that was read, and the class of the model that it describes."""
+    """A configuration that was read, and the class of the model that it describes; `name` is how it was asked for."""
 
+    name: str
     path: Path
     raw: dict[str, Any]
     transformers: ModuleType
@@ -56,12 +61,18 @@ class Configured:
 
     @classmethod
     def at(cls, place: str) -> Configured:
-        """The one in the file that `hf:path` names."""
-        path = _config_file(place)
+        """The one in the file that `hf:path` names, or that of the model `hf:org/name` in the local cache."""
+        name = place.removeprefix(PREFIX)
+        path = _config_file(name, place)
         raw = _read(path)
         transformers = _transformers(place)
         return cls(
-            path=path, raw=raw, transformers=transformers, config=_config(raw, path), chosen=_class_of(raw, path)
+            name=str(path) if Path(name).expanduser().exists() else name,
+            path=path,
+            raw=raw,
+            transformers=transformers,
+            config=_config(raw, path),
+            chosen=_class_of(raw, path),
         )
 
     def step(self, *, batch: int | None = None, seq: int | None = None) -> NamedStep:
@@ -82,7 +93,7 @@ class Configured:
                 _check_positions(self.config, build, chosen.name, seq)
         notes += _saved_dtype(self.raw)
         step = trained(build, inputs)
-        return NamedStep(step=step, title=f"{chosen.name} of {self.path}, batch {size}, {what}", notes=tuple(notes))
+        return NamedStep(step=step, title=f"{chosen.name} of {self.name}, batch {size}, {what}", notes=tuple(notes))
 
 
 def _saved_dtype(raw: dict[str, Any]) -> list[str]:
@@ -105,8 +116,10 @@ def _only_loss(module: nn.Module, given: Any, output: Any) -> torch.Tensor:
     return output.loss
 
 
-def _config_file(place: str) -> Path:
-    path = Path(place.removeprefix(PREFIX)).expanduser()
+def _config_file(name: str, place: str) -> Path:
+    path = Path(name).expanduser()
+    if not path.exists() and names_repository(name):
+        return cached_config(name)
     if path.is_dir():
         path = path / "config.json"
     if not path.is_file():

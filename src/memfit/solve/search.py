@@ -48,6 +48,19 @@ class Outcome:
         return relative_gap(self.recompute_ms, self.bound_ms)
 
 
+def infeasible() -> Outcome:
+    """The outcome of a program that is known to hold nothing."""
+    return Outcome(
+        status=Status.INFEASIBLE,
+        choice=None,
+        recompute_ms=math.inf,
+        bound_ms=math.inf,
+        seconds=0.0,
+        rows=0,
+        columns=0,
+    )
+
+
 def search(
     program: Program, limits: Limits | None = None, *, start: Choice | None = None, watch: Watch | None = None
 ) -> Outcome:

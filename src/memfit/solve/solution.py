@@ -20,7 +20,7 @@ from memfit.solve.milp import Incumbent, Status, relative_gap
 from memfit.solve.options import SolveOptions
 from memfit.solve.planned import PlannedTimeline, planned_timeline
 from memfit.solve.program import Candidate, Choice, Program, candidates_of
-from memfit.solve.search import SAME_MS, Outcome, search
+from memfit.solve.search import SAME_MS, Outcome, infeasible, search
 from memfit.solve.sharding import Sharding, shard
 from memfit.trace import NEVER
 from memfit.tradeoff import Policy, Unit, frontiers
@@ -96,6 +96,10 @@ class Problem:
         """
         return least_budget(self.program(1), self.options.limits)
 
+    def is_known_to_need_more_than(self, budget_bytes: int) -> bool:
+        """Whether the lowest peak is known already, and proven to be above a budget: a search there takes long."""
+        return "least" in self.__dict__ and self.least is not None and self.least.bound_bytes > budget_bytes
+
     @property
     def least_is_unproven(self) -> bool:
         """Whether the lowest peak was asked for and could not be proven in its time."""
@@ -155,6 +159,8 @@ def solve(
         raise InputError(f"a budget of {budget_bytes} bytes holds nothing; give more than 0")
     began = time.perf_counter()
     limits = problem.options.limits
+    if problem.is_known_to_need_more_than(budget_bytes):
+        return _without_plan(problem, budget_bytes, infeasible(), 0, began)
     program = problem.program(budget_bytes)
     tightened = 0
     bound_ms = 0.0

@@ -17,11 +17,14 @@ _MOST = 256
 
 def undominated(freed: Ints, time: Ints) -> npt.NDArray[np.intp]:
     """Places of what nothing beats in bytes and time, by falling bytes; the first of equal ones."""
-    order = np.lexsort((time, -freed))
+    order = np.argsort(-freed, kind="stable")  # one key: half the time of sorting by both
     by_bytes = time[order]
     kept = np.ones(len(order), bool)
     kept[1:] = by_bytes[1:] < np.minimum.accumulate(by_bytes)[:-1]
-    return order[kept]
+    order = order[kept]
+    last = np.ones(len(order), bool)  # of equal bytes, the last that is kept has the least time
+    last[:-1] = np.diff(freed[order]) != 0
+    return order[last]
 
 
 @dataclass(frozen=True, eq=False, slots=True)

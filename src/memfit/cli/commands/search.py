@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,22 +10,25 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from memfit.cli.given import Given, captured, solve_options, steps_given, target_given
 from memfit.cli.options import Count, HardwareOptions, Json, SolverOptions, StepOptions, TimedStepOptions, arg
-from memfit.cli.output import show, show_json
-from memfit.cli.problems import UsageError
+from memfit.cli.output import say, show, show_json
+from memfit.cli.problems import STOPPED, UsageError
 
 if TYPE_CHECKING:
+    from memfit.plan.search_result import SearchPoint
     from memfit.trace import Step, Trace
 
 _FIRST = {"batch": 1, "seq": 128, "ranks": 1}
 """Values whose step has the names of units."""
+_WHAT = {"batch": "batch size", "seq": "sequence length", "ranks": "number of ranks"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
     """The batch size with the highest throughput, the longest sequence that fits, or what more ranks do.
 
-    Every value gets its own fastest plan. STEP is a shape, an hf: configuration, or a function that takes
-    `batch` or `seq`. The exit code is 3 when nothing fits.
+    Every value gets its own fastest plan, and is told of on the error output when it has been tried. Ctrl-C ends the
+    search and shows what was found so far; the exit code is then 130. STEP is a shape, an hf: configuration, or a
+    function that takes `batch` or `seq`. The exit code is 3 when nothing fits.
 
     examples:
       memfit search llama3-8b --target h100-sxm --ranks 8 --seq 8192
@@ -45,9 +49,12 @@ class Search:
     """Print JSON."""
 
     def run(self) -> int:
+        self._check()
+        say(f"searching for the best {_WHAT[self.over]} of {self.step.step}")  # torch takes seconds to import
+        began = time.monotonic()
+        from memfit.plan.search_result import SearchInterrupted
         from memfit.plan.searching import search
 
-        self._check()
         values = None if self.values is None else _numbers(self.values)
         names = (self.solver.force, self.solver.forbid, self.solver.units, self.solver.shard_units)
         if self.hardware.target is not None:
@@ -58,22 +65,47 @@ class Search:
             first = self._step_at(steps, min(values) if values else _FIRST[self.over])
         target = target_given(self.hardware, first)
         options = solve_options(self.solver, None if first is None or not any(names) else captured(first, target))
-        found = search(
-            partial(self._step_at, steps) if self.over != "ranks" or first is None else first,
-            over=self.over,
-            target=target,
-            ranks=None if self.over == "ranks" else self.hardware.ranks,
-            budget=self.hardware.budget,
-            values=values,
-            largest=self.largest,
-            cost=self.step.cost,
-            options=options,
-        )
+        code = 0
+        try:
+            found = search(
+                partial(self._step_at, steps) if self.over != "ranks" or first is None else first,
+                over=self.over,
+                target=target,
+                ranks=None if self.over == "ranks" else self.hardware.ranks,
+                budget=self.hardware.budget,
+                values=values,
+                largest=self.largest,
+                cost=self.step.cost,
+                options=options,
+                watch=partial(self._tell, began),
+            )
+        except SearchInterrupted as interrupt:
+            if not interrupt.found.points:
+                raise
+            found, code = interrupt.found, STOPPED
         if self.json:
             show_json(found)
         else:
             show(found)
-        return 0 if found.fits else 3
+        return code or (0 if found.fits else 3)
+
+    def _tell(self, began: float, point: SearchPoint) -> None:
+        """Say what was found for one value."""
+        from memfit.units import display_bytes, display_ms
+
+        seconds = f"{time.monotonic() - began:.0f} s"
+        if point.step_ms is None or point.peak_bytes is None:
+            least = point.minimum_budget_bytes
+            needs = "" if least is None else f", which needs {display_bytes(least)}"
+            say(f"{self.over} {point.value}: no plan fits{needs} ({seconds})")
+            return
+        counts = "tokens" if self.over == "seq" else "samples"
+        rate = "" if point.throughput_per_s is None else f", {point.throughput_per_s:,.3g} {counts}/s"
+        care = ", with care" if point.with_care else ""
+        say(
+            f"{self.over} {point.value}: {display_ms(point.step_ms)} a step{rate}, peak "
+            f"{display_bytes(point.peak_bytes)}{care} ({seconds})"
+        )
 
     def _check(self) -> None:
         given = self.hardware.ranks if self.over == "ranks" else getattr(self.step, self.over)

@@ -1,0 +1,85 @@
+"""Options that other tools have and memfit does not: what to write instead, and what is not planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator
+from typing import Any, get_type_hints
+
+from memfit.cli.problems import UsageError
+
+_PLANNED = (
+    "parameters, gradients and optimizer state are sharded over all of --ranks N (FSDP2); for a model that is cut up "
+    "in other ways, give the step of what one rank computes, with its part of the layers"
+)
+_PARALLEL = {
+    "tensor parallelism": ("tp", "tp-size", "tensor-parallel", "tensor-parallel-size", "tensor-model-parallel-size"),
+    "pipeline parallelism": ("pp", "pp-size", "pipeline-parallel", "pipeline-parallel-size", "pipeline-stages"),
+    "context parallelism": ("cp", "cp-size", "context-parallel", "context-parallel-size"),
+    "sequence parallelism": ("sp", "sequence-parallel", "ulysses"),
+    "expert parallelism": ("ep", "ep-size", "expert-parallel", "expert-parallel-size"),
+}
+_INSTEAD = {
+    "--ranks": (
+        "dp dp-size data-parallel world-size nproc nproc-per-node n-gpus num-gpus gpus ngpus num-devices devices "
+        "fsdp zero zero-stage shards"
+    ),
+    "--parallel ddp": "ddp data-parallel-replicate replicate",
+    "--target": "gpu device hardware accelerator card",
+    "--budget": "memory mem max-memory vram gpu-memory memory-budget limit",
+    "--batch": "batch-size bs micro-batch micro-batch-size per-device-train-batch-size mbs",
+    "--seq": "seq-len seq-length sequence-length max-seq-len max-length context-length sequence block-size",
+    "--autocast": "amp bf16 fp16 precision mixed-precision dtype",
+    "--output": "out save",
+    "--optimizer": "optim",
+}
+"""Words that other tools use, by the option that does what they do."""
+
+
+def check_options(name: str, kind: type[Any], arguments: list[str]) -> None:
+    """Refuse an option that the command does not have, when something better than its nearest neighbour can be said."""
+    known = set(_option_names(kind)) | {"--help", "-h"}
+    for argument in arguments:
+        if argument == "--":
+            return
+        option = argument.partition("=")[0].replace("_", "-")
+        if not option.startswith("--") or option in known or option.replace("--no-", "--", 1) in known:
+            continue
+        word = option.removeprefix("--").lower()
+        for what, words in _PARALLEL.items():
+            if word in words:
+                raise UsageError(f"there is no option {option!r}: {what} is not planned. Today {_PLANNED}")
+        for instead, words in _INSTEAD.items():
+            if word in words.split() and instead.partition(" ")[0] in known:
+                raise UsageError(f"there is no option {option!r}; write {_example(instead)}")
+        if not difflib.get_close_matches(word, [each.lstrip("-") for each in known], n=1):
+            raise UsageError(f"there is no option {option!r}; `memfit {name} --help` lists those that there are")
+
+
+def _example(option: str) -> str:
+    """An option with a value that could be meant."""
+    values = {
+        "--ranks": "8, which shards the model over 8 ranks",
+        "--target": "h100-sxm",
+        "--budget": "72GiB",
+        "--batch": "8",
+        "--seq": "4096",
+        "--autocast": "bfloat16",
+        "--output": "plan.json",
+        "--optimizer": "adamw",
+    }
+    return f"{option} {values.get(option, '')}".rstrip()
+
+
+def _option_names(kind: type[Any]) -> Iterator[str]:
+    """The options of a command as they are written, other names included."""
+    hints = get_type_hints(kind, include_extras=True)
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from _option_names(hint)  # type: ignore[arg-type]
+            continue
+        yield f"--{field.name.replace('_', '-')}"
+        for marker in getattr(hint, "__metadata__", ()):
+            yield from getattr(marker, "aliases", None) or ()
