@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -93,6 +94,21 @@ def differentiates() -> bool:
     """Whether a transform of torch.func that takes derivatives is at work."""
     kinds = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
     return any(level.key() in kinds for level in torch._C._functorch.get_interpreter_stack() or ())
+
+
+def visit_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> None:
+    """Call the function on every tensor of a nested structure."""
+    if isinstance(value, torch.Tensor):
+        function(value)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            visit_tensors(item, function)
+    elif isinstance(value, dict) or hasattr(value, "values"):
+        for item in value.values():
+            visit_tensors(item, function)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            visit_tensors(getattr(value, field.name), function)
 
 
 def generators_of(values: Any) -> list[torch.Generator]:

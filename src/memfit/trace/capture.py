@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import sys
 import warnings
@@ -14,12 +13,13 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit._version import __version__
 from memfit.errors import InputError, MemfitError
 from memfit.hardware import Device, Target
 from memfit.trace.advice import Advice
-from memfit.trace.arguments import tensors_of, unwrapped
+from memfit.trace.arguments import tensors_of, unwrapped, visit_tensors
 from memfit.trace.calls import CallTracker, module_calls
 from memfit.trace.discovery import Companions, step_of
 from memfit.trace.emulation import Emulation, python_functions_open
@@ -36,6 +36,7 @@ from memfit.trace.environment import (
     torch_threads,
     unoptimized_scripts,
 )
+from memfit.trace.optimizer_state import LeftState, OptimizerStates, optimizers_by_key
 from memfit.trace.placeholders import Placeholders, on_meta, optimizer_on_meta
 from memfit.trace.record import NEVER, SCHEMA, Category, Module, Parameter, Phase, Trace
 from memfit.trace.recorder import Recorder
@@ -63,12 +64,12 @@ def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | D
         notes: list[str] = []
         model = _eager(step.build_model(), notes)
         check_model(model)
-        capture = _Capture(step, model, _context(device), {})
+        capture = _Capture(step, model, device, {}, {})
         capture.run()
-        if capture.left_gradients:
-            capture = _Capture(step, model, _context(device), capture.left_gradients)
+        if capture.left_gradients or capture.left_state:
+            capture = _Capture(step, model, device, capture.left_gradients, capture.left_state)
             capture.run()
-        return capture.result(device, notes)
+        return capture.result(notes)
 
 
 def _target(target: str | os.PathLike[str] | Device | Target | None) -> Target:
@@ -110,10 +111,18 @@ def _eager(model: nn.Module, notes: list[str]) -> nn.Module:
 class _Capture:
     """One pass over the step: the model's stand-ins, the modes, and the phases."""
 
-    def __init__(self, step: Step, model: nn.Module, context: RuleContext, gradients: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        step: Step,
+        model: nn.Module,
+        device: Device,
+        gradients: dict[str, torch.Tensor],
+        state: LeftState,
+    ) -> None:
         self.step = step
         self.model = model
-        self.context = context
+        self.device = device
+        self.context = context = _context(device)
         self.placeholders = Placeholders(compact=context.device_type != "cpu")
         self.calls = CallTracker(model)
         self.sources = SourceTable()
@@ -122,15 +131,15 @@ class _Capture:
         self.recorder = Recorder(context=context, rules=rules, calls=self.calls, sources=self.sources)
         self.emulation = Emulation(self.recorder, context, rules.functions)
         self.companions = Companions.of(step, model)
-        self.optimizer_names: list[str] = []
         self.parameters: dict[int, tuple[torch.Tensor, list[str]]] = {}
+        self.parameter_storages: dict[int, int] = {}
         self.modules: list[Module] = []
         self.gradients: dict[int, int] = {}
-        self.states: dict[int, tuple[int, ...]] = {}
         self.first_gradients = gradients
         self.left_gradients: dict[str, torch.Tensor] = {}
-        self.registered: list[torch.optim.Optimizer] = []
-        self._warming = False
+        self.states = OptimizerStates(self.recorder, self.placeholders, self.parameters)
+        self.first_state = state
+        self.left_state: LeftState = {}
 
     def run(self) -> None:
         """Run the step once on stand-ins and under the modes; everything that must be undone is undone."""
@@ -146,8 +155,13 @@ class _Capture:
             self.placeholders.settle()
             if step.run is not None:
                 self.emulation.stand_ins = self.placeholders.of
-            made = step.build_optimizer(self.model)
             self._enter_modes(stack)
+            with self.recorder.table.pause(Category.OPTIMIZER_STATE):
+                made = step.build_optimizer(self.model)
+            optimizers = optimizers_by_key(self.companions.optimizers, made)
+            if self.first_state:
+                with torch._C.DisableTorchFunction(), _disable_current_modes():
+                    self.states.begin_with(self.first_state, optimizers)
             try:
                 step.execute(self.model, made, self.context.device_type)
             except MemfitError:
@@ -157,10 +171,8 @@ class _Capture:
                 if explained is None:
                     raise
                 raise explained from error
-            with torch._C.DisableTorchFunction():
-                for optimizer in dict.fromkeys((*self.companions.optimizers, made)):
-                    if optimizer is not None and optimizer not in self.registered:
-                        self._register_state(optimizer)
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                self.left_state = self.states.left(optimizers)
             self.recorder.table.close()
             with torch._C.DisableTorchFunction():
                 left = {names[0]: parameter.grad for parameter, names in self.parameters.values()}
@@ -171,12 +183,12 @@ class _Capture:
         stack.enter_context(capturing())
         stack.enter_context(unoptimized_scripts())
         for hook in (
-            register_optimizer_step_pre_hook(self._before_optimizer),
-            register_optimizer_step_post_hook(self._after_optimizer),
+            register_optimizer_step_pre_hook(self.states.before_step),
+            register_optimizer_step_post_hook(self.states.after_step),
         ):
             stack.callback(hook.remove)
         if self.context.device_type == "cuda":
-            stack.enter_context(cuda_present(self.context.compute_capability))
+            stack.enter_context(cuda_present(self.device, self.context.note))
         grouping = "_group_tensors_by_device_and_dtype"
         for owner, name, wrap in (
             (torch.autograd, "backward", self._backward),
@@ -213,6 +225,7 @@ class _Capture:
                 known = self.parameters.setdefault(id(parameter), (parameter, []))
                 known[1].append(full_name)
                 owned.append(table.adopt(parameter, Category.PARAMETER, module=path, name=full_name))
+                self.parameter_storages[id(parameter)] = owned[-1]  # an optimizer may give it another
                 gradient = self.first_gradients.get(full_name)
                 if gradient is not None and parameter.grad is None:
                     parameter.grad = torch.empty_strided(
@@ -230,38 +243,7 @@ class _Capture:
             )
         for tensor in self.placeholders.attributes:
             table.adopt(tensor, Category.BUFFER)
-        _visit(step.batch, lambda tensor: table.adopt(tensor, Category.INPUT, name="batch"))
-
-    def _register_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Number the optimizer's state; 'step' counters of most optimizers are in host memory.
-
-        This is done at its first step of the capture, so that it does not matter whether the state existed before.
-        """
-        self.registered.append(optimizer)
-        on_device = {
-            id(parameter)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if group.get("fused") or group.get("capturable")
-        }
-        for parameter, entries in optimizer.state.items():
-            numbers: list[int] = []
-            keeps_counters = self.recorder.device_type != "cpu" and id(parameter) not in on_device
-
-            def note(tensor: torch.Tensor, numbers: list[int] = numbers, keeps: bool = keeps_counters) -> None:
-                counter = keeps and not tensor.is_meta and tensor.dim() == 0
-                if counter and self.recorder.table.number_of(tensor) == HOST:
-                    self.recorder.table.hold_host(tensor.untyped_storage())
-                else:
-                    numbers.append(self.recorder.table.adopt(tensor, Category.OPTIMIZER_STATE))
-
-            _visit(entries, note)
-            self.states[id(parameter)] = tuple(numbers)
-            _, names = self.parameters.get(id(parameter), (None, [""]))
-            for number in numbers:
-                draft = self.recorder.table.drafts[number]
-                draft.name = draft.name or names[0]
-                draft.module = draft.module or names[0].rpartition(".")[0]
+        visit_tensors(step.batch, lambda tensor: table.adopt(tensor, Category.INPUT, name="batch"))
 
     # -- phases -----------------------------------------------------------------------------------------------------
 
@@ -358,39 +340,6 @@ class _Capture:
                     draft.module = names[0].rpartition(".")[0]
                     self.gradients[key] = number
 
-    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Give the optimizer its state with a step that is not recorded, when this would be its first."""
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise InputError("LBFGS decides from values how often it runs the step; it cannot be captured")
-        known = self.placeholders.stand_ins | self.parameters.keys()
-        if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
-            raise InputError(
-                f"a {type(optimizer).__name__} that memfit did not find steps on real parameters; give it to memfit: "
-                "memfit.Step(model, batch, optimizer=..., run=...)"
-            )
-        self.recorder.in_optimizer = True
-        if not self._warming:
-            self.optimizer_names.append(type(optimizer).__name__)
-        if self._warming:
-            return
-        if any(entries for entries in optimizer.state.values()):
-            if optimizer not in self.registered:
-                with torch._C.DisableTorchFunction():
-                    self._register_state(optimizer)
-            return
-        self._warming = True
-        phase = self.recorder.phase
-        with self.recorder.table.pause(Category.OPTIMIZER_STATE):
-            optimizer.step(*args[1:], **kwargs)
-        self.recorder.phase = phase
-        self._warming = False
-        self.recorder.in_optimizer = True
-        with torch._C.DisableTorchFunction():
-            self._register_state(optimizer)
-
-    def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self.recorder.in_optimizer = False
-
     def _clear_autocast_cache(self, original: Callable[[], None]) -> Callable[[], None]:
         def clear() -> None:
             self.emulation.autocast.clear()
@@ -421,18 +370,18 @@ class _Capture:
 
     # -- the result -------------------------------------------------------------------------------------------------
 
-    def result(self, device: Device, notes: list[str]) -> Trace:
+    def result(self, notes: list[str]) -> Trace:
         """The finished trace."""
         recorder = self.recorder
         parameters = tuple(
             Parameter(
                 names=tuple(names),
-                storage=recorder.table.number_of(parameter),
+                storage=self.parameter_storages[key],
                 shape=tuple(parameter.shape),
                 dtype=str(parameter.dtype)[6:],
                 trainable=parameter.requires_grad,
                 gradient=self.gradients.get(key, NEVER),
-                state=self.states.get(key, ()),
+                state=self.states.numbers.get(key, ()),
             )
             for key, (parameter, names) in self.parameters.items()
         )
@@ -440,12 +389,12 @@ class _Capture:
             schema=SCHEMA,
             memfit=__version__,
             torch=str(torch.__version__),
-            device=device.name,
+            device=self.device.name,
             device_type=self.context.device_type,
-            hardware=device,
+            hardware=self.device,
             threads=self.context.threads if self.context.device_type == "cpu" else 0,
             autocast=str(self.step.autocast)[6:] if self.step.autocast is not None else None,
-            optimizer=", ".join(self.optimizer_names),
+            optimizer=", ".join(self.states.names),
             ops=recorder.frozen_ops(),
             storages=recorder.frozen_storages(),
             calls=self.calls.freeze(),
@@ -458,21 +407,6 @@ class _Capture:
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _visit(value: Any, function: Callable[[torch.Tensor], Any]) -> None:
-    """Call the function on every tensor of a nested structure."""
-    if isinstance(value, torch.Tensor):
-        function(value)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _visit(item, function)
-    elif isinstance(value, dict) or hasattr(value, "values"):
-        for item in value.values():
-            _visit(item, function)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            _visit(getattr(value, field.name), function)
 
 
 def _always_step(original: Callable[..., Any]) -> Callable[..., Any]:

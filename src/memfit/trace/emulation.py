@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
-from torch.utils._device import _device_constructors
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext, _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.trace.arguments import map_tensors, tensors_of, unwrapped
@@ -28,6 +28,20 @@ _FINITE_TESTS = {"isfinite": True, "isnan": False, "isinf": False}
 
 _READS = frozenset(("tolist", "numpy", "__array__"))
 _MOVES = frozenset(("to", "cuda", "cpu"))
+_LEGACY_DTYPES = {
+    "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16,
+    "FloatTensor": torch.float32,
+    "DoubleTensor": torch.float64,
+    "ByteTensor": torch.uint8,
+    "CharTensor": torch.int8,
+    "ShortTensor": torch.int16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+    "BoolTensor": torch.bool,
+}
+"""What `torch.cuda.FloatTensor` and its like, given to `Tensor.type`, ask for."""
+_CONVERSIONS = (torch.as_tensor, torch.asarray)
 _SILENCED = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
@@ -75,6 +89,8 @@ class Emulation(TorchFunctionMode):
                 self._lose_written_values(args, kwargs)
             if name == "pin_memory" and self._device_type != "cpu":
                 return args[0]
+            if name == "type" and (legacy := _legacy_type(args[1:])) is not None:
+                return self._move(torch.Tensor.to, (args[0], *legacy), {})
             if name in _MOVES:
                 return self._move(func, args, kwargs)
             if func in self._factories or kwargs.get("device") is not None:
@@ -139,8 +155,10 @@ class Emulation(TorchFunctionMode):
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """A factory: on the target it makes a meta or a small real tensor, on the host a real one."""
         device = kwargs.get("device")
+        if func in _CONVERSIONS and args and isinstance(args[0], torch.Tensor) and not kwargs.get("copy"):
+            return self._move(torch.Tensor.to, args, {k: v for k, v in kwargs.items() if k in ("device", "dtype")})
         if device is None:
-            place = torch.get_default_device().type
+            place = _default_device_type()
         else:
             place = torch.device(device).type if not isinstance(device, int) else "cuda"
         kwargs = {**kwargs, "device": torch.device("cpu")}
@@ -190,6 +208,23 @@ _WRITING = frozenset(
     ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__")
 )
 _SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
+
+
+def _legacy_type(values: Any) -> tuple[str, torch.dtype] | None:
+    """Return the device and dtype of a tensor type of CUDA; None for what is no such type."""
+    given = values[0] if values else ""
+    name = given if isinstance(given, str) else f"{given.__module__}.{getattr(given, '__name__', '')}"
+    module, _, kind = name.rpartition(".")
+    return ("cuda", _LEGACY_DTYPES[kind]) if module == "torch.cuda" and kind in _LEGACY_DTYPES else None
+
+
+def _default_device_type() -> str:
+    """Return the type of the default device; `torch.get_default_device` makes a tensor on it to find out."""
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):
+            return mode.device.type
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return "cpu" if context is None else context.device.type
 
 
 def _getter(name: str) -> Any:

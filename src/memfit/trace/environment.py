@@ -14,6 +14,9 @@ import numpy as np
 import torch
 import torch.utils.checkpoint
 
+from memfit.hardware import Device
+from memfit.trace.cuda_api import cuda_answers, cuda_objects
+
 LOCK = threading.RLock()
 """Held by the one capture that may run at a time: it changes torch for the whole process."""
 
@@ -127,28 +130,16 @@ def unoptimized_scripts() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def cuda_present(capability: tuple[int, int] | None) -> Iterator[None]:
-    """What a step may ask of torch.cuda, answered as on the one device of a CUDA target."""
-    answers: dict[str, Any] = {
-        "is_available": True,
-        "device_count": 1,
-        "current_device": 0,
-        "is_bf16_supported": True,
-        "get_device_capability": capability or (8, 0),
-        "manual_seed": None,
-        "manual_seed_all": None,
-        "synchronize": None,
-        "empty_cache": None,
-        "reset_peak_memory_stats": None,
-        "memory_allocated": 0,
-        "max_memory_allocated": 0,
-        "memory_reserved": 0,
-        "max_memory_reserved": 0,
-    }
+def cuda_present(device: Device, note: Callable[[str], None]) -> Iterator[None]:
+    """Let a step ask of torch.cuda and torch.accelerator what it likes, and answer as on the target's one GPU."""
     with contextlib.ExitStack() as stack:
-        for name, answer in answers.items():
-            stack.enter_context(patched(torch.cuda, name, lambda _, answer=answer: lambda *a, **k: answer))
         stack.enter_context(_cuda_generators())
+        for owner, name, answer in cuda_answers(device):
+            stack.enter_context(patched(owner, name, lambda _, answer=answer: lambda *a, **k: answer))
+        for owner in (torch.cuda, torch.cuda.random):
+            for name, several in (("get_rng_state", False), ("get_rng_state_all", True)):
+                stack.enter_context(patched(owner, name, lambda _, several=several: _cuda_rng_state(several)))
+        stack.enter_context(cuda_objects(note))
         stack.enter_context(patched(torch.cuda.amp.common, "amp_definitely_not_available", lambda _: lambda: False))
         kind = torch.utils.checkpoint.DefaultDeviceType
         before = kind.get_device_type()
@@ -187,6 +178,16 @@ def _cuda_generators() -> Iterator[None]:
         yield
     finally:
         torch.Generator = original  # type: ignore[misc]
+
+
+def _cuda_rng_state(several: bool) -> Callable[..., Any]:
+    """Return what gives the state of a CUDA generator: seed and offset, in host memory."""
+
+    def state(*_: Any, **__: Any) -> Any:
+        made = torch.zeros(16, dtype=torch.uint8)
+        return [made] if several else made
+
+    return state
 
 
 _COPIED = (list, dict, set, collections.OrderedDict, collections.defaultdict)

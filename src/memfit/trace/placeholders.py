@@ -56,7 +56,7 @@ class Placeholders:
             small = tensor.device.type == "cpu" and tensor.numel() <= KNOWN_VALUE_LIMIT
             if telling and small and type(tensor) is torch.Tensor:
                 known = tensor.detach().clone(memory_format=torch.preserve_format)
-            elif self.compact:
+            elif self.compact and tensor.untyped_storage()._cdata not in self._storages:
                 known = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
             else:
                 known = self._empty(tensor)
@@ -189,9 +189,27 @@ def _replaced(value: Any, placeholders: Placeholders) -> Any:
     return value
 
 
+def _with_stand_ins(value: Any, placeholders: Placeholders) -> Any:
+    """Copy lists, tuples and dicts with stand-ins for their tensors, also for those that are keys of a dict."""
+    if isinstance(value, nn.Parameter):
+        return placeholders.of.get(id(value), value)
+    if isinstance(value, torch.Tensor):
+        return placeholders.buffer(value)
+    if type(value) in (list, tuple):
+        return type(value)(_with_stand_ins(item, placeholders) for item in value)
+    if type(value) in (dict, defaultdict):
+        copied = copy.copy(value)
+        copied.clear()
+        for key, item in value.items():
+            key = placeholders.of.get(id(key), key) if isinstance(key, torch.Tensor) else key
+            copied[key] = _with_stand_ins(item, placeholders)
+        return copied
+    return value
+
+
 @contextlib.contextmanager
 def optimizer_on_meta(optimizer: torch.optim.Optimizer, placeholders: Placeholders) -> Iterator[None]:
-    """An optimizer of the user's own model, working on the stand-ins; its groups and state are put back."""
+    """Let an optimizer of the user's own model work on the stand-ins; its groups, state and attributes are put back."""
     known = placeholders.of.keys() | placeholders.stand_ins
     strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
     if strangers:
@@ -200,13 +218,16 @@ def optimizer_on_meta(optimizer: torch.optim.Optimizer, placeholders: Placeholde
             f"{tuple(strangers[0].shape)}); make it from this model's parameters, or give its class instead"
         )
     groups = [dict(group) for group in optimizer.param_groups]
-    state = optimizer.state
+    state, attributes = optimizer.state, dict(vars(optimizer))
     try:
         for group in optimizer.param_groups:
             group["params"] = [placeholders.of.get(id(p), p) for p in group["params"]]
             for key, value in group.items():
                 if isinstance(value, torch.Tensor):
                     group[key] = placeholders.buffer(value)
+        for name, value in list(vars(optimizer).items()):  # an optimizer may keep its state in attributes
+            if name not in ("param_groups", "state", "defaults"):
+                vars(optimizer)[name] = _with_stand_ins(value, placeholders)
         optimizer.state = defaultdict(dict)
         for parameter, entries in state.items():
             optimizer.state[placeholders.of.get(id(parameter), parameter)] = placeholders.tree(entries)
@@ -215,4 +236,6 @@ def optimizer_on_meta(optimizer: torch.optim.Optimizer, placeholders: Placeholde
         for group, saved in zip(optimizer.param_groups, groups, strict=True):
             group.clear()
             group.update(saved)
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
         optimizer.state = state

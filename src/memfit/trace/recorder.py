@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,6 @@ class Recorder(TorchDispatchMode):
         self.notes: set[str] = set()
         self.placing: str | None = None
         self.finite_tests: dict[int, bool] = {}
-        self._in_optimizer = False
         self._optimizer_source: int | None = None
         self.backward_began: list[int] = []
         self._producers: dict[int, int] = {}
@@ -90,11 +89,11 @@ class Recorder(TorchDispatchMode):
     @property
     def in_optimizer(self) -> bool:
         """Whether an optimizer's `step` is running."""
-        return self._in_optimizer
+        return self.table.in_optimizer
 
     @in_optimizer.setter
     def in_optimizer(self, running: bool) -> None:
-        self._in_optimizer = running
+        self.table.in_optimizer = running
         self._optimizer_source = None
 
     def adopt_fresh(self, tensor: torch.Tensor) -> None:
@@ -215,8 +214,10 @@ class Recorder(TorchDispatchMode):
             return written[0] if func._schema.returns else None
         inputs = [self._input(tensor) for tensor in tensors]
         geometry = self._call_geometry(func, inputs, arguments)
+        leaves = func is _aten._to_copy.default and tensors[0].is_meta and kwargs.get("device") == _CPU
+        # what was made while paused has no number yet, so the table is asked where it is
+        on_device = self._on_device(map(self.table.on_device, tensors), kwargs, leaves)
         result = self.executor.run(func, info, args, kwargs, tensors, geometry).result
-        on_device = self._on_device(inputs, kwargs)
         for output in tensors_of((result,)):
             self.table.made(output.untyped_storage(), NEVER, on_device=on_device)
         return written[0] if len(written) == 1 and info.returns_written else result
@@ -283,7 +284,7 @@ class Recorder(TorchDispatchMode):
 
     def _is_unread(self, tensor: torch.Tensor) -> bool:
         """Whether an optimizer asks for a value that is not known; it only scales an update with it."""
-        if not self._in_optimizer or self.executor.has_value(tensor):
+        if not self.table.in_optimizer or self.executor.has_value(tensor):
             return False
         self.notes.add("the optimizer reads values of tensors; no allocation was seen to depend on them")
         return True
@@ -324,7 +325,7 @@ class Recorder(TorchDispatchMode):
         geometry_of = self._geometry_of
         phase = self.table.phase
         call, forward_op = self._attribute(index)
-        on_device = self._on_device(inputs, kwargs, leaves)
+        on_device = self._on_device((ref.storage != HOST for ref in inputs), kwargs, leaves)
         made = [
             self._ref(output, self.table.made(output.untyped_storage(), call, on_device=on_device))
             for output in outputs
@@ -375,22 +376,26 @@ class Recorder(TorchDispatchMode):
         """The user's line: of the forward op in backward, of the call of `step` in the optimizer, else of this op."""
         if forward_op != NEVER:
             return self.ops[forward_op].source
-        if not self._in_optimizer:
+        if not self.table.in_optimizer:
             return self.sources.here(4)
         if self._optimizer_source is None:
             self._optimizer_source = self.sources.here(4)
         return self._optimizer_source
 
-    def _on_device(self, inputs: Sequence[TensorRef], kwargs: dict[str, Any], leaves: bool = False) -> bool:
-        """Whether an op's results are on the device; `leaves` says that it copies from there to the host."""
+    def _on_device(self, inputs: Iterable[bool], kwargs: dict[str, Any], leaves: bool) -> bool:
+        """Return whether an op's results are on the device.
+
+        `inputs` says for each of its tensors whether that is; `leaves` that the op copies from the device to the host.
+        """
         if self.device_type == "cpu":
             return True
         if self.placing is not None:
             return self.placing != "cpu"
         if leaves:
             return False
-        if inputs:
-            return any(ref.storage != HOST for ref in inputs)
+        places = tuple(inputs)
+        if places:
+            return any(places)
         device = kwargs.get("device")
         return device is not None and torch.device(device).type != "cpu"
 

@@ -68,6 +68,7 @@ class StorageTable:
         self.twins: dict[int, torch.UntypedStorage] = {}
         self._refs: dict[int, _StorageRef] = {}
         self.paused = False
+        self.in_optimizer = False
         self._held: dict[int, _StorageRef] = {}
         self._saved: dict[int, _StorageRef] = {}
 
@@ -95,6 +96,10 @@ class StorageTable:
             draft.category, draft.module, draft.name = category, module, name
         return number
 
+    def in_host_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor was seen, and is not on the target device."""
+        return self.known.get(tensor.untyped_storage()._cdata) == HOST and not self.on_device(tensor)
+
     def hold_host(self, storage: torch.UntypedStorage) -> int:
         """Register a storage in host memory that the capture may write to."""
         self.known[storage._cdata] = HOST
@@ -120,10 +125,12 @@ class StorageTable:
         self.foreign[storage._cdata] = Category.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Category.INPUT
         if self.device_type != "cpu" and tensor.device.type == "cpu":
             return self.hold_host(storage)
+        if self.paused:  # counted if it outlives the pause
+            return self._hold(storage)
         if tensor.dim() == 0 or (tensor.dtype == torch.int64 and tensor.numel() <= _LISTED):
             return self.new(storage, self.now, NEVER)
         number = self.new(storage, NEVER, NEVER)
-        self.drafts[number].category = Category.BUFFER
+        self.drafts[number].category = Category.OPTIMIZER_STATE if self.in_optimizer else Category.BUFFER
         self.drafts[number].module = module
         return number
 
@@ -132,12 +139,15 @@ class StorageTable:
         number = self.known.get(storage._cdata)
         if number is not None:
             return number
-        if self.paused:
-            self.hold_host(storage)
-            if on_device:
-                self._held[storage._cdata] = self._refs[storage._cdata]
-            return HOST
-        return self.new(storage, self.now, call) if on_device else self.hold_host(storage)
+        if not on_device:
+            return self.hold_host(storage)
+        return self._hold(storage) if self.paused else self.new(storage, self.now, call)
+
+    def _hold(self, storage: torch.UntypedStorage) -> int:
+        """Register a storage of the device while paused: it gets its number at the end of the pause, if it lives."""
+        self.hold_host(storage)
+        self._held[storage._cdata] = self._refs[storage._cdata]
+        return HOST
 
     def new(self, storage: torch.UntypedStorage, birth: int, call: int) -> int:
         """Number a storage of the device."""
@@ -154,7 +164,9 @@ class StorageTable:
         self.known[twin._cdata] = number
         if number != HOST:
             self.drafts[number].lives += 1
-        self._watch(twin, number)
+        ref = self._watch(twin, number)
+        if storage._cdata in self._held:
+            self._held[twin._cdata] = ref
 
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
         """What autograd is given to hold for a tensor: one on a storage of its own, so that it is seen when nobody
@@ -190,11 +202,14 @@ class StorageTable:
         finally:
             self.paused = False
             held, self._held = self._held, {}
-            for ref in held.values():
+            for pointer, ref in held.items():
                 storage = ref()
-                if storage is not None:
-                    number = self.new(storage, NEVER, NEVER)
-                    self.drafts[number].category = category
+                if storage is None or self.known.get(pointer) != HOST:  # freed, or the twin of one just numbered
+                    continue
+                number = self.new(storage, NEVER, NEVER)
+                self.drafts[number].category = category
+                if pointer in self.twins:
+                    self.stand_in(storage, self.twins[pointer])
 
     def close(self) -> None:
         """The step is over: what is freed from now on was alive at its end."""
@@ -215,6 +230,7 @@ class StorageTable:
             self.foreign.pop(pointer, None)
             self.valueless.discard(pointer)
             self.twins.pop(pointer, None)
+            self._held.pop(pointer, None)  # the next storage at this address may be in host memory
         if number == HOST:
             return
         draft = self.drafts[number]
