@@ -218,3 +218,11 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
         process.stdout.close()
         _, err = process.communicate(timeout=120)
     assert not err and process.returncode == 1
+
+
+@pytest.mark.parametrize("name", ["plan", "explain", "curve", "search"])
+def test_what_a_forward_raises_is_told_with_its_module_and_line(name: str, run: Runner) -> None:
+    ran = run(name, "command_steps:asserts", "--target", "cpu")
+    assert ran.code == 1 and "Traceback" not in ran.err and not ran.out
+    assert "memfit: AssertionError: the width must be 7 where: module 0 at" in ran.said
+    assert "command_steps.py:" in ran.said and "what to do:" in ran.said and "capture.py" not in ran.err

@@ -127,3 +127,140 @@ def test_model_that_is_no_model() -> None:
         Step("llama", None)
     with pytest.raises(InputError, match="returned a int"):
         memfit.trace(Step(lambda: 3, None), target="cpu")
+
+
+class OwnError(Exception):
+    """As a library raises it: with more than a message."""
+
+    def __init__(self, wanted: int, got: int) -> None:
+        super().__init__(wanted, got)
+
+    def __str__(self) -> str:
+        return f"wanted {self.args[0]}, got {self.args[1]}\nand much more about it"
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("an error in an error")
+
+
+def asserts(x: torch.Tensor) -> torch.Tensor:
+    assert x.shape[-1] == 5, "the width must be 5"
+    return x
+
+
+def raises(x: torch.Tensor) -> torch.Tensor:
+    raise OwnError(5, x.shape[-1])
+
+
+def looks_up(x: torch.Tensor) -> torch.Tensor:
+    return {}["gelu"](x)
+
+
+def divides(x: torch.Tensor) -> torch.Tensor:
+    return x * (1 // 0)
+
+
+def says_nothing(x: torch.Tensor) -> torch.Tensor:
+    raise Unspeakable
+
+
+def stops(x: torch.Tensor) -> torch.Tensor:
+    raise StopIteration
+
+
+def reads_attribute(x: torch.Tensor) -> torch.Tensor:
+    return x.shap
+
+
+@pytest.mark.parametrize("target", ["cpu", "h100-sxm"])
+@pytest.mark.parametrize(
+    ("function", "kind", "said"),
+    [
+        (asserts, AssertionError, "AssertionError: the width must be 5"),
+        (raises, OwnError, "OwnError: wanted 5, got 4"),
+        (looks_up, KeyError, "KeyError: 'gelu'"),
+        (divides, ZeroDivisionError, "ZeroDivisionError: "),
+        (says_nothing, Unspeakable, "Unspeakable"),
+        (stops, StopIteration, "StopIteration"),
+        (reads_attribute, AttributeError, "AttributeError: 'Tensor' object has no attribute 'shap'"),
+    ],
+)
+def test_what_the_model_raises_is_told_with_its_module_and_line(function, kind: type, said: str, target: str) -> None:
+    error = refused(function, target)
+    assert isinstance(error.__cause__, kind)
+    lines = str(error).split("\n")
+    assert lines[0].startswith(said) and len(lines) == 3
+    assert error.op == "" and error.source.endswith(function.__name__)
+    assert "module inner at" in lines[1]
+
+
+def failing_loss(output: torch.Tensor, _: object) -> torch.Tensor:
+    raise KeyError("labels")
+
+
+class FailingOptimizer(torch.optim.SGD):
+    def step(self, closure: object = None) -> None:
+        raise ValueError("a sparse gradient")
+
+
+class FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise LookupError("no gradient today")
+
+
+def failing_factory(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, nesterov=True)
+
+
+@pytest.mark.parametrize("target", ["cpu", "h100-sxm"])
+@pytest.mark.parametrize(
+    ("options", "kind", "place", "function"),
+    [
+        ({"loss": failing_loss}, KeyError, "the loss", "failing_loss"),
+        ({"optimizer": FailingOptimizer}, ValueError, "the optimizer's step", "step"),
+        ({"optimizer": failing_factory}, ValueError, "the making of the optimizer", "failing_factory"),
+        ({"loss": lambda o, _: FailingBackward.apply(o).sum()}, LookupError, "the backward", "backward"),
+    ],
+)
+def test_what_the_step_raises_outside_of_modules(options, kind, place: str, function: str, target: str) -> None:
+    model = nn.Linear(4, 4)
+    options = {"loss": lambda output, _: output.sum(), **options}
+    with pytest.raises(CaptureError) as caught:
+        memfit.trace(Step(model, torch.randn(2, 4), **options), target=target)
+    error = caught.value
+    assert isinstance(error.__cause__, kind) and error.module == place
+    assert str(error).startswith(f"{kind.__name__}: ") and f"where: {place} at " in str(error)
+    assert "test_errors.py" in error.source and error.source.endswith(function)
+    model(torch.randn(2, 4)).sum().backward()
+
+
+def test_an_interrupt_is_nobodys_error() -> None:
+    def interrupted(x: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    model = Outer(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        memfit.trace(Step(model, torch.randn(2, 4)), target="cpu")
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+
+
+def test_an_exception_that_the_model_catches_is_its_own_affair() -> None:
+    def recovers(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return divides(x)
+        except ZeroDivisionError:
+            return x * 2
+
+    assert memfit.trace(Step(Outer(recovers), torch.randn(2, 4)), target="cpu").ops
+
+
+def test_a_model_factory_that_raises() -> None:
+    with pytest.raises(InputError, match="the model factory raised KeyError: 'hidden'") as caught:
+        memfit.trace(Step(lambda: {}["hidden"], torch.randn(2, 4)), target="cpu")
+    assert isinstance(caught.value.__cause__, KeyError)

@@ -93,8 +93,11 @@ class CallTracker:
 
 
 @contextlib.contextmanager
-def module_calls(enter: Any, leave: Any) -> Iterator[None]:
-    """Call `enter(module, args, kwargs)` and `leave(module)` around every module execution, also when it raises."""
+def module_calls(enter: Any, leave: Any, failed: Any = None) -> Iterator[None]:
+    """Call `enter(module, args, kwargs)` and `leave(module)` around every module execution, also when it raises.
+
+    `failed(error)` is called before `leave` when it does.
+    """
     original = nn.Module.__call__
     here = threading.get_ident()
 
@@ -104,6 +107,10 @@ def module_calls(enter: Any, leave: Any) -> Iterator[None]:
         enter(self, args, kwargs)
         try:
             return original(self, *args, **kwargs)
+        except Exception as error:
+            if failed is not None:
+                failed(error)
+            raise
         finally:
             leave(self)
 

@@ -13,6 +13,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit._version import __version__
@@ -44,7 +45,7 @@ from memfit.trace.rules import RuleContext, rules_for
 from memfit.trace.source import SourceTable
 from memfit.trace.step import Step
 from memfit.trace.step_input import check_model
-from memfit.trace.storages import HOST
+from memfit.trace.storages import HOST, StorageDraft
 
 
 def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | Device | Target | None = None) -> Trace:
@@ -156,21 +157,20 @@ class _Capture:
             if step.run is not None:
                 self.emulation.stand_ins = self.placeholders.of
             self._enter_modes(stack)
-            with self.recorder.table.pause(Category.OPTIMIZER_STATE):
-                made = step.build_optimizer(self.model)
-            optimizers = optimizers_by_key(self.companions.optimizers, made)
-            if self.first_state:
-                with torch._C.DisableTorchFunction(), _disable_current_modes():
-                    self.states.begin_with(self.first_state, optimizers)
+            place = "the making of the optimizer"
             try:
+                with self.recorder.table.pause(Category.OPTIMIZER_STATE):
+                    made = step.build_optimizer(self.model)
+                place = ""
+                optimizers = optimizers_by_key(self.companions.optimizers, made)
+                if self.first_state:
+                    with torch._C.DisableTorchFunction(), _disable_current_modes():
+                        self.states.begin_with(self.first_state, optimizers)
                 step.execute(self.model, made, self.context.device_type)
             except MemfitError:
                 raise
             except Exception as error:
-                explained = self.recorder.explain(error)
-                if explained is None:
-                    raise
-                raise explained from error
+                raise self.recorder.explain(error, place) from error
             with torch._C.DisableTorchFunction(), _disable_current_modes():
                 self.left_state = self.states.left(optimizers)
             self.recorder.table.close()
@@ -199,6 +199,7 @@ class _Capture:
             (torch, "clear_autocast_cache", self._clear_autocast_cache),
             (torch, "get_rng_state", self._get_rng_state),
             (torch.amp.GradScaler, "_maybe_opt_step", _always_step),
+            (DistributedDataParallel, "forward", _without_reducer),
             (sys.modules["torch.optim.optimizer"], grouping, self._grouped_on_target),
             (sys.modules["torch.nn.utils.clip_grad"], grouping, self._grouped_on_target),
         ):
@@ -206,7 +207,7 @@ class _Capture:
         stack.enter_context(patched_item(_CHECKPOINT_CHECKS, "default", _shape_and_dtype))
         if _is_compiled(self.model):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(module_calls(self._enter, self._leave))
+        stack.enter_context(module_calls(self._enter, self._leave, self._failed))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.recorder.pack, _same))
         stack.enter_context(python_functions_open())
         stack.enter_context(self.emulation)
@@ -241,9 +242,25 @@ class _Capture:
             self.modules.append(
                 Module(path=path, kind=type(module).__name__, parameters=tuple(owned), buffers=tuple(buffers))
             )
+            self._register_buckets(path, module)
         for tensor in self.placeholders.attributes:
             table.adopt(tensor, Category.BUFFER)
         visit_tensors(step.batch, lambda tensor: table.adopt(tensor, Category.INPUT, name="batch"))
+
+    def _register_buckets(self, path: str, module: nn.Module) -> None:
+        """Count the buckets in which `DistributedDataParallel` keeps a copy of all gradients from step to step."""
+        if not isinstance(module, DistributedDataParallel):
+            return
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        n_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+        draft = StorageDraft(n_bytes, NEVER, NEVER, Phase.FORWARD, category=Category.COMMUNICATION)
+        draft.module, draft.name = path, "buckets of DistributedDataParallel"
+        self.recorder.table.drafts.append(draft)
+        own = " (gradients are views of them, and are counted as well)" if module.gradient_as_bucket_view else ""
+        self.context.note(
+            f"the model is wrapped in DistributedDataParallel: its buckets, {n_bytes:,} bytes, are counted as resident"
+            f"{own}; what the backend takes to reduce them is not"
+        )
 
     # -- phases -----------------------------------------------------------------------------------------------------
 
@@ -267,6 +284,9 @@ class _Capture:
         self.calls.exit(len(recorder.ops))
         if self.calls.current == NEVER and recorder.phase is Phase.FORWARD:
             recorder.phase = Phase.LOSS
+
+    def _failed(self, error: Exception) -> None:
+        self.recorder.note_failure(error, "")
 
     def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
         def backward(*args: Any, **kwargs: Any) -> None:
@@ -407,6 +427,15 @@ class _Capture:
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+def _without_reducer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Run the module that is wrapped: the reducer is for real gradients, and would wait for them after the capture."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    return forward
 
 
 def _always_step(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,14 +6,19 @@ from memfit.errors import InputError
 
 
 class CaptureError(InputError):
-    """A step that cannot be captured: names the op, the module and the line, and what to do."""
+    """A step that cannot be captured: names the op, the module and the line, and what to do.
+
+    Without an op, the step's own code raised the error that is its `__cause__`. In place of a module, `module` may say
+    "the loss", "the backward" or "the optimizer's step".
+    """
 
     def __init__(self, problem: str, *, op: str, module: str, source: str, advice: str) -> None:
         self.op = op
         self.module = module
         self.source = source
         self.advice = advice
-        where = f"op {op} in module {module or '(root)'} at {source or 'an unknown line'}"
+        place = module if module.startswith("the ") else f"module {module or '(root)'}"
+        where = f"{f'op {op} in ' if op else ''}{place} at {source or 'an unknown line'}"
         super().__init__(f"{problem}\n  where: {where}\n  what to do: {advice}")
 
 
@@ -32,6 +37,12 @@ SPARSE = "sparse tensors cannot be captured; give the layer dense gradients (for
 MADE_IN_STEP = "make parameters and modules before the step, as parts of the model"
 PACKED = "packed sequences cannot be captured; give the padded sequence and its mask"
 BAD_SHAPES = "check the batch given to Step against what the model's forward expects"
+
+
+RAISED_BY_STEP = (
+    "the step's own code raised this. Run the step once without memfit, on the same batch; if it works there, it asks "
+    "for something that a capture, with shapes and no data, cannot answer: please report it"
+)
 
 
 class UnsupportedError(RuntimeError):

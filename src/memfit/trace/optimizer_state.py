@@ -71,7 +71,7 @@ class OptimizerStates:
         recorder = self._recorder
         phase = recorder.phase
         self._making_state = True
-        with torch._C.DisableTorchFunction():
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
             before = [(p, p.grad, p.data) for group in optimizer.param_groups for p in group["params"]]
         with recorder.table.pause(Category.OPTIMIZER_STATE):
             optimizer.step(*args[1:], **kwargs)

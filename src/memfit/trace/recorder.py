@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from memfit.trace.arguments import GENERATOR, ArgumentTable, generators_of, map_tensors, tensors_of
 from memfit.trace.calls import CallTracker
 from memfit.trace.engine import SEEN_DIFFERENTLY, adds_in_place, in_place_in_backward, sole_owner_counts
-from memfit.trace.errors import BAD_SHAPES, DATA_DEPENDENT, NO_META_KERNEL, SPARSE, CaptureError
+from memfit.trace.errors import BAD_SHAPES, DATA_DEPENDENT, NO_META_KERNEL, RAISED_BY_STEP, SPARSE, CaptureError
 from memfit.trace.execution import Executor, OpInfo, Outcome, written_by
 from memfit.trace.record import NEVER, Category, Op, Phase, Storage, TensorRef
 from memfit.trace.rules import RuleContext, Rules
@@ -104,19 +104,30 @@ class Recorder(TorchDispatchMode):
     # -- errors -----------------------------------------------------------------------------------------------------
 
     def note_failure(self, error: BaseException, op: str) -> None:
-        """Remember where an exception came from, in case nobody catches it."""
+        """Remember the op or, without one, the module in which an exception was raised, in case nobody catches it."""
         if not hasattr(error, _PLACE):
-            with contextlib.suppress(AttributeError):
-                setattr(error, _PLACE, (op, self.calls.path, self.sources.here(2)))
+            with contextlib.suppress(AttributeError, TypeError):  # some exceptions take no attributes
+                setattr(error, _PLACE, (op, self._place(), self.sources.here(2)))
 
-    def explain(self, error: BaseException) -> CaptureError | None:
-        """The exception as an error about the user's step, when it came from an op."""
-        place = getattr(error, _PLACE, None)
-        if place is None or not isinstance(error, (RuntimeError, ValueError, IndexError, TypeError)):
-            return None
-        op, module, source = place
-        advice = getattr(error, "advice", SPARSE if "parse" in str(error) else BAD_SHAPES)
-        problem = str(error).split("\n")[0]
+    def _place(self) -> str:
+        """Say which part of the step runs now: a module or, outside of all, the phase."""
+        if self.calls.current != NEVER:
+            return self.calls.path
+        if self.in_optimizer:
+            return "the optimizer's step"
+        outside = {Phase.LOSS: "the loss", Phase.BACKWARD: "the backward"}
+        return outside.get(self.phase, "")
+
+    def explain(self, error: Exception, place: str = "") -> CaptureError:
+        """Return the exception as an error about the user's step: an op that failed, or what their code raised."""
+        op, module, source = getattr(error, _PLACE, ("", place or self._place(), 0))
+        said = _first_line(error)
+        if op and isinstance(error, (RuntimeError, ValueError, IndexError, TypeError)):
+            advice = getattr(error, "advice", SPARSE if "parse" in str(error) else BAD_SHAPES)
+            problem = said or type(error).__name__
+        else:
+            op, problem, advice = "", f"{type(error).__name__}{f': {said}' if said else ''}", RAISED_BY_STEP
+            source = self.sources.raised(error)
         return CaptureError(problem, op=op, module=module, source=self.sources.sources[source], advice=advice)
 
     def _refusal(self, func: Any, error: Exception) -> CaptureError | None:
@@ -533,6 +544,13 @@ class Recorder(TorchDispatchMode):
             draft.birth < began and (draft.death >= began or draft.death == NEVER) for began in self.backward_began
         )
         return Category.ACTIVATION if held or draft.saved_by else Category.TEMPORARY
+
+
+def _first_line(error: Exception) -> str:
+    try:
+        return str(error).strip().split("\n")[0]
+    except Exception:  # an exception of the user's own may not be able to say itself
+        return ""
 
 
 def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:

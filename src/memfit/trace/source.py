@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from types import CodeType
 
 import torch
 
@@ -29,18 +30,39 @@ class SourceTable:
             filename = code.co_filename
             own = foreign.get(filename)
             if own is None:
-                own = foreign[filename] = not filename.startswith((*_OWN, "<"))
+                own = self._is_users(filename)
             if own:
-                key = (filename, frame.f_lineno)
-                index = self._index.get(key)
-                if index is None:
-                    index = self._index[key] = len(self.sources)
-                    self.sources.append(f"{_shorten(filename)}:{frame.f_lineno} {code.co_name}")
-                return index
+                return self._intern(code, frame.f_lineno)
             if filename == _COMMAND:
                 return 0
             frame = frame.f_back
         return 0
+
+    def raised(self, error: BaseException) -> int:
+        """Return the index of the user's line at which an exception was raised, or that called what raised it."""
+        found, place = 0, error.__traceback__
+        while place is not None:
+            code = place.tb_frame.f_code
+            if self._is_users(code.co_filename):
+                found = self._intern(code, place.tb_lineno)
+            elif code.co_filename == _COMMAND:
+                found = 0
+            place = place.tb_next
+        return found
+
+    def _is_users(self, filename: str) -> bool:
+        users = self._foreign.get(filename)
+        if users is None:
+            users = self._foreign[filename] = not filename.startswith((*_OWN, "<"))
+        return users
+
+    def _intern(self, code: CodeType, line: int) -> int:
+        key = (code.co_filename, line)
+        index = self._index.get(key)
+        if index is None:
+            index = self._index[key] = len(self.sources)
+            self.sources.append(f"{_shorten(code.co_filename)}:{line} {code.co_name}")
+        return index
 
 
 def _shorten(filename: str) -> str:

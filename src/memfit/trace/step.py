@@ -81,11 +81,15 @@ class Step:
         try:
             with torch.device("meta"):
                 model = self.model()
+        except MemfitError:
+            raise
         except (AssertionError, RuntimeError) as error:
             raise InputError(
                 f"the model factory failed on the meta device: {error}. Build the model without moving it to a GPU, "
                 "loading weights or reading values; memfit puts it on the target itself"
             ) from error
+        except Exception as error:
+            raise InputError(f"the model factory raised {type(error).__name__}: {error}") from error
         if not isinstance(model, nn.Module):
             raise InputError(
                 f"the model factory returned a {type(model).__name__}, not an nn.Module; a function that runs a whole "

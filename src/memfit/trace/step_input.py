@@ -110,6 +110,62 @@ def check_batch(batch: Any) -> None:
 
 
 def check_model(model: nn.Module) -> None:
+    """Refuse a model whose tensors cannot be replaced by stand-ins, before anything of it is touched."""
+    _refuse_scripted(model)
+    _refuse_sharded(model)
+    _refuse_wrapped_tensors(model)
+
+
+_SHARDED = {
+    "FSDPModule": "fully_shard",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+}
+_WHOLE = (
+    "Give the model from before it was sharded: memfit.plan(model, batch, ..., ranks=N) plans the sharding itself, and "
+    "plan.apply(model, optimizer) applies it"
+)
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        kinds = {kind.__name__: kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.")}
+        for name, how in _SHARDED.items():
+            if name in kinds:
+                raise InputError(
+                    f"{_named(path)} is sharded by {how}, and a sharded model cannot be captured: its parameters are "
+                    f"this rank's parts, gathered by hooks. {_WHOLE}"
+                )
+        if "DataParallel" in kinds and len(getattr(module, "device_ids", ())) > 1:
+            raise InputError(
+                f"{_named(path)} is an nn.DataParallel on {len(module.device_ids)} devices, which one capture cannot "
+                f"follow; give the model that it wraps (.module)"
+            )
+
+
+def _refuse_wrapped_tensors(model: nn.Module) -> None:
+    """Refuse parameters and buffers that are made of other tensors; a stand-in would lose those."""
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            if not hasattr(type(tensor), "__tensor_flatten__"):
+                continue
+            if any(base.__name__ == "DTensor" for base in type(tensor).__mro__):
+                raise InputError(
+                    f"the {kind} {name!r} is a DTensor (placements {tensor.placements}), distributed over a mesh of "
+                    f"devices, and cannot be captured. {_WHOLE}. Tensor parallelism is not planned: give memfit the "
+                    "shapes that one rank has, as plain tensors"
+                )
+            raise InputError(
+                f"the {kind} {name!r} is a {type(tensor).__name__} (a tensor subclass that is made of other tensors, "
+                "as quantization libraries make them), which cannot be captured; give the model from before it was "
+                "converted, or one with plain tensors of the same bytes"
+            )
+
+
+def _named(path: str) -> str:
+    return f"module {path!r}" if path else "the model"
+
+
+def _refuse_scripted(model: nn.Module) -> None:
     """TorchScript modules with tensors are refused: these are not Python's to replace, and the ops are others."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
@@ -122,7 +178,7 @@ def check_model(model: nn.Module) -> None:
     more = f" and {len(found) - 1} more are TorchScript modules" if len(found) > 1 else " is a TorchScript module"
     name = getattr(module, "original_name", type(module).__name__)
     raise InputError(
-        f"{f'module {path!r}' if path else 'the model'} (a {name}){more}, made by torch.jit.script, torch.jit.trace or "
+        f"{_named(path)} (a {name}){more}, made by torch.jit.script, torch.jit.trace or "
         "torch.jit.load, and such a module with parameters cannot be captured; give the model with the nn.Module from "
         "before torch.jit, and script it afterwards if you must"
     )
