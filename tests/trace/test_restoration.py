@@ -100,7 +100,7 @@ def test_a_failed_capture_restores_everything() -> None:
     model = Fails()
     before = snapshot(model)
     call, backward = nn.Module.__call__, torch.autograd.backward
-    with pytest.raises(CaptureError, match="KeyError: .*the user's own error"):
+    with pytest.raises(CaptureError, match=r"KeyError: .*the user's own error"):
         memfit.trace(Step(model, torch.randn(4, 8)), target="cpu")
     assert snapshot(model) == before
     assert nn.Module.__call__ is call and torch.autograd.backward is backward

@@ -135,10 +135,11 @@ def _refuse_sharded(model: nn.Module) -> None:
                     f"{_named(path)} is sharded by {how}, and a sharded model cannot be captured: its parameters are "
                     f"this rank's parts, gathered by hooks. {_WHOLE}"
                 )
-        if "DataParallel" in kinds and len(getattr(module, "device_ids", ())) > 1:
+        devices: Any = getattr(module, "device_ids", ())
+        if isinstance(module, nn.DataParallel) and len(devices) > 1:
             raise InputError(
-                f"{_named(path)} is an nn.DataParallel on {len(module.device_ids)} devices, which one capture cannot "
-                f"follow; give the model that it wraps (.module)"
+                f"{_named(path)} is an nn.DataParallel on {len(devices)} devices, which one capture cannot follow; "
+                "give the model that it wraps (.module)"
             )
 
 
@@ -150,7 +151,7 @@ def _refuse_wrapped_tensors(model: nn.Module) -> None:
                 continue
             if any(base.__name__ == "DTensor" for base in type(tensor).__mro__):
                 raise InputError(
-                    f"the {kind} {name!r} is a DTensor (placements {tensor.placements}), distributed over a mesh of "
+                    f"the {kind} {name!r} is a DTensor (placements {getattr(tensor, 'placements', '')}), distributed over a mesh of "
                     f"devices, and cannot be captured. {_WHOLE}. Tensor parallelism is not planned: give memfit the "
                     "shapes that one rank has, as plain tensors"
                 )
