@@ -50,16 +50,33 @@ def contiguous_copy(tensor: Tensor) -> int:
     return 0 if tensor.is_contiguous() else bytes_of(tensor)
 
 
-def _pool_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
-    """The gradient, and the indices, in the input's memory format (ATen/native/AdaptiveMaxPooling2d.cpp, ...)."""
-    if args[1].dim() != 4:
-        return contiguous_copy(args[0])
-    wanted = torch.contiguous_format if args[1].is_contiguous() else torch.channels_last
-    operands = (args[0], *(value for value in args[2:] if isinstance(value, Tensor)))
-    return sum(
-        0 if tensor.is_contiguous(memory_format=wanted) else tensor.numel() * tensor.element_size()
-        for tensor in operands
-    )
+def format_copy(tensor: Tensor, layout: torch.memory_format) -> int:
+    """Bytes of the copy that `tensor.contiguous(memory_format=layout)` makes, 0 when it has that layout already."""
+    return 0 if tensor.is_contiguous(memory_format=layout) else bytes_of(tensor)
+
+
+def pool(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    """The input in the format that its strides suggest (ATen/native/cpu/MaxPoolKernel.cpp and its siblings)."""
+    return format_copy(args[0], suggested_format(args[0]))
+
+
+def pool_backward_by_gradient(
+    context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor
+) -> int:
+    """All operands in the format that the gradient's strides suggest; a result in another is written in a copy.
+
+    cpu/MaxPoolKernel.cpp, `max_pool2d_backward_kernel_impl`; cpu/AvgPoolKernel.cpp; cpu/AdaptiveAvgPoolKernel.cpp.
+    """
+    layout = suggested_format(args[0])
+    indices = [value for value in args[2:] if isinstance(value, Tensor)]
+    return sum(format_copy(tensor, layout) for tensor in (args[0], *indices, result))
+
+
+def pool_backward_by_result(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
+    """Gradient and indices in the result's format (cpu/AdaptiveMaxPoolKernel.cpp)."""
+    layout = suggested_format(result)
+    indices = [value for value in args[2:] if isinstance(value, Tensor)]
+    return sum(format_copy(tensor, layout) for tensor in (args[0], *indices))
 
 
 def _roll(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
@@ -95,6 +112,16 @@ def _contiguous_input(context: RuleContext, func: Any, args: Any, kwargs: dict[s
     return contiguous_copy(args[0])
 
 
+def _softmax_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
+    """Gradient and output are made contiguous (ATen/native/SoftMax.cpp, `softmax_backward_cpu_out`)."""
+    return contiguous_copy(args[0]) + contiguous_copy(args[1])
+
+
+def _contiguous_result(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """The result is contiguous, whatever the layout of the operands."""
+    return torch.empty_like(func(*args, **kwargs), memory_format=torch.contiguous_format)
+
+
 def _embedding(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
     """ATen/native/Embedding.cpp, `embedding_symint`: the indices are flattened."""
     return contiguous_copy(args[1])
@@ -114,12 +141,24 @@ _SHRUNK_LOSSES = tuple(
     f"aten.{name}.default" for name in ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss")
 )
 
+_POOLS = (
+    "aten.max_pool2d_with_indices.default",
+    "aten._adaptive_avg_pool2d.default",
+    "aten.adaptive_max_pool2d.default",
+    "aten.avg_pool2d.default",
+)
+_SOFTMAX_BACKWARDS = ("aten._softmax_backward_data.default", "aten._log_softmax_backward_data.default")
+
 KERNELS = {device: dict.fromkeys(_SHRUNK_LOSSES, _reduced_loss) for device in ("cpu", "cuda")}
+KERNELS["cpu"] |= dict.fromkeys(_SOFTMAX_BACKWARDS, _contiguous_result)
 WORKSPACES = {
     "cpu": {
-        "aten.adaptive_max_pool2d_backward.default": _pool_backward,
-        "aten.max_pool2d_with_indices_backward.default": _pool_backward,
-        "aten._adaptive_avg_pool2d_backward.default": _pool_backward,
+        **dict.fromkeys(_SOFTMAX_BACKWARDS, _softmax_backward),
+        **dict.fromkeys(_POOLS, pool),
+        "aten.adaptive_max_pool2d_backward.default": pool_backward_by_result,
+        "aten.avg_pool2d_backward.default": pool_backward_by_gradient,
+        "aten.max_pool2d_with_indices_backward.default": pool_backward_by_gradient,
+        "aten._adaptive_avg_pool2d_backward.default": pool_backward_by_gradient,
         "aten.roll.default": _roll,
         "aten.mse_loss.default": _pointwise_loss,
         "aten.smooth_l1_loss.default": _pointwise_loss,

@@ -81,20 +81,21 @@ def _channels_last(tensor: Tensor) -> bool:
     )
 
 
+_RESAMPLING = """upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
+_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d
+upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa max_pool3d_with_indices avg_pool3d
+_adaptive_avg_pool3d adaptive_max_pool3d"""
+"""Forward and backward: positions and weights of each output, and copies, by format and instruction set."""
+
 KERNELS = {"cpu": {"aten.convolution.default": _convolution}}
 WORKSPACES = {
     "cpu": {
         "aten.convolution.default": probed,
         "aten.convolution_backward.default": probed,
         "aten.mkldnn_rnn_layer.default": probed,
-        "aten.upsample_bilinear2d.default": probed,
-        "aten.upsample_bicubic2d.default": probed,
-        "aten._upsample_bilinear2d_aa.default": probed,
-        "aten._upsample_bicubic2d_aa.default": probed,
-        "aten.avg_pool2d_backward.default": probed,
+        **{f"aten.{name}{suffix}.default": probed for name in _RESAMPLING.split() for suffix in ("", "_backward")},
         "aten.sort.default": probed,
         "aten.sort.stable": probed,
-        "aten.max_pool3d_with_indices_backward.default": probed,
         "aten._trilinear.default": probed,
         "aten.binary_cross_entropy.default": probed,
         "aten.binary_cross_entropy_backward.default": probed,
