@@ -432,7 +432,7 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 def _without_reducer(original: Callable[..., Any]) -> Callable[..., Any]:
     """Run the module that is wrapped: the reducer is for real gradients, and would wait for them after the capture."""
 
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
     return forward

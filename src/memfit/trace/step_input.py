@@ -151,8 +151,8 @@ def _refuse_wrapped_tensors(model: nn.Module) -> None:
                 continue
             if any(base.__name__ == "DTensor" for base in type(tensor).__mro__):
                 raise InputError(
-                    f"the {kind} {name!r} is a DTensor (placements {getattr(tensor, 'placements', '')}), distributed over a mesh of "
-                    f"devices, and cannot be captured. {_WHOLE}. Tensor parallelism is not planned: give memfit the "
+                    f"the {kind} {name!r} is a DTensor (placements {getattr(tensor, 'placements', '')}), distributed "
+                    f"over a mesh of devices, and cannot be captured. {_WHOLE}. Tensor parallelism is not planned: give memfit the "
                     "shapes that one rank has, as plain tensors"
                 )
             raise InputError(
