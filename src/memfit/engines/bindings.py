@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit.trace.generators import held_generators
+
 _NONE = object()
 
 
@@ -25,7 +27,7 @@ def _fully_sharded(value: Any) -> bool:
 class Bindings:
     """The names of a unit, looked up once."""
 
-    __slots__ = ("_buffers", "_slots")
+    __slots__ = ("_buffers", "_slots", "generators")
 
     def __init__(self, unit: nn.Module) -> None:
         self._slots: list[tuple[dict[str, Any], str]] = []
@@ -36,6 +38,7 @@ class Bindings:
             self._buffers += [(module._buffers, name) for name in module._buffers]
             self._slots += [(module._parameters, name) for name in module._parameters]
         self._slots += self._buffers
+        self.generators = held_generators(unit.modules())
 
     def here(self) -> list[Any]:
         """What the names stand for now."""

@@ -29,6 +29,7 @@ from memfit.engines.recipe import Gap, OpKey, OpKind, Recipe, op_kind
 from memfit.engines.tour import Tour
 from memfit.engines.windows import Window, window_of
 from memfit.errors import StateError
+from memfit.trace.generators import host_state, with_host_state
 
 _here = threading.local()
 
@@ -63,6 +64,7 @@ class Rerun:
         "_bound",
         "_forward",
         "_generators",
+        "_host_state",
         "_inputs",
         "_name",
         "_shapes",
@@ -96,6 +98,7 @@ class Rerun:
         self._inputs = inputs = _Inputs(args, kwargs)
         self._ambient = Ambient.here(self.device_type)
         self._generators = generators_of(self.device_type, *inputs.leaves)
+        self._host_state = host_state(self._bindings.generators)
         self._bound = self._bindings.here()
         tensors = [each for each in inputs.leaves if isinstance(each, torch.Tensor)]
         self._versions = [
@@ -191,6 +194,7 @@ class Rerun:
         bound, self._inputs, self._bound, self._versions = self._bound, None, [], []
         with (
             with_generators(self._generators, self.device_type),
+            with_host_state(self._host_state, self._bindings.generators),
             self._ambient.again(),
             self._bindings.bound(bound),
             saved_tensors_hooks(pack, unpack),

@@ -22,7 +22,8 @@ from memfit.hardware import Device, Target
 from memfit.trace.advice import Advice
 from memfit.trace.arguments import tensors_of, unwrapped, visit_tensors
 from memfit.trace.calls import CallTracker, module_calls
-from memfit.trace.discovery import Companions, step_of
+from memfit.trace.chance import Chance, largest_path
+from memfit.trace.discovery import Companions, step_of, variables_of
 from memfit.trace.emulation import Emulation, python_functions_open
 from memfit.trace.environment import (
     LOCK,
@@ -37,6 +38,7 @@ from memfit.trace.environment import (
     torch_threads,
     unoptimized_scripts,
 )
+from memfit.trace.generators import Held, held_generators, same_generators
 from memfit.trace.optimizer_state import LeftState, OptimizerStates, optimizers_by_key
 from memfit.trace.placeholders import Placeholders, on_meta, optimizer_on_meta
 from memfit.trace.record import NEVER, SCHEMA, Category, Module, Parameter, Phase, Trace
@@ -65,12 +67,19 @@ def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | D
         notes: list[str] = []
         model = _eager(step.build_model(), notes)
         check_model(model)
-        capture = _Capture(step, model, device, {}, {})
-        capture.run()
-        if capture.left_gradients or capture.left_state:
-            capture = _Capture(step, model, device, capture.left_gradients, capture.left_state)
+        held = held_generators(model.modules(), variables_of(step.run))
+
+        def capture_with(chance: Chance) -> Trace:
+            capture = _Capture(step, model, device, {}, {}, chance, held)
             capture.run()
-        return capture.result(notes)
+            if capture.left_gradients or capture.left_state:
+                left = capture.left_gradients, capture.left_state
+                capture = _Capture(step, model, device, *left, chance, held)
+                capture.run()
+            return capture.result(notes)
+
+        with same_generators(held):
+            return largest_path(capture_with)
 
 
 def _target(target: str | os.PathLike[str] | Device | Target | None) -> Target:
@@ -119,8 +128,12 @@ class _Capture:
         device: Device,
         gradients: dict[str, torch.Tensor],
         state: LeftState,
+        chance: Chance,
+        held: list[Held],
     ) -> None:
         self.step = step
+        self.chance = chance
+        self.held = held
         self.model = model
         self.device = device
         self.context = context = _context(device)
@@ -129,7 +142,7 @@ class _Capture:
         self.sources = SourceTable()
         self.advice = Advice()
         rules = rules_for(context.device_type)
-        self.recorder = Recorder(context=context, rules=rules, calls=self.calls, sources=self.sources)
+        self.recorder = Recorder(context=context, rules=rules, calls=self.calls, sources=self.sources, chance=chance)
         self.emulation = Emulation(self.recorder, context, rules.functions)
         self.companions = Companions.of(step, model)
         self.parameters: dict[int, tuple[torch.Tensor, list[str]]] = {}
@@ -158,6 +171,7 @@ class _Capture:
                 self.emulation.stand_ins = self.placeholders.of
             self._enter_modes(stack)
             place = "the making of the optimizer"
+            seeded = self.chance.seed(self.held)
             try:
                 with self.recorder.table.pause(Category.OPTIMIZER_STATE):
                     made = step.build_optimizer(self.model)
@@ -171,6 +185,8 @@ class _Capture:
                 raise
             except Exception as error:
                 raise self.recorder.explain(error, place) from error
+            finally:
+                self.chance.note_host(seeded, self.held)
             with torch._C.DisableTorchFunction(), _disable_current_modes():
                 self.left_state = self.states.left(optimizers)
             self.recorder.table.close()
@@ -274,6 +290,7 @@ class _Capture:
         inputs = tuple(dict.fromkeys(number for number in given if number != HOST))
         outermost = self.calls.current == NEVER
         self.calls.enter(module, recorder.phase, len(recorder.ops), inputs)
+        self.chance.force_host(self.held)
         if outermost and recorder.phase is Phase.BACKWARD:
             self.advice.again(self.calls.path)
 

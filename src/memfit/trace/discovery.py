@@ -85,6 +85,11 @@ _DEPTH = 3
 """How many functions deep models are looked for."""
 
 
+def variables_of(function: Callable[..., Any] | None) -> list[Any]:
+    """Return the values of the variables that a function uses."""
+    return [] if function is None else [value for _, value in _variables(function)]
+
+
 def _models(function: Any, seen: set[int], depth: int) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     seen.add(id(function))

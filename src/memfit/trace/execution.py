@@ -35,7 +35,7 @@ _META = torch.device("meta")
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten
 _RESIZING = (_aten.set_, _aten.resize_, _aten.resize_as_)
-_INDEXING = (
+INDEXING = (
     "aten.index.Tensor",
     "aten.index_put.default",
     "aten.index_put_.default",
@@ -232,7 +232,7 @@ class Executor:
         real_kwargs = {**kwargs, "device": _CPU} if "device" in kwargs else kwargs
         if keeps_values and (written or info.name == "aten.lift_fresh.default"):
             return func(*args, **real_kwargs)
-        if info.name in _INDEXING:
+        if info.name in INDEXING:
             args = (args[0], self._known_masks(args[1]), *args[2:])
         elif info.name == "aten.masked_select.default" and not keeps_values and self.has_value(args[1]):
             return self._selected(args[0], args[1])

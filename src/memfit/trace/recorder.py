@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from memfit.trace.arguments import GENERATOR, ArgumentTable, generators_of, map_tensors, tensors_of
 from memfit.trace.calls import CallTracker
+from memfit.trace.chance import Chance
 from memfit.trace.engine import SEEN_DIFFERENTLY, adds_in_place, in_place_in_backward, sole_owner_counts
 from memfit.trace.errors import BAD_SHAPES, DATA_DEPENDENT, NO_META_KERNEL, RAISED_BY_STEP, SPARSE, CaptureError
-from memfit.trace.execution import Executor, OpInfo, Outcome, written_by
+from memfit.trace.execution import INDEXING, Executor, OpInfo, Outcome, written_by
 from memfit.trace.record import NEVER, Category, Op, Phase, Storage, TensorRef
 from memfit.trace.rules import RuleContext, Rules
 from memfit.trace.source import SourceTable
@@ -45,8 +46,11 @@ class _Geometry:
 class Recorder(TorchDispatchMode):
     """Runs every op through the executor and keeps the record."""
 
-    def __init__(self, *, context: RuleContext, rules: Rules, calls: CallTracker, sources: SourceTable) -> None:
+    def __init__(
+        self, *, context: RuleContext, rules: Rules, calls: CallTracker, sources: SourceTable, chance: Chance
+    ) -> None:
         super().__init__()
+        self.chance = chance
         sole_owner_counts()
         self.device_type = context.device_type
         self.table = StorageTable(context.device_type)
@@ -203,6 +207,8 @@ class Recorder(TorchDispatchMode):
             written = written_by(info, args, kwargs) if info.writes else []
             needs_grad = bool(tensors) and tensors[0].requires_grad
             random = info.random and _draws(func, args, kwargs)
+            if random or self.table.random:
+                self._follow_random_values(func, info, args, tensors, tensors_of((outcome.result, *written)), random)
             try:
                 self._record(info, kwargs, inputs, arguments, outcome, written, needs_grad, leaves, random)
             except (NotImplementedError, RuntimeError) as error:  # a sparse result has no storage
@@ -211,6 +217,43 @@ class Recorder(TorchDispatchMode):
             if len(written) == 1 and info.returns_written:
                 return written[0]
             return outcome.result
+
+    # -- Note [Chance] ----------------------------------------------------------------------------------------------
+
+    def _follow_random_values(
+        self,
+        func: Any,
+        info: OpInfo,
+        args: Any,
+        tensors: list[torch.Tensor],
+        results: list[torch.Tensor],
+        drawn: bool,
+    ) -> None:
+        """Note which known values come from random numbers, and whether an op's result has its shape from some."""
+        origins = self.table.random
+        lines = frozenset[str]().union(*(origins.get(each.untyped_storage()._cdata, ()) for each in tensors))
+        known = [each for each in results if not each.is_meta]
+        if drawn and known:
+            line = self.sources.sources[self.sources.here(3)]
+            with _disable_current_modes():
+                self.chance.force(func, args, known, line)
+            lines |= {line}
+        if not lines:
+            return
+        for each in known:
+            pointer = each.untyped_storage()._cdata
+            origins[pointer] = origins.get(pointer, frozenset()) | lines
+        if info.name in INDEXING:  # positions only choose; masks also say how many
+            self.note_random_read(*(each for each in tensors if each.dtype is torch.bool))
+        elif func is _aten._local_scalar_dense.default or torch.Tag.dynamic_output_shape in func.tags:
+            self.note_random_read(*tensors)
+
+    def note_random_read(self, *tensors: torch.Tensor) -> None:
+        """Remember that the step has read these values, if they come from random numbers."""
+        for tensor in tensors:
+            lines = self.table.random.get(tensor.untyped_storage()._cdata)
+            if lines:
+                self.chance.note_read(sorted(lines), self.sources.sources[self.sources.here(2)])
 
     def _run_paused(
         self, func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor], arguments: str

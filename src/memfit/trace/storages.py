@@ -65,6 +65,8 @@ class StorageTable:
         self.known: dict[int, int] = {}
         self.foreign: dict[int, Category] = {}
         self.valueless: set[int] = set()
+        self.random: dict[int, frozenset[str]] = {}
+        """Storages with values that come from random numbers, and the lines that drew these."""
         self.twins: dict[int, torch.UntypedStorage] = {}
         self._refs: dict[int, _StorageRef] = {}
         self.paused = False
@@ -186,6 +188,8 @@ class StorageTable:
                 twin = storage.clone()
                 if storage._cdata in self.valueless:
                     self.valueless.add(twin._cdata)
+                if storage._cdata in self.random:
+                    self.random[twin._cdata] = self.random[storage._cdata]
             self.known[twin._cdata] = number
             self.drafts[number].lives += 1
             self.drafts[number].saved += 1
@@ -229,6 +233,7 @@ class StorageTable:
             self.known.pop(pointer, None)
             self.foreign.pop(pointer, None)
             self.valueless.discard(pointer)
+            self.random.pop(pointer, None)
             self.twins.pop(pointer, None)
             self._held.pop(pointer, None)  # the next storage at this address may be in host memory
         if number == HOST:

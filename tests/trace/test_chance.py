@@ -1,0 +1,214 @@
+"""Steps that read random values: the largest path is captured, it is said, and a plan for it holds on every other."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit.memory import Timeline, measured
+from memfit.trace import CaptureError, Step, Trace
+
+X = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+GENERATOR = np.random.default_rng(1)
+Skips = Callable[[torch.Tensor], bool]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.b(torch.sigmoid(self.a(x)))
+
+
+class LayerDrop(nn.Module):
+    """Skips its layers at random while it is trained; the last one runs always."""
+
+    def __init__(self, skips: Skips, count: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(count))
+        self.skips = skips
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks[:-1]:
+            if self.training and self.skips(x):
+                continue
+            x = block(x)
+        return self.blocks[-1](x).square().mean()
+
+
+SKIPS: dict[str, Skips] = {
+    "torch.rand": lambda _: bool(torch.rand([]) < 0.5),
+    "torch.rand on the device": lambda x: bool(torch.rand((), device=x.device) < 0.5),
+    "uniform_": lambda _: torch.empty(1).uniform_(0, 1).item() < 0.5,
+    "torch.randn": lambda _: torch.randn(1).item() < 0,
+    "torch.randint": lambda _: torch.randint(0, 2, (1,)).item() == 0,
+    "torch.bernoulli": lambda _: torch.bernoulli(torch.tensor(0.5)).item() == 1,
+    "torch.rand by tolist": lambda _: torch.rand(2).tolist()[0] < 0.5,
+    "torch.rand by numpy": lambda _: bool(torch.rand(2).numpy()[0] < 0.5),
+    "np.random.uniform": lambda _: np.random.uniform(0, 1) < 0.5,
+    "np.random.choice": lambda _: bool(np.random.choice([True, False])),
+    "random.random": lambda _: random.random() < 0.5,
+    "random.choice": lambda _: random.choice([True, False]),
+    "a generator of the file": lambda _: bool(GENERATOR.random() < 0.5),
+}
+
+
+def capture(model: nn.Module, target: str = "cpu") -> Trace:
+    return memfit.trace(Step(model, X, optimizer=None), target=target)
+
+
+def blocks(trace: Trace) -> int:
+    return sum(call.kind == "Block" for call in trace.calls)
+
+
+@pytest.mark.parametrize("target", ["cpu", "h100-sxm"])
+@pytest.mark.parametrize("name", SKIPS)
+def test_no_layer_is_dropped_in_what_is_captured(name: str, target: str) -> None:
+    model = LayerDrop(SKIPS[name])
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)["state"]["key"].tolist()
+    trace = capture(model, target)
+    assert blocks(trace) == 8
+    assert any("depends on random values" in note for note in trace.notes)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert np.random.get_state(legacy=False)["state"]["key"].tolist() == states[2]
+
+
+def test_a_step_without_random_reads_is_captured_once_and_without_a_note() -> None:
+    calls = 0
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            order = torch.randperm(64, device=x.device)[:32]
+            x = torch.dropout(x + torch.rand(32, device=x.device), 0.5, self.training)
+            return self.linear(x[order]).square().mean()
+
+    assert not capture(Noisy()).notes
+    assert calls == 1
+
+
+def test_the_same_trace_comes_from_every_state_of_the_generators() -> None:
+    prints = set()
+    model = LayerDrop(SKIPS["torch.rand"])
+    for seed in range(3):
+        torch.manual_seed(seed)
+        prints.add(capture(model).fingerprint)
+    assert len(prints) == 1
+
+
+LENGTHS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "torch.randint": lambda x: x[: int(torch.randint(1, 65, (1,)))],
+    "random.randint": lambda x: x[: random.randint(1, 64)],
+    "np.random.randint": lambda x: x[: np.random.randint(1, 65)],
+    "mask": lambda x: x[torch.rand(64, device=x.device) < 0.5],
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_the_longest_of_random_lengths_is_captured(name: str) -> None:
+    class Cut(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.block(LENGTHS[name](x)).square().mean()
+
+    trace = capture(Cut())
+    assert any(ref.shape == (64, 128) for op in trace.ops for ref in op.outputs)
+    assert any("depends on random values" in note for note in trace.notes)
+
+
+def test_choices_of_several_lines_are_made_one_by_one() -> None:
+    class Opposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.third = Block(), Block(), Block()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            if torch.rand(()) < 0.5:
+                x = self.second(x)
+            if torch.rand(()) > 0.5:
+                x = self.third(x)
+            return x.square().mean()
+
+    assert blocks(capture(Opposed())) == 3
+
+
+def test_values_that_change_no_op_are_told_apart() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x * random.random()).square().mean()
+
+    notes = capture(Scaled()).notes
+    assert len(notes) == 1 and "lead through the same ops" in notes[0]
+
+
+def test_paths_that_exclude_each_other_are_refused() -> None:
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Block(), Block()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.first(x) if torch.rand(()) < 0.5 else self.second(x)).square().mean()
+
+    with pytest.raises(CaptureError, match="does not contain the others") as raised:
+        capture(Either())
+    assert "probability" in raised.value.advice
+
+
+def smallest(model: nn.Module) -> memfit.Plan:
+    trace = capture(model)
+    least = memfit.plan(trace, budget="1KiB", progress=False).minimum_budget_bytes
+    assert least is not None
+    baseline = Timeline.of(trace).peak_bytes
+    plan = memfit.plan(trace, budget=least + (baseline - least) // 4, progress=False)
+    assert plan.checkpoint
+    return plan
+
+
+@pytest.mark.filterwarnings("ignore:unit ")
+@pytest.mark.parametrize("name", ["torch.rand", "random.random", "np.random.uniform"])
+def test_thirty_steps_on_random_paths_stay_within_the_budget_and_exact(name: str) -> None:
+    model = LayerDrop(SKIPS[name])
+    plain = copy.deepcopy(model)
+    plan = smallest(model)
+    plan.apply(model)
+    start = sum(parameter.untyped_storage().nbytes() for parameter in model.parameters()) + X.untyped_storage().nbytes()
+    for number in range(30):
+        for each in (plain, model):
+            torch.manual_seed(number)
+            random.seed(number)
+            np.random.seed(number)
+            if each is plain or number % 5:
+                each(X).backward()
+            else:
+                with measured() as truth:
+                    each(X).backward()
+                assert start + truth.peak_bytes <= plan.budget_bytes
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None)
+            assert one.grad is None or torch.equal(one.grad, other.grad)
+        plain.zero_grad()
+        model.zero_grad()
