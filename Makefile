@@ -9,7 +9,7 @@ INPUTS := pyproject.toml constraints.txt
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint browser bench zoo docs clean
+.PHONY: demo test lint browser bench zoo isa docs clean
 
 DEMO = llama3-8b --target h100-sxm --ranks 8 --batch 2 --seq 8192 --budget 64GiB
 
@@ -44,6 +44,10 @@ bench: $(DEV) $(BENCH)
 
 zoo: $(DEV)
 	$(BIN)/python -m pytest tests/zoo -m zoo
+
+# The tests that compare with this machine's CPU kernels, under older instruction sets and other numbers of threads.
+isa: $(DEV)
+	$(BIN)/python tests/trace/instruction_sets.py $(ISA)
 
 docs: $(DOCS)
 	$(BIN)/mkdocs build --strict

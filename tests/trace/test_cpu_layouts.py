@@ -15,7 +15,7 @@ from memfit.memory import Timeline, measured
 from memfit.trace import Step
 from memfit.trace.arguments import map_tensors, tensors_of
 from memfit.trace.probe import probe_workspace
-from memfit.trace.rules import RuleContext, rules_for
+from memfit.trace.rules import RuleContext, rules_for, vendor
 
 aten = torch.ops.aten
 RULES = rules_for("cpu")
@@ -123,6 +123,32 @@ def test_pools_of_three_dimensions() -> None:
             if other in GRADIENTS[1::2]:
                 rest = ([0, 0, 0], False, True, None)
                 check(aten.avg_pool3d_backward.default, grad, tensor, *window, *rest, where=f"{name}, {other}")
+
+
+LARGE: dict[Any, Callable[[], tuple[Any, ...]]] = {
+    aten.convolution.default: lambda: (
+        torch.rand(24, 6, 12, 12), torch.rand(8, 6, 3, 3), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1,
+    ),
+    aten.convolution_backward.default: lambda: (
+        torch.rand(24, 8, 12, 12), torch.rand(24, 6, 12, 12), torch.rand(8, 6, 3, 3), None, [1, 1], [1, 1], [1, 1],
+        False, [0, 0], 1, [True, True, False],
+    ),
+    aten.upsample_bilinear2d.default: lambda: (torch.rand(24, 6, 1, 1).expand(24, 6, 12, 12), [24, 24], False),
+    aten.upsample_bilinear2d_backward.default: lambda: (
+        torch.ones(()).expand(24, 6, 24, 24), [24, 24], [24, 6, 12, 12], False,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("func", LARGE, ids=str)
+def test_a_call_that_is_too_large_is_measured_on_fewer_samples(func: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit is lowered, so that the whole call can still be run beside it."""
+    args = LARGE[func]()
+    context = RuleContext(device_type="cpu", compute_capability=None, threads=torch.get_num_threads())
+    monkeypatch.setattr(vendor, "_PROBE_LIMIT_BYTES", 1 << 17)
+    said = RULES.workspaces[str(func)](context, func, args, {}, func(*args))
+    assert not any("not counted" in note for note in context.notes)
+    assert said == probe_workspace(func, args, {}) or context.notes, "a number that is not exact has a note"
 
 
 def ctc(output: Tensor, _: Any) -> Tensor:

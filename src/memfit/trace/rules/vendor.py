@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry
 
 from memfit.trace.arguments import map_tensors, tensors_of
 from memfit.trace.probe import probe_workspace, remembered, signature, vendor_has
@@ -14,14 +15,55 @@ from memfit.trace.rules import RuleContext
 from memfit.trace.rules.layout import bytes_of
 
 _PROBE_LIMIT_BYTES = 1 << 28
+_PROBE_LIMIT_FLOPS = 1 << 35
+_WEIGHTS = {"aten::convolution": 1, "aten::convolution_backward": 2}
+"""The position of an operand without samples."""
 
 
 def probed(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-    """oneDNN reorders operands into layouts that depend on the instruction set (ATen/native/mkldnn)."""
-    if sum(map(bytes_of, tensors_of((*args, result)))) > _PROBE_LIMIT_BYTES:
+    """oneDNN reorders operands into layouts that depend on the instruction set (ATen/native/mkldnn).
+
+    A call that is too large or takes too long is measured on fewer samples.
+    """
+    size = sum(map(bytes_of, tensors_of((*args, result))))
+    share = max(size / _PROBE_LIMIT_BYTES, _flops(func, args, kwargs, result) / _PROBE_LIMIT_FLOPS)
+    if share <= 1:
+        return _measured(func, args, kwargs)
+    samples = args[0].size(0) if isinstance(args[0], Tensor) and args[0].dim() > 0 else 0
+    fewer = int(samples / share) // 4 * 4
+    if fewer < 4:
         context.note(f"{func}: too large to run once here; what it allocates inside itself is not counted")
         return 0
+    whole, half, quarter = (_measured(func, _with_samples(func, args, fewer // part), kwargs) for part in (1, 2, 4))
+    if whole - half != 2 * (half - quarter):
+        context.note(
+            f"{func}: too large to run once here; what it allocates inside itself is scaled from fewer samples"
+        )
+    return whole + math.ceil((whole - half) * (samples - fewer) / (fewer - fewer // 2))
+
+
+def _measured(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     return remembered(signature(func, args, kwargs), lambda: probe_workspace(func, args, kwargs))
+
+
+def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    formula = flop_registry.get(func._overloadpacket)
+    return formula(*args, **kwargs, out_val=result) if formula is not None else 0
+
+
+def _with_samples(func: Any, args: Any, count: int) -> tuple[Any, ...]:
+    """The same call on the first `count` samples of every operand that has them."""
+    samples, sizes = args[0].size(0), args[0].dim()
+
+    def fewer(position: int, value: Any) -> Any:
+        if position == _WEIGHTS.get(func._schema.name):
+            return value
+        if isinstance(value, Tensor) and value.dim() > 0 and value.size(0) == samples:
+            return value[:count]
+        whole_size = func._schema.arguments[position].name == "input_size" and len(value) == sizes
+        return [count, *value[1:]] if whole_size else value
+
+    return tuple(fewer(position, value) for position, value in enumerate(args))
 
 
 def _not_counted(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
