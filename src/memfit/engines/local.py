@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfit.engines.attachment import Handler, attach, attached, detach
 from memfit.engines.loss import LossRegion
 from memfit.engines.mode import Mode, is_container
 from memfit.engines.optimizers import OptimizerLike, given_optimizers
+from memfit.engines.phase import Calls, Phase, needs_step
 from memfit.engines.policy import RunPolicy
 from memfit.engines.sharded import check_ranks, shard_as_planned
 from memfit.engines.unit import PlannedUnit
@@ -44,32 +46,72 @@ class Applied:
         self._paths = dict(named_modules(model))
         first = next(iter(model.parameters()), None)
         self.device_type = "cpu" if first is None else first.device.type
-        self._units: list[PlannedUnit | LossRegion] = []
+        self.phase = Phase(plan, self._warn_once)
+        self._losses: list[LossRegion] = []
         self._modules: list[weakref.ref[nn.Module]] = []
-        self._warned = False
+        self._warned: set[str] = set()
         self._step_hooks: list[Any] = []
+        self._stepped: set[int] = set()
+        self._given = 0
+        self._ours: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         self._optimizers: list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]] = []
 
-    def reset(self, *_: Any) -> None:
-        """A new step begins."""
-        for unit in self._units:
-            unit.reset()
+    def reset(self) -> None:
+        """Begin a new step, whatever the last one did."""
+        self.phase.reset()
+        for region in self._losses:
+            region.end()
+
+    def end_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Note that an optimizer has done its step."""
+        self._stepped.add(id(optimizer))
+        step = self.phase.step
+        self.phase.end_step(all_stepped=len(self._stepped) >= self._given)
+        if self.phase.step != step:
+            self._stepped.clear()
+        for region in self._losses:
+            region.end()
+
+    def _steps(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer that was not given steps parameters of the plan's modules."""
+        known = self._ours.get(optimizer)
+        if known is None:
+            modules = [module for reference in self._modules if (module := reference()) is not None]
+            own = {id(parameter) for module in modules for parameter in module.parameters()}
+            known = any(id(each) in own for group in optimizer.param_groups for each in group["params"])
+            self._ours[optimizer] = known
+        return known
+
+    def _watch_all_optimizers(self) -> None:
+        """Hear of the steps of optimizers that were not given, as `Trainer` makes its own."""
+        applied = weakref.ref(self)
+
+        def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            here = applied()
+            if here is not None and here._steps(optimizer):
+                here.end_step(optimizer)
+
+        handle = register_optimizer_step_post_hook(stepped)
+        self._step_hooks.append(handle)
+        weakref.finalize(self, handle.remove)
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, stacklevel=_user_level())
 
     def warn(self, unit: str, differs: str) -> None:
         """Say once per model that units do not run as planned, and why."""
-        if self._warned:
-            return
-        self._warned = True
         reason = differs
         on = torch.is_autocast_enabled(self.device_type)
         here = str(torch.get_autocast_dtype(self.device_type)).removeprefix("torch.") if on else None
         if here != self.plan.trace.autocast and "_to_copy" in differs:
             reason = f"autocast is {here or 'off'} here and {self.plan.trace.autocast or 'off'} in the plan ({differs})"
-        warnings.warn(
+        self._warn_once(
+            "other ops",
             f"unit {unit!r} does not run as planned: {reason}. It and others like it are recomputed whole, or, where "
             "they write to buffers or inputs, run as without a plan: exact, but slower or larger than planned; run the "
             "step as it was planned, or plan it again as it is now",
-            stacklevel=_user_level(),
         )
 
     def attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -78,8 +120,16 @@ class Applied:
             for module, handler in self._handlers():
                 attach(module, handler)
                 self._modules.append(weakref.ref(module))
+            modules = [module for reference in self._modules if (module := reference()) is not None]
+            trained = (each for each in modules if any(parameter.requires_grad for parameter in each.parameters()))
+            watched = next(trained, None)
+            if watched is not None:
+                self.phase.watch(watched)
+            self._given = len(optimizers)
+            if not optimizers:
+                self._watch_all_optimizers()
             for optimizer in optimizers:
-                self._step_hooks.append(optimizer.register_step_post_hook(self.reset))
+                self._step_hooks.append(optimizer.register_step_post_hook(self.end_step))
                 if self.plan.optimizer is not None:
                     self._optimizers.append((optimizer, set_implementation(optimizer, self.plan.optimizer)))
         except BaseException:
@@ -111,16 +161,14 @@ class Applied:
             losses.append(entry) if entry.is_loss else entries[entry.module].append(entry)
         found: list[tuple[nn.Module, Handler]] = []
         for path, members in entries.items():
-            policies = [RunPolicy.of(entry) for entry in members]
-            unit = PlannedUnit(self, self._mode(path), members[0].calls, policies)
-            self._units.append(unit)
-            found.append((self._paths[path], unit))
+            calls = Calls(self.phase, members, {entry.call: RunPolicy.of(entry) for entry in members})
+            found.append((self._paths[path], PlannedUnit(self, self._mode(path), calls)))
         if losses:
             inner = next((handler for module, handler in found if module is model), None)
             found = [each for each in found if each[0] is not model]
             regions = {entry.call: (RunPolicy.of(entry), entry.after, entry.after_call) for entry in losses}
-            region = LossRegion(self, self._mode(""), losses[0].calls, regions, inner)
-            self._units.append(region)
+            region = LossRegion(self, self._mode(""), Calls(self.phase, losses, regions), inner)
+            self._losses.append(region)
             found.append((model, region))
         return found
 
@@ -217,6 +265,13 @@ def _check(plan: Plan, model: nn.Module, optimizers: Sequence[torch.optim.Optimi
                 raise InputError(f"{type(optimizer).__name__} has no {plan.optimizer!r} step, which the plan needs")
     if plan_of_model(model) is not None:
         raise StateError("this model already runs a plan; call remove on that plan first")
+    unit = needs_step(plan)
+    if unit is not None and not optimizers:
+        raise InputError(
+            f"calls of {unit!r} have different policies in this plan, by where in the step they are: give the "
+            "optimizer that ends the step, apply(model, optimizer), or all of them in a list; or plan with "
+            "SolveOptions(micro_batches='same')"
+        )
     wrappers = wrappers_of(model)
     if "OptimizedModule" in wrappers:
         raise InputError("this model is compiled; apply the plan to the model first and compile it afterwards")

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, 
 
 from memfit.engines.attachment import Handler
 from memfit.engines.mode import Mode
+from memfit.engines.phase import Calls, in_backward
 from memfit.engines.policy import RunPolicy
 from memfit.engines.rerun import running_again
 from memfit.engines.tape import Saved, Tape
@@ -44,22 +45,13 @@ _TRANSFORMS = os.path.join(os.path.dirname(torch.__file__), "_functorch", "")
 class LossRegion:
     """Runs the losses of a step's passes under their policies, around what else handles the model's calls."""
 
-    def __init__(
-        self, applied: Applied, mode: Mode, calls: int, policies: dict[int, LossPolicy], inner: Handler | None
-    ) -> None:
+    def __init__(self, applied: Applied, mode: Mode, calls: Calls, inner: Handler | None) -> None:
         self._applied = applied
         self._mode = mode
         self._calls = calls
-        self._policies = policies
         self._inner = inner
-        self._count = 0
         self._tape: weakref.ref[LossTape] | None = None
         self._found: dict[str, weakref.ref[nn.Module]] = {}
-
-    def reset(self) -> None:
-        """The next call of the model is the first of a step."""
-        self._count = 0
-        self.end()
 
     def end(self) -> None:
         """The region that is being written down, if any, ends here."""
@@ -76,17 +68,16 @@ class LossRegion:
                 return self._inner(model, forward, args, kwargs)
             return forward(*args, **kwargs)
 
-        if running_again():
+        if running_again() or in_backward():
             return run()
         self.end()
         if not self._mode.training:
             return run()
-        number = self._count
-        self._count = (number + 1) % self._calls
-        if number not in self._policies:
+        found: LossPolicy | None = self._calls.next()
+        if found is None:
             return run()
-        policy, after, call = self._policies[number]
-        tape = LossTape(policy, self._applied.device_type)
+        policy, after, call = found
+        tape = LossTape(policy, self._applied.device_type, self._applied.phase.leave)
         if after is not None:
             return _inside(self._last(model, after), call, tape, run)
         result = run()
@@ -144,8 +135,8 @@ class LossTape(Tape):
     def _should_skip_dynamo(cls) -> bool:
         return True  # compiled, this code would keep what it leaves in the keyword arguments
 
-    def __init__(self, policy: RunPolicy, device_type: str) -> None:
-        super().__init__(policy, device_type)
+    def __init__(self, policy: RunPolicy, device_type: str, on_backward: Callable[[], None] | None = None) -> None:
+        super().__init__(policy, device_type, on_backward)
         self._hooked = False
         self._awaited = sum(op == policy.ops - 1 for op, _ in policy.dropped)
         """Results of the last op that are dropped: autograd packs them when the op is over."""

@@ -39,6 +39,11 @@ class RunPolicy:
             stop=entry.stop,
         )
 
+    @property
+    def content(self) -> tuple[object, ...]:
+        """What is done, whichever call it is for."""
+        return self.ops, tuple(sorted(self.names.items())), self.saved, self.dropped, self.stop
+
 
 def same_op(name: str, planned: str | None) -> bool:
     """Whether an op is the one that the plan knows, if it knows it.

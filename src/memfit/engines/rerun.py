@@ -67,6 +67,7 @@ class Rerun:
         "_host_state",
         "_inputs",
         "_name",
+        "_on_backward",
         "_shapes",
         "_unit",
         "_versions",
@@ -77,9 +78,16 @@ class Rerun:
     )
 
     def __init__(
-        self, name: str, unit: nn.Module, bindings: Bindings, forward: Callable[..., Any], device_type: str
+        self,
+        name: str,
+        unit: nn.Module,
+        bindings: Bindings,
+        forward: Callable[..., Any],
+        device_type: str,
+        on_backward: Callable[[], None],
     ) -> None:
         self._name = name
+        self._on_backward = on_backward
         self._unit = unit
         self._bindings = bindings
         self._forward = forward
@@ -243,6 +251,7 @@ class Rerun:
         """Run again unless that has been done, or there is nothing to make."""
         if self._again is None:
             self._again = {}
+            self._on_backward()
             if self._shapes:
                 self._again = self.second()
 

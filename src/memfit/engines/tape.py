@@ -10,6 +10,7 @@ and is right all the same.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -73,9 +74,10 @@ class Tape(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def __init__(self, policy: RunPolicy, device_type: str) -> None:
+    def __init__(self, policy: RunPolicy, device_type: str, on_backward: Callable[[], None] | None = None) -> None:
         super().__init__()
         self.policy = policy
+        self._on_backward = on_backward
         self.device_type = device_type
         self.followed = True
         """Whether the ops so far are those that the plan knows, and all of them can be run again. Once they are not,
@@ -195,6 +197,8 @@ class Tape(TorchDispatchMode):
         if tape is not None:
             tape.end()
             if tape._again is None:
+                if tape._on_backward is not None:
+                    tape._on_backward()
                 tape._again = tape._second_run()
             if saved.tensor is None:
                 saved.tensor = tape._take(saved)

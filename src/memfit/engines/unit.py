@@ -14,6 +14,7 @@ from memfit.engines.bindings import Bindings
 from memfit.engines.inputs import Changing, kind_of_call
 from memfit.engines.learning import Learning
 from memfit.engines.mode import Mode
+from memfit.engines.phase import Calls, in_backward
 from memfit.engines.policy import RunPolicy
 from memfit.engines.recipe import Recipe
 from memfit.engines.rerun import Rerun, running_again
@@ -37,42 +38,35 @@ _MOST_KINDS = 64
 class PlannedUnit:
     """Runs the calls of one module as the plan says; calls that the plan does not name run as they are."""
 
-    def __init__(self, applied: Applied, mode: Mode, calls: int, policies: list[RunPolicy]) -> None:
+    def __init__(self, applied: Applied, mode: Mode, calls: Calls) -> None:
         self._applied = applied
         self._mode = mode
         self._calls = calls
-        self._policies = {policy.call: policy for policy in policies}
         self._recipes: dict[tuple[int, Hashable], Recipe | _Unplanned] = {}
         self._bindings: Bindings | None = None
-        self._count = 0
-
-    def reset(self) -> None:
-        """The next call is the first of a step."""
-        self._count = 0
 
     def __call__(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not self._mode.training or running_again() or _in_transform():
+        if not self._mode.training or running_again() or in_backward() or _in_transform():
             return forward(*args, **kwargs)
-        number = self._count
-        self._count = (number + 1) % self._calls
-        policy = self._policies.get(number)
+        phase = self._applied.phase
+        policy = self._calls.next()
         if policy is None:
-            return forward(*args, **kwargs)
+            return phase.leave_after(forward(*args, **kwargs))
         device_type = self._applied.device_type
         try:
-            kind = (number, kind_of_call(args, kwargs, device_type))
+            kind = (policy.call, kind_of_call(args, kwargs, device_type))
         except Changing:
-            tape = Tape(policy, device_type)
+            tape = Tape(policy, device_type, phase.leave)
             with saved_tensors_hooks(tape.pack, Tape.unpack), tape:
                 return forward(*args, **kwargs)
         recipe = self._recipes.get(kind)
         if recipe is _Unplanned.AS_IT_IS:
-            return forward(*args, **kwargs)
+            return phase.leave_after(forward(*args, **kwargs))
         if self._bindings is None:
             self._bindings = Bindings(module)
-        run = Rerun(policy.unit, module, self._bindings, forward, device_type)
+        run = Rerun(policy.unit, module, self._bindings, forward, device_type, phase.leave)
         if recipe is None:
             return self._learn(policy, module, kind, run, args, kwargs)
         if recipe is _Unplanned.WHOLE:

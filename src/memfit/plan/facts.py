@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from memfit.plan.record import InputFacts, ParameterFacts, PeakAt, TraceFacts
+from memfit.solve.micro_batches import count_micro_batches
 from memfit.trace import NEVER, Category, TensorRef, Trace
 
 
@@ -21,6 +22,7 @@ def trace_facts(trace: Trace) -> TraceFacts:
             ParameterFacts(names=each.names, shape=each.shape, dtype=each.dtype, trainable=each.trainable)
             for each in trace.parameters
         ),
+        micro_batches=count_micro_batches(trace),
     )
 
 

@@ -162,6 +162,7 @@ class TraceFacts(_Part, frozen=True):
     """What a plan keeps of its trace, to say what differs when it is used for another step.
 
     `torch` is the release without the part that names a build. `threads` is 0 where they change nothing.
+    `micro_batches` is how many passes of forward and backward the step has, all alike; None when they are not.
     """
 
     torch: str
@@ -173,3 +174,4 @@ class TraceFacts(_Part, frozen=True):
     ops: Count
     inputs: tuple[InputFacts, ...]
     parameters: tuple[ParameterFacts, ...]
+    micro_batches: Annotated[int, Meta(ge=1)] | None = None

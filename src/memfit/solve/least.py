@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from memfit.solve.checkpoint import CheckpointModel
+from memfit.solve.micro_batches import dealt, fold
 from memfit.solve.milp import Limits, Status
 from memfit.solve.prefixes import Place, Walks, walks_of
 from memfit.solve.program import Choice, Program
@@ -36,6 +37,12 @@ def least_budget(program: Program, limits: Limits | None = None) -> LeastBudget 
 
     Of the plans with that peak any is given: solve again at this budget for the fastest of them.
     """
+    if program.micro_batches is not None:
+        folded = least_budget(fold(program, program.micro_batches), limits)
+        if folded is None:
+            return None
+        choice = dealt(program.micro_batches, folded.choice, len(program.candidates))
+        return replace(folded, choice=choice, peak_bytes=program.peak_bytes(choice))
     walked = _by_walking(program)
     if walked is not None and walked.peak_bytes <= walked.bound_bytes:
         return walked

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from memfit.errors import InputError
 from memfit.paths import around
@@ -26,6 +27,8 @@ class SolveOptions:
     `name#1` for its second; the model itself is `(model)`. It names that unit alone: `forbid=("h.0",)` says nothing
     of `h.0.mlp`, which is a unit of its own.
     `optimizer` lets a plan choose how the optimizer does its step: one tensor after another, on lists, or fused.
+    `micro_batches` is `"same"` for one policy in all micro-batches of a step, however many of them a loop really runs;
+    with `"own"` each has its own, which is a little faster and needs a loop that keeps to the step exactly.
     """
 
     ac_units: tuple[str, ...] | None = None
@@ -35,6 +38,7 @@ class SolveOptions:
     limits: Limits = field(default_factory=Limits)
     points: int = POINTS
     optimizer: bool = False
+    micro_batches: Literal["same", "own"] = "same"
 
     def __post_init__(self) -> None:
         for field_name in ("ac_units", "forbid", "force"):
@@ -53,6 +57,8 @@ class SolveOptions:
             value = getattr(self, field_name)
             if not isinstance(value, kind):
                 raise InputError(f"{field_name} is {value!r}; write {field_name}=memfit.solve.{kind.__name__}(...)")
+        if self.micro_batches not in ("same", "own"):
+            raise InputError(f"micro_batches is {self.micro_batches!r}; write 'same' or 'own'")
         if isinstance(self.points, bool) or not isinstance(self.points, int) or self.points < 1:
             raise InputError(f"points is {self.points!r}; write a whole number of at least 1")
 

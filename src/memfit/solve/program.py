@@ -61,6 +61,14 @@ class Segment:
     peak_op: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatches:
+    """The ops of each micro-batch, and its candidates; those at the same place of each take the same policy."""
+
+    windows: tuple[tuple[int, int], ...]
+    members: tuple[tuple[int, ...], ...]
+
+
 @dataclass(frozen=True)
 class Program:
     """A step to be planned: levels with everything that no decision changes, the budget, and the candidates."""
@@ -69,6 +77,8 @@ class Program:
     during: Bytes
     budget_bytes: int
     candidates: tuple[Candidate, ...]
+    micro_batches: MicroBatches | None = None
+    """Those that take the same policies (Note [Micro-batches]); None when every candidate is free."""
 
     @cached_property
     def boundaries(self) -> tuple[int, ...]:

@@ -16,9 +16,10 @@ import numpy as np
 
 from memfit.solve.checkpoint import CheckpointModel
 from memfit.solve.classes import ClassModel
+from memfit.solve.micro_batches import dealt, fold
 from memfit.solve.milp import Incumbent, Limits, Status, relative_gap
 from memfit.solve.prefixes import PICOSECONDS, Place, Walks, broken_rows, walks_of
-from memfit.solve.program import Choice, Program
+from memfit.solve.program import Choice, MicroBatches, Program
 from memfit.solve.walk import WIDTHS, best_of
 from memfit.trace import NEVER
 
@@ -67,6 +68,8 @@ def search(
     """The best choice for a program, from a first one if that is known."""
     limits = limits or Limits()
     began = time.perf_counter()
+    if program.micro_batches is not None:
+        return _folded(program, program.micro_batches, limits, start, watch)
     nothing = np.full(len(program.candidates), NEVER, np.int64)
     if not any(candidate.forced for candidate in program.candidates) and program.fits(nothing):
         return _outcome(program, nothing, Status.OPTIMAL, 0.0, began, 0, 0)
@@ -91,6 +94,31 @@ def search(
         if _enough(program, limits, best, bound):
             return _outcome(program, best, Status.OPTIMAL, bound, began, rows, columns)
     return _full(program, limits, best, bound, began, watch)
+
+
+def _folded(
+    program: Program, micro_batches: MicroBatches, limits: Limits, start: Choice | None, watch: Watch | None
+) -> Outcome:
+    """The best choice with one policy for all micro-batches."""
+    count = len(micro_batches.members)
+    heard = None
+    if watch is not None:
+        tell = watch  # the name is bound for the function below
+
+        def heard(incumbent: Incumbent) -> None:
+            tell(replace(incumbent, objective=incumbent.objective * count, bound=incumbent.bound * count))
+
+    first = None if start is None else start[list(micro_batches.members[-1])]
+    found = search(fold(program, micro_batches), limits, start=first, watch=heard)
+    choice = None if found.choice is None else dealt(micro_batches, found.choice, len(program.candidates))
+    recompute_ms = math.inf if choice is None else program.recompute_ms(choice)
+    proven = found.recompute_ms <= found.bound_ms + SAME_MS
+    return replace(
+        found,
+        choice=choice,
+        recompute_ms=recompute_ms,
+        bound_ms=recompute_ms if proven else min(found.bound_ms * count, recompute_ms),
+    )
 
 
 def _enough(program: Program, limits: Limits, choice: Choice, bound_ms: float) -> bool:

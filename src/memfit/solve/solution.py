@@ -16,10 +16,11 @@ from memfit.hardware import Target
 from memfit.memory import Timeline
 from memfit.memory.timeline import Bytes
 from memfit.solve.least import LeastBudget, least_budget
+from memfit.solve.micro_batches import micro_batches_of
 from memfit.solve.milp import Incumbent, Status, relative_gap
 from memfit.solve.options import SolveOptions
 from memfit.solve.planned import PlannedTimeline, planned_timeline
-from memfit.solve.program import Candidate, Choice, Program, candidates_of
+from memfit.solve.program import Candidate, Choice, MicroBatches, Program, candidates_of
 from memfit.solve.search import SAME_MS, Outcome, infeasible, search
 from memfit.solve.sharding import Sharding, shard
 from memfit.trace import NEVER
@@ -75,8 +76,15 @@ class Problem:
         """The program of one budget."""
         levels = self.sharding or self.timeline
         if isinstance(levels, Sharding):
-            return Program(levels.before, levels.during, budget_bytes, self.candidates)
-        return Program(levels.before_bytes, levels.during_bytes, budget_bytes, self.candidates)
+            return Program(levels.before, levels.during, budget_bytes, self.candidates, self.micro_batches)
+        return Program(levels.before_bytes, levels.during_bytes, budget_bytes, self.candidates, self.micro_batches)
+
+    @cached_property
+    def micro_batches(self) -> MicroBatches | None:
+        """The micro-batches that take one policy; None when there is one, or each may have its own."""
+        if self.options.micro_batches == "own":
+            return None
+        return micro_batches_of(self.runtime.trace, self.candidates)
 
     @property
     def during_by_row(self) -> Bytes:
@@ -238,7 +246,7 @@ def _tighter(program: Program, judged: PlannedTimeline, choice: Choice) -> Progr
         if peak > program.budget_bytes and more > 0:
             before[op] += more
             during[op - 1] = max(during[op - 1], before[op])
-    return Program(before, during, program.budget_bytes, program.candidates)
+    return replace(program, before=before, during=during)
 
 
 def _check_forced(options: SolveOptions, candidates: Sequence[Candidate], units: Sequence[Unit]) -> None:
