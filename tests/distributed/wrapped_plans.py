@@ -121,7 +121,7 @@ def train(wrap: str, plan: Plan | None, *, after: bool) -> tuple[list[torch.Tens
 def planned_layers() -> Plan:
     step = memfit.Step(built(), torch.randn(ROWS, WIDTH), loss=loss_of, optimizer=torch.optim.SGD)
     options = SolveOptions(force=tuple(f"layers.{number}" for number in range(LAYERS)))
-    least = memfit.plan(step, target="cpu", budget=1, options=options, progress=False).minimum_budget_bytes
+    least = memfit.plan(step, target="cpu", budget="1KiB", options=options, progress=False).minimum_budget_bytes
     return memfit.plan(step, target="cpu", budget=least, options=options, progress=False)
 
 

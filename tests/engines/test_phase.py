@@ -235,7 +235,7 @@ class Game:
 
 def test_two_models_with_two_optimizers_run_their_plan_bit_for_bit() -> None:
     game, plain = Game(), Game()
-    least = memfit.plan(game.step, target="cpu", budget=1, progress=False).minimum_budget_bytes
+    least = memfit.plan(game.step, target="cpu", budget="1KiB", progress=False).minimum_budget_bytes
     plan = memfit.plan(game.step, target="cpu", budget=least, progress=False)
     assert plan.checkpoint
     plan.apply(game.models(), game.optimizers)

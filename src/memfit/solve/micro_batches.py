@@ -48,7 +48,7 @@ def count_micro_batches(trace: Trace) -> int | None:
         [
             (call.module, call.kind, call.begin - begin, call.end - begin)
             for call in trace.calls
-            if call.phase is Phase.FORWARD and begin <= call.begin < end
+            if call.phase in (Phase.FORWARD, Phase.LOSS) and begin <= call.begin < end
         ]
         for begin, end in _passes(trace)
     ]
@@ -64,12 +64,10 @@ def _passes(trace: Trace) -> list[tuple[int, int]]:
             begins.append(index)
         before = op.phase
     last = max((index for index, op in enumerate(trace.ops) if op.phase is Phase.BACKWARD), default=NEVER) + 1
-    calls = sorted(call.begin for call in trace.calls if call.phase is Phase.FORWARD)
+    calls = sorted(call.begin for call in trace.calls if call.phase in (Phase.FORWARD, Phase.LOSS))
     found = []
     for begin, end in pairwise([*(each for each in begins if each < last), last]):
-        first = next((call for call in calls if begin <= call < end), None)
-        if first is not None:
-            found.append((first, end))
+        found.append((next((call for call in calls if begin <= call < end), begin), end))
     return found
 
 
