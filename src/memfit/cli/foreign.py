@@ -10,8 +10,9 @@ from typing import Any, get_type_hints
 from memfit.cli.problems import UsageError
 
 _PLANNED = (
-    "parameters, gradients and optimizer state are sharded over all of --ranks N (FSDP2); for a model that is cut up "
-    "in other ways, give the step of what one rank computes, with its part of the layers"
+    "parameters, gradients and optimizer state are sharded over all of --ranks N (FSDP2), or replicated with "
+    "--parallel ddp; for a model that is cut up in other ways, give the step of what one rank computes, with its part "
+    "of the layers"
 )
 _PARALLEL = {
     "tensor parallelism": ("tp", "tp-size", "tensor-parallel", "tensor-parallel-size", "tensor-model-parallel-size"),

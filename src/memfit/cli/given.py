@@ -209,12 +209,15 @@ def solve_options(options: SolverOptions, trace: Trace | None, *, optimizer: boo
     if options.time_limit is not None and not options.time_limit > 0:
         raise UsageError(f"--time-limit is {options.time_limit:g}; write seconds, more than 0")
     limits = Limits() if options.time_limit is None else Limits(time_limit_s=options.time_limit)
+    if options.parallel == "ddp":
+        _check_no_shards(options)
     with about("--force and --forbid"):
         return SolveOptions(
             force=named["force"],
             forbid=named["forbid"],
             ac_units=named["units"] or None,
             shard=ShardOptions(
+                parallel=options.parallel,
                 units=sharded or None,
                 shard_dtype=options.shard_dtype,
                 param_dtype=options.param_dtype,
@@ -223,6 +226,12 @@ def solve_options(options: SolverOptions, trace: Trace | None, *, optimizer: boo
             limits=limits,
             optimizer=optimizer,
         )
+
+
+def _check_no_shards(options: SolverOptions) -> None:
+    for name in ("shard_units", "param_dtype", "reduce_dtype", "shard_dtype"):
+        if getattr(options, name):
+            raise UsageError(f"--{name.replace('_', '-')} is for sharded parameters, and --parallel ddp has none")
 
 
 def _expanded(option: str, given: tuple[str, ...], names: list[str]) -> tuple[str, ...]:

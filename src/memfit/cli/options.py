@@ -84,7 +84,7 @@ class HardwareOptions:
     target: Annotated[str | None, arg("DEVICE", "the GPU that is here", "-t")] = None
     """A device such as h100-sxm (`memfit devices` lists them), or the path of a device file (.toml)."""
     ranks: Annotated[Count, arg("N", "1", "-n")] = None
-    """How many of them; the model is sharded over all of them."""
+    """How many of them; the model is sharded over all of them, or replicated (--parallel ddp)."""
     budget: Annotated[str | None, arg("SIZE", "what the device has room for", "-b")] = None
     """What tensors of one rank may take: 72GiB, 80GB, 90% or 0.9 of the device. A number needs its unit."""
 
@@ -101,6 +101,8 @@ class SolverOptions:
     """A unit that may be; when given, no others may."""
     time_limit: Annotated[float | None, number(float, "60"), arg("SECONDS", "60")] = None
     """How long one solve may take; the best plan so far is given with its gap."""
+    parallel: Annotated[Literal["fsdp", "ddp"], arg("{fsdp,ddp}", "fsdp")] = "fsdp"
+    """How several ranks divide the work: sharded as FSDP2 does it, or replicated with DDP and its gradient buckets."""
     shard_units: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, arg("MODULE")] = ()
     """A module whose parameters are gathered together (default: the repeated blocks)."""
     param_dtype: Annotated[Dtypes, arg("DTYPE", "autocast's, or the parameter's")] = None

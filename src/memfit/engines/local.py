@@ -23,6 +23,7 @@ from memfit.engines.mode import Mode, is_container
 from memfit.engines.optimizers import OptimizerLike, given_optimizers
 from memfit.engines.phase import Calls, Phase, needs_step
 from memfit.engines.policy import RunPolicy
+from memfit.engines.replicas import check_replicas
 from memfit.engines.sharded import check_ranks, shard_as_planned
 from memfit.engines.unit import PlannedUnit
 from memfit.errors import InputError, StateError
@@ -191,6 +192,8 @@ def apply(
     """
     optimizers = given_optimizers(optimizer)
     _check(plan, model, optimizers)
+    if plan.ddp is not None:
+        check_replicas(plan.ddp, model)
     root = unwrap(model)
     wrappers = wrappers_of(model)
     if plan.shard is not None and not wrappers:
@@ -238,7 +241,11 @@ def plan_of_model(model: nn.Module) -> Applied | None:
 
 def _warn_policies_only(plan: Plan, wrappers: list[str]) -> None:
     """Say what a plan does and does not do on a model that something else wraps or shards."""
+    if plan.ddp is not None and all("DistributedDataParallel" in each for each in wrappers):
+        return  # what the plan counts on
     planned = "one device" if plan.shard is None else f"memfit's own sharding over {plan.shard.ranks} ranks"
+    if plan.ddp is not None:
+        planned = f"DistributedDataParallel on {plan.ddp.ranks} ranks"
     warnings.warn(
         f"the model is in {', '.join(wrappers)}: the plan's checkpoint policies are carried out, and nothing else. Its "
         f"memory was predicted for {planned}, without what the wrapper shards, gathers or buckets",

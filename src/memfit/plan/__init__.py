@@ -8,6 +8,7 @@ from memfit.plan.planning import curve, plan
 from memfit.plan.record import (
     Blocker,
     Checkpoint,
+    DdpPlan,
     Estimate,
     PeakAt,
     Prediction,
@@ -21,6 +22,7 @@ from memfit.plan.searching import search
 __all__ = [
     "Blocker",
     "Checkpoint",
+    "DdpPlan",
     "Estimate",
     "PeakAt",
     "Plan",

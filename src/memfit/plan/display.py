@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.paths import alike, folded
-from memfit.plan.record import Blocker, Checkpoint, Estimate, PeakAt, ShardPlan
-from memfit.plan.words import STEP_WAYS, Tone, changes_nothing, verdict_of
+from memfit.plan.record import Blocker, Checkpoint, DdpPlan, Estimate, PeakAt, ShardPlan
+from memfit.plan.words import STEP_WAYS, Tone, changes_nothing, verdict_of, without_plan
 from memfit.trace import Category
 from memfit.trace.names import short
 from memfit.units import display_bytes, display_ms
@@ -37,9 +37,15 @@ def plan_report(plan: Plan, *, next_step: bool = True) -> Group:
         parts += [Text(), Text(f"optimizer: its step is done {STEP_WAYS[plan.optimizer]}, which needs less at once")]
     if plan.shard is not None:
         parts += [Text(), _shard(plan.shard)]
+    if plan.ddp is not None:
+        parts += [Text(), _ddp(plan.ddp)]
     if plan.notes:
         parts += [Text(), *(Text(f"note: {note}", style="dim") for note in plan.notes)]
     return Group(*parts)
+
+
+def _without(plan: Plan) -> str:
+    return without_plan(plan.ranks, ddp=plan.ddp is not None)
 
 
 def counted(number: int, name: str) -> str:
@@ -58,11 +64,11 @@ def _headline(plan: Plan) -> Text:
     text.append(f"\nplan for {plan.target.title}, {counted(plan.ranks, 'rank')}, budget {budget}: {plan.status}")
     if changes_nothing(plan):
         spare = display_bytes(plan.budget_bytes - plan.baseline.peak_bytes)
-        as_it_is = "as it is" if plan.ranks == 1 else "when it is only sharded"
+        as_it_is = "as it is" if plan.ranks == 1 else f"when it is {_without(plan)}"
         text.append(f"\nnothing needs to be checkpointed: {as_it_is}, the step leaves {spare} to spare")
         return text
     over = plan.baseline.peak_bytes - plan.budget_bytes
-    text.append("\nwithout a plan the step " if plan.ranks == 1 else "\nonly sharded, the step ")
+    text.append("\nwithout a plan the step " if plan.ranks == 1 else f"\n{_without(plan)}, the step ")
     text.append(f"is {display_bytes(over)} above the budget" if over > 0 else "fits the budget")
     least = plan.minimum_budget_bytes
     if plan.predicted is None or plan.gap is None or plan.bound_ms is None:
@@ -94,10 +100,10 @@ def _before_and_after(plan: Plan) -> Table:
     table.add_column("")
     columns: list[Estimate | Blocker] = []
     if not same:
-        table.add_column("without a plan" if plan.ranks == 1 else "only sharded", justify="right", no_wrap=True)
+        table.add_column(_without(plan), justify="right", no_wrap=True)
         columns.append(plan.baseline)
     if plan.predicted is not None:
-        name = "with the plan" if not same else "as it is" if plan.ranks == 1 else "only sharded"
+        name = "with the plan" if not same else "as it is" if plan.ranks == 1 else _without(plan)
         table.add_column(name, justify="right", no_wrap=True)
         columns.append(plan.predicted)
     elif plan.blocker is not None:
@@ -112,7 +118,7 @@ def _before_and_after(plan: Plan) -> Table:
         beside = [] if same else [""]
         if not same:
             table.add_row("  recomputing", "", display_ms(plan.predicted.recompute_ms))
-        if plan.shard is not None or plan.predicted.exposed_communication_ms:
+        if plan.ranks > 1 or plan.predicted.exposed_communication_ms:
             waits = display_ms(plan.predicted.exposed_communication_ms)
             table.add_row("  waiting for communication", *beside, waits)
     table.add_section()
@@ -128,7 +134,7 @@ def _highest(plan: Plan) -> Text:
     """Where the peaks are."""
     if changes_nothing(plan):
         return Text(f"highest: {_place(plan.baseline.peak_at)}")
-    text = Text("highest without a plan: " if plan.ranks == 1 else "highest when only sharded: ")
+    text = Text("highest without a plan: " if plan.ranks == 1 else f"highest when {_without(plan)}: ")
     text.append(_place(plan.baseline.peak_at))
     if plan.predicted is not None:
         text.append(f"\nhighest with the plan: {_place(plan.predicted.peak_at)}")
@@ -249,3 +255,15 @@ def _shard(shard: ShardPlan) -> Text:
         if getattr(shard, name) is not None:
             text.append(f"\n  {name}: {getattr(shard, name)}")
     return text
+
+
+def _ddp(ddp: DdpPlan) -> Text:
+    """Where gradients are while they are averaged, and who wraps the model."""
+    total = display_bytes(sum(ddp.buckets))
+    where = "which gradients are views of" if ddp.gradient_as_bucket_view else "beside the gradients"
+    option = ", gradient_as_bucket_view=True" if ddp.gradient_as_bucket_view else ""
+    cap = "" if ddp.bucket_cap_bytes == 25 << 20 else f", bucket_cap_mb={ddp.bucket_cap_bytes / (1 << 20):g}"
+    return Text(
+        f"replicated on {ddp.ranks} ranks: gradients are averaged in {counted(len(ddp.buckets), 'bucket')}, {total}, "
+        f"{where}\n  wrap the model yourself, before or after apply: DistributedDataParallel(model{cap}{option})"
+    )

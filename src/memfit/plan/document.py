@@ -23,6 +23,7 @@ from memfit.plan.record import (
     Blocker,
     Bytes,
     Checkpoint,
+    DdpPlan,
     Estimate,
     Ms,
     Prediction,
@@ -70,6 +71,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     optimizer: Implementation | None
     notes: tuple[str, ...]
     trace: TraceFacts
+    ddp: DdpPlan | None = None
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "the document") -> Plan:

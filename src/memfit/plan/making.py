@@ -11,7 +11,17 @@ from memfit._version import __version__
 from memfit.hardware import Target
 from memfit.plan.document import Plan
 from memfit.plan.facts import trace_facts
-from memfit.plan.record import Blocker, Checkpoint, Estimate, Prediction, ShardPlan, Status, TargetFacts, UnitOp
+from memfit.plan.record import (
+    Blocker,
+    Checkpoint,
+    DdpPlan,
+    Estimate,
+    Prediction,
+    ShardPlan,
+    Status,
+    TargetFacts,
+    UnitOp,
+)
 from memfit.trace import NEVER, ModuleCall, Phase, Trace
 from memfit.trace.optimizers import Implementation
 from memfit.tradeoff import LOSS, Policy, Unit
@@ -36,6 +46,7 @@ def plan_of(
     predicted: Prediction | None,
     blocker: Blocker | None = None,
     shard: ShardPlan | None = None,
+    ddp: DdpPlan | None = None,
     optimizer: Implementation | None = None,
     notes: Sequence[str] = (),
 ) -> Plan:
@@ -56,6 +67,7 @@ def plan_of(
         blocker=blocker,
         checkpoint=tuple(checkpoint_of(trace, unit, policy) for unit, policy in chosen),
         shard=shard,
+        ddp=ddp,
         optimizer=optimizer,
         notes=tuple(notes),
         trace=trace_facts(trace),

@@ -28,7 +28,7 @@ from memfit.plan.given import (
 )
 from memfit.plan.implementations import Answer, best_implementation
 from memfit.plan.making import plan_of
-from memfit.plan.record import Blocker, Dtype, Estimate, Prediction, ShardedUnit, ShardPlan
+from memfit.plan.record import Blocker, DdpPlan, Dtype, Estimate, Prediction, ShardedUnit, ShardPlan
 from memfit.solve import (
     Choice,
     Curve,
@@ -188,6 +188,7 @@ def _document(answer: Answer, given: Problem, notes: list[str], asked_bytes: int
             baseline=baseline,
             predicted=None,
             blocker=_why(problem),
+            ddp=_ddp_plan(problem),
             optimizer=answer.implementation,
             notes=notes,
         )
@@ -203,6 +204,7 @@ def _document(answer: Answer, given: Problem, notes: list[str], asked_bytes: int
         baseline=baseline,
         predicted=predicted,
         shard=_shard_plan(problem),
+        ddp=_ddp_plan(problem),
         optimizer=answer.implementation,
         notes=notes,
     )
@@ -234,7 +236,7 @@ def _peak(problem: Problem, judged: PlannedTimeline) -> dict[str, Any]:
 
 
 def _shard_plan(problem: Problem) -> ShardPlan | None:
-    if problem.sharding is None:
+    if problem.sharding is None or problem.options.shard.parallel == "ddp":
         return None
     sharding = problem.sharding
     units = tuple(ShardedUnit(module=unit.module, reshard_after_forward=bool(unit.module)) for unit in sharding.units)
@@ -245,6 +247,18 @@ def _shard_plan(problem: Problem) -> ShardPlan | None:
         shard_dtype=cast(Dtype | None, sharding.shard_dtype),
         param_dtype=cast(Dtype | None, sharding.param_dtype),
         reduce_dtype=cast(Dtype | None, sharding.reduce_dtype),
+    )
+
+
+def _ddp_plan(problem: Problem) -> DdpPlan | None:
+    options = problem.options.shard
+    if problem.sharding is None or options.parallel != "ddp":
+        return None
+    return DdpPlan(
+        ranks=problem.target.ranks,
+        buckets=problem.sharding.buckets,
+        bucket_cap_bytes=options.bucket_cap_bytes,
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
     )
 
 

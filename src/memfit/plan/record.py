@@ -130,6 +130,15 @@ class ShardPlan(_Part, frozen=True):
     reduce_dtype: Dtype | None = None
 
 
+class DdpPlan(_Part, frozen=True):
+    """How a model is replicated with DistributedDataParallel; `buckets` are bytes, the first to be reduced first."""
+
+    ranks: Annotated[int, Meta(ge=2)]
+    buckets: tuple[Bytes, ...]
+    bucket_cap_bytes: Annotated[int, Meta(ge=1)]
+    gradient_as_bucket_view: bool
+
+
 class TargetFacts(_Part, frozen=True):
     """The hardware that a plan is for, by name."""
 

@@ -124,6 +124,12 @@ def _overlap_problems(plan: Plan) -> Iterator[str]:
 
 
 def _shard_problems(plan: Plan) -> Iterator[str]:
+    if plan.ddp is not None:
+        if plan.shard is not None:
+            yield "the model is both sharded (shard) and replicated (ddp)"
+        if plan.ddp.ranks != plan.ranks:
+            yield f"ddp.ranks is {plan.ddp.ranks}, and ranks is {plan.ranks}"
+        return
     if plan.shard is None:
         if plan.ranks > 1 and plan.status != "infeasible":
             yield f"ranks is {plan.ranks}, and there is no shard that says how they divide the model"

@@ -22,6 +22,13 @@ STEP_WAYS = {
 """How an optimizer's step is done."""
 
 
+def without_plan(ranks: int, *, ddp: bool) -> str:
+    """What a step is called that runs without its plan: on several ranks it is sharded or replicated all the same."""
+    if ranks == 1:
+        return "without a plan"
+    return "only replicated (DDP)" if ddp else "only sharded"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """`words` are one or two, `figures` say by how much; `reasons` are sentences on what the allocator does."""

@@ -11,6 +11,7 @@ from memfit.hardware import Target
 from memfit.plan import Plan
 from memfit.plan.given import cost_given
 from memfit.plan.making import policy_of
+from memfit.plan.words import without_plan
 from memfit.solve import Curve, PlannedTimeline, Problem, ShardOptions, SolveOptions
 from memfit.solve.curve import curve_of
 from memfit.trace import Step, Trace
@@ -107,12 +108,23 @@ class Report:
             return None
         return self.problem.replay(self.chosen)
 
+    @property
+    def without(self) -> str:
+        """What the step is called that runs without its plan."""
+        return without_plan(self.target.ranks, ddp=self.problem.options.shard.parallel == "ddp")
+
     def with_curve(self, points: int = 16) -> Report:
         """The same report with the whole trade-off."""
         return replace(self, curve=curve_of(self.problem, points=points))
 
 
 def _shard_options(plan: Plan) -> ShardOptions:
+    if plan.ddp is not None:
+        return ShardOptions(
+            parallel="ddp",
+            bucket_cap_bytes=plan.ddp.bucket_cap_bytes,
+            gradient_as_bucket_view=plan.ddp.gradient_as_bucket_view,
+        )
     if plan.shard is None:
         return ShardOptions()
     return ShardOptions(

@@ -49,7 +49,7 @@ def markdown_of(report: Report, levers: Sequence[Lever] = ()) -> str:
 def _before_and_after(report: Report) -> str:
     """Peak, reserved, time and categories, each without the plan and with it."""
     plan = report.plan
-    without = "without a plan" if report.target.ranks == 1 else "only sharded"
+    without = report.without
     if plan is None:
         timeline = report.baseline
         step_ms = report.runtime.total_ms + report.problem.exposed_ms
@@ -102,7 +102,7 @@ def _highest(report: Report) -> Iterator[str]:
     plan = report.plan
     if plan is None:
         return
-    without = "without a plan" if plan.ranks == 1 else "when only sharded"
+    without = report.without if plan.ranks == 1 else f"when {report.without}"
     lines = [f"Highest {without}: {_prose(place(plan.baseline.peak_at))}."]
     if plan.predicted is not None:
         lines.append(f"Highest with the plan: {_prose(place(plan.predicted.peak_at))}.")

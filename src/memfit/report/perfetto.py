@@ -64,7 +64,7 @@ def _about(report: Report) -> dict[str, str]:
 
 def _events(report: Report) -> Iterator[_Event]:
     """Every event; the process that people want to see comes first."""
-    without = "without a plan" if report.target.ranks == 1 else "only sharded"
+    without = report.without
     steps = [] if report.planned is None else [("with the plan", report.planned)]
     for pid, (name, timeline) in enumerate([*steps, (without, report.baseline)], start=1):
         yield from _Process(report, timeline, pid, name).events()

@@ -8,7 +8,7 @@ from memfit.paths import alike, folded
 from memfit.plan import Plan
 from memfit.plan.display import counted
 from memfit.plan.record import PeakAt
-from memfit.plan.words import STEP_WAYS, Tone, verdict_of
+from memfit.plan.words import STEP_WAYS, Tone, verdict_of, without_plan
 from memfit.report.facts import Report
 from memfit.report.strings import named
 from memfit.trace.names import short
@@ -92,6 +92,12 @@ def _planned(plan: Plan) -> list[str]:
             f"Parameters are sharded over {plan.shard.ranks} ranks in {counted(len(plan.shard.units), 'unit')}; "
             f"{display_ms(predicted.exposed_communication_ms)} a step is spent waiting for communication."
         )
+    if plan.ddp is not None:
+        sentences.append(
+            f"The model is replicated on {plan.ddp.ranks} ranks (DDP), with {counted(len(plan.ddp.buckets), 'bucket')} "
+            f"of gradients, {display_bytes(sum(plan.ddp.buckets))}; "
+            f"{display_ms(predicted.exposed_communication_ms)} a step is spent on waiting for them and copying them."
+        )
     if plan.optimizer is not None:
         sentences.append(f"The optimizer's step is done {STEP_WAYS[plan.optimizer]}, which needs less at once.")
     return [*sentences, _proof(plan)]
@@ -99,7 +105,8 @@ def _planned(plan: Plan) -> list[str]:
 
 def _before(plan: Plan) -> str:
     over = plan.baseline.peak_bytes - plan.budget_bytes
-    first = "Without a plan" if plan.ranks == 1 else "Only sharded"
+    first = without_plan(plan.ranks, ddp=plan.ddp is not None)
+    first = first[:1].upper() + first[1:]
     peak = display_bytes(plan.baseline.peak_bytes)
     if over > 0:
         return f"{first}, the step peaks at {peak}, {display_bytes(over)} above the budget."

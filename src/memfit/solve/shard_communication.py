@@ -54,6 +54,7 @@ def copies_ms(transfers: Sequence[Transfer], units: Sequence[ShardUnit], device:
     moved = sum(
         2 * each.size_bytes if each.kind is Collective.ALL_GATHER else gradients[each.module] + each.size_bytes
         for each in transfers
+        if each.kind is not Collective.ALL_REDUCE  # DDP's copies are part of its communication
     )
     reached = device.memory_bandwidth_bytes_per_s * device.efficiency[Family.COPY].bandwidth
     return moved / reached * 1e3

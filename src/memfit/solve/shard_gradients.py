@@ -32,7 +32,8 @@ _ADDED = ("aten.add_.Tensor",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeGradient:
-    """The gradient of a parameter from one backward: made by op `birth`, complete after op `ready`.
+    """The gradient of a parameter from one backward: made by op `birth`, complete after op `ready`, and given to the
+    parameter by op `arrived`.
 
     `storages` stand for it in the trace. `death` is when the step lets go of the parameter's gradient.
     """
@@ -41,6 +42,7 @@ class WholeGradient:
     storages: tuple[int, ...]
     birth: int
     ready: int
+    arrived: int
     death: int
 
 
@@ -147,7 +149,12 @@ def _whole(
             storages, birth, storage = (*storages, low), trace.storages[low].birth, low
     ready = max((op for op in writes[storage] if birth <= op < own.end), default=birth)
     return WholeGradient(
-        parameter=number, storages=storages, birth=birth, ready=ready, death=trace.storages[kept].death
+        parameter=number,
+        storages=storages,
+        birth=birth,
+        ready=ready,
+        arrived=max(ready, index),
+        death=trace.storages[kept].death,
     )
 
 

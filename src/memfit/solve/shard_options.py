@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -12,13 +12,21 @@ from memfit.cost.work import item_bytes_of
 from memfit.errors import InputError
 from memfit.trace import Parameter, Trace
 
+Parallel = Literal["fsdp", "ddp"]
+FIRST_BUCKET_BYTES = 1 << 20
+"""DDP's first bucket is small, so that the first all-reduce begins soon (`dist._DEFAULT_FIRST_BUCKET_BYTES`)."""
+BUCKET_CAP_BYTES = 25 << 20
 ShardDtype = Literal["float64", "float32", "bfloat16", "float16"]
 _NAMES = ("float64", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardOptions:
-    """How parameters are sharded; `units` are module paths, by default the repeated blocks, the root always.
+    """How several ranks divide the work; `units` are module paths, by default the repeated blocks, the root always.
+
+    `parallel` is `fsdp`, fully sharded, or `ddp`, replicated: DistributedDataParallel with buckets of up to
+    `bucket_cap_bytes` (its `bucket_cap_mb`), beside the gradients unless these are views of them
+    (`gradient_as_bucket_view`). Units and dtypes are for `fsdp` alone.
 
     `shard_dtype` is that of shards, their gradients and optimizer state, `param_dtype` that of gathered parameters and
     whole gradients, `reduce_dtype` that in which gradients are summed. Each is the parameter's own unless given; only
@@ -30,8 +38,27 @@ class ShardOptions:
     shard_dtype: ShardDtype | None = None
     param_dtype: ShardDtype | None = None
     reduce_dtype: ShardDtype | None = None
+    parallel: Parallel = "fsdp"
+    bucket_cap_bytes: int = BUCKET_CAP_BYTES
+    gradient_as_bucket_view: bool = False
+
+    @property
+    def first_bucket_is_small(self) -> bool:
+        """DDP makes its first bucket small only where its cap is left as it is."""
+        return self.bucket_cap_bytes == BUCKET_CAP_BYTES
 
     def __post_init__(self) -> None:
+        if self.parallel not in get_args(Parallel):
+            raise InputError(f"parallel is {self.parallel!r}; write 'fsdp' (sharded) or 'ddp' (replicated)")
+        if self.parallel == "ddp":
+            for name in ("units", "shard_dtype", "param_dtype", "reduce_dtype"):
+                if getattr(self, name) is not None:
+                    raise InputError(f"{name} is for sharded parameters, and parallel='ddp' has none; leave one out")
+        elif self.gradient_as_bucket_view or self.bucket_cap_bytes != BUCKET_CAP_BYTES:
+            raise InputError("bucket_cap_bytes and gradient_as_bucket_view are for parallel='ddp'; leave them out")
+        cap = self.bucket_cap_bytes
+        if isinstance(cap, bool) or not isinstance(cap, int) or cap < 1:
+            raise InputError(f"bucket_cap_bytes is {cap!r}; write bytes, such as {BUCKET_CAP_BYTES} (25 MiB)")
         for name in ("shard_dtype", "param_dtype", "reduce_dtype"):
             given = getattr(self, name)
             if isinstance(given, torch.dtype):

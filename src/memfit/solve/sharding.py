@@ -7,15 +7,14 @@ whole rows. What a unit gathers, reduces and frees, and when, is in Note [Sharde
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from memfit.cost import Runtime
+from memfit.errors import InputError
 from memfit.hardware import Target
-from memfit.memory.timeline import Bytes, Timeline
-from memfit.solve.intervals import Interval
+from memfit.memory.timeline import Timeline
+from memfit.solve.ddp import replicate
 from memfit.solve.shard_communication import communication
 from memfit.solve.shard_gradients import WholeGradient, casts_of, whole_gradients, without_casts
 from memfit.solve.shard_levels import Levels
@@ -32,7 +31,8 @@ from memfit.solve.shard_runtime import ShardedRuntime, Transfer
 from memfit.solve.shard_schedule import actings
 from memfit.solve.shard_times import on_shards
 from memfit.solve.shard_units import ShardCall, ShardUnit, members_of, passes_of, repeated_blocks, units_of
-from memfit.trace import NEVER, Category, Parameter, Phase, Trace
+from memfit.solve.sharding_result import Sharding
+from memfit.trace import NEVER, Category, Parameter, Phase
 
 __all__ = [
     "ShardCall",
@@ -47,50 +47,6 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sharding:
-    """A step of one rank among many: its levels, its units and its communication.
-
-    `runtime` has the times and, as its `trace`, the step without casts of parameters that are gathered in their dtype:
-    it is the one to checkpoint units of, since such a cast makes nothing that could be dropped or made again. `removed`
-    are the storages that a rank does not have and `allocations` what it has instead. The dtypes are those that were
-    used; None is the parameter's own.
-    """
-
-    runtime: Runtime
-    before_by_row: Bytes
-    during_by_row: Bytes
-    units: tuple[ShardUnit, ...]
-    removed: frozenset[int]
-    allocations: tuple[Interval, ...]
-    transfers: tuple[Transfer, ...]
-    communication_ms: float
-    exposed_ms: float
-    shard_dtype: str | None
-    param_dtype: str | None
-    reduce_dtype: str | None
-
-    @property
-    def trace(self) -> Trace:
-        """The step without casts of parameters."""
-        return self.runtime.trace
-
-    @cached_property
-    def before(self) -> Bytes:
-        """Bytes alive just before each op."""
-        return self.before_by_row.sum(axis=0)
-
-    @cached_property
-    def during(self) -> Bytes:
-        """Bytes alive while each op runs, and between it and the next."""
-        return self.during_by_row.sum(axis=0)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The highest point of the step when nothing is checkpointed."""
-        return int(self.during.max())
-
-
 def shard(
     timeline: Timeline,
     runtime: Runtime,
@@ -99,12 +55,16 @@ def shard(
     *,
     on_host: bool = False,
 ) -> Sharding:
-    """The step as one rank of the target sees it.
+    """The step as one rank of the target sees it: fully sharded, or replicated where the options say `ddp`.
 
     With `on_host`, shards, their gradients and the optimizer are in the host's memory, and the device has no part in
     the optimizer's step but its time, which is left as it is.
     """
     options = options or ShardOptions()
+    if options.parallel == "ddp":
+        if on_host:
+            raise InputError("a replicated step (DDP) cannot have its shards on the host; it has none")
+        return replicate(timeline, runtime, target, options)
     ranks, dtypes = target.ranks, ShardDtypes.of(timeline.trace, options)
     casts = casts_of(timeline.trace, dtypes)
     runtime = on_shards(without_casts(runtime, casts), target.device, ranks, dtypes)

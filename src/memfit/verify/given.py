@@ -41,6 +41,11 @@ def check_plan(plan: Plan) -> None:
             f"this plan shards the model over {plan.shard.ranks} ranks, which no engine of memfit runs yet; "
             "plan with ranks=1 to verify it on one device"
         )
+    if plan.ddp is not None:
+        raise MissingFeatureError(
+            f"this plan is for a model that is replicated on {plan.ddp.ranks} ranks, and a step on one device has none "
+            "of its buckets; plan with ranks=1 to verify it here"
+        )
     kind = plan.trace.device_type
     if kind == "cuda" and not torch.cuda.is_available():
         raise InputError(

@@ -455,8 +455,9 @@ def _check(
         raise InputError(f"optimizer is a {type(optimizer).__name__}; give the model's torch.optim.Optimizer")
     if plan.predicted is None:
         raise InputError("this plan is infeasible, so there is nothing to watch; plan with a larger budget")
-    if plan.shard is not None:
-        raise MissingFeatureError("this plan shards the model, which the guard does not watch yet; plan with ranks=1")
+    if plan.shard is not None or plan.ddp is not None:
+        does = "shards" if plan.shard is not None else "replicates"
+        raise MissingFeatureError(f"this plan {does} the model, which the guard does not watch yet; plan with ranks=1")
     if not tolerance > 0:
         raise InputError(f"tolerance is {tolerance}; give a part of the peak above 0, such as {TOLERANCE}")
     if retries < 0:

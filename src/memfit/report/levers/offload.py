@@ -23,7 +23,10 @@ def offload(case: Case) -> Iterator[Lever]:
     """Both kinds, where the device has memory of its own."""
     if case.target.device.type == "cpu":
         return
-    yield from _optimizer(case) if case.target.ranks == 1 else _shards(case)
+    if case.target.ranks == 1:
+        yield from _optimizer(case)
+    elif case.report.problem.options.shard.parallel == "fsdp":
+        yield from _shards(case)
     yield from _activations(case)
 
 

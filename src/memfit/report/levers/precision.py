@@ -37,7 +37,7 @@ def precision(case: Case) -> Iterator[Lever]:
         if captured is not None:
             how = "model.to(torch.bfloat16) before the optimizer is made, and inputs that are float32"
             yield case.lever(name, how, case.effect(captured), "captured", same_numbers=False)
-    if case.target.ranks > 1:
+    if case.target.ranks > 1 and case.report.problem.options.shard.parallel == "fsdp":
         yield from _sums(case)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.paths import alike, folded
 from memfit.report.levers.case import Case
 from memfit.report.levers.lever import Lever
-from memfit.solve import repeated_blocks
+from memfit.solve import ShardOptions, repeated_blocks
 from memfit.units import display_ms
 
 _FROM_ONE = (2, 4, 8)
@@ -23,6 +24,9 @@ def sharding(case: Case) -> Iterator[Lever]:
     if case.target.device.type == "cpu":
         return
     now, units = case.target.ranks, wrapped(case)
+    if case.report.problem.options.shard.parallel == "ddp":
+        yield from _instead_of_replicating(case, units)
+        return
     for ranks in _FROM_ONE if now == 1 else tuple(now * times for times in _TIMES):
         try:
             target = Target.parse(case.target, ranks=ranks)
@@ -40,6 +44,18 @@ def sharding(case: Case) -> Iterator[Lever]:
             "captured",
             assumes=assumes,
         )
+
+
+def _instead_of_replicating(case: Case, units: str) -> Iterator[Lever]:
+    """What a replicated step need not have: buckets beside its gradients, and a whole model on every rank."""
+    ddp = case.report.problem.options.shard
+    if not ddp.gradient_as_bucket_view:
+        effect = case.effect(shard=replace(ddp, gradient_as_bucket_view=True))
+        how = "DistributedDataParallel(model, gradient_as_bucket_view=True)"
+        yield case.lever("gradients as views of DDP's buckets", how, effect, "captured")
+    effect = case.effect(shard=ShardOptions())
+    how = f"fully_shard {units}, in place of DistributedDataParallel"
+    yield case.lever(f"sharding over the {case.target.ranks} ranks, not replicating", how, effect, "captured")
 
 
 def wrapped(case: Case) -> str:
