@@ -21,6 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from memfit.trace.arguments import differentiates, map_tensors, tensors_of, unwrapped
 from memfit.trace.errors import MADE_IN_STEP, UnsupportedError
+from memfit.trace.kernels import MEASURED_LIMIT_BYTES, certified_ops, measure_call, operand_kind
 from memfit.trace.rules import Rule, RuleContext, Rules
 from memfit.trace.rules.flops import FLOPS
 from memfit.trace.storages import StorageTable
@@ -62,6 +63,7 @@ class OpInfo:
     flops: Callable[..., int] | None
     kernel: Rule | None
     workspace: Rule | None
+    certified: frozenset[str] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,22 @@ class Executor:
             flops=FLOPS.get(str(func._overloadpacket)) or flop_registry.get(func._overloadpacket),
             kernel=self.rules.kernels.get(str(func)),
             workspace=self.rules.workspaces.get(str(func)) or self.rules.unlisted(str(func)),
+            certified=self._certified(func),
         )
+
+    def _certified(self, func: Any) -> frozenset[str] | None:
+        """The kinds of operands on which the op is known to the byte; None when no call of it is measured.
+
+        An op with a rule that the sweep never met is taken as its rule says.
+        """
+        name = str(func)
+        if self.context.device_type != "cpu" or func.namespace != "aten":
+            return None
+        known = certified_ops().get(name)
+        if known is not None:
+            return known
+        ruled = name in self.rules.workspaces or name in self.rules.kernels or self.rules.unlisted(name) is not None
+        return None if ruled else frozenset()
 
     def run(
         self,
@@ -144,7 +161,10 @@ class Executor:
         if not tensors:
             return self._priced(func, info, args, kwargs, self._call(func, info, args, kwargs))
         if not all(tensor.is_meta for tensor in tensors):
-            return self._priced(func, info, args, kwargs, self._run_mixed(func, info, args, kwargs, tensors))
+            result = self._run_mixed(func, info, args, kwargs, tensors)
+            if info.aliases:
+                return Outcome(result)
+            return self._measured(func, info, args, kwargs, tensors, result)
         if info.factory and kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _META}
         if info.aliases:
@@ -154,7 +174,7 @@ class Executor:
             made, flops, workspace_bytes = remembered
             result = written_by(info, args, kwargs)[0] if made is _WRITTEN else _again(made)
             return Outcome(result, flops, workspace_bytes)
-        outcome = self._priced(func, info, args, kwargs, self._call(func, info, args, kwargs))
+        outcome = self._measured(func, info, args, kwargs, tensors, self._call(func, info, args, kwargs))
         self._remember(geometry, info, args, kwargs, tensors, outcome)
         return outcome
 
@@ -202,6 +222,32 @@ class Executor:
             info.flops(*args, **kwargs, out_val=result) if info.flops is not None else 0,
             info.workspace(self.context, func, args, kwargs, result) if info.workspace is not None else 0,
         )
+
+    def _measured(
+        self, func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor], result: Any
+    ) -> Outcome:
+        """The call's price, found out by making the call for real where it is not known (Note [Certified])."""
+        outcome = self._priced(func, info, args, kwargs, result)
+        if info.certified is None or operand_kind(tensors) in info.certified:
+            return outcome
+        total_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, *tensors_of((result,))))
+        if total_bytes > MEASURED_LIMIT_BYTES:
+            self.context.note(
+                f"{info.name}: too large to run once here ({total_bytes / 1e6:,.0f} MB); what it allocates inside itself, "
+                "if anything, is not counted"
+            )
+            return outcome
+        measured = measure_call(func, args, kwargs)
+        if isinstance(measured, str):
+            self.context.note(
+                f"{info.name}: could not be run once here ({measured}); what it allocates inside itself, if anything, "
+                "is not counted"
+            )
+            return outcome
+        outcome.workspace_bytes = measured.workspace_bytes
+        if not info.writes:
+            outcome.result = measured.lay_out(result)
+        return outcome
 
     def _call(self, func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
         if info.kernel is not None:

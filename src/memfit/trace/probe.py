@@ -7,13 +7,13 @@ convolutions, recurrent layers and low-precision products); what ATen allocates 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memfit.trace.allocations import allocations
+from memfit.trace.allocations import AllocatorEvent, allocations
 from memfit.trace.arguments import map_tensors, tensors_of
 
 
@@ -32,6 +32,11 @@ def probe_workspace(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
         with allocations() as events:
             result = func(*args, **kwargs)
         del result
+    return held_bytes(events)
+
+
+def held_bytes(events: Iterable[AllocatorEvent]) -> int:
+    """Bytes held at the highest point beyond those that are left in the end."""
     alive: dict[int, int] = {}
     level = peak = 0
     for event in events:
@@ -44,10 +49,11 @@ def probe_workspace(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
     return peak - level
 
 
-_PROBED: dict[Any, int] = {}
+_PROBED: dict[Any, Any] = {}
+_Measurement = TypeVar("_Measurement")
 
 
-def remembered(key: Any, probe: Callable[[], int]) -> int:
+def remembered(key: Any, probe: Callable[[], _Measurement]) -> _Measurement:
     """A measurement made once in the life of the process for each signature and all that kernels are chosen by."""
     full = (torch.get_num_threads(), *_kernel_choices(), key)
     if full not in _PROBED:
