@@ -9,7 +9,7 @@ INPUTS := pyproject.toml constraints.txt
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint browser bench zoo isa docs clean
+.PHONY: demo test lint browser bench zoo isa ops docs clean
 
 DEMO = llama3-8b --target h100-sxm --ranks 8 --batch 2 --seq 8192 --budget 64GiB
 
@@ -48,6 +48,10 @@ zoo: $(DEV)
 # The tests that compare with this machine's CPU kernels, under older instruction sets and other numbers of threads.
 isa: $(DEV)
 	$(BIN)/python tests/trace/instruction_sets.py $(ISA)
+
+# Sweeps PyTorch's OpInfo database: which kernels are captured to the byte, and docs/ops.md. About half an hour on two cores.
+ops: $(DEV)
+	PYTHONPATH=src:tests/zoo $(BIN)/python tests/zoo/op_sweep.py
 
 docs: $(DOCS)
 	$(BIN)/mkdocs build --strict

@@ -56,9 +56,7 @@ def operand_kind(tensors: Sequence[torch.Tensor]) -> str:
 
 def _dense_image(tensor: torch.Tensor) -> bool:
     memory_format = _IMAGES.get(tensor.dim())
-    return tensor.is_contiguous() or (
-        memory_format is not None and tensor.is_contiguous(memory_format=memory_format)
-    )
+    return tensor.is_contiguous() or (memory_format is not None and tensor.is_contiguous(memory_format=memory_format))
 
 
 @dataclass(frozen=True, slots=True)
