@@ -156,7 +156,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().split("\n") or [""])[0][:160]
 
 
-# -- certified.txt ------------------------------------------------------------------------------------------------------
+# -- certified.txt ----------------------------------------------------------------------------------------------------
 
 
 Facts = dict[tuple[str, str], Counter[str]]
@@ -203,7 +203,7 @@ def write_certified(facts: Facts) -> None:
     CERTIFIED.write_text(_HEADER + "\n".join(lines) + "\n", "utf-8")
 
 
-# -- docs/ops.md --------------------------------------------------------------------------------------------------------
+# -- docs/ops.md ------------------------------------------------------------------------------------------------------
 
 
 def judge_op(name: str) -> tuple[str, list[Judgement], list[Judgement]]:
@@ -234,13 +234,15 @@ def write_page(found: list[tuple[str, list[Judgement], list[Judgement]]]) -> Non
             f"| `{name}` | {'yes' if derivative else 'no'} | {verdict.value} | {_tally(on_cpu)} | {cuda.value} | "
             f"{_reason(on_cpu, on_cuda)} |"
         )
-    PAGE.write_text(_PAGE.format(
+    tally = [f"| {each.value} | {counts[each.value]} | {cuda_counts[each.value]} |" for each in Verdict]
+    page = _PAGE.format(
         trained=trained,
         exact=counts[Verdict.EXACT.value],
-        counts="\n".join(f"| {verdict.value} | {counts[verdict.value]} | {cuda_counts[verdict.value]} |" for verdict in Verdict),
+        counts="\n".join(tally),
         rows="\n".join(rows),
         torch=str(torch.__version__).split("+")[0],
-    ), "utf-8")  # fmt: skip
+    )
+    PAGE.write_text(page, "utf-8")
 
 
 def _tally(judgements: list[Judgement]) -> str:
@@ -261,14 +263,15 @@ def _reason(*lists: list[Judgement]) -> str:
 _PAGE = """\
 # Ops
 
-Every op of PyTorch's OpInfo database (torch {torch}), each as a training step of its own: sample inputs whose operands are
-dense, transposed, sliced, expanded, zero-strided, broadcast, channels-last, empty and of mixed dtypes, and gradients that are
-dense, expanded, transposed, sliced and channels-last. Each step is captured for `target="cpu"` and compared with the
-allocator's events of a real run: the highest point of the forward, the bytes at its end, and the highest point of the backward.
-For a GPU there is nothing to compare with here; there an op is captured, or refused with what to do instead.
+Every op of PyTorch's OpInfo database (torch {torch}), each as a training step of its own: sample inputs whose
+operands are dense, transposed, sliced, expanded, zero-strided, broadcast, channels-last, empty and of mixed dtypes,
+and gradients that are dense, expanded, transposed, sliced and channels-last. Each step is captured for
+`target="cpu"` and compared with the allocator's events of a real run: the highest point of the forward, the bytes at
+its end, and the highest point of the backward. For a GPU there is nothing to compare with here; there an op is
+captured, or refused with what to do instead.
 
-`make ops` runs the sweep and writes this page and the table of certified kernels; `make zoo` fails when an op is wrong without a
-note. How the capture knows what a kernel allocates is in [design/capture.md](design/capture.md).
+`make ops` runs the sweep and writes this page and the table of certified kernels; `make zoo` fails when an op is
+wrong without a note. How the capture knows what a kernel allocates is in [design/capture.md](design/capture.md).
 
 Of {trained} ops with a derivative, **{exact} are captured to the byte on the CPU in all cases**.
 

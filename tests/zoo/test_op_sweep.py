@@ -1,4 +1,4 @@
-"""Every op of PyTorch's OpInfo database is captured to the byte, or has a note, or is refused: none is silently wrong."""
+"""Every op of PyTorch's OpInfo database is captured to the byte, has a note or is refused: none is silently wrong."""
 
 from __future__ import annotations
 

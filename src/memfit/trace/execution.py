@@ -233,8 +233,8 @@ class Executor:
         total_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, *tensors_of((result,))))
         if total_bytes > MEASURED_LIMIT_BYTES:
             self.context.note(
-                f"{info.name}: too large to run once here ({total_bytes / 1e6:,.0f} MB); what it allocates inside itself, "
-                "if anything, is not counted"
+                f"{info.name}: too large to run once here ({total_bytes / 1e6:,.0f} MB); what it allocates inside "
+                "itself, if anything, is not counted"
             )
             return outcome
         measured = measure_call(func, args, kwargs)

@@ -18,7 +18,7 @@ import torch
 
 from memfit.trace.allocations import allocations
 from memfit.trace.arguments import map_tensors, tensors_of
-from memfit.trace.probe import held_bytes, real_execution, real_like, remembered, signature
+from memfit.trace.probe import filled, held_bytes, real_execution, real_like, remembered, signature
 
 MEASURED_LIMIT_BYTES = 1 << 28
 """Calls with more bytes of operands and results than this are not made for real."""
@@ -112,10 +112,9 @@ def _measure(func: Any, args: Any, kwargs: dict[str, Any]) -> MeasuredCall | str
     generator = torch.default_generator.get_state()
     try:
         with real_execution(), torch.no_grad():
-            first = _real(args), _real(kwargs)
-            func(*first[0], **first[1])  # libraries prepare themselves in the first call
-            del first
-            args, kwargs = _real(args), _real(kwargs)
+            writes = func._schema.is_mutable
+            args, kwargs = _real(args, writes), _real(kwargs, writes)
+            func(*args, **kwargs)  # libraries prepare themselves in the first call
             with allocations() as events:
                 result = func(*args, **kwargs)
             outputs = tensors_of((result,))
@@ -130,14 +129,16 @@ def _measure(func: Any, args: Any, kwargs: dict[str, Any]) -> MeasuredCall | str
     return MeasuredCall(held_bytes(events), results)
 
 
-def _real(value: Any) -> Any:
-    """Copies of known tensors, stand-ins for others, and no generators of the user's."""
+def _real(value: Any, writes: bool) -> Any:
+    """Known tensors, or copies where the call writes; stand-ins for others; and no generators of the user's."""
     if isinstance(value, torch.Tensor):
-        return value.detach().clone(memory_format=torch.preserve_format) if not value.is_meta else real_like(value)
+        if value.is_meta:
+            return real_like(value)
+        return filled(value.size(), value.stride(), value.dtype) if writes else value.detach()
     if isinstance(value, (list, tuple)):
-        return type(value)(_real(item) for item in value)
+        return type(value)(_real(item, writes) for item in value)
     if isinstance(value, dict):
-        return {key: _real(item) for key, item in value.items() if key != "device"}
+        return {key: _real(item, writes) for key, item in value.items() if key != "device"}
     return None if isinstance(value, torch.Generator) else value
 
 
