@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memfit.trace.arguments import map_tensors, tensors_of, unwrapped
 from memfit.trace.autocast import Autocast
 from memfit.trace.errors import DATA_DEPENDENT, UnsupportedError
+from memfit.trace.kernels import inexact
 from memfit.trace.recorder import Recorder
 from memfit.trace.rules import Rule, RuleContext
 
@@ -56,6 +57,7 @@ class Emulation(TorchFunctionMode):
         self.device = torch.device("cpu") if context.device_type == "cpu" else torch.device("cuda", 0)
         self._context = context
         self._rules = rules
+        self._inexact = inexact() if context.device_type == "cpu" else {}
         self._getters: dict[Any, Callable[[torch.Tensor], Any]] = {
             _getter("device"): self.device_of,
             _getter("is_meta"): lambda _: False,
@@ -80,6 +82,8 @@ class Emulation(TorchFunctionMode):
         name = func.__name__
         if name == "__get__":
             return func(*args, **kwargs)
+        if self._inexact and (note := self._inexact.get(name)) is not None:
+            self.recorder.notes.add(note)
         try:
             if name in _READS:
                 if not self.recorder.executor.has_value(args[0]):

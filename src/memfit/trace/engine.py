@@ -26,6 +26,8 @@ def adds_in_place(func: Any, args: Any, kwargs: dict[str, Any], depth: int) -> b
         return False
     if sys._getframe(depth + 1).f_code.co_name != "_engine_run_backward":
         return False
+    if torch._C._current_autograd_node() is not None:
+        return False  # a gradient formula that adds, as that of `var_mean` does
     return reference_counts(args[0]) == sole_owner_counts() and fills_its_memory(args[0])
 
 
@@ -70,11 +72,19 @@ _WRITTEN_IN_PLACE = {
     _aten.index_add.default: _aten.index_add_.default,
     _aten.scatter_add.default: _aten.scatter_add_.default,
     _aten.scatter.src: _aten.scatter_.src,
+    _aten.masked_scatter.default: _aten.masked_scatter_.default,
+    _aten.logical_and.default: _aten.logical_and_.default,
 }
 SEEN_DIFFERENTLY = frozenset(map(id, (_add, *_WRITTEN_IN_PLACE)))
 """Ops, by identity, that a mode may see in backward in place of those of a real run."""
 
-_SCATTERING_NODES = ("Index", "Gather", "Topk", "Sort", "Max", "Min", "Kthvalue", "Median", "Mode")
+SCATTERS = {str(func): str(written) for func, written in _WRITTEN_IN_PLACE.items()}
+"""By name: what a mode sees, and what a real run does."""
+
+_SCATTERING_NODES = (
+    *("Index", "Gather", "Topk", "Sort", "Max", "Min", "Kthvalue", "Median", "Mode"),
+    *("Cummax", "Cummin", "MaskedSelect", "Clamp"),
+)
 
 
 def in_place_in_backward(func: Any, args: Any) -> tuple[Any, Any]:
@@ -82,7 +92,8 @@ def in_place_in_backward(func: Any, args: Any) -> tuple[Any, Any]:
 
     Gradients of indexing are scattered into fresh zeros in place, unless any dispatch mode is active
     (FunctionsManual.cpp, `areAnyTensorSubclassLike` in `index_backward`, `gather_backward` and
-    `value_selecting_reduction_backward`).
+    `value_selecting_reduction_backward`; `cummaxmin_backward`,
+    `masked_select_backward` and, with masks, `clamp_backward` likewise).
     """
     written = _WRITTEN_IN_PLACE.get(func)
     if written is None or torch.is_grad_enabled():

@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from memfit.trace.arguments import differentiates, map_tensors, tensors_of, unwrapped
 from memfit.trace.errors import MADE_IN_STEP, UnsupportedError
 from memfit.trace.kernels import MEASURED_LIMIT_BYTES, certified_ops, measure_call, operand_kind
+from memfit.trace.record import Phase
 from memfit.trace.rules import Rule, RuleContext, Rules
 from memfit.trace.rules.flops import FLOPS
 from memfit.trace.storages import StorageTable
@@ -260,6 +261,8 @@ class Executor:
         result = self._call(func, info, args, {**kwargs, "device": _META})
         if not isinstance(result, torch.Tensor) or result.numel() > KNOWN_VALUE_LIMIT or kwargs.get("requires_grad"):
             return result
+        if self.table.phase is Phase.BACKWARD and not torch.is_grad_enabled() and _in_gradient_formula():
+            return result  # no branch is taken by it, and a gradient must be on the device of its tensor
         if differentiates():  # derivatives of a real tensor would have to be real too
             return result
         return func(*args, **{**kwargs, "device": _CPU, "pin_memory": False})
@@ -326,6 +329,12 @@ class Executor:
             self.table.stand_in(storage, twin)
         empty = torch.empty(0, dtype=tensor.dtype, device=_META)
         return empty.set_(twin, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _in_gradient_formula() -> bool:
+    """Whether one of torch's own gradient formulas runs, and not the backward of a function of the user's."""
+    node = torch._C._current_autograd_node()
+    return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def written_by(info: OpInfo, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:

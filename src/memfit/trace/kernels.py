@@ -9,7 +9,7 @@ on real tensors of its geometry when it is small enough; what cannot be measured
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -31,12 +31,26 @@ _META = torch.device("meta")
 @functools.lru_cache(1)
 def certified_ops() -> dict[str, frozenset[str]]:
     """The kinds of operands for which each op is certified (Note [Certified])."""
-    table: dict[str, frozenset[str]] = {}
+    return {name: frozenset(kinds) for name, *kinds in _lines() if name.startswith("aten.")}
+
+
+@functools.lru_cache(1)
+def inexact() -> dict[str, str]:
+    """Notes on torch functions and gradients, by name, whose steps the sweep found other than captured.
+
+    These are compositions of kernels: which kernels run, not what one of them does, differs from a real run.
+    """
+    return {
+        name: f"{name}: the sweep over PyTorch's ops found captures of it from {low} % to {high} % off (docs/ops.md)"
+        for kind, name, low, high in (line for line in _lines() if len(line) == 4)
+        if kind == "inexact"
+    }
+
+
+def _lines() -> Iterator[list[str]]:
     for line in resources.files("memfit.trace").joinpath("certified.txt").read_text("utf-8").splitlines():
         if line and not line.startswith("#"):
-            name, *kinds = line.split()
-            table[name] = frozenset(kinds)
-    return table
+            yield line.split()
 
 
 def operand_kind(tensors: Sequence[torch.Tensor]) -> str:

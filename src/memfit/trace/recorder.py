@@ -19,6 +19,8 @@ from memfit.trace.chance import Chance
 from memfit.trace.engine import SEEN_DIFFERENTLY, adds_in_place, in_place_in_backward, sole_owner_counts
 from memfit.trace.errors import BAD_SHAPES, DATA_DEPENDENT, NO_META_KERNEL, RAISED_BY_STEP, SPARSE, CaptureError
 from memfit.trace.execution import INDEXING, Executor, OpInfo, Outcome, written_by
+from memfit.trace.execution import Executor, OpInfo, Outcome, written_by
+from memfit.trace.kernels import inexact
 from memfit.trace.record import NEVER, Category, Op, Phase, Storage, TensorRef
 from memfit.trace.rules import RuleContext, Rules
 from memfit.trace.source import SourceTable
@@ -74,6 +76,7 @@ class Recorder(TorchDispatchMode):
         self._geometries: dict[Any, _Geometry] = {}
         self._geometry_of: dict[int, _Geometry] = {}
         self._arguments = ArgumentTable()
+        self._inexact = inexact() if context.device_type == "cpu" else {}
         self._generators: dict[torch.Generator, torch.Tensor] = {}
 
     @classmethod
@@ -464,6 +467,8 @@ class Recorder(TorchDispatchMode):
         forward_op = NEVER
         node = torch._C._current_autograd_node()
         if node is not None:
+            if self._inexact and (note := self._inexact.get(node.name())) is not None:
+                self.notes.add(note)
             variable = getattr(node, "variable", None)
             if variable is not None:
                 forward_op = self._first_use.get(self.table.number_of(variable), NEVER)
