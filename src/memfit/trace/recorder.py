@@ -19,7 +19,6 @@ from memfit.trace.chance import Chance
 from memfit.trace.engine import SEEN_DIFFERENTLY, adds_in_place, in_place_in_backward, sole_owner_counts
 from memfit.trace.errors import BAD_SHAPES, DATA_DEPENDENT, NO_META_KERNEL, RAISED_BY_STEP, SPARSE, CaptureError
 from memfit.trace.execution import INDEXING, Executor, OpInfo, Outcome, written_by
-from memfit.trace.execution import Executor, OpInfo, Outcome, written_by
 from memfit.trace.kernels import inexact
 from memfit.trace.record import NEVER, Category, Op, Phase, Storage, TensorRef
 from memfit.trace.rules import RuleContext, Rules
