@@ -53,6 +53,9 @@ CALLS: list[tuple[Any, tuple[Any, ...]]] = [
     (aten._foreach_mul_.Scalar, ([rand(8), rand(4)], 0.9)),
     # reductions
     (aten.mean.dim, (rand(8, 8), [-1])),
+    (aten.mean.dim, (rand(8, 16, dtype=BF16), [-1])),
+    (aten.mean.default, (rand(8, 16, dtype=BF16),)),
+    (aten.mean.dim, (rand(8, 16), [0])),
     (aten.sum.default, (torch.ones(8, 8, dtype=torch.bool),)),
     (aten.sum.dim_IntList, (rand(64, 64), [0])),
     (aten.cumsum.default, (torch.ones(8, 8, dtype=torch.bool), -1)),

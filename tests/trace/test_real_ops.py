@@ -141,6 +141,17 @@ for name, kind in {"lstm": nn.LSTM, "gru": nn.GRU, "rnn": nn.RNN}.items():
                 )
 layer("lstm-projected", lambda: nn.LSTM(6, 8, 2, proj_size=4, bidirectional=True), lambda: torch.rand(5, 4, 6))
 layer("lstm-bf16", lambda: nn.LSTM(6, 8, 2).bfloat16(), lambda: torch.rand(5, 4, 6).bfloat16())
+layer(
+    "layer-norm-bf16",
+    lambda: nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16)).bfloat16(),
+    lambda: torch.rand(64, 8).bfloat16(),
+)
+layer(
+    "mean-bf16",
+    lambda: nn.Linear(8, 64).bfloat16(),
+    lambda: torch.rand(64, 8).bfloat16(),
+    loss=lambda output, _: output.mean(),
+)
 layer("gru-autocast", lambda: nn.GRU(6, 8, 2, batch_first=True), lambda: torch.rand(5, 4, 6), autocast=torch.bfloat16)
 layer(
     "gru-twice", lambda: Of(lambda gru, x: gru(gru(x)[0]), nn.GRU(8, 8, batch_first=True)), lambda: torch.rand(5, 4, 8)

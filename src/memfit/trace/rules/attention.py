@@ -121,7 +121,7 @@ def _split(length: int) -> tuple[int, int]:
 def _cpu_flash_workspace(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     """Scores, row maxima and sums and a block of the result, per thread (`cpu_flash_attention`)."""
     query, key, value = args[:3]
-    if query.dtype in _LOW and not _rule_holds(context, func, query.dtype):
+    if not _rule_holds(context, func, query.dtype):
         return _measured_flash(context, func, query, key, value)
     return _flash_buffers(context, func, query, key)
 
@@ -132,7 +132,7 @@ def _cpu_flash_backward_workspace(
     """Scores and their gradients per thread, one row of sums (`cpu_flash_attention_backward`)."""
     gradient, query, key, value = args[:4]
     copy = contiguous_copy(gradient.transpose(1, 2))
-    if query.dtype in _LOW and not _rule_holds(context, func, query.dtype):
+    if not _rule_holds(context, func, query.dtype):
         return copy + _measured_flash(context, func, query, key, value)
     return copy + _flash_buffers(context, func, query, key)
 

@@ -58,9 +58,17 @@ def _common_dtype(tensors: list[Tensor], numbers: list[Any]) -> torch.dtype:
     return common
 
 
-def _scalar_division(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
-    """`mean` divides its sum by a number (ATen/native/ReduceOps.cpp, `mean_out` on CPU)."""
-    return 8 + result.element_size() if result.is_floating_point() else 0
+def _mean(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
+    """`mean` divides its sum by a number (ATen/native/ReduceOps.cpp, `mean_out` on CPU).
+
+    A mean of 16-bit numbers is that of a float32 copy; any other copy is to the dtype of the result.
+    """
+    source = args[0]
+    if result.dtype in (torch.float16, torch.bfloat16):
+        copied = 4 * source.numel() if source.dtype != torch.float32 else 0
+        return 4 * result.numel() + max(copied, 8 + 4)
+    copied = source.numel() * result.element_size() if source.dtype != result.dtype else 0
+    return max(copied, 8 + result.element_size()) if result.is_floating_point() else copied
 
 
 def _foreach_numbers(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
@@ -106,7 +114,7 @@ WORKSPACES = {
         "aten.pow.Scalar": _promoted_operands,
         "aten.pow.Tensor_Tensor": _promoted_operands,
         **dict.fromkeys(_FOREACH, _foreach_numbers),
-        "aten.mean.dim": _scalar_division,
-        "aten.mean.default": _scalar_division,
+        "aten.mean.dim": _mean,
+        "aten.mean.default": _mean,
     }
 }

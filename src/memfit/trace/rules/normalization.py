@@ -145,6 +145,14 @@ def _batch_norm_gradients(context: RuleContext, func: Any, args: Any, kwargs: di
     return (gradient, *others)
 
 
+def _layer_norm_results(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Statistics in the input's dtype, or in that of parameters that differ from it (`layer_norm_cpu`)."""
+    result, *statistics = func(*args, **kwargs)
+    source, _, weight, bias = args[:4]
+    dtype = next((t.dtype for t in (weight, bias) if t is not None and t.dtype != source.dtype), source.dtype)
+    return result, *(torch.empty_like(tensor, dtype=dtype) for tensor in statistics)
+
+
 def _layer_norm_gradients(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """On CPU the input's gradient is contiguous, whatever the gradient that comes in (`layer_norm_backward_cpu`)."""
     gradient, *others = func(*args, **kwargs)
@@ -158,6 +166,7 @@ KERNELS = {
     "cpu": {
         "aten.native_group_norm.default": _group_norm_results,
         "aten.native_group_norm_backward.default": _group_norm_gradients,
+        "aten.native_layer_norm.default": _layer_norm_results,
         "aten.native_layer_norm_backward.default": _layer_norm_gradients,
         "aten.native_batch_norm.default": _batch_norm_results,
         "aten.native_batch_norm_backward.default": _batch_norm_gradients,

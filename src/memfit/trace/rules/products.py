@@ -4,7 +4,7 @@ Note [Scratch of a product]: ATen's own part of a product on CPU is known from i
 read is copied. Whether oneDNN takes the product, and what it allocates then, depends on the dtype, the instruction set
 and torch's settings. That is learnt from two small products. Where they show no scratch memory, there is none for any
 size. Where they do, each product is measured: at its own size when that is cheap, else on a smaller one of the same
-kind. That must show that the scratch memory does not depend on what was made smaller, or grows in proportion.
+kind. Where that shows the accumulator of oneDNN's emulated products, its formula is known; else there is a note.
 """
 
 from __future__ import annotations
@@ -145,34 +145,30 @@ def _takes_scratch(product: _Product) -> bool:
 
 def _scaled_scratch(context: RuleContext, product: _Product) -> int:
     """The scratch memory of a product that is too large to be run here, from smaller ones."""
-    smaller, known = product, True
-    if smaller.batch > 2 * context.threads:
-        smaller = replace(smaller, batch=2 * context.threads)
-        known = known and _same(smaller, replace(smaller, batch=context.threads))
-    depth = smaller.depth
+    smaller = replace(product, batch=min(product.batch, 2 * context.threads))
     while not smaller.cheap and smaller.depth >= 2 * _SMALLEST_DEPTH:
         smaller = replace(smaller, depth=smaller.depth // 2)
     side = "columns" if smaller.columns >= smaller.rows else "rows"
-    size = getattr(smaller, side)
     while not smaller.cheap and getattr(smaller, side) >= 2 * _SMALLEST_SIDE:
         half = getattr(smaller, side) // 2
         smaller = replace(smaller, **{side: half - half % _SMALLEST_SIDE})
-    if smaller.depth < depth:
-        known = known and _same(smaller, replace(smaller, depth=smaller.depth // 2))
+    fewer = replace(smaller, **{side: max(1, getattr(smaller, side) // 2)})
+    shallower = replace(smaller, depth=max(1, smaller.depth // 2))
+    if all(each.scratch_bytes() == _accumulator(context, each) for each in (smaller, fewer, shallower)):
+        return _accumulator(context, product)
+    context.note(f"{product.func}: too large to run once here; its scratch memory is scaled from a smaller product")
     scratch = smaller.scratch_bytes()
-    left = size - getattr(smaller, side)
-    if left:
-        at = getattr(smaller, side)
-        half, quarter = (replace(smaller, **{side: at // part}).scratch_bytes() for part in (2, 4))
-        known = known and scratch - half == 2 * (half - quarter)
-        scratch += math.ceil((scratch - half) / (at - at // 2) * left)
-    if not known:
-        context.note(f"{product.func}: too large to run once here; its scratch memory is scaled from a smaller product")
-    return scratch
+    grown = (scratch - fewer.scratch_bytes()) / (getattr(smaller, side) - getattr(fewer, side) or 1)
+    return scratch + math.ceil(max(0.0, grown) * (getattr(product, side) - getattr(smaller, side)))
 
 
-def _same(product: _Product, other: _Product) -> bool:
-    return product.scratch_bytes() == other.scratch_bytes()
+def _accumulator(context: RuleContext, product: _Product) -> int:
+    """The float32 results that oneDNN keeps for each thread where products of 16 bits are emulated.
+
+    oneDNN, cpu/matmul/gemm_based_common.hpp, `book_acc_scratchpad`: whole lines of 64 numbers, and 128 bytes to align.
+    """
+    threads = min(context.threads, product.batch)
+    return 4 * threads * (-(-product.rows * product.columns // 64) * 64) + 128
 
 
 _NAMES = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")

@@ -34,11 +34,8 @@ def probed(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], r
     if fewer < 4:
         context.note(f"{func}: too large to run once here; what it allocates inside itself is not counted")
         return 0
-    whole, half, quarter = (_measured(func, _with_samples(func, args, fewer // part), kwargs) for part in (1, 2, 4))
-    if whole - half != 2 * (half - quarter):
-        context.note(
-            f"{func}: too large to run once here; what it allocates inside itself is scaled from fewer samples"
-        )
+    context.note(f"{func}: too large to run once here; what it allocates inside itself is scaled from fewer samples")
+    whole, half = (_measured(func, _with_samples(func, args, fewer // part), kwargs) for part in (1, 2))
     return whole + math.ceil((whole - half) * (samples - fewer) / (fewer - fewer // 2))
 
 
