@@ -24,13 +24,14 @@ def folded(paths: Iterable[str]) -> str:
     numbers = zip(*map(_NUMBER.findall, different), strict=True)
     columns = [sorted(set(map(int, column))) for column in numbers]
     every = prod(len(column) for column in columns) == len(different)
-    shown = iter([_ranges(column) if every or len(column) == 1 else "*" for column in columns])
+    shown = iter([ranges(column) if every or len(column) == 1 else "*" for column in columns])
     return _NUMBER.sub(lambda _: next(shown), different[0])
 
 
-def _ranges(numbers: list[int]) -> str:
+def ranges(numbers: Iterable[int]) -> str:
+    """Numbers with those in a row as one: `0-3,7`."""
     parts = []
-    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+    for _, run in groupby(enumerate(sorted(set(numbers))), key=lambda pair: pair[1] - pair[0]):
         members = [number for _, number in run]
         parts.append(str(members[0]) if len(members) == 1 else f"{members[0]}-{members[-1]}")
     return ",".join(parts)

@@ -46,6 +46,18 @@ def test_memory_and_time_before_and_after(case: Case) -> None:
         assert display_bytes(n_bytes) in line_of(shown, category.value)
 
 
+def test_micro_batches_with_the_same_policy_are_one_row() -> None:
+    step = memfit.Step(Stack, memfit.spec((64, 64)), accumulation_steps=4, loss=lambda output, _: output.sum())
+    names = [f"layers.{number}" for number in range(3)]
+    plan = memfit.plan(step, target="cpu", options=memfit.solve.SolveOptions(force=tuple(names)), progress=False)
+    assert len(plan.checkpoint) == 12 and {entry.call for entry in plan.checkpoint} == {0, 1, 2, 3}
+    shown = str(plan)
+    assert len(re.findall(r"^layers\.", shown, flags=re.MULTILINE)) == 2, "once in each table"
+    assert "layers.0-2, each of 4 runs" in shown and "checkpointed: 12 units" in shown
+    later = [entry for entry in plan.checkpoint if entry.call]
+    assert "layers.0-2#1-3" in str(msgspec.structs.replace(plan, checkpoint=tuple(later)))
+
+
 def test_how_tight_it_is(case: Case) -> None:
     plan = case.plan(case.chosen("layers.0", "layers.1"))
     shown = str(plan)
@@ -141,8 +153,8 @@ def test_on_several_ranks_the_comparison_is_with_the_sharded_step(case: Case) ->
 def test_second_calls_are_told_apart() -> None:
     case = Case.of(captured(lambda: Stack(layers=2, twice=True)))
     shown = str(case.plan(case.chosen("layers.0", "layers.1", "layers.0#1", "layers.1#1")))
-    assert line_of(shown, "layers.0-1 ")
-    assert line_of(shown, "layers.0-1#1 ")
+    assert line_of(shown, "layers.0-1, each of 2 runs ")
+    assert line_of(str(case.plan(case.chosen("layers.0#1", "layers.1#1"))), "layers.0-1#1 ")
 
 
 def test_an_infeasible_plan_says_what_would_work(case: Case) -> None:

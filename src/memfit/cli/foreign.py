@@ -32,8 +32,8 @@ _INSTEAD = {
     "--batch": "batch-size bs micro-batch micro-batch-size per-device-train-batch-size mbs",
     "--seq": "seq-len seq-length sequence-length max-seq-len max-length context-length sequence block-size",
     "--autocast": "amp bf16 fp16 precision mixed-precision dtype",
+    "--accumulation-steps": "gradient-accumulation-steps grad-accum accumulate accumulation micro-batches",
     "--output": "out save",
-    "--optimizer": "optim",
 }
 """Words that other tools use, by the option that does what they do."""
 
@@ -68,7 +68,7 @@ def _example(option: str) -> str:
         "--seq": "4096",
         "--autocast": "bfloat16",
         "--output": "plan.json",
-        "--optimizer": "adamw",
+        "--accumulation-steps": "4",
     }
     return f"{option} {values.get(option, '')}".rstrip()
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memfit.cli.options import HardwareOptions, SolverOptions, StepOptions
 from memfit.cli.output import Work, say
@@ -72,23 +72,50 @@ def steps_given(options: StepOptions) -> Callable[[StepOptions], Given]:
 
 
 def _of_trace(path: Path, options: StepOptions) -> Given:
-    for name in ("batch", "seq"):
+    for name in ("batch", "seq", "autocast", "accumulation_steps"):
         if getattr(options, name) is not None:
-            raise UsageError(f"--{name}: {path} is a trace, of one batch; give the step it was captured from")
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(
+                f"{option}: {path} is a trace, of one batch and one step; give the step it was captured from"
+            )
     return Given(step=trace_given(path), title=f"the trace {path.name}")
 
 
 def _of_name(steps: NamedSteps, options: StepOptions) -> Given:
     with asked():
         found = steps(batch=options.batch, seq=options.seq)
-    return Given(step=found.step, title=found.title, notes=found.notes)
+    return Given(step=_changed(found.step, options), title=_changed_title(found.title, options), notes=found.notes)
+
+
+def _changed(step: Step, options: StepOptions) -> Step:
+    """The step with what the options say of its compute and of its micro-batches."""
+    import torch
+
+    changes: dict[str, Any] = {}
+    if options.autocast is not None:
+        changes["autocast"] = None if options.autocast == "float32" else getattr(torch, options.autocast)
+    if options.accumulation_steps is not None:
+        changes["accumulation_steps"] = options.accumulation_steps
+    if changes and step.run is not None:
+        named = " and ".join(f"--{name.replace('_', '-')}" for name in changes)
+        raise UsageError(f"{named}: this step runs a loop of its own (run=), which says so itself; change it there")
+    return replace(step, **changes) if changes else step
+
+
+def _changed_title(title: str, options: StepOptions) -> str:
+    words = [title]
+    if options.autocast is not None:
+        words.append("no autocast" if options.autocast == "float32" else f"autocast to {options.autocast}")
+    if options.accumulation_steps is not None:
+        words.append(f"{options.accumulation_steps} micro-batches a step")
+    return ", ".join(words)
 
 
 def _check_counts(options: StepOptions) -> None:
-    for name in ("batch", "seq"):
+    for name in ("batch", "seq", "accumulation_steps"):
         number = getattr(options, name)
         if number is not None and number < 1:
-            raise UsageError(f"--{name} is {number}; write a whole number of at least 1")
+            raise UsageError(f"--{name.replace('_', '-')} is {number}; write a whole number of at least 1")
 
 
 @contextmanager

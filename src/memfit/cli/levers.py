@@ -58,6 +58,8 @@ def levers_in_short(levers: Sequence[Lever], plan: Plan, explain: str) -> Render
     shown = shown[: _SHOWN_HOPELESS if hopeless else _SHOWN]
     for lever in shown:
         name = Text(lever.name if lever.same_numbers else f"{lever.name} *")
+        if lever.option:
+            name.append(f" ({lever.option})", style="dim")
         cells = [display_bytes(lever.saves_bytes), display_bytes(lever.peak_bytes), _longer(lever.costs_ms)]
         table.add_row(name, *cells, *([enough(lever, plan.budget_bytes)] if hopeless else []))
     more = len(levers) - len(shown)

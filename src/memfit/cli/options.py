@@ -51,6 +51,7 @@ def _text(value: object) -> list[str]:
 _KINDS: dict[type, str] = {int: "whole number", float: "number"}
 Count = Annotated[int | None, number(int, "8")]
 Dtypes = Annotated[Dtype | None, one_of(get_args(Dtype))]
+Autocast = Annotated[Literal["bfloat16", "float16", "float32"] | None, one_of(("bfloat16", "float16", "float32"))]
 Json = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
 Names = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, arg("UNIT")]
 
@@ -67,6 +68,10 @@ class StepOptions:
     """Sequences or images in a batch."""
     seq: Annotated[Count, arg("N", "the step's own")] = None
     """Tokens in a sequence."""
+    autocast: Annotated[Autocast, arg("DTYPE", "the step's own")] = None
+    """In which products are computed: bfloat16, float16, or float32 for none."""
+    accumulation_steps: Annotated[Count, arg("N", "the step's own")] = None
+    """Micro-batches of that size whose gradients are summed before the optimizer's step."""
 
 
 @dataclass(frozen=True, kw_only=True)

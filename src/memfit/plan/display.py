@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memfit.paths import alike, folded
+from memfit.paths import alike, folded, ranges
 from memfit.plan.record import Blocker, Checkpoint, DdpPlan, Estimate, PeakAt, ShardPlan
 from memfit.plan.words import STEP_WAYS, Tone, changes_nothing, verdict_of, without_plan
 from memfit.trace import Category
@@ -32,7 +32,10 @@ def plan_report(plan: Plan, *, next_step: bool = True) -> Group:
     if plan.checkpoint:
         groups = _groups(plan.checkpoint)
         parts += [Text(), _title(_counts(plan)), _checkpoint(groups)]
-        parts += [Text(), _title("what each of them keeps"), _kept(groups)]
+        if any("#" in units_label(members) for members in groups):
+            legend = "#1-3: these runs of the module, from 0; each micro-batch of an accumulated step is a run"
+            parts += [Text(legend, style="dim")]
+        parts += [Text(), _title("what each of them keeps"), _kept(plan.checkpoint)]
     if plan.optimizer is not None:
         parts += [Text(), Text(f"optimizer: its step is done {STEP_WAYS[plan.optimizer]}, which needs less at once")]
     if plan.shard is not None:
@@ -179,7 +182,7 @@ def _checkpoint(groups: list[list[Checkpoint]]) -> Table:
     for members in groups:
         first = members[0]
         table.add_row(
-            Text.assemble(_label(members), " ", (first.kind, "dim")),
+            Text.assemble(units_label(members), " ", (first.kind, "dim")),
             str(len(members)),
             display_bytes(first.discarded_bytes),
             f"{first.discard_ratio:.0%}",
@@ -188,24 +191,27 @@ def _checkpoint(groups: list[list[Checkpoint]]) -> Table:
     return table
 
 
-def _kept(groups: list[list[Checkpoint]]) -> Table:
-    """What each unit keeps from forward to backward, and the ops that make it."""
+def _kept(checkpoint: Iterable[Checkpoint]) -> Table:
+    """What each unit keeps from forward to backward, and the ops that make it; units that keep the same in one row."""
+    groups: dict[tuple[object, ...], list[Checkpoint]] = {}
+    for entry in checkpoint:
+        groups.setdefault((alike(entry.module), entry.kind, entry.cached_bytes, _kept_ops(entry)), []).append(entry)
     table = Table(show_edge=False, pad_edge=False)
     table.add_column("unit", overflow="fold")
     table.add_column("keeps", justify="right", no_wrap=True)
     table.add_column("of, largest first", overflow="fold")
-    for members in groups:
+    for members in groups.values():
         first = members[0]
         kept = (display_bytes(first.cached_bytes), _kept_ops(first)) if first.cached_bytes else ("nothing", "")
-        table.add_row(Text(_label(members)), kept[0], Text(kept[1]))
+        table.add_row(Text(units_label(members)), kept[0], Text(kept[1]))
     return table
 
 
 def same_policy(entry: Checkpoint) -> tuple[object, ...]:
-    """Equal for units that are alike and have the same policy."""
+    """Equal for units that are alike and have the same policy, whichever run of the module they are: a micro-batch of
+    an accumulated step is one run."""
     return (
         alike(entry.module),
-        entry.call,
         entry.kind,
         entry.stop,
         entry.discarded_bytes,
@@ -222,11 +228,27 @@ def _times(members: list[Checkpoint]) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def _label(members: list[Checkpoint]) -> str:
+def units_label(members: Sequence[Checkpoint]) -> str:
+    """The name of units that are alike: `layers.0-15.mlp`, and their runs where these are not all of them."""
     first = members[0]
-    if len(members) == 1 or first.is_loss:
+    if len(members) == 1:
         return first.unit or "(model)"
-    return folded(entry.module for entry in members) + (f"#{first.call}" if first.call else "")
+    base = first.unit.partition("#")[0] if first.is_loss else folded(entry.module for entry in members)
+    return (base or "(model)") + _runs(members)
+
+
+def _runs(members: Sequence[Checkpoint]) -> str:
+    """`, each of 4 runs`, or `#1-3` where only these have this policy; nothing for modules that run once."""
+    calls = {entry.call for entry in members}
+    total = max(entry.calls for entry in members)
+    if members[0].is_loss:
+        total = max(total, max(calls) + 1)
+    if total == 1 or calls == {0} == {entry.calls - 1 for entry in members}:
+        return ""
+    whole = len(members) == len(calls) * len({entry.module for entry in members})
+    if len(calls) == total and whole:
+        return f", each of {total} runs"
+    return f"#{ranges(calls)}" if whole else f", {len(members)} of their runs"
 
 
 def _kept_ops(entry: Checkpoint) -> str:

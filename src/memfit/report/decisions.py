@@ -8,7 +8,7 @@ from typing import Any
 
 from memfit.paths import alike, folded
 from memfit.plan import Plan
-from memfit.plan.display import same_policy
+from memfit.plan.display import same_policy, units_label
 from memfit.plan.record import Checkpoint, UnitOp
 from memfit.report.facts import Report
 from memfit.report.forced import forced_ops
@@ -61,10 +61,7 @@ def _checkpointed(members: Sequence[Checkpoint], forced: Mapping[int, str]) -> d
 
 def label(members: Sequence[Checkpoint]) -> str:
     """The name of units that are alike: `layers.0-15.feed_forward`."""
-    first = members[0]
-    if len(members) == 1 or first.is_loss:
-        return named(first.unit)
-    return folded(entry.module for entry in members) + (f"#{first.call}" if first.call else "")
+    return named(members[0].unit) if len(members) == 1 else units_label(members)
 
 
 def _per_ms(dropped: int, took_ms: float) -> str:

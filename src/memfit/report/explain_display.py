@@ -272,6 +272,8 @@ def _time(lever: Lever) -> str:
 def _how(lever: Lever) -> Group:
     """One text to a line: a newline inside of one would be a name's."""
     lines = [Text(lever.how)]
+    if lever.option:
+        lines.append(Text(f"with memfit plan: {lever.option}"))
     if lever.units:
         lines.append(Text(f"{counted(len(lever.units), 'module')}: {_names(lever.units)}"))
     if lever.assumes:

@@ -92,7 +92,13 @@ class Plan:
         """The command that explains the step under this plan, once it is written."""
         first = "" if self.output is not None else "write the plan with -o plan.json, then "
         words = ["memfit explain", self.step.step]
-        given = {"--batch": self.step.batch, "--seq": self.step.seq, "--plan": self.output or "plan.json"}
+        given = {
+            "--batch": self.step.batch,
+            "--seq": self.step.seq,
+            "--autocast": self.step.autocast,
+            "--accumulation-steps": self.step.accumulation_steps,
+            "--plan": self.output or "plan.json",
+        }
         for option, value in given.items():
             words += [] if value is None else [option, str(value)]
         return first + " ".join(words)

@@ -151,6 +151,7 @@ class Case:
         units: Iterable[str] = (),
         same_numbers: bool = True,
         timed: bool = True,
+        option: str = "",
     ) -> Lever:
         """The lever with this effect; not `timed` where only its memory is known."""
         return Lever(
@@ -163,6 +164,7 @@ class Case:
             assumes=assumes,
             units=tuple(units),
             same_numbers=same_numbers,
+            option=option,
         )
 
     @cached_property

@@ -74,8 +74,9 @@ def _lever(case: Case, solved: Solved, name: str) -> Iterator[Lever]:
     peak = solved.replay.peak_bytes
     budget = f'"{-(-peak // MiB)}MiB"' if peak >= GiB else str(peak)
     how = f"plan = memfit.plan(step, ..., budget={budget}); plan.apply(model, optimizer)"
+    option = f"--budget {-(-peak // MiB)}MiB" if peak >= GiB else f"--budget {peak}B"
     if peak > case.target.usable_bytes:
-        how = "torch.utils.checkpoint on these modules; the device needs another lever besides"
+        how, option = "torch.utils.checkpoint on these modules; the device needs another lever besides", ""
     yield case.lever(
         name,
         how,
@@ -83,4 +84,5 @@ def _lever(case: Case, solved: Solved, name: str) -> Iterator[Lever]:
         "captured",
         assumes=assumes,
         units=[candidate.unit.name for candidate, _ in solved.chosen],
+        option=option,
     )

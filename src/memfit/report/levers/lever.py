@@ -18,7 +18,8 @@ class Lever:
     """What to change, in a line of code, and what that would do to the peak and the time of a step.
 
     `costs_ms` is how much longer a step takes, negative when it is faster and None when that is not known. `units` are
-    the modules it is about. With `same_numbers` the step computes what it did, but for rounding.
+    the modules it is about. With `same_numbers` the step computes what it did, but for rounding. `option` is what to
+    add to `memfit plan` to plan with it, empty where the command has no option for it.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Lever:
     assumes: str = ""
     units: tuple[str, ...] = ()
     same_numbers: bool = True
+    option: str = ""
 
     @property
     def free(self) -> bool:

@@ -36,6 +36,7 @@ def micro_batch(case: Case) -> Iterator[Lever]:
             f"(loss / {times}).backward() on {times} micro-batches, then optimizer.step()",
             case.effect(captured),
             "captured",
+            option=f"--batch {rows // 2} --accumulation-steps {times}",
         )
 
 

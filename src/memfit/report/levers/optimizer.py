@@ -36,7 +36,7 @@ def optimizer(case: Case) -> Iterator[Lever]:
         if captured.fingerprint == case.trace.fingerprint:
             return  # the step does this already, and the ways after it need no less
         how = f"torch.optim.{named}(model.parameters(), ..., {option})"
-        yield case.lever(name, how, case.effect(captured), "captured")
+        yield case.lever(name, how, case.effect(captured), "captured", option="--optimizer-lever")
 
 
 def _without_temporaries(case: Case, named: str) -> Iterator[Lever]:

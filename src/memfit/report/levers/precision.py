@@ -31,7 +31,8 @@ def precision(case: Case) -> Iterator[Lever]:
             captured = case.captured(replace(case.step, autocast=torch.bfloat16), what=name)
             if captured is not None:
                 how = f'with torch.autocast("{device}", dtype=torch.bfloat16): loss = ...'
-                yield case.lever(name, how, case.effect(captured), "captured", same_numbers=False)
+                option = "--autocast bfloat16"
+                yield case.lever(name, how, case.effect(captured), "captured", same_numbers=False, option=option)
         name = "bfloat16 parameters, gradients and state"
         captured = case.captured(in_bfloat16(case.step), what=name)
         if captured is not None:
@@ -60,7 +61,7 @@ def _sums(case: Case) -> Iterator[Lever]:
     how = f"fully_shard(..., mp_policy=MixedPrecisionPolicy({options}))"
     if case.trace.autocast is not None:
         how += ", with autocast as it is"
-    yield case.lever(name, how, effect, "captured", same_numbers=False)
+    yield case.lever(name, how, effect, "captured", same_numbers=False, option="--reduce-dtype bfloat16")
 
 
 def in_bfloat16(step: Step) -> Step:

@@ -43,6 +43,7 @@ def sharding(case: Case) -> Iterator[Lever]:
             effect,
             "captured",
             assumes=assumes,
+            option=f"--ranks {ranks}",
         )
 
 
@@ -55,7 +56,8 @@ def _instead_of_replicating(case: Case, units: str) -> Iterator[Lever]:
         yield case.lever("gradients as views of DDP's buckets", how, effect, "captured")
     effect = case.effect(shard=ShardOptions())
     how = f"fully_shard {units}, in place of DistributedDataParallel"
-    yield case.lever(f"sharding over the {case.target.ranks} ranks, not replicating", how, effect, "captured")
+    name = f"sharding over the {case.target.ranks} ranks, not replicating"
+    yield case.lever(name, how, effect, "captured", option="--parallel fsdp")
 
 
 def wrapped(case: Case) -> str:
