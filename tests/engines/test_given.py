@@ -63,3 +63,25 @@ def test_autocast_that_only_the_plan_has_is_said_too() -> None:
     plan.apply(model)
     with pytest.warns(UserWarning, match="autocast is off here and bfloat16 in the plan"):
         run_steps(Step(model, VECTORS, loss=squares), model, None, 1)
+
+
+def test_optimizers_are_found_inside_what_libraries_wrap_them_in(plan: Plan) -> None:
+    accelerate, lightning = pytest.importorskip("accelerate"), pytest.importorskip("lightning")
+    from lightning.fabric.wrappers import _FabricOptimizer
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+
+    assert lightning is not None
+    strategy = lightning.Fabric(accelerator="cpu").strategy
+    for wrap in (
+        accelerate.Accelerator(cpu=True).prepare_optimizer,
+        LightningOptimizer,
+        lambda optimizer: _FabricOptimizer(optimizer, strategy),
+    ):
+        model = Blocks()
+        optimizer = wrap(torch.optim.AdamW(model.parameters()))
+        assert plan.apply(model, optimizer) == (model, optimizer)
+        plan.remove(model)
+        with pytest.raises(PlanMismatch, match="the optimizer is SGD"):
+            plan.apply(model, [optimizer, wrap(torch.optim.SGD(model.parameters(), lr=0.1))])
+    with pytest.raises(InputError, match="or a list of them, not a str"):
+        plan.apply(Blocks(), ["adam"])  # type: ignore[list-item]

@@ -169,6 +169,24 @@ def test_a_skipped_step_is_no_additional_micro_batch(plan: Plan) -> None:
         epochs(loop, [PLANNED])
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_planned_model_that_is_compiled_keeps_its_budget_and_says_that_it_runs_eagerly(backend: str) -> None:
+    torch._dynamo.reset()
+    plan = plan_for(Step(built(), batch(0), loss=squares, optimizer=torch.optim.SGD), 0.1)
+    loop, plain = Loop(plan), Loop(None)
+    compiled = torch.compile(loop.model, backend=backend)
+    loop.forward = lambda x: squares(compiled(x), None)  # type: ignore[method-assign]
+    with pytest.warns(UserWarning, match=r"called through torch\.compile: all of it runs eagerly"):
+        epochs(loop, [1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        epochs(loop, [1] * 3)
+    assert [peak for peak in loop.peaks if peak > plan.budget_bytes] == []
+    epochs(plain, [1] * 4)
+    for one, other in zip(loop.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 # -- policies of their own --------------------------------------------------------------------------------------------
 
 

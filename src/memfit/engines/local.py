@@ -21,6 +21,7 @@ from memfit.engines.attachment import Handler, attach, attached, detach
 from memfit.engines.loss import LossRegion
 from memfit.engines.mode import Mode, is_container
 from memfit.engines.optimizers import OptimizerLike, given_optimizers
+from memfit.engines.outermost import Outermost
 from memfit.engines.phase import Calls, Phase, needs_step
 from memfit.engines.policy import RunPolicy
 from memfit.engines.replicas import check_replicas
@@ -171,7 +172,23 @@ class Applied:
             region = LossRegion(self, self._mode(""), Calls(self.phase, losses, regions), inner)
             self._losses.append(region)
             found.append((model, region))
-        return found
+        roots = list(model.children()) if is_container(model) else [model]
+        handled = {id(module): handler for module, handler in found}
+        others = [each for each in found if not any(each[0] is root for root in roots)]
+        outermost = [(root, Outermost(self, handled.get(id(root)))) for root in map(unwrap, roots)]
+        return [*others, *outermost] if found else []
+
+    def warn_compiled(self) -> None:
+        """Say once that a planned model is not compiled."""
+        loss = ""
+        if self._losses:
+            loss = " The loss, which the plan recomputes, runs without its policy, so the step needs more than planned."
+        self._warn_once(
+            "compiled",
+            "this model runs a memfit plan and is called through torch.compile: all of it runs eagerly, because "
+            f"compiled parts would save other tensors than planned.{loss} Train the model itself (compiled._orig_mod) "
+            "for the same without the compiler, or call plan.remove(model) to compile it without the plan",
+        )
 
     def _mode(self, path: str) -> Mode:
         parts = path.split(".") if path else []
@@ -281,7 +298,10 @@ def _check(plan: Plan, model: nn.Module, optimizers: Sequence[torch.optim.Optimi
         )
     wrappers = wrappers_of(model)
     if "OptimizedModule" in wrappers:
-        raise InputError("this model is compiled; apply the plan to the model first and compile it afterwards")
+        raise InputError(
+            "this model is compiled, and a planned model runs eagerly: apply the plan to the module inside, "
+            "model._orig_mod, and train that; or compile it without a plan"
+        )
     if "DTensor" in wrappers:
         raise InputError(
             "parameters of this model are DTensors that fully_shard did not make (tensor parallel): plans do not know "
