@@ -157,14 +157,14 @@ class Applied:
 
     def _handlers(self) -> list[tuple[nn.Module, Handler]]:
         model = self._paths[""]
-        entries: dict[str, list[Checkpoint]] = defaultdict(list)
+        entries: dict[nn.Module, list[Checkpoint]] = defaultdict(list)  # a module may have several paths
         losses: list[Checkpoint] = []
         for entry in self.plan.checkpoint:
-            losses.append(entry) if entry.is_loss else entries[entry.module].append(entry)
+            losses.append(entry) if entry.is_loss else entries[self._paths[entry.module]].append(entry)
         found: list[tuple[nn.Module, Handler]] = []
-        for path, members in entries.items():
+        for module, members in entries.items():
             calls = Calls(self.phase, members, {entry.call: RunPolicy.of(entry) for entry in members})
-            found.append((self._paths[path], PlannedUnit(self, self._mode(path), calls)))
+            found.append((module, PlannedUnit(self, self._mode(members[0].module), calls)))
         if losses:
             inner = next((handler for module, handler in found if module is model), None)
             found = [each for each in found if each[0] is not model]

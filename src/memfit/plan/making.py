@@ -82,7 +82,7 @@ def checkpoint_of(trace: Trace, unit: Unit, policy: Policy) -> Checkpoint:
     return Checkpoint(
         unit=unit.name,
         module=unit.module,
-        call=_call_number(unit),
+        call=_call_number(trace, unit),
         calls=_calls(trace, unit.module),
         kind=unit.kind,
         begin=unit.begin,
@@ -102,8 +102,12 @@ def checkpoint_of(trace: Trace, unit: Unit, policy: Policy) -> Checkpoint:
 
 
 def _calls(trace: Trace, module: str) -> int:
-    """How often a module runs in the step's forward."""
-    return sum(call.module == module and call.phase is Phase.FORWARD for call in trace.calls)
+    """How often a module runs in the step's forward, under whichever of its paths."""
+    return sum(_same_module(trace, call, module) for call in trace.calls if call.phase is Phase.FORWARD)
+
+
+def _same_module(trace: Trace, call: ModuleCall, path: str) -> bool:
+    return trace.instance_of(call.module) == trace.instance_of(path)
 
 
 def _last_call_before(trace: Trace, region: Unit) -> ModuleCall | None:
@@ -130,7 +134,7 @@ def _last_call_before(trace: Trace, region: Unit) -> ModuleCall | None:
 def _number_in_model(trace: Trace, call: ModuleCall) -> int:
     """How many calls of the same module came before this one in the same run of the model."""
     begin = max((each.begin for each in trace.calls if each.parent == NEVER and each.begin <= call.begin), default=0)
-    return sum(each.module == call.module and begin <= each.begin < call.begin for each in trace.calls)
+    return sum(begin <= each.begin < call.begin and _same_module(trace, each, call.module) for each in trace.calls)
 
 
 def _named(trace: Trace, unit: Unit, offsets: Sequence[int]) -> tuple[UnitOp, ...]:
@@ -150,10 +154,13 @@ def _result_bytes(trace: Trace, op: int) -> int:
     return sum(trace.storages[each].bytes for each in made if trace.storages[each].birth == op)
 
 
-def _call_number(unit: Unit) -> int:
-    """`layers.0#2` is call 2 of `layers.0`."""
-    suffix = unit.name[len(LOSS if unit.call == NEVER else unit.module) :]
-    return int(suffix[1:]) if suffix else 0
+def _call_number(trace: Trace, unit: Unit) -> int:
+    """`layers.0#2` is call 2 of `layers.0`; a module that has several paths is counted under all of them."""
+    if unit.call == NEVER:
+        suffix = unit.name[len(LOSS) :]
+        return int(suffix[1:]) if suffix else 0
+    earlier = (call for call in trace.calls[: unit.call] if call.phase is Phase.FORWARD)
+    return sum(_same_module(trace, call, unit.module) for call in earlier)
 
 
 def _target(target: Target) -> TargetFacts:

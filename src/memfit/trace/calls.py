@@ -41,6 +41,11 @@ class CallTracker:
         for path, module in self.root.named_modules(remove_duplicate=False):
             self._paths.setdefault(id(module), []).append(path)
 
+    @property
+    def shared(self) -> dict[str, str]:
+        """For each path of a module that has several, the first of them."""
+        return {path: paths[0] for paths in self._paths.values() if len(paths) > 1 for path in paths}
+
     def owns(self, module: nn.Module) -> bool:
         """Whether the module is part of the model rather than, say, a loss made by the user."""
         return id(module) in self._paths

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,6 +41,7 @@ from memfit.trace.environment import (
     unoptimized_scripts,
 )
 from memfit.trace.generators import Held, held_generators, same_generators
+from memfit.trace.leftovers import Namespaces, take_out
 from memfit.trace.optimizer_state import LeftState, OptimizerStates, optimizers_by_key
 from memfit.trace.placeholders import Placeholders, on_meta, optimizer_on_meta
 from memfit.trace.record import NEVER, SCHEMA, Category, Module, Parameter, Phase, Trace
@@ -47,7 +50,7 @@ from memfit.trace.rules import RuleContext, rules_for
 from memfit.trace.source import SourceTable
 from memfit.trace.step import Step
 from memfit.trace.step_input import check_model
-from memfit.trace.storages import HOST, StorageDraft
+from memfit.trace.storages import HOST, StorageDraft, StorageTable
 
 
 def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | Device | Target | None = None) -> Trace:
@@ -68,18 +71,28 @@ def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | D
         model = _eager(step.build_model(), notes)
         check_model(model)
         held = held_generators(model.modules(), variables_of(step.run))
+        namespaces = Namespaces(model.modules(), (step.run, step.loss))
+        leftovers: list[weakref.ref[Any]] = []
+
+        def captured(gradients: dict[str, torch.Tensor], state: LeftState, chance: Chance) -> _Capture:
+            capture = _Capture(step, model, device, gradients, state, chance, held)
+            try:
+                capture.run()
+            finally:
+                leftovers.extend(capture.leftovers)
+            return capture
 
         def capture_with(chance: Chance) -> Trace:
-            capture = _Capture(step, model, device, {}, {}, chance, held)
-            capture.run()
+            capture = captured({}, {}, chance)
             if capture.left_gradients or capture.left_state:
-                left = capture.left_gradients, capture.left_state
-                capture = _Capture(step, model, device, *left, chance, held)
-                capture.run()
+                capture = captured(capture.left_gradients, capture.left_state, chance)
             return capture.result(notes)
 
-        with same_generators(held):
-            return largest_path(capture_with)
+        try:
+            with same_generators(held):
+                return largest_path(capture_with)
+        finally:
+            take_out(leftovers, namespaces)
 
 
 def _target(target: str | os.PathLike[str] | Device | Target | None) -> Target:
@@ -136,36 +149,69 @@ class _Capture:
         self.held = held
         self.model = model
         self.device = device
-        self.context = context = _context(device)
-        self.placeholders = Placeholders(compact=context.device_type != "cpu")
-        self.calls = CallTracker(model)
+        self.placeholders = Placeholders(compact=device.type != "cpu")
+        self.companions = Companions.of(step, model)
+        self.first_gradients = gradients
+        self.left_gradients: dict[str, torch.Tensor] = {}
+        self.first_state = state
+        self.left_state: LeftState = {}
+        self.leftovers: list[weakref.ref[Any]] = []
+        """Storages that the step made and that somebody may hold when the capture is over."""
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a record."""
+        self.context = context = _context(self.device)
+        self.calls = CallTracker(self.model)
         self.sources = SourceTable()
         self.advice = Advice()
         rules = rules_for(context.device_type)
-        self.recorder = Recorder(context=context, rules=rules, calls=self.calls, sources=self.sources, chance=chance)
+        self.recorder = Recorder(
+            context=context, rules=rules, calls=self.calls, sources=self.sources, chance=self.chance
+        )
         self.emulation = Emulation(self.recorder, context, rules.functions)
-        self.companions = Companions.of(step, model)
         self.parameters: dict[int, tuple[torch.Tensor, list[str]]] = {}
         self.parameter_storages: dict[int, int] = {}
         self.modules: list[Module] = []
         self.gradients: dict[int, int] = {}
-        self.first_gradients = gradients
-        self.left_gradients: dict[str, torch.Tensor] = {}
         self.states = OptimizerStates(self.recorder, self.placeholders, self.parameters)
-        self.first_state = state
-        self.left_state: LeftState = {}
 
     def run(self) -> None:
-        """Run the step once on stand-ins and under the modes; everything that must be undone is undone."""
+        """Run the step on stand-ins and under the modes; everything that must be undone is undone.
+
+        A step that leaves tensors behind (a mask that is made once, a position table that has grown), or turns a switch
+        (`self.initialized = True`), is run a second time, which finds them: that is what all later steps do.
+        """
         with contextlib.ExitStack() as stack:
             stack.enter_context(no_garbage_collection())
-            stack.callback(self.recorder.put_generators_back)
             stack.enter_context(same_attributes(self.companions.all))
             stack.enter_context(on_meta(self.model, self.placeholders))
             for optimizer in self.companions.optimizers:
                 stack.enter_context(optimizer_on_meta(optimizer, self.placeholders))
             step = self.step.with_batch(self.placeholders.batch(self.step.batch))
+            switches = self._switches()
+            made = self._pass(step, None, None)
+            if self._left_tensors() or switches != self._switches():
+                before = self.recorder.table
+                self._begin()
+                self._pass(step, made, before)
+                before.close()
+            self.recorder.table.close()
+            with torch._C.DisableTorchFunction():
+                left = {names[0]: parameter.grad for parameter, names in self.parameters.values()}
+                self.left_gradients = {name: gradient for name, gradient in left.items() if gradient is not None}
+
+    def _pass(
+        self, step: Step, made: torch.optim.Optimizer | None, before: StorageTable | None
+    ) -> torch.optim.Optimizer | None:
+        """Record the step once; `made` and `before` are the optimizer and the storages of an earlier pass."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.recorder.put_generators_back)
             self._register(step)
+            if before is not None:
+                for optimizer in optimizers_by_key(self.companions.optimizers, made).values():
+                    self.states.register(optimizer)
+                self.recorder.table.inherit(before)
             self.placeholders.settle()
             if step.run is not None:
                 self.emulation.stand_ins = self.placeholders.of
@@ -173,11 +219,12 @@ class _Capture:
             place = "the making of the optimizer"
             seeded = self.chance.seed(self.held)
             try:
-                with self.recorder.table.pause(Category.OPTIMIZER_STATE):
-                    made = step.build_optimizer(self.model)
+                if before is None:
+                    with self.recorder.table.pause(Category.OPTIMIZER_STATE):
+                        made = step.build_optimizer(self.model)
                 place = ""
                 optimizers = optimizers_by_key(self.companions.optimizers, made)
-                if self.first_state:
+                if self.first_state and before is None:
                     with torch._C.DisableTorchFunction(), _disable_current_modes():
                         self.states.begin_with(self.first_state, optimizers)
                 step.execute(self.model, made, self.context.device_type)
@@ -187,12 +234,42 @@ class _Capture:
                 raise self.recorder.explain(error, place) from error
             finally:
                 self.chance.note_host(seeded, self.held)
+                self.leftovers += self.recorder.table.outliving()
             with torch._C.DisableTorchFunction(), _disable_current_modes():
                 self.left_state = self.states.left(optimizers)
-            self.recorder.table.close()
-            with torch._C.DisableTorchFunction():
-                left = {names[0]: parameter.grad for parameter, names in self.parameters.values()}
-                self.left_gradients = {name: gradient for name, gradient in left.items() if gradient is not None}
+        return made
+
+    def _left_tensors(self) -> bool:
+        """Whether the step left tensors on the device that are neither gradients nor optimizer state."""
+        if not self._outliving():
+            return False
+        gc.collect()  # the graph of a step may be a cycle, which nobody holds
+        return bool(self._outliving())
+
+    def _outliving(self) -> set[int]:
+        table = self.recorder.table
+        known: set[int] = set()
+        with torch._C.DisableTorchFunction():
+            for parameter, _ in self.parameters.values():
+                known.add(table.number_of(parameter))
+                if parameter.grad is not None:
+                    known.add(table.number_of(parameter.grad))
+        for numbers in self.states.numbers.values():
+            known.update(numbers)
+        for entries in self.left_state.values():
+            if entries:  # state that is made anew in every step; a second capture begins with it
+                return set()
+        return {ref.number for ref in table.outliving() if ref.number != HOST} - known
+
+    def _switches(self) -> list[Any]:
+        """Return the switches among the attributes of the model's modules, which a first step may turn."""
+        found: list[Any] = []
+        for module in self.model.modules():
+            found += [(name, each) for name, each in vars(module).items() if each is None or isinstance(each, bool)]
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.numel() == 1 and buffer.dtype in _SWITCHES and not buffer.is_meta:
+                    found.append((name, int(buffer)))
+        return found
 
     def _enter_modes(self, stack: contextlib.ExitStack) -> None:
         stack.enter_context(warnings.catch_warnings())
@@ -248,6 +325,7 @@ class _Capture:
                     parameter.grad = torch.empty_strided(
                         gradient.size(), gradient.stride(), dtype=gradient.dtype, device="meta"
                     )
+                if parameter.grad is not None:
                     number = table.adopt(parameter.grad, Category.GRADIENT, module=path, name=full_name)
                     self.gradients[id(parameter)] = number
             buffers = [
@@ -439,6 +517,7 @@ class _Capture:
             parameters=parameters,
             sources=tuple(self.sources.sources),
             notes=(*notes, *sorted(recorder.notes), *self.advice.notes(), *self.context.notes),
+            shared=self.calls.shared,
         )
 
 
@@ -464,6 +543,7 @@ def _always_step(original: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
+_SWITCHES = (torch.bool, torch.uint8)
 _CHECKPOINT_CHECKS = torch.utils.checkpoint._allowed_determinism_checks_to_fns
 
 

@@ -156,6 +156,12 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     parameters: tuple[Parameter, ...]
     sources: tuple[str, ...]
     notes: tuple[str, ...]
+    shared: dict[str, str] = {}
+    """For each path of a module that has several, the first of them."""
+
+    def instance_of(self, path: str) -> str:
+        """Return the first path of the module that this path leads to."""
+        return self.shared.get(path, path)
 
     def __repr__(self) -> str:
         return (

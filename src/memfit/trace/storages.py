@@ -215,6 +215,43 @@ class StorageTable:
                 if pointer in self.twins:
                     self.stand_in(storage, self.twins[pointer])
 
+    def outliving(self) -> list[_StorageRef]:
+        """Return the storages that the step made and that are alive, without gradients and optimizer state."""
+        kept = (Category.GRADIENT, Category.OPTIMIZER_STATE)
+        found = []
+        for pointer, ref in self._refs.items():
+            draft = self.drafts[ref.number] if ref.number != HOST else None
+            if pointer in self.foreign or (draft is not None and (draft.birth == NEVER or draft.category in kept)):
+                continue
+            found.append(ref)
+        return found
+
+    def inherit(self, before: StorageTable) -> None:
+        """Begin with what is alive of an earlier pass and not yet known here."""
+        numbers: dict[int, int] = {}
+        for pointer, ref in before._refs.items():
+            storage = ref()
+            if storage is None or pointer in before.foreign:
+                continue
+            if pointer in before.valueless:
+                self.valueless.add(pointer)
+            if pointer in self.known:
+                if ref.number != HOST:
+                    numbers[ref.number] = self.known[pointer]
+                continue
+            if ref.number == HOST:
+                self.hold_host(storage)
+            elif ref.number in numbers:
+                number = self.known[pointer] = numbers[ref.number]
+                self.drafts[number].lives += 1
+                self._watch(storage, number)
+            else:
+                draft = before.drafts[ref.number]
+                number = numbers[ref.number] = self.new(storage, NEVER, NEVER)
+                self.drafts[number].category = draft.category or Category.BUFFER
+                self.drafts[number].module, self.drafts[number].name = draft.module, draft.name
+        self.twins.update({pointer: twin for pointer, twin in before.twins.items() if pointer in self.known})
+
     def close(self) -> None:
         """The step is over: what is freed from now on was alive at its end."""
         self._refs.clear()
