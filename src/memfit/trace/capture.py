@@ -25,6 +25,7 @@ from memfit.trace.advice import Advice
 from memfit.trace.arguments import tensors_of, unwrapped, visit_tensors
 from memfit.trace.calls import CallTracker, module_calls
 from memfit.trace.chance import Chance, largest_path
+from memfit.trace.cuda_api import replaced
 from memfit.trace.discovery import Companions, step_of, variables_of
 from memfit.trace.emulation import Emulation, python_functions_open
 from memfit.trace.environment import (
@@ -292,13 +293,17 @@ class _Capture:
             (torch, "clear_autocast_cache", self._clear_autocast_cache),
             (torch, "get_rng_state", self._get_rng_state),
             (torch.amp.GradScaler, "_maybe_opt_step", _always_step),
+            (torch, "compile", self._not_compiled),
             (DistributedDataParallel, "forward", _without_reducer),
             (sys.modules["torch.optim.optimizer"], grouping, self._grouped_on_target),
             (sys.modules["torch.nn.utils.clip_grad"], grouping, self._grouped_on_target),
         ):
             stack.enter_context(patched(owner, name, wrap))
+        flex = sys.modules.get("torch.nn.attention.flex_attention")
+        if flex is not None:  # the op itself, and not through Dynamo
+            stack.enter_context(replaced(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True))
         stack.enter_context(patched_item(_CHECKPOINT_CHECKS, "default", _shape_and_dtype))
-        if _is_compiled(self.model):
+        if "torch._dynamo" in sys.modules:  # else nothing can have been compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(module_calls(self._enter, self._leave, self._failed))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.recorder.pack, _same))
@@ -461,6 +466,15 @@ class _Capture:
             original()
 
         return clear
+
+    def _not_compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Leave what the step compiles itself as it is."""
+
+        def leave(model: Any = None, **options: Any) -> Any:
+            self.context.note("the step calls torch.compile; what it compiles was captured as its eager original")
+            return (lambda function: function) if model is None else model
+
+        return leave
 
     def _get_rng_state(self, original: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """Checkpointing keeps the generator's state, which the generator allocates itself."""

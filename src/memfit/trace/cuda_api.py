@@ -87,14 +87,38 @@ class EventStandIn(_StandIn):
     record = wait = synchronize = _nothing
 
 
-class _Nothing(contextlib.AbstractContextManager[None]):
-    """Stands for `torch.cuda.device(...)` and its like: there is only one device."""
+class _Nothing:
+    """Stands for `torch.cuda.device(...)`, `torch.cuda.stream(...)` and their like: there is only one of each."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.idx = self.prev_idx = 0
 
+    def __enter__(self) -> None:
+        return None
+
     def __exit__(self, *_: Any) -> None:
         return None
+
+
+class _Instead(type):
+    """Makes classes that pass for `torch.Stream` and `torch.Event`, which cannot be changed themselves.
+
+    After the capture they are as good as the originals, for a module that was imported meanwhile and kept one.
+    """
+
+    original: type
+    make: Callable[..., Any] | None
+    stand_in: type
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        make = cls.__dict__["make"]  # not bound
+        return cls.original(*args, **kwargs) if make is None else make(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.original) or type(instance) is cls.stand_in
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, cls.original) or subclass is cls.stand_in
 
 
 class _Markers:
@@ -133,21 +157,22 @@ def cuda_objects(note: Callable[[str], None]) -> Iterator[None]:
     def new_event(*_: Any, **__: Any) -> EventStandIn:
         return EventStandIn()
 
-    def enter_stream(stream: Any = None) -> Any:
-        return stream if isinstance(stream, StreamStandIn) else _Nothing()
-
     cuda = torch.cuda
+    stream_type = _Instead("Stream", (), {"original": torch.Stream, "make": new_stream, "stand_in": StreamStandIn})
+    event_type = _Instead("Event", (), {"original": torch.Event, "make": new_event, "stand_in": EventStandIn})
     with contextlib.ExitStack() as stack:
+        stack.callback(setattr, stream_type, "make", None)
+        stack.callback(setattr, event_type, "make", None)
         for owner, name, value in (
             (cuda.Stream, "__new__", staticmethod(new_stream)),
             (cuda.Event, "__new__", staticmethod(new_event)),
-            (torch, "Stream", new_stream),
-            (torch, "Event", new_event),
-            (cuda, "stream", enter_stream),
-            (cuda, "StreamContext", enter_stream),
-            (cuda.device, "__init__", _Nothing.__init__),
-            (cuda.device, "__enter__", _Nothing.__enter__),
-            (cuda.device, "__exit__", _Nothing.__exit__),
+            (torch, "Stream", stream_type),
+            (torch, "Event", event_type),
+            *(
+                (owner, name, vars(_Nothing)[name])
+                for owner in (cuda.device, cuda.StreamContext)
+                for name in ("__init__", "__enter__", "__exit__")
+            ),
             (torch.accelerator, "device_index", _Nothing),
             (torch.Tensor, "record_stream", StreamStandIn._nothing),
             (cuda.nvtx, "_nvtx", _Markers()),

@@ -120,8 +120,12 @@ class Emulation(TorchFunctionMode):
             raise
 
     def _apply(self, rule: Rule, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a rule. In one marked as `composed`, autocast applies to the functions that it calls, not to itself."""
-        if getattr(rule, "composed", False) and torch.is_autocast_enabled(self._device_type):
+        """Run a rule. In one marked as `composed`, autocast applies to the functions that it calls, not to itself.
+
+        One marked as `emulated` runs code of torch that asks tensors for their device.
+        """
+        composed = getattr(rule, "composed", False) and torch.is_autocast_enabled(self._device_type)
+        if composed or getattr(rule, "emulated", False):
             with self:
                 return rule(self._context, *args, **kwargs)
         return rule(self._context, *args, **kwargs)

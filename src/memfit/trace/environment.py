@@ -88,10 +88,13 @@ def torch_threads(count: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """An attribute replaced by what `wrap` makes of it; other threads go on with the original function."""
+    """An attribute replaced by what `wrap` makes of it; other threads go on with the original function.
+
+    So does whoever still holds the replacement after the block, as a module that was imported in it may.
+    """
     original = getattr(owner, name)
     replacement = wrap(original)
-    here = threading.get_ident()
+    here: int | None = threading.get_ident()
 
     def only_here(*args: Any, **kwargs: Any) -> Any:
         return (replacement if threading.get_ident() == here else original)(*args, **kwargs)
@@ -100,6 +103,7 @@ def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]
     try:
         yield
     finally:
+        here = None
         setattr(owner, name, original)
 
 

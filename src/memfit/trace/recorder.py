@@ -186,10 +186,10 @@ class Recorder(TorchDispatchMode):
                 return 1.0 if tensors[0].is_floating_point() else 1
             elif func is _aten._local_scalar_dense.default and (answer := self._answer(tensors[0])) is not None:
                 return answer
-            elif func is _aten._to_copy.default and self._stays_in_place(tensors[0], kwargs):
+            elif func is _aten._to_copy.default and tensors and self._stays_in_place(tensors[0], kwargs):
                 with _disable_current_modes():
                     return self.executor.lift(tensors[0], self.calls.path).detach()
-            leaves = func is _aten._to_copy.default and tensors[0].is_meta and kwargs.get("device") == _CPU
+            leaves = _leaves_device(func, tensors, kwargs)
             inputs = [self._input(tensor) for tensor in tensors]
             if self.table.foreign and self.table.phase is not Phase.OPTIMIZER:
                 self._refuse_strangers(tensors, info.name)
@@ -270,7 +270,7 @@ class Recorder(TorchDispatchMode):
             return written[0] if func._schema.returns else None
         inputs = [self._input(tensor) for tensor in tensors]
         geometry = self._call_geometry(func, inputs, arguments)
-        leaves = func is _aten._to_copy.default and tensors[0].is_meta and kwargs.get("device") == _CPU
+        leaves = _leaves_device(func, tensors, kwargs)
         # what was made while paused has no number yet, so the table is asked where it is
         on_device = self._on_device(map(self.table.on_device, tensors), kwargs, leaves)
         result = self.executor.run(func, info, args, kwargs, tensors, geometry).result
@@ -591,6 +591,12 @@ class Recorder(TorchDispatchMode):
             draft.birth < began and (draft.death >= began or draft.death == NEVER) for began in self.backward_began
         )
         return Category.ACTIVATION if held or draft.saved_by else Category.TEMPORARY
+
+
+def _leaves_device(func: Any, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
+    """Whether an op copies from the device to the host. Under `torch.vmap` a number may be what is copied."""
+    moves = func is _aten._to_copy.default and kwargs.get("device") == _CPU
+    return moves and bool(tensors) and tensors[0].is_meta
 
 
 def _first_line(error: Exception) -> str:

@@ -152,8 +152,8 @@ def _refuse_wrapped_tensors(model: nn.Module) -> None:
             if any(base.__name__ == "DTensor" for base in type(tensor).__mro__):
                 raise InputError(
                     f"the {kind} {name!r} is a DTensor (placements {getattr(tensor, 'placements', '')}), distributed "
-                    f"over a mesh of devices, and cannot be captured. {_WHOLE}. Tensor parallelism is not planned: give memfit the "
-                    "shapes that one rank has, as plain tensors"
+                    f"over a mesh of devices, and cannot be captured. {_WHOLE}. Tensor parallelism is not planned: "
+                    "give memfit the shapes that one rank has, as plain tensors"
                 )
             raise InputError(
                 f"the {kind} {name!r} is a {type(tensor).__name__} (a tensor subclass that is made of other tensors, "
