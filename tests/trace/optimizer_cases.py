@@ -219,6 +219,57 @@ class OnHost(_PerParameter):
         p.copy_(state["weight"])
 
 
+class Quantized(torch.Tensor):
+    """A tensor of int8 codes and scales that passes for one of floats, as torchao's states do."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Quantized:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, device=codes.device, dtype=torch.float32)
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], list[Any]]:
+        return ["codes", "scale"], []
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> Quantized:
+        return cls(inner["codes"], inner["scale"])
+
+    @classmethod
+    def zeros(cls, like: torch.Tensor) -> Quantized:
+        codes = torch.zeros(like.shape, dtype=torch.int8, device=like.device)
+        return cls(codes, torch.zeros(like.shape[0], device=like.device))
+
+    def dequantized(self) -> torch.Tensor:
+        return self.codes.float() * self.scale.view(-1, *(1 for _ in self.codes.shape[1:]))
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.lerp.Scalar:
+            return func(args[0].dequantized(), *args[1:])
+        if func is torch.ops.aten.copy_.default and isinstance(args[0], cls):
+            given = args[1].flatten(1) if args[1].dim() > 1 else args[1][:, None]
+            scale = given.abs().amax(1).clamp_min(1e-8) / 127
+            args[0].scale.copy_(scale)
+            args[0].codes.copy_((given / scale[:, None]).round().view(args[0].shape))
+            return args[0]
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].codes.detach(), args[0].scale.detach())
+        raise NotImplementedError(func)
+
+
+class QuantizedMomentum(_PerParameter):
+    def update(self, p, state, lr):
+        if not state:
+            state["m"] = Quantized.zeros(p)
+        m = state["m"].lerp(p.grad, 0.1)
+        state["m"].copy_(m)
+        p.sub_(m, alpha=lr)
+
+
 class SharpnessAware(Optimizer):
     """Two forward and backward passes a step; the old weights are put into the state outside of `step`."""
 
@@ -261,6 +312,7 @@ HAND_WRITTEN: tuple[type[Optimizer], ...] = (
     Lamb,
     LambThatReads,
     EightBit,
+    QuantizedMomentum,
     ScheduleFree,
     DoubleWeights,
     FreesGradients,

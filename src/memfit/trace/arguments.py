@@ -96,10 +96,29 @@ def differentiates() -> bool:
     return any(level.key() in kinds for level in torch._C._functorch.get_interpreter_stack() or ())
 
 
+def is_wrapper(kind: type) -> bool:
+    """Whether a kind of tensor is made of other tensors, as those of quantizing libraries are."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
+def map_wrapper(wrapper: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return the same wrapper around what the function makes of the tensors inside."""
+    names, context = wrapper.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner: dict[str, Any] = {}
+    for name in names:
+        each = getattr(wrapper, name)
+        inner[name] = map_wrapper(each, function) if is_wrapper(type(each)) else function(each)
+    return type(wrapper).__tensor_unflatten__(inner, context, wrapper.size(), wrapper.stride())  # type: ignore[attr-defined]
+
+
 def visit_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> None:
-    """Call the function on every tensor of a nested structure."""
+    """Call the function on every tensor of a nested structure; of a wrapper, on the tensors that it is made of."""
     if isinstance(value, torch.Tensor):
-        function(value)
+        if is_wrapper(type(value)):
+            for name in value.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+                visit_tensors(getattr(value, name), function)
+        else:
+            function(value)
     elif isinstance(value, (list, tuple)):
         for item in value:
             visit_tensors(item, function)

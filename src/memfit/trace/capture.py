@@ -294,6 +294,7 @@ class _Capture:
             (torch, "get_rng_state", self._get_rng_state),
             (torch.amp.GradScaler, "_maybe_opt_step", _always_step),
             (torch, "compile", self._not_compiled),
+            (torch.Tensor, "_make_wrapper_subclass", _wrapper_without_device),
             (DistributedDataParallel, "forward", _without_reducer),
             (sys.modules["torch.optim.optimizer"], grouping, self._grouped_on_target),
             (sys.modules["torch.nn.utils.clip_grad"], grouping, self._grouped_on_target),
@@ -546,6 +547,17 @@ def _without_reducer(original: Callable[..., Any]) -> Callable[..., Any]:
         return self.module(*args, **kwargs)
 
     return forward
+
+
+def _wrapper_without_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make wrappers around stand-ins for tensors on a GPU without one."""
+
+    def make(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        if device is not None and torch.device(device).type == "cuda":
+            device = "meta"
+        return original(*args, device=device, **kwargs)
+
+    return staticmethod(make)
 
 
 def _always_step(original: Callable[..., Any]) -> Callable[..., Any]:

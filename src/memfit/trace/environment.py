@@ -92,6 +92,7 @@ def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]
 
     So does whoever still holds the replacement after the block, as a module that was imported in it may.
     """
+    own = name in vars(owner)
     original = getattr(owner, name)
     replacement = wrap(original)
     here: int | None = threading.get_ident()
@@ -104,7 +105,10 @@ def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]
         yield
     finally:
         here = None
-        setattr(owner, name, original)
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.errors import InputError
-from memfit.trace.arguments import visit_tensors
+from memfit.trace.arguments import is_wrapper, map_wrapper, visit_tensors
 from memfit.trace.placeholders import Placeholders
 from memfit.trace.record import NEVER, Category
 from memfit.trace.recorder import Recorder
@@ -187,6 +187,8 @@ def _map_entries(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
+    if is_wrapper(type(tensor)):
+        return map_wrapper(tensor, _like)
     if not tensor.is_meta:
         return tensor.detach().clone()
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")

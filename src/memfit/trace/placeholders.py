@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from memfit.errors import InputError
+from memfit.trace.arguments import is_wrapper, map_wrapper
 from memfit.trace.environment import same_attributes
 from memfit.trace.execution import KNOWN_VALUE_LIMIT
 
@@ -51,7 +52,10 @@ class Placeholders:
         `keep_floats` other numbers do too, unless they take gradients: in a batch they may be boxes or padded images.
         """
         known = self.of.get(id(tensor))
-        if known is None:
+        if known is None and is_wrapper(type(tensor)):
+            known = map_wrapper(tensor, self.buffer)
+            self._remember(tensor, known)
+        elif known is None:
             telling = (keep_floats and not tensor.requires_grad) or not tensor.is_floating_point() or tensor.dim() == 0
             small = tensor.device.type == "cpu" and tensor.numel() <= KNOWN_VALUE_LIMIT
             if telling and small and type(tensor) is torch.Tensor:

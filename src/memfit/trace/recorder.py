@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from memfit.trace.arguments import GENERATOR, ArgumentTable, generators_of, map_tensors, tensors_of
+from memfit.trace.arguments import GENERATOR, ArgumentTable, generators_of, is_wrapper, map_tensors, tensors_of
 from memfit.trace.calls import CallTracker
 from memfit.trace.chance import Chance
 from memfit.trace.engine import SEEN_DIFFERENTLY, adds_in_place, in_place_in_backward, sole_owner_counts
@@ -168,6 +168,8 @@ class Recorder(TorchDispatchMode):
         info = self.executor.describe(func)
         if info.ignored:
             return func(*args, **kwargs)
+        if types and any(map(is_wrapper, types)):
+            return NotImplemented  # the wrapper comes first: the ops on the tensors inside are the ones that run
         with torch._C.DisableTorchFunction():
             if id(func) in SEEN_DIFFERENTLY and self.table.phase is Phase.BACKWARD:
                 if adds_in_place(func, args, kwargs, 1):

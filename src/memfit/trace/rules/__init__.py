@@ -55,9 +55,9 @@ class Rules:
         return self.decomposition if name.startswith(_DECOMPOSITIONS) and not name.startswith(_SIMPLE) else None
 
 
-_MODULES = """activations attention bags elementwise extremes flex_attention grouped images layout
-normalization products recurrent running_products sequence strides vendor cuda_attention cuda_copies
-cuda_indexing cuda_normalization cuda_pointwise cuda_recurrent"""
+_MODULES = """activations attention bags elementwise extremes flex_attention fused_optimizers grouped
+images layout normalization products recurrent running_products sequence strides vendor cuda_attention
+cuda_copies cuda_indexing cuda_normalization cuda_pointwise cuda_recurrent"""
 """Where two have a rule for the same name, the later one holds."""
 
 

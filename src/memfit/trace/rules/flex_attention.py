@@ -1,8 +1,8 @@
 """`flex_attention` as it runs without `torch.compile`: torch's own dense implementation, forward and backward.
 
-Eager `flex_attention` hands a higher-order op to Dynamo with the "eager" backend, which then runs the dense functions of
-`torch._higher_order_ops.flex_attention` and makes whole matrices of scores. The rule calls these functions itself, so
-that their ops are recorded. The gradient of a `score_mod` is taken by `torch.func.vjp` here, where Dynamo would trace it.
+Eager `flex_attention` hands a higher-order op to Dynamo with the "eager" backend, which then runs the dense functions
+of `torch._higher_order_ops.flex_attention` and makes whole matrices of scores. The rule calls these functions itself,
+so that their ops are recorded. The gradient of a `score_mod` is taken by `torch.func.vjp`, where Dynamo would trace it.
 """
 
 from __future__ import annotations
