@@ -48,6 +48,9 @@ def replicate(timeline: Timeline, runtime: Runtime, target: Target, options: Sha
     levels = Levels(timeline)
     buckets = buckets_of(trace, gradients, passes, options)
     as_view = options.gradient_as_bucket_view
+    for number, storage in enumerate(trace.storages):
+        if storage.category is Category.COMMUNICATION and storage.birth == NEVER:
+            levels.take(number)  # a model that was wrapped already when it was captured
     for bucket in buckets:
         levels.make(Category.GRADIENT if as_view else Category.COMMUNICATION, bucket.size_bytes, NEVER)
     if as_view:

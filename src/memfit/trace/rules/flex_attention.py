@@ -8,6 +8,7 @@ so that their ops are recorded. The gradient of a `score_mod` is taken by `torch
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,11 +30,13 @@ class _Dense(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         from torch._higher_order_ops.flex_attention import sdpa_dense
 
-        out, logsumexp, max_scores = sdpa_dense(query, key, value, call.score_mod, *call.rest)
+        out, logsumexp, max_scores = sdpa_dense(
+            query, key, value, call.score_mod, call.block_mask, call.scale, call.kernel_options
+        )
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(max_scores)
-        mask_tensors = [part for part in call.rest[0] if isinstance(part, torch.Tensor)]
+        mask_tensors = [part for part in call.block_mask if isinstance(part, torch.Tensor)]
         ctx.save_for_backward(query, key, value, out, logsumexp, max_scores, *mask_tensors)
         return out, logsumexp, max_scores
 
@@ -42,24 +45,31 @@ class _Dense(torch.autograd.Function):
         from torch._higher_order_ops.flex_attention import sdpa_dense_backward
 
         query, key, value, out, logsumexp, *_ = ctx.saved_tensors
-        call = ctx.call
+        call: Any = ctx.call
         found = sdpa_dense_backward(
-            query, key, value, out, logsumexp, grads[0], grads[1], call.score_mod, call.joint, *call.rest, (), ()
+            *(query, key, value, out, logsumexp, grads[0], grads[1], call.score_mod, call.joint),
+            block_mask=call.block_mask,
+            scale=call.scale,
+            kernel_options=call.kernel_options,
+            score_mod_other_buffers=(),
+            mask_mod_other_buffers=(),
         )
         return (*found[:3], None)
 
 
+@dataclass(frozen=True, slots=True)
 class _Call:
-    """What a call of the op is given beside its tensors: the score function, and mask, scale and options."""
+    """What a call of the op is given beside its tensors."""
 
-    def __init__(self, score_mod: Callable[..., torch.Tensor], rest: tuple[Any, ...]) -> None:
-        self.score_mod = score_mod
-        self.rest = rest
+    score_mod: Callable[..., torch.Tensor]
+    block_mask: tuple[Any, ...]
+    scale: float
+    kernel_options: dict[str, Any]
 
     def joint(self, score: torch.Tensor, *given: torch.Tensor) -> list[Any]:
         """Return the gradient of one score; `given` is its place in four numbers and the gradient of its result."""
         *place, grad = given
-        _, pull = torch.func.vjp(lambda each: self.score_mod(each, *place), score)
+        pull = torch.func.vjp(lambda each: self.score_mod(each, *place), score)[1]
         return [*pull(grad), None, None, None, None]
 
 
@@ -77,7 +87,7 @@ def flex_attention(
 ) -> Any:
     """Run the higher-order op as eager code does."""
     context.note(_NOTE)
-    return _Dense.apply(query, key, value, _Call(score_mod, (block_mask, scale, kernel_options)))
+    return _Dense.apply(query, key, value, _Call(score_mod, block_mask, scale, kernel_options))
 
 
 flex_attention.emulated = True  # type: ignore[attr-defined]
