@@ -69,6 +69,14 @@ class _Product:
     def cheap(self) -> bool:
         return self.flops <= _CHEAP_FLOPS and self.bytes <= _CHEAP_BYTES
 
+    def side(self, wide: bool) -> int:
+        """The columns, or the rows."""
+        return self.columns if wide else self.rows
+
+    def with_side(self, wide: bool, size: int) -> _Product:
+        """The same product with so many columns, or rows."""
+        return replace(self, columns=size) if wide else replace(self, rows=size)
+
     def scratch_bytes(self) -> int:
         """Measure a product of dense operands of these sizes."""
         return remembered(("product", self), lambda: probe_workspace(self.func, self._arguments(), {}))
@@ -148,18 +156,18 @@ def _scaled_scratch(context: RuleContext, product: _Product) -> int:
     smaller = replace(product, batch=min(product.batch, 2 * context.threads))
     while not smaller.cheap and smaller.depth >= 2 * _SMALLEST_DEPTH:
         smaller = replace(smaller, depth=smaller.depth // 2)
-    side = "columns" if smaller.columns >= smaller.rows else "rows"
-    while not smaller.cheap and getattr(smaller, side) >= 2 * _SMALLEST_SIDE:
-        half = getattr(smaller, side) // 2
-        smaller = replace(smaller, **{side: half - half % _SMALLEST_SIDE})
-    fewer = replace(smaller, **{side: max(1, getattr(smaller, side) // 2)})
+    wide = smaller.columns >= smaller.rows
+    while not smaller.cheap and smaller.side(wide) >= 2 * _SMALLEST_SIDE:
+        half = smaller.side(wide) // 2
+        smaller = smaller.with_side(wide, half - half % _SMALLEST_SIDE)
+    fewer = smaller.with_side(wide, max(1, smaller.side(wide) // 2))
     shallower = replace(smaller, depth=max(1, smaller.depth // 2))
     if all(each.scratch_bytes() == _accumulator(context, each) for each in (smaller, fewer, shallower)):
         return _accumulator(context, product)
     context.note(f"{product.func}: too large to run once here; its scratch memory is scaled from a smaller product")
     scratch = smaller.scratch_bytes()
-    grown = (scratch - fewer.scratch_bytes()) / (getattr(smaller, side) - getattr(fewer, side) or 1)
-    return scratch + math.ceil(max(0.0, grown) * (getattr(product, side) - getattr(smaller, side)))
+    grown = (scratch - fewer.scratch_bytes()) / max(1, smaller.side(wide) - fewer.side(wide))
+    return scratch + math.ceil(max(0.0, grown) * (product.side(wide) - smaller.side(wide)))
 
 
 def _accumulator(context: RuleContext, product: _Product) -> int:
