@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -19,10 +20,13 @@ BACKWARD = "memfit: backward"
 @functools.lru_cache(1)
 def op_database() -> dict[str, Any]:
     """OpInfo entries by name, with the variant in parentheses where an op has several."""
-    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing import _utils
+    from torch.testing._internal import common_methods_invocations
 
+    # The copies that it makes of the random state are none of the op's.
+    vars(_utils)["freeze_rng_state"] = contextlib.nullcontext
     entries: dict[str, Any] = {}
-    for entry in op_db:
+    for entry in common_methods_invocations.op_db:
         name = f"{entry.name} ({entry.variant_test_name})" if entry.variant_test_name else entry.name
         entries[name] = entry
     return entries
@@ -250,6 +254,10 @@ def _case(
         return
     if operands == "broadcast" and len(tensors) < 2:
         return
+    if operands in ("broadcast", "empty") and "batch_norm" in name:
+        return  # PyTorch reads beyond statistics that are too short
+    if operands == "empty" and name == "nn.functional.pdist":
+        return  # PyTorch crashes
     if operands not in ("dense", "empty") and all(t.dim() == 0 for t in tensors):
         return
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memfit.trace.arguments import map_tensors, tensors_of, unwrapped
 from memfit.trace.autocast import Autocast
 from memfit.trace.errors import DATA_DEPENDENT, UnsupportedError
-from memfit.trace.kernels import inexact
+from memfit.trace.kernels import inexact, note_on
 from memfit.trace.recorder import Recorder
 from memfit.trace.rules import Rule, RuleContext
 
@@ -82,7 +82,7 @@ class Emulation(TorchFunctionMode):
         name = func.__name__
         if name == "__get__":
             return func(*args, **kwargs)
-        if self._inexact and (note := self._inexact.get(name)) is not None:
+        if self._inexact and (note := note_on(self._inexact, name, args)) is not None:
             self.recorder.notes.add(note)
         try:
             if name in _READS:

@@ -82,7 +82,7 @@ SCATTERS = {str(func): str(written) for func, written in _WRITTEN_IN_PLACE.items
 """By name: what a mode sees, and what a real run does."""
 
 _SCATTERING_NODES = (
-    *("Index", "Gather", "Topk", "Sort", "Max", "Min", "Kthvalue", "Median", "Mode"),
+    *("IndexBackward", "IndexSelect", "Gather", "Topk", "Sort", "Max", "Min", "Kthvalue", "Median", "Mode"),
     *("Cummax", "Cummin", "MaskedSelect", "Clamp"),
 )
 

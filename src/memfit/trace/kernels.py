@@ -24,6 +24,7 @@ MEASURED_LIMIT_BYTES = 1 << 28
 """Calls with more bytes of operands and results than this are not made for real."""
 
 _WIDE = frozenset((torch.float32, torch.float64))
+_LOW = frozenset((torch.bfloat16, torch.float16))
 _IMAGES = {4: torch.channels_last, 5: torch.channels_last_3d}
 _META = torch.device("meta")
 
@@ -38,13 +39,23 @@ def certified_ops() -> dict[str, frozenset[str]]:
 def inexact() -> dict[str, str]:
     """Notes on torch functions and gradients, by name, whose steps the sweep found other than captured.
 
-    These are compositions of kernels: which kernels run, not what one of them does, differs from a real run.
+    These are compositions of kernels: which kernels run, not what one of them does, differs from a real run. A name
+    with "low:" in front holds for operands in low precision only.
     """
     return {
-        name: f"{name}: the sweep over PyTorch's ops found captures of it from {low} % to {high} % off (docs/ops.md)"
+        name: f"{name.removeprefix('low:')}: the sweep over PyTorch's ops found captures of it from {low} % to "
+        f"{high} % off (docs/ops.md)"
         for kind, name, low, high in (line for line in _lines() if len(line) == 4)
         if kind == "inexact"
     }
+
+
+def note_on(notes: dict[str, str], function: str, args: Sequence[Any]) -> str | None:
+    """The note on a call of a torch function, if there is one."""
+    if function in notes:
+        return notes[function]
+    low = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype in _LOW
+    return notes.get(f"low:{function}") if low else None
 
 
 def _lines() -> Iterator[list[str]]:
