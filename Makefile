@@ -9,7 +9,7 @@ INPUTS := pyproject.toml constraints.txt
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint browser bench zoo isa ops docs clean
+.PHONY: demo test lint browser bench zoo isa ops compat docs clean
 
 DEMO = llama3-8b --target h100-sxm --ranks 8 --batch 2 --seq 8192 --budget 64GiB
 
@@ -53,11 +53,15 @@ isa: $(DEV)
 ops: $(DEV)
 	PYTHONPATH=src:tests/zoo $(BIN)/python tests/zoo/op_sweep.py
 
+# Every minor release of torch in a virtualenv of its own: about 6 GB and 5 minutes each.
+compat: $(BASE)
+	$(BIN)/python tests/compat/versions.py $(VERSIONS)
+
 docs: $(DOCS)
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .compat site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A stamp is written only after its install has succeeded. A virtualenv without pip counts as none.

@@ -1,5 +1,8 @@
 """The fully sharded data parallel runtime."""
 
+import memfit.torch_version  # noqa: F401  first, so that a torch which does not work is refused with the reason
+
+# isort: split
 from memfit.sharded.accumulation import no_sync
 from memfit.sharded.checkpoint import Loaded, load, save, saves
 from memfit.sharded.clip import clip_grad_norm_, finite_gradients

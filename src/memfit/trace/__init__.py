@@ -1,5 +1,8 @@
 """Capture of one training step on meta tensors, faithful to the target's kernels."""
 
+import memfit.torch_version  # noqa: F401  first, so that a torch which does not work is refused with the reason
+
+# isort: split
 from memfit.trace.capture import trace
 from memfit.trace.document import load_trace, save_trace
 from memfit.trace.errors import CaptureError
