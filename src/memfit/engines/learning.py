@@ -158,6 +158,7 @@ class Learning(TorchDispatchMode):
             if maker is not None and not dropped:
                 holders.setdefault(maker, index)
         needed: dict[int, Window] = {}
+        windows: list[Window] = []
         fresh, answers = 0, bool(self._results)
         for visit, gap, key, kept, tensors in self._results:
             found = visit.gaps[gap]
@@ -166,8 +167,11 @@ class Learning(TorchDispatchMode):
             if not isinstance(kept, (tuple, list)):
                 found.single.add(key)
             if tensors and all(each is None or each[0] in holders for each in tensors):
-                sources = tuple(None if each is None else FromPack(holders[each[0]], each[1]) for each in tensors)
-                found.sources[key] = sources
+                sources: list[FromPack | None] = []
+                for each in tensors:
+                    sources.append(None if each is None else FromPack(holders[each[0]], len(windows)))
+                    windows += [] if each is None else [each[1]]
+                found.sources[key] = tuple(sources)
                 for source in sources:
                     if source is not None:
                         held = self._packs[source.pack][1].tensor
@@ -187,6 +191,7 @@ class Learning(TorchDispatchMode):
         return Recipe(
             drops=drops,
             needed=needed,
+            windows=windows,
             root=root,
             last=max((index for index, shape in enumerate(drops) if shape is not None), default=-1),
             overwrites_inputs=self._overwrites_inputs,

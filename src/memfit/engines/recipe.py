@@ -24,10 +24,11 @@ def op_kind(func: Any, args: Any) -> OpKind:
 
 
 class FromPack(NamedTuple):
-    """A tensor of a saved result that autograd packs anyway."""
+    """A tensor of a saved result that autograd packs anyway: in the storage of which, and in which of the recipe's
+    windows."""
 
     pack: int
-    window: Window
+    window: int
 
 
 @dataclass(slots=True)
@@ -49,6 +50,8 @@ class Recipe:
     drops: list[torch.Size | None]
     needed: dict[int, Window]
     """Packs that are held and whose storages stand for saved results, with where they lay."""
+    windows: list[Window]
+    """Where saved results lie in those storages."""
     root: Visit
     last: int
     """The last pack that is dropped; -1 when none is."""

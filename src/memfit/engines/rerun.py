@@ -311,7 +311,9 @@ class _Answer(_Look):
         sources = self._gap.sources.get(key)
         if sources is None:
             return func(*args, **(kwargs or {}))
-        made = [None if source is None else _window(self._run.held[source.pack], source.window) for source in sources]
+        assert self._run.recipe is not None
+        held, windows = self._run.held, self._run.recipe.windows
+        made = [None if each is None else _window(held[each.pack], windows[each.window]) for each in sources]
         return made[0] if key in self._gap.single else tuple(made)
 
 

@@ -18,6 +18,7 @@ from memfit.engines.phase import Calls, in_backward
 from memfit.engines.policy import RunPolicy
 from memfit.engines.recipe import Recipe
 from memfit.engines.rerun import Rerun, running_again
+from memfit.engines.shapes import Family, Sizes, structure_of_call
 from memfit.engines.tape import Tape
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class PlannedUnit:
         self._mode = mode
         self._calls = calls
         self._recipes: dict[tuple[int, Hashable], Recipe | _Unplanned] = {}
+        self._families: dict[Hashable, Family] = {}
         self._bindings: Bindings | None = None
 
     def __call__(
@@ -62,6 +64,8 @@ class PlannedUnit:
             with saved_tensors_hooks(tape.pack, Tape.unpack), tape:
                 return forward(*args, **kwargs)
         recipe = self._recipes.get(kind)
+        if recipe is None:
+            recipe = self._predict(kind, args, kwargs)
         if recipe is _Unplanned.AS_IT_IS:
             return phase.leave_after(forward(*args, **kwargs))
         if self._bindings is None:
@@ -75,7 +79,36 @@ class PlannedUnit:
         result, same = run.first(recipe, args, kwargs)
         if not same:
             del self._recipes[kind]
+            family, _ = self._family(kind, args, kwargs)
+            if family is not None:
+                family.close()
         return result
+
+    def _family(
+        self, kind: tuple[int, Hashable], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Family | None, Sizes]:
+        """Find the family of a call (Note [Shapes]), and the sizes of its inputs."""
+        found = structure_of_call(args, kwargs)
+        if found is None:
+            return None, ()
+        structure, sizes = found
+        autocast = kind[1][0] if isinstance(kind[1], tuple) else None
+        if len(self._families) >= _MOST_KINDS:
+            self._families.clear()
+        return self._families.setdefault((kind[0], autocast, structure), Family()), sizes
+
+    def _predict(self, kind: tuple[int, Hashable], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe | None:
+        """Return the recipe of a kind that has not been learnt, where others tell it."""
+        family, sizes = self._family(kind, args, kwargs)
+        recipe = None if family is None else family.predict(sizes)
+        if recipe is not None:
+            self._remember(kind, recipe)
+        return recipe
+
+    def _remember(self, kind: tuple[int, Hashable], recipe: Recipe | _Unplanned) -> None:
+        if len(self._recipes) >= _MOST_KINDS:
+            self._recipes.clear()
+        self._recipes[kind] = recipe
 
     def _learn(
         self,
@@ -88,13 +121,15 @@ class PlannedUnit:
     ) -> Any:
         learning = Learning(policy, module, run)
         result, recipe = learning.first(args, kwargs)
-        if len(self._recipes) >= _MOST_KINDS:
-            self._recipes.clear()
         if recipe is None:
             self._applied.warn(policy.unit, learning.differs)
-            self._recipes[kind] = _Unplanned.AS_IT_IS if learning.writes_older else _Unplanned.WHOLE
-        else:
-            self._recipes[kind] = recipe
+            self._remember(kind, _Unplanned.AS_IT_IS if learning.writes_older else _Unplanned.WHOLE)
+            return result
+        self._remember(kind, recipe)
+        if not learning.writes_older:
+            family, sizes = self._family(kind, args, kwargs)
+            if family is not None:
+                family.learn(sizes, recipe)
         return result
 
 

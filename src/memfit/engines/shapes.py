@@ -1,0 +1,181 @@
+"""Recipes for shapes that no run has been learnt on.
+
+Note [Shapes]: batches of random lengths would have a unit learn its recipe at each of them. What a recipe says but for
+sizes (which tensors are dropped, which ops are answered for and from what) is the same for all inputs on which the unit
+runs the same ops. Two runs that were learnt at different sizes and agree in that make a family; sizes, strides and
+offsets are constants, multiples of sizes of the inputs or of products of two, or one plus a constant. A prediction is
+made only where every size has one value under all formulas that hold for the runs so far, and inputs differ only in
+sizes that have differed before; elsewhere one more run is learnt. It is checked as a recipe always is: a run whose
+tensors have other sizes is made again whole (Note [Rerun]), and its family is given up. Units that write to what was
+there before them have no families, because that would be an error for them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import torch
+
+from memfit.engines.inputs import Changing, kind_of
+from memfit.engines.recipe import Recipe
+from memfit.engines.tour import Visit
+from memfit.engines.windows import Window
+
+Sizes = tuple[int, ...]
+
+
+def dense_stride(size: Sizes, order: Sizes) -> Sizes:
+    """Return the strides of a dense tensor whose dimensions lie in memory in this order, the slowest first."""
+    stride, step = [0] * len(size), 1
+    for dimension in reversed(order):
+        stride[dimension] = step
+        step *= max(size[dimension], 1)
+    return tuple(stride)
+
+
+def order_of(size: Sizes, stride: Sizes) -> Sizes | None:
+    """Return the order in which a dense tensor's dimensions lie in memory; None for others."""
+    order = tuple(sorted(range(len(size)), key=lambda dimension: (-stride[dimension], dimension)))
+    return order if dense_stride(size, order) == tuple(stride) else None
+
+
+def structure_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, Sizes] | None:
+    """Split the inputs of a call into what is not sizes of tensors, and these; None where that cannot be done."""
+    sizes: list[int] = []
+
+    def structure(value: Any) -> Hashable:
+        if isinstance(value, torch.Tensor):
+            order = order_of(tuple(value.shape), value.stride()) if value.layout is torch.strided else None
+            if order is None:
+                raise Changing("a tensor with gaps")
+            sizes.extend(value.shape)
+            few = tuple(min(size, 2) for size in value.shape)  # one row and none are kinds of their own
+            return torch.Tensor, order, few, value.dtype, value.requires_grad
+        if isinstance(value, tuple | list):
+            return type(value), *map(structure, value)
+        if isinstance(value, dict):
+            return dict, *((key, structure(each)) for key, each in value.items())
+        return kind_of(value)
+
+    try:
+        return (structure(args), structure(kwargs)), tuple(sizes)
+    except Changing:
+        return None
+
+
+class Family:
+    """What runs of a unit on inputs of one structure have taught."""
+
+    def __init__(self) -> None:
+        self._open = True
+        self._recipe: Recipe | None = None
+        self._signature: Hashable = None
+        self._seen: dict[Sizes, Sizes] = {}
+
+    def learn(self, sizes: Sizes, recipe: Recipe) -> None:
+        """Take in a recipe that was learnt at these sizes of the inputs."""
+        signature = _signature(recipe)
+        if signature is None or (self._recipe is not None and signature != self._signature):
+            self.close()
+            return
+        self._recipe, self._signature = self._recipe or recipe, signature
+        self._seen[sizes] = _sizes(recipe)
+
+    def close(self) -> None:
+        """Predict nothing any more."""
+        self._open = False
+        self._recipe = None
+        self._seen.clear()
+
+    def predict(self, sizes: Sizes) -> Recipe | None:
+        """Return the recipe for inputs of these sizes, None where a run has to be learnt."""
+        if not self._open or self._recipe is None or len(self._seen) < 2:
+            return None
+        inputs = list(self._seen)
+        varied = [place for place in range(len(sizes)) if len({each[place] for each in inputs}) > 1]
+        if any(sizes[place] != inputs[0][place] for place in range(len(sizes)) if place not in varied):
+            return None
+        found = []
+        for values in zip(*self._seen.values(), strict=True):
+            value = _value(values, inputs, sizes, varied)
+            if value is None:
+                return None
+            found.append(value)
+        return _with_sizes(self._recipe, found)
+
+
+def _value(values: Sizes, inputs: list[Sizes], sizes: Sizes, varied: list[int]) -> int | None:
+    """Return what a size becomes under all formulas that hold so far; None when they disagree, or none holds."""
+    if len(set(values)) == 1:
+        return values[0]
+    found: set[Fraction | int] = set()
+    for place in varied:
+        if len({value - each[place] for value, each in zip(values, inputs, strict=True)}) == 1:
+            found.add(values[0] - inputs[0][place] + sizes[place])
+    factors = [(place,) for place in varied]
+    factors += list(itertools.combinations_with_replacement(varied, 2))
+    for places in factors:
+        products = [_product(each, places) for each in inputs]
+        if 0 not in products and len({Fraction(v, p) for v, p in zip(values, products, strict=True)}) == 1:
+            found.add(Fraction(values[0], products[0]) * _product(sizes, places))
+    if len(found) != 1:
+        return None
+    value = Fraction(found.pop())
+    return int(value) if value.denominator == 1 and value >= 0 else None
+
+
+def _product(sizes: Sizes, places: tuple[int, ...]) -> int:
+    product = 1
+    for place in places:
+        product *= sizes[place]
+    return product
+
+
+def _sizes(recipe: Recipe) -> Sizes:
+    """All numbers that a recipe has, in one row."""
+    found: list[int] = [size for shape in recipe.drops if shape is not None for size in shape]
+    for window in (*recipe.needed.values(), *recipe.windows):
+        found += [*window.size, *window.stride, window.offset]
+    return tuple(found)
+
+
+def _with_sizes(recipe: Recipe, sizes: list[int]) -> Recipe:
+    """Return the recipe with other numbers, in the order of `_sizes`."""
+    left = iter(sizes)
+
+    def window_like(window: Window) -> Window:
+        rank = len(window.size)
+        size, stride = torch.Size(itertools.islice(left, rank)), tuple(itertools.islice(left, rank))
+        return window._replace(size=size, stride=stride, offset=next(left))
+
+    drops = [None if shape is None else torch.Size(itertools.islice(left, len(shape))) for shape in recipe.drops]
+    needed = {pack: window_like(window) for pack, window in recipe.needed.items()}
+    return replace(recipe, drops=drops, needed=needed, windows=[window_like(window) for window in recipe.windows])
+
+
+def _signature(recipe: Recipe) -> Hashable:
+    """Everything of a recipe but sizes; None where sizes are part of it in other ways."""
+    tree = _tree(recipe.root)
+    if tree is None:
+        return None
+    dropped = tuple(None if shape is None else len(shape) for shape in recipe.drops)
+    kinds = tuple((pack, len(window.size), window.dtype, window.device) for pack, window in recipe.needed.items())
+    windows = tuple((len(window.size), window.dtype, window.device) for window in recipe.windows)
+    return dropped, kinds, windows, recipe.last, recipe.fresh, recipe.overwrites_inputs, tree
+
+
+def _tree(visit: Visit) -> Hashable:
+    gaps: list[Hashable] = []
+    for gap in visit.gaps:
+        if gap is None:
+            gaps.append(None)
+            continue
+        if gap.instead:
+            return None
+        gaps.append((frozenset(gap.sources.items()), frozenset(gap.fresh), frozenset(gap.single)))
+    children = [_tree(child) for child in visit.children]
+    return None if None in children else (id(visit.module()), tuple(gaps), tuple(children))
