@@ -1,4 +1,4 @@
-"""The errors that memfit raises; all derive from MemfitError."""
+"""The errors that memfit raises, which derive from MemfitError, and the warning that it gives of a plan at work."""
 
 
 class MemfitError(Exception):
@@ -15,3 +15,7 @@ class StateError(MemfitError, RuntimeError):
 
 class MissingFeatureError(MemfitError, NotImplementedError):
     """The request makes sense, and memfit cannot do it yet."""
+
+
+class PlanDrift(UserWarning):
+    """Training is not the step that its plan was made for; the message says what differs and what that costs."""

@@ -87,6 +87,68 @@ def test_gradients_that_stay_are_there_at_the_start(options: dict[str, bool]) ->
     assert total(timeline.trace, Category.GRADIENT) == total(timeline.trace, Category.PARAMETER)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("keep_output", [True, False])
+@pytest.mark.parametrize("zero_grad", ["after_step", "before_forward", "before_backward", "never"])
+def test_what_a_loop_holds_is_captured_as_it_runs(zero_grad: Any, keep_output: bool, set_to_none: bool) -> None:
+    torch.manual_seed(0)
+    model, labels = nn.Sequential(stack(), nn.Linear(64, 512)), torch.zeros(256, dtype=torch.int64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = Step(
+        model,
+        torch.randn(256, 64),
+        loss=lambda output, _: nn.functional.cross_entropy(output, labels),
+        optimizer=optimizer,
+        accumulation_steps=2,
+        zero_grad=zero_grad,
+        set_to_none=set_to_none,
+        keep_output=keep_output,
+    )
+    step.execute(model, optimizer, "cpu")
+    model.zero_grad()
+    with measured() as truth:  # frees of what was allocated before are not seen: both steps are measured
+        step.execute(model, optimizer, "cpu")
+        step.execute(model, optimizer, "cpu")
+    timeline = Timeline.of(captured(step))
+    resident = sum(s.bytes for s in timeline.trace.storages if s.category is Category.GRADIENT and s.birth == -1)
+    assert timeline.peak_bytes - (timeline.start_bytes - resident) == truth.peak_bytes
+
+
+def test_an_output_that_is_let_go_lowers_the_peak() -> None:
+    def peak(**options: Any) -> int:
+        model = nn.Linear(64, 4096)
+        labels = torch.zeros(256, dtype=torch.int64)
+        loss = lambda output, _: nn.functional.cross_entropy(output, labels)  # noqa: E731
+        return Timeline.of(captured(Step(model, torch.randn(256, 64), loss=loss, **options))).peak_bytes
+
+    assert peak() - peak(keep_output=False) == 256 * 4096 * 4
+
+
+def test_batches_that_are_fetched_ahead_are_resident() -> None:
+    def peak(**options: Any) -> int:
+        batch = (torch.randn(256, 64), torch.zeros(256, dtype=torch.int64))
+        model = type("Pair", (nn.Linear,), {"forward": lambda m, x, y: nn.Linear.forward(m, x).mean() + y.sum()})(64, 8)
+        return Timeline.of(captured(Step(model, batch, **options))).peak_bytes
+
+    assert peak(resident_batches=4) - peak() == 3 * (256 * 64 * 4 + 256 * 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"zero_grad": "between"}, "'before_backward'"),
+        ({"zero_grad": None}, "Step.zero_grad is None"),
+        ({"keep_output": "no"}, "Step.keep_output is 'no'"),
+        ({"set_to_none": 1}, "Step.set_to_none is 1"),
+        ({"resident_batches": 0}, "Step.resident_batches is 0"),
+        ({"resident_batches": True}, "Step.resident_batches is True"),
+    ],
+)
+def test_options_of_the_loop_are_checked(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        Step(stack(), torch.randn(8, 64), **options)
+
+
 def test_optimizers_out_of_sight_are_found() -> None:
     model, batch = stack(), torch.randn(8, 64)
     optimizers = [torch.optim.AdamW(model.parameters())]

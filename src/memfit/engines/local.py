@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import os
-import sys
 import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfit.engines.attachment import Handler, attach, attached, detach
+from memfit.engines.loop_watch import LoopWatch, user_level
 from memfit.engines.loss import LossRegion
 from memfit.engines.mode import Mode, is_container
 from memfit.engines.optimizers import OptimizerLike, given_optimizers
@@ -27,15 +25,13 @@ from memfit.engines.policy import RunPolicy
 from memfit.engines.replicas import check_replicas
 from memfit.engines.sharded import check_ranks, shard_as_planned
 from memfit.engines.unit import PlannedUnit
-from memfit.errors import InputError, StateError
+from memfit.errors import InputError, PlanDrift, StateError
 from memfit.plan import Checkpoint, Plan, PlanMismatch, model_differences
 from memfit.plan.mismatch import optimizer_differences
 from memfit.plan.uses import use
 from memfit.plan.wrappers import named_modules, unwrap, wrappers_of
 from memfit.trace.optimizers import implementations, set_flags, set_implementation
 from memfit.units import display_bytes
-
-_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
 
@@ -57,6 +53,7 @@ class Applied:
         self._given = 0
         self._ours: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         self._optimizers: list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]] = []
+        self._watch: LoopWatch | None = None
 
     def reset(self) -> None:
         """Begin a new step, whatever the last one did."""
@@ -100,7 +97,7 @@ class Applied:
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(text, stacklevel=_user_level())
+            warnings.warn(text, PlanDrift, stacklevel=user_level())
 
     def warn(self, unit: str, differs: str) -> None:
         """Say once per model that units do not run as planned, and why."""
@@ -119,7 +116,7 @@ class Applied:
     def attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Hand the modules of the plan over; everything is given back when one of them cannot be."""
         try:
-            for module, handler in self._handlers():
+            for module, handler in self._watched(self._handlers()):
                 attach(module, handler)
                 self._modules.append(weakref.ref(module))
             modules = [module for reference in self._modules if (module := reference()) is not None]
@@ -143,6 +140,9 @@ class Applied:
     def detach(self) -> None:
         """Give all modules back."""
         self.reset()
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
         for reference in self._modules:
             module = reference()
             if module is not None:
@@ -189,6 +189,20 @@ class Applied:
             f"compiled parts would save other tensors than planned.{loss} Train the model itself (compiled._orig_mod) "
             "for the same without the compiler, or call plan.remove(model) to compile it without the plan",
         )
+
+    def _watched(self, found: list[tuple[nn.Module, Handler]]) -> list[tuple[nn.Module, Handler]]:
+        """Put what compares the loop with the plan around the calls of the model itself."""
+        model, loop = self._paths[""], self.plan.trace.loop
+        if loop is None or self.plan.shard is not None or self.plan.predicted is None or is_container(model):
+            return found
+        inner = next((handler for module, handler in found if module is model), None)
+        self._watch = LoopWatch(self.plan, loop, model, self._mode(""), inner)
+        return [*(each for each in found if each[0] is not model), (model, self._watch)]
+
+    def see_checkpointing(self, unit: nn.Module) -> None:
+        """Look, when a unit is called, whether the model checkpoints by itself."""
+        if self._watch is not None:
+            self._watch.see_checkpointing(unit)
 
     def _mode(self, path: str) -> Mode:
         parts = path.split(".") if path else []
@@ -239,14 +253,6 @@ def remove(plan: Plan, model: nn.Module) -> nn.Module:
     return model
 
 
-def _user_level() -> int:
-    """The stacklevel, for a warning of the caller, of the innermost frame that is neither torch's nor memfit's."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
 def plan_of_model(model: nn.Module) -> Applied | None:
     """Return the plan that a model runs, or the modules in it do: several may have been given in a container."""
     root = unwrap(model)
@@ -266,7 +272,7 @@ def _warn_policies_only(plan: Plan, wrappers: list[str]) -> None:
     warnings.warn(
         f"the model is in {', '.join(wrappers)}: the plan's checkpoint policies are carried out, and nothing else. Its "
         f"memory was predicted for {planned}, without what the wrapper shards, gathers or buckets",
-        stacklevel=_user_level(),
+        stacklevel=user_level(),
     )
 
 

@@ -50,7 +50,10 @@ class PlannedUnit:
     def __call__(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not self._mode.training or running_again() or in_backward() or _in_transform():
+        if not self._mode.training or running_again() or _in_transform():
+            return forward(*args, **kwargs)
+        self._applied.see_checkpointing(module)
+        if in_backward():
             return forward(*args, **kwargs)
         phase = self._applied.phase
         policy = self._calls.next()

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from memfit.plan.record import InputFacts, ParameterFacts, PeakAt, TraceFacts
+from memfit.plan.record import (
+    InputFacts,
+    LoopFacts,
+    ModelCallFacts,
+    OutputFacts,
+    ParameterFacts,
+    PeakAt,
+    TensorFacts,
+    TraceFacts,
+)
 from memfit.solve.micro_batches import count_micro_batches
-from memfit.trace import NEVER, Category, TensorRef, Trace
+from memfit.trace import NEVER, Category, Phase, TensorRef, Trace
 
 
 def trace_facts(trace: Trace) -> TraceFacts:
@@ -23,7 +32,46 @@ def trace_facts(trace: Trace) -> TraceFacts:
             for each in trace.parameters
         ),
         micro_batches=count_micro_batches(trace),
+        loop=loop_facts(trace),
     )
+
+
+def loop_facts(trace: Trace) -> LoopFacts:
+    """How the step goes through its model, to compare a real loop with."""
+    roots = [call for call in trace.calls if call.module == "" and call.phase is Phase.FORWARD]
+    start = roots[0].begin if roots else 0
+    return LoopFacts(
+        calls=tuple(
+            ModelCallFacts(
+                inputs=tuple(TensorFacts(shape=shape, dtype=dtype) for shape, dtype in call.inputs),
+                outputs=tuple(_output_facts(trace, root.end, number) for number in call.outputs),
+            )
+            for call, root in zip(trace.model_calls, roots, strict=False)
+        ),
+        gradients_in_forward_bytes=sum(
+            each.bytes
+            for each in trace.storages
+            if each.category is Category.GRADIENT
+            and each.birth == NEVER
+            and (each.death == NEVER or each.death > start)
+        ),
+        recomputes=any(call.phase is Phase.BACKWARD for call in trace.calls),
+    )
+
+
+def _output_facts(trace: Trace, after: int, number: int) -> OutputFacts:
+    """What holds a result of the model's call that ended at op `after` when the next backward begins."""
+    if number == NEVER:
+        return OutputFacts(bytes=0, held="other")
+    storage = trace.storages[number]
+    backward = next((op for op in range(after, len(trace.ops)) if trace.ops[op].phase is Phase.BACKWARD), None)
+    if backward is None or storage.birth == NEVER or storage.saved_by:
+        held = "other"
+    elif storage.death != NEVER and storage.death < backward:
+        held = "nothing"
+    else:
+        held = "step"
+    return OutputFacts(bytes=storage.bytes, held=held)
 
 
 def release(version: str) -> str:

@@ -167,11 +167,48 @@ class InputFacts(_Row, frozen=True):
     bytes: Bytes
 
 
+class TensorFacts(_Row, frozen=True):
+    """A tensor that the model is called with."""
+
+    shape: tuple[Count, ...]
+    dtype: str
+
+
+class OutputFacts(_Row, frozen=True):
+    """A tensor in the model's output, and what holds its memory while backward runs.
+
+    The step itself, in a variable; something else, such as autograd; or nothing.
+    """
+
+    bytes: Bytes
+    held: Literal["step", "other", "nothing"]
+
+
+class ModelCallFacts(_Part, frozen=True):
+    """One call of the whole model in the step's forward."""
+
+    inputs: tuple[TensorFacts, ...]
+    outputs: tuple[OutputFacts, ...]
+
+
+class LoopFacts(_Part, frozen=True):
+    """How a step goes through its model.
+
+    `gradients_in_forward_bytes` are gradients of the step before that are there while the first forward runs;
+    `recomputes` says whether modules run again in backward, as with `torch.utils.checkpoint`.
+    """
+
+    calls: tuple[ModelCallFacts, ...]
+    gradients_in_forward_bytes: Bytes
+    recomputes: bool
+
+
 class TraceFacts(_Part, frozen=True):
     """What a plan keeps of its trace, to say what differs when it is used for another step.
 
     `torch` is the release without the part that names a build. `threads` is 0 where they change nothing.
     `micro_batches` is how many passes of forward and backward the step has, all alike; None when they are not.
+    `loop` is None in plans of earlier versions.
     """
 
     torch: str
@@ -184,3 +221,4 @@ class TraceFacts(_Part, frozen=True):
     inputs: tuple[InputFacts, ...]
     parameters: tuple[ParameterFacts, ...]
     micro_batches: Annotated[int, Meta(ge=1)] | None = None
+    loop: LoopFacts | None = None

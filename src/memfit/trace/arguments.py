@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.utils._pytree import tree_leaves
 
 from memfit.trace.record import Op, TensorRef
 
@@ -128,6 +129,11 @@ def visit_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> None:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             visit_tensors(getattr(value, field.name), function)
+
+
+def tensor_leaves(value: Any) -> list[torch.Tensor]:
+    """Return the tensors of a call's arguments or result in the order in which pytrees are flattened."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def generators_of(values: Any) -> list[torch.Generator]:

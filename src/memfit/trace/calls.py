@@ -99,9 +99,9 @@ class CallTracker:
 
 @contextlib.contextmanager
 def module_calls(enter: Any, leave: Any, failed: Any = None) -> Iterator[None]:
-    """Call `enter(module, args, kwargs)` and `leave(module)` around every module execution, also when it raises.
+    """Call `enter(module, args, kwargs)` before and `leave(module, result)` after every module execution.
 
-    `failed(error)` is called before `leave` when it does.
+    When it raises, `failed(error)` is called before `leave`, whose result is then None.
     """
     original = nn.Module.__call__
     here = threading.get_ident()
@@ -110,14 +110,16 @@ def module_calls(enter: Any, leave: Any, failed: Any = None) -> Iterator[None]:
         if threading.get_ident() != here:
             return original(self, *args, **kwargs)
         enter(self, args, kwargs)
+        result = None
         try:
-            return original(self, *args, **kwargs)
+            result = original(self, *args, **kwargs)
+            return result
         except Exception as error:
             if failed is not None:
                 failed(error)
             raise
         finally:
-            leave(self)
+            leave(self, result)
 
     nn.Module.__call__ = call  # type: ignore[method-assign]
     try:

@@ -22,7 +22,7 @@ from memfit._version import __version__
 from memfit.errors import InputError, MemfitError
 from memfit.hardware import Device, Target
 from memfit.trace.advice import Advice
-from memfit.trace.arguments import tensors_of, unwrapped, visit_tensors
+from memfit.trace.arguments import tensor_leaves, tensors_of, unwrapped, visit_tensors
 from memfit.trace.calls import CallTracker, module_calls
 from memfit.trace.chance import Chance, largest_path
 from memfit.trace.cuda_api import replaced
@@ -45,7 +45,7 @@ from memfit.trace.generators import Held, held_generators, same_generators
 from memfit.trace.leftovers import Namespaces, take_out
 from memfit.trace.optimizer_state import LeftState, OptimizerStates, optimizers_by_key
 from memfit.trace.placeholders import Placeholders, on_meta, optimizer_on_meta
-from memfit.trace.record import NEVER, SCHEMA, Category, Module, Parameter, Phase, Trace
+from memfit.trace.record import NEVER, SCHEMA, Category, ModelCall, Module, Parameter, Phase, Trace
 from memfit.trace.recorder import Recorder
 from memfit.trace.rules import RuleContext, rules_for
 from memfit.trace.source import SourceTable
@@ -176,6 +176,9 @@ class _Capture:
         self.modules: list[Module] = []
         self.gradients: dict[int, int] = {}
         self.states = OptimizerStates(self.recorder, self.placeholders, self.parameters)
+        self._model_inputs: list[tuple[tuple[tuple[int, ...], str], ...]] = []
+        self._model_calls: list[ModelCall] = []
+        self._more_batches: list[torch.Tensor] = []
 
     def run(self) -> None:
         """Run the step on stand-ins and under the modes; everything that must be undone is undone.
@@ -346,6 +349,14 @@ class _Capture:
         for tensor in self.placeholders.attributes:
             table.adopt(tensor, Category.BUFFER)
         visit_tensors(step.batch, lambda tensor: table.adopt(tensor, Category.INPUT, name="batch"))
+        held: dict[int, int] = {}
+        visit_tensors(
+            step.batch, lambda tensor: held.update({table.number_of(tensor): tensor.untyped_storage().nbytes()})
+        )
+        for _ in range(step.resident_batches - 1):
+            for size_bytes in held.values():
+                self._more_batches.append(torch.empty(size_bytes, dtype=torch.uint8, device="meta"))
+                table.adopt(self._more_batches[-1], Category.INPUT, name="batch")
 
     def _register_buckets(self, path: str, module: nn.Module) -> None:
         """Count the buckets in which `DistributedDataParallel` keeps a copy of all gradients from step to step."""
@@ -373,15 +384,22 @@ class _Capture:
         given = (recorder.table.number_of(unwrapped(tensor)) for tensor in tensors_of((*args, *kwargs.values())))
         inputs = tuple(dict.fromkeys(number for number in given if number != HOST))
         outermost = self.calls.current == NEVER
+        if module is self.model and recorder.phase is Phase.FORWARD:
+            leaves = tensor_leaves((args, kwargs))
+            self._model_inputs.append(tuple((tuple(each.shape), str(each.dtype)[6:]) for each in leaves))
         self.calls.enter(module, recorder.phase, len(recorder.ops), inputs)
         self.chance.force_host(self.held)
         if outermost and recorder.phase is Phase.BACKWARD:
             self.advice.again(self.calls.path)
 
-    def _leave(self, _: nn.Module) -> None:
+    def _leave(self, module: nn.Module, result: Any) -> None:
         recorder = self.recorder
         if recorder.table.paused:
             return
+        if module is self.model and recorder.phase is Phase.FORWARD and self._model_inputs:
+            numbers = (recorder.table.number_of(unwrapped(each)) for each in tensor_leaves(result))
+            outputs = tuple(NEVER if number == HOST else number for number in numbers)
+            self._model_calls.append(ModelCall(inputs=self._model_inputs.pop(), outputs=outputs))
         self.calls.exit(len(recorder.ops))
         if self.calls.current == NEVER and recorder.phase is Phase.FORWARD:
             recorder.phase = Phase.LOSS
@@ -531,6 +549,7 @@ class _Capture:
             modules=tuple(self.modules),
             parameters=parameters,
             sources=tuple(self.sources.sources),
+            model_calls=tuple(self._model_calls),
             notes=(*notes, *sorted(recorder.notes), *self.advice.notes(), *self.context.notes),
             shared=self.calls.shared,
         )

@@ -116,6 +116,16 @@ class ModuleCall(_Record, frozen=True):
     inputs: tuple[int, ...] = ()
 
 
+class ModelCall(_Record, frozen=True):
+    """A call of the whole model: shape and dtype of the tensors in its arguments, storages of those in its result.
+
+    A storage is `NEVER` for a tensor that is not on the device.
+    """
+
+    inputs: tuple[tuple[tuple[int, ...], str], ...]
+    outputs: tuple[int, ...]
+
+
 class Module(_Record, frozen=True):
     """A module of the model with the storages that it owns itself, not through its children."""
 
@@ -156,6 +166,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     parameters: tuple[Parameter, ...]
     sources: tuple[str, ...]
     notes: tuple[str, ...]
+    model_calls: tuple[ModelCall, ...] = ()
+    """In order, those of the forward. Not part of the fingerprint: ops and storages tell the same."""
     shared: dict[str, str] = {}
     """For each path of a module that has several, the first of them."""
 

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from memfit.trace.step_input import (
     loss_failed,
     shape_given,
 )
+
+ZeroGrad = Literal["after_step", "before_forward", "before_backward", "never"]
+"""Where a loop calls `zero_grad`: once for each step, however many micro-batches it accumulates."""
 
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | Callable[..., torch.optim.Optimizer]
 
@@ -47,6 +50,14 @@ class Step:
     called with the output and the batch and defaults to the output's `.loss`, or to the output when that is a scalar.
     `optimizer` is a class, an optimizer, a function that makes one, or None for a step without one. `autocast` may be
     given by name, `"bfloat16"`.
+
+    Loops differ in what they hold while they compute, and a plan is for one of them:
+    `zero_grad` is where the loop calls it: `"after_step"` (or True), `"before_forward"`, `"before_backward"` (between
+    the forward and the backward of the first micro-batch, as Lightning does) or `"never"` (or False: gradients stay).
+    `keep_output` is whether the loop holds the model's output while backward runs, as `output = model(x)` does; False
+    for loops that keep the loss alone (`model(x).loss.backward()`, a function that returns the loss, transformers'
+    Trainer, Lightning).
+    `resident_batches` is how many batches are on the device at once: more than one where the loop fetches ahead.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -57,8 +68,10 @@ class Step:
     autocast: torch.dtype | None = None
     clip_grad_norm: float | None = None
     accumulation_steps: int = 1
-    zero_grad: bool = True
+    zero_grad: bool | ZeroGrad = "after_step"
     set_to_none: bool = True
+    keep_output: bool = True
+    resident_batches: int = 1
     run: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
@@ -67,8 +80,12 @@ class Step:
                 f"Step.model is a {type(self.model).__name__}; give an nn.Module or a callable that builds one"
             )
         check_callables(self.loss, self.optimizer, self.run)
-        check_numbers(self.accumulation_steps, self.clip_grad_norm)
+        check_numbers(self.accumulation_steps, self.clip_grad_norm, self.resident_batches)
         object.__setattr__(self, "autocast", autocast_given(self.autocast))
+        object.__setattr__(self, "zero_grad", _resolve_zero_grad(self.zero_grad))
+        for name in ("set_to_none", "keep_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"Step.{name} is {getattr(self, name)!r}; give True or False")
         if self.run is None:
             check_batch(self.batch)
             if self.loss is not None:
@@ -118,21 +135,30 @@ class Step:
         if self.run is not None:
             self._run_own(self.run, model, optimizer)
             return
-        for _ in range(self.accumulation_steps):
+        if self.zero_grad == "before_forward":
+            self._zero_grad(model, optimizer)
+        for number in range(self.accumulation_steps):
             with self._autocast(device_type):
                 output = call_model(model, self.batch)
                 loss = self._loss_of(output)
+            if not self.keep_output:
+                output = None
             check_trains(loss, model)
             if self.accumulation_steps > 1:
                 loss = loss / self.accumulation_steps
+            if number == 0 and self.zero_grad == "before_backward":
+                self._zero_grad(model, optimizer)
             loss.backward()
         if self.clip_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), self.clip_grad_norm)
         if optimizer is not None:
             optimizer.step()
-        if self.zero_grad:
-            target = optimizer if optimizer is not None else model
-            target.zero_grad(set_to_none=self.set_to_none)
+        if self.zero_grad == "after_step":
+            self._zero_grad(model, optimizer)
+
+    def _zero_grad(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        target = optimizer if optimizer is not None else model
+        target.zero_grad(set_to_none=self.set_to_none)
 
     def _run_own(self, run: Callable[..., Any], model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         try:
@@ -195,6 +221,15 @@ def call_model(model: nn.Module, batch: Any) -> Any:
             "(x, y), run=function), called with model, optimizer and batch"
         ) from error
     return model(*args, **kwargs)
+
+
+def _resolve_zero_grad(zero_grad: Any) -> ZeroGrad:
+    if isinstance(zero_grad, bool):
+        return "after_step" if zero_grad else "never"
+    if zero_grad in get_args(ZeroGrad):
+        return zero_grad
+    names = ", ".join(repr(name) for name in get_args(ZeroGrad))
+    raise InputError(f"Step.zero_grad is {zero_grad!r}; give one of {names}, True or False")
 
 
 def _positional_arity(function: Callable[..., Any]) -> int:

@@ -81,11 +81,11 @@ def check_loss_arguments(loss: Callable[..., Any]) -> None:
         ) from None
 
 
-def check_numbers(accumulation_steps: Any, clip_grad_norm: Any) -> None:
+def check_numbers(accumulation_steps: Any, clip_grad_norm: Any, resident_batches: Any) -> None:
     """How often and how far: whole passes, a norm above nothing."""
-    steps = accumulation_steps
-    if isinstance(steps, bool) or not isinstance(steps, numbers.Integral) or steps < 1:
-        raise InputError(f"Step.accumulation_steps is {steps!r}; it must be a whole number, 1 or more")
+    for name, count in (("accumulation_steps", accumulation_steps), ("resident_batches", resident_batches)):
+        if isinstance(count, bool) or not isinstance(count, numbers.Integral) or count < 1:
+            raise InputError(f"Step.{name} is {count!r}; it must be a whole number, 1 or more")
     norm = clip_grad_norm
     if norm is None:
         return

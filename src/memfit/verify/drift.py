@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memfit.errors import PlanDrift as PlanDrift
 from memfit.units import display_bytes
-
-
-class PlanDrift(UserWarning):
-    """Steps are not those of their plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,271 @@
+"""Compares the loop that trains a planned model with the step that was planned, and says once what differs.
+
+Note [What is looked at]: from the first forward under a plan to the first forward after an optimizer step, what the
+loop holds is compared with the trace: gradients of the step before while forward runs (where `zero_grad` is called),
+the model's output while backward runs, on CUDA also the peak where it is the highest that the process has seen. What
+differs is said in one warning, at a forward, where the user's line is on the stack. After that only the shapes that the
+model is called with are looked at, and whether it checkpoints by itself.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import sysconfig
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
+
+from memfit.engines.attachment import Handler
+from memfit.engines.mode import Mode
+from memfit.engines.rerun import running_again
+from memfit.errors import PlanDrift
+from memfit.plan import Plan
+from memfit.plan.record import LoopFacts, ModelCallFacts, OutputFacts
+from memfit.units import display_bytes
+
+_MATERIAL = 0.005
+"""Part of the planned peak below which a difference is not worth a word."""
+_LIBRARIES = tuple(
+    f"{os.path.abspath(folder)}{os.sep}"
+    for folder in (Path(__file__).parents[1], sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+)
+
+
+class LoopWatch:
+    """Sees every call of a planned model, around what else handles its calls."""
+
+    def __init__(self, plan: Plan, loop: LoopFacts, model: nn.Module, mode: Mode, inner: Handler | None) -> None:
+        assert plan.predicted is not None
+        self._plan, self._loop, self._mode, self._inner = plan, loop, mode, inner
+        self._peak_bytes = plan.predicted.peak_bytes
+        self._model = weakref.ref(model)
+        self._calls = 0
+        self._stepped = False
+        self._looking = True
+        self._found: list[str] = []
+        self._known: set[Any] = set()
+        self._told: set[str] = set()
+        self._highest_bytes: int | None = None
+        self._hook = register_optimizer_step_post_hook(_weak_hook(self))
+        self._release = weakref.finalize(model, self._hook.remove)
+        if inner is None:  # dynamo compiles what is called from here: the model's forward, and not these
+            self._before_forward = torch.compiler.disable(self._before_forward)
+            self._compare_output = torch.compiler.disable(self._compare_output)
+
+    @property
+    def compiles_forward(self) -> bool:
+        """Whether the model's forward may be compiled: neither it nor the loss is a unit of the plan."""
+        return self._inner is None
+
+    def stop(self) -> None:
+        """Look no more at what the loop holds."""
+        self._looking = False
+        self._release()
+
+    def __call__(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        first = self._before_forward(args, kwargs)
+        output = forward(*args, **kwargs) if self._inner is None else self._inner(module, forward, args, kwargs)
+        if first:
+            self._compare_output(output)
+        return output
+
+    def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Compare what is there before a forward of a training step. True for the first that is looked at."""
+        if running_again() or not self._mode.training:
+            return False
+        self._compare_inputs(args, kwargs)
+        if self._looking:
+            self._begin()
+        return self._looking and self._calls == 1
+
+    # -- what the loop holds ----------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """A forward begins; the first after an optimizer step ends the comparison."""
+        model = self._model()
+        self._calls += 1
+        if self._calls == 1:
+            self._highest_bytes = _highest_cuda_bytes(model)
+        if not self._stepped and self._calls <= 4 * max(1, len(self._loop.calls)):
+            return
+        if self._stepped and model is not None:
+            self._compare_gradients(model)
+        self.stop()
+        if self._found:
+            self.warn(
+                "loop",
+                "this loop is not the step that was planned: "
+                + "; ".join(self._found)
+                + ". Plan the step as the loop runs it (docs/apply.md says which memfit.Step that is)",
+            )
+
+    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        model = self._model()
+        if model is None or self._calls == 0 or self._stepped:
+            return
+        own = {id(parameter) for parameter in model.parameters()}
+        if not any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
+            return
+        self._stepped = True
+        before, now = self._highest_bytes, _highest_cuda_bytes(model)
+        if before is not None and now is not None and now > before and now > self._peak_bytes * 1.01:
+            self._found.append(
+                f"the peak of the first step is {display_bytes(now)} and was planned as "
+                f"{display_bytes(self._peak_bytes)}"
+            )
+
+    def _compare_gradients(self, model: nn.Module) -> None:
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        here = sum(
+            {
+                each.untyped_storage()._cdata: each.untyped_storage().nbytes()
+                for each in gradients
+                if each.layout is torch.strided
+            }.values()
+        )
+        planned = self._loop.gradients_in_forward_bytes
+        if self._material(here - planned):
+            self._found.append(
+                "gradients of the step before are there while forward runs (zero_grad is called after it, or sets them "
+                f"to zero): {display_bytes(here - planned)} more than planned. "
+                "memfit.Step(zero_grad='before_backward') where it is called between forward and backward, "
+                "set_to_none=False where it sets to zero"
+            )
+        elif self._material(planned - here):
+            self._found.append(
+                f"no gradients are there while forward runs: {display_bytes(planned - here)} less than planned. "
+                "memfit.Step(zero_grad='after_step') makes a faster plan"
+            )
+
+    def _compare_output(self, output: Any) -> None:
+        """Ask, when backward comes to the output, which of its tensors are still held."""
+        leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        planned = next((call for call in self._loop.calls if len(call.outputs) == len(leaves)), None)
+        if planned is None:
+            return
+        tensors = [
+            (fact, StorageWeakRef(leaf.untyped_storage()), leaf.untyped_storage().nbytes())
+            for leaf, fact in zip(leaves, planned.outputs, strict=True)
+            if fact.held != "other" and leaf.layout is torch.strided
+        ]
+        asked = False
+
+        def ask(_: Any) -> None:
+            nonlocal asked
+            if not asked:
+                asked = True
+                self._compare_held(tensors)
+
+        for leaf in leaves:
+            if leaf.grad_fn is not None:
+                leaf.grad_fn.register_prehook(ask)
+
+    def _compare_held(self, tensors: list[tuple[OutputFacts, StorageWeakRef, int]]) -> None:
+        more = {ref.cdata: size for fact, ref, size in tensors if fact.held == "nothing" and not ref.expired()}
+        less = {ref.cdata: size for fact, ref, size in tensors if fact.held == "step" and ref.expired()}
+        if self._material(sum(more.values())):
+            self._found.append(
+                f"the model's output is kept while backward runs: {display_bytes(sum(more.values()))} more than "
+                "planned. Let it go (loss = model(...).loss), or plan with memfit.Step(keep_output=True)"
+            )
+        elif self._material(sum(less.values())):
+            self._found.append(
+                f"the model's output is gone before backward: {display_bytes(sum(less.values()))} less than planned. "
+                "memfit.Step(keep_output=False) makes a faster plan"
+            )
+
+    def _material(self, difference_bytes: int) -> bool:
+        return difference_bytes > _MATERIAL * self._peak_bytes
+
+    # -- shapes, and checkpointing that was not planned -------------------------------------------------------------
+
+    def _compare_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        shapes = tuple(leaf.shape for leaf in leaves)
+        if "inputs" in self._told or shapes in self._known or not self._loop.calls:
+            return
+        self._known.add(shapes)
+        alike = [call for call in self._loop.calls if len(call.inputs) == len(shapes)]
+        larger = [_larger(shapes, call) for call in alike]
+        if not larger or not all(larger):
+            return
+        here, planned = larger[0][0]
+        ratio = math.prod(here) / max(1, math.prod(planned))
+        self.warn(
+            "inputs",
+            f"the model is called with a tensor of shape {tuple(here)} where the plan has {tuple(planned)}, "
+            f"{ratio:.2f} times as large: activations take about as many times what was planned, and the peak may be "
+            f"above the budget of {display_bytes(self._plan.budget_bytes)}. Plan the step with the largest batch that "
+            "comes",
+        )
+
+    def see_checkpointing(self, unit: nn.Module) -> None:
+        """Say once that the model checkpoints by itself, where it did not in the plan."""
+        if self._loop.recomputes or "checkpointing" in self._told or not checkpointed_by_itself():
+            return
+        self.warn(
+            "checkpointing",
+            f"a {type(unit).__name__} of the plan runs inside torch.utils.checkpoint (gradient_checkpointing_enable and its like), and did "
+            "not when the step was planned: it is recomputed once by each, and memory is not what was predicted. "
+            "Switch the model's own checkpointing off, or plan the step with it",
+        )
+
+    def warn(self, kind: str, text: str) -> None:
+        """Give a warning of this kind, the first time."""
+        if kind not in self._told:
+            self._told.add(kind)
+            warnings.warn(text, PlanDrift, stacklevel=user_level())
+
+
+def checkpointed_by_itself() -> bool:
+    """Whether a forward runs inside `torch.utils.checkpoint`, in its first run or, the reentrant kind, its second."""
+    if torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
+        return True
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
+def user_level() -> int:
+    """The stacklevel, for a warning of the caller, of the innermost frame that is no library's."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _larger(shapes: tuple[torch.Size, ...], call: ModelCallFacts) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return [
+        (tuple(here), planned.shape)
+        for here, planned in zip(shapes, call.inputs, strict=True)
+        if math.prod(here) > math.prod(planned.shape)
+    ]
+
+
+def _highest_cuda_bytes(model: nn.Module | None) -> int | None:
+    first = None if model is None else next(iter(model.parameters()), None)
+    if first is None or first.device.type != "cuda":
+        return None
+    return torch.cuda.max_memory_allocated(first.device)
+
+
+def _weak_hook(watch: LoopWatch) -> Callable[..., None]:
+    reference = weakref.ref(watch)
+
+    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        found = reference()
+        if found is not None:
+            found._optimizer_stepped(optimizer)
+
+    return hook
