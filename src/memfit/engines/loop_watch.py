@@ -217,9 +217,9 @@ class LoopWatch:
             return
         self.warn(
             "checkpointing",
-            f"a {type(unit).__name__} of the plan runs inside torch.utils.checkpoint (gradient_checkpointing_enable and its like), and did "
-            "not when the step was planned: it is recomputed once by each, and memory is not what was predicted. "
-            "Switch the model's own checkpointing off, or plan the step with it",
+            f"a {type(unit).__name__} of the plan runs inside torch.utils.checkpoint (gradient_checkpointing_enable "
+            "and its like), and did not when the step was planned: it is recomputed once by each, and memory is not "
+            "what was predicted. Switch the model's own checkpointing off, or plan the step with it",
         )
 
     def warn(self, kind: str, text: str) -> None:
