@@ -36,7 +36,7 @@ def ratios(hidden: int, layers: int, batch: int, length: int, rounds: int) -> li
     ids = torch.randint(0, 512, (batch, length))
     step = memfit.Step(model, {"input_ids": ids, "labels": ids}, optimizer=optimizer)
     trace = memfit.trace(step, target="cpu")
-    least = memfit.plan(trace, budget=1, progress=False).minimum_budget_bytes
+    least = memfit.plan(trace, budget="1B", progress=False).minimum_budget_bytes
     assert least is not None
     plan = memfit.plan(trace, budget=int(1.2 * least), progress=False)
 

@@ -42,7 +42,7 @@ def one_thread() -> Iterator[None]:
 def plan_for(part: float, **options: Any) -> Plan:
     """A plan between the smallest budget that can be met (0) and the one that needs nothing (1)."""
     trace = memfit.trace(training_loops.step(**options), target="cpu")
-    least = memfit.plan(trace, budget=1, progress=False)
+    least = memfit.plan(trace, budget="1B", progress=False)
     assert least.minimum_budget_bytes is not None
     low, high = least.minimum_budget_bytes, least.baseline.peak_bytes
     return memfit.plan(trace, budget=low + int((high - low) * part), progress=False)
