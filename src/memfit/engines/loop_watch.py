@@ -128,13 +128,10 @@ class LoopWatch:
 
     def _compare_gradients(self, model: nn.Module) -> None:
         gradients = [each.grad for each in model.parameters() if each.grad is not None]
-        here = sum(
-            {
-                each.untyped_storage()._cdata: each.untyped_storage().nbytes()
-                for each in gradients
-                if each.layout is torch.strided
-            }.values()
-        )
+        if not all(_is_plain(each) for each in gradients):  # sharded, sparse: counted otherwise than planned
+            return
+        storages = [each.untyped_storage() for each in gradients]
+        here = sum({each._cdata: each.nbytes() for each in storages}.values())
         planned = self._loop.gradients_in_forward_bytes
         if self._material(here - planned):
             self._found.append(
@@ -158,7 +155,7 @@ class LoopWatch:
         tensors = [
             (fact, StorageWeakRef(leaf.untyped_storage()), leaf.untyped_storage().nbytes())
             for leaf, fact in zip(leaves, planned.outputs, strict=True)
-            if fact.held != "other" and leaf.layout is torch.strided
+            if fact.held != "other" and _is_plain(leaf)
         ]
         asked = False
 
@@ -243,6 +240,10 @@ def user_level() -> int:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
     return level
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
 def _larger(shapes: tuple[torch.Size, ...], call: ModelCallFacts) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
