@@ -35,12 +35,8 @@ _COPYING_IF_DEFINED = ("__deepcopy__", "__copy__", "__reduce_ex__", "__reduce__"
 
 
 def attach(module: nn.Module, handler: Handler) -> None:
-    """Send calls of this module to the handler, with what its forward was.
-
-    It is not compiled, nor is what it calls, unless it says so itself: `compiles_forward`.
-    """
-    kind = _untraced_forward() if getattr(handler, "compiles_forward", False) else PlannedForward
-    _forwards[module] = forward = kind(module, handler)
+    """Send calls of this module to the handler, with what its forward was."""
+    _forwards[module] = forward = PlannedForward(module, handler)
     module.__dict__["forward"] = forward
     kind = type(module)
     defined = {name for name in _COPYING_IF_DEFINED if getattr(kind, name, None) is not getattr(object, name, None)}
@@ -98,7 +94,7 @@ class PlannedForward:
         self._module = weakref.ref(module)  # strong, the module would be freed by the garbage collector only
         self.before: Callable[..., Any] | None = module.__dict__.get("forward")
         """What the dictionary had; None for the class's own, which is looked up at each call: classes are swapped."""
-        self.handler: Handler | None = _uncompiled(handler)
+        self.handler: Handler | None = torch.compiler.disable(handler, reason=_NOT_COMPILED)
         original = self._original(module)
         self.__func__ = self._function(original)
         functools.update_wrapper(self, original)
@@ -117,13 +113,10 @@ class PlannedForward:
             args = args[1:]
         if self.handler is None or not torch.is_grad_enabled():
             return self._original(module)(*args, **kwargs)
-        return self.handler(module, self._passed_on(module), args, kwargs)
+        return self.handler(module, self._original(module), args, kwargs)
 
     def _original(self, module: nn.Module) -> Callable[..., Any]:
         return _class_forward(module) if self.before is None else self.before
-
-    def _passed_on(self, module: nn.Module) -> Callable[..., Any]:
-        return self._original(module)
 
     def _function(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A function that takes the module first. Bound to another one, it runs that one's class's forward."""
@@ -181,32 +174,6 @@ class _WithoutPlan:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return getattr, (self._module(), self._name)
-
-
-@functools.cache
-def _untraced_forward() -> type[PlannedForward]:
-    """Return the class whose calls dynamo does not trace, while it compiles the forward that they call.
-
-    Tracing, it would make `module.forward` of the bound method that is passed on, which is this very object.
-    """
-
-    def passed_on(self: PlannedForward, module: nn.Module) -> Callable[..., Any]:
-        original = self._original(module)
-        function = getattr(original, "__func__", None)
-        if function is None or self.before is not None:
-            return original
-        return lambda *args, **kwargs: function(module, *args, **kwargs)
-
-    call = torch.compiler.disable(PlannedForward.__call__, recursive=False, reason=_NOT_COMPILED)
-    return type(
-        "UntracedForward", (PlannedForward,), {"__call__": call, "_passed_on": torch.compiler.disable(passed_on)}
-    )
-
-
-def _uncompiled(handler: Handler) -> Handler:
-    if getattr(handler, "compiles_forward", False):
-        return torch.compiler.disable(handler, recursive=False, reason=_NOT_COMPILED)
-    return torch.compiler.disable(handler, reason=_NOT_COMPILED)
 
 
 def _class_forward(module: nn.Module) -> Callable[..., Any]:

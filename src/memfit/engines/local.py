@@ -193,9 +193,9 @@ class Applied:
     def _watched(self, found: list[tuple[nn.Module, Handler]]) -> list[tuple[nn.Module, Handler]]:
         """Put what compares the loop with the plan around the calls of the model itself."""
         model, loop = self._paths[""], self.plan.trace.loop
-        if loop is None or self.plan.shard is not None or self.plan.predicted is None or is_container(model):
-            return found
         inner = next((handler for module, handler in found if module is model), None)
+        if inner is None or loop is None or self.plan.shard is not None or self.plan.predicted is None:
+            return found  # nothing is carried out, or by other means than those of one device
         self._watch = LoopWatch(self.plan, loop, model, self._mode(""), inner)
         return [*(each for each in found if each[0] is not model), (model, self._watch)]
 

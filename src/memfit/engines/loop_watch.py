@@ -44,7 +44,7 @@ _LIBRARIES = tuple(
 class LoopWatch:
     """Sees every call of a planned model, around what else handles its calls."""
 
-    def __init__(self, plan: Plan, loop: LoopFacts, model: nn.Module, mode: Mode, inner: Handler | None) -> None:
+    def __init__(self, plan: Plan, loop: LoopFacts, model: nn.Module, mode: Mode, inner: Handler) -> None:
         assert plan.predicted is not None
         self._plan, self._loop, self._mode, self._inner = plan, loop, mode, inner
         self._peak_bytes = plan.predicted.peak_bytes
@@ -58,14 +58,6 @@ class LoopWatch:
         self._highest_bytes: int | None = None
         self._hook = register_optimizer_step_post_hook(_weak_hook(self))
         self._release = weakref.finalize(model, self._hook.remove)
-        if inner is None:  # dynamo compiles what is called from here: the model's forward, and not these
-            self._before_forward = torch.compiler.disable(self._before_forward)
-            self._compare_output = torch.compiler.disable(self._compare_output)
-
-    @property
-    def compiles_forward(self) -> bool:
-        """Whether the model's forward may be compiled: neither it nor the loss is a unit of the plan."""
-        return self._inner is None
 
     def stop(self) -> None:
         """Look no more at what the loop holds."""
@@ -76,7 +68,7 @@ class LoopWatch:
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         first = self._before_forward(args, kwargs)
-        output = forward(*args, **kwargs) if self._inner is None else self._inner(module, forward, args, kwargs)
+        output = self._inner(module, forward, args, kwargs)
         if first:
             self._compare_output(output)
         return output
