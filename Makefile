@@ -43,7 +43,7 @@ bench: $(DEV) $(BENCH)
 	done
 
 zoo: $(DEV)
-	$(BIN)/python -m pytest tests/zoo -m zoo
+	$(BIN)/python -m pytest tests/zoo tests/integrations -m zoo
 
 # The tests that compare with this machine's CPU kernels, under older instruction sets and other numbers of threads.
 isa: $(DEV)

@@ -70,17 +70,18 @@ def compare(name: str, part: float) -> None:
 
 
 @pytest.mark.zoo
-@pytest.mark.parametrize("part", [0.0, 0.3, 0.6])
+@pytest.mark.parametrize("part", [0.0, 0.5])
 @pytest.mark.parametrize("name", LOOPS)
 def test_every_step_is_within_the_budget_and_the_same(name: str, part: float) -> None:
     compare(name, part)
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", ["transformers", "lightning"])
 def test_a_slice_of_loops_within_the_budget(name: str) -> None:
     compare(name, 0.5)
 
 
+@pytest.mark.zoo
 def test_a_loop_that_was_not_planned_is_told_what_it_costs() -> None:
     """Lightning's zero_grad between forward and backward, under the step of a plain loop."""
     plan = plan_for(0.5, keep_output=False)
