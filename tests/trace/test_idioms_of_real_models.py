@@ -258,3 +258,20 @@ def test_a_test_for_infinite_numbers_in_a_module_is_answered_and_noted() -> None
     trace = memfit.trace(Step(Of(clamped), torch.randn(8, WIDTH)), target="h100-sxm")
     assert not any("clamp" in op.name for op in trace.ops)
     assert any("answered with True" in note for note in trace.notes)
+
+
+@pytest.mark.parametrize("name", ["max", "min", "median"])
+@pytest.mark.parametrize("target", ["cpu", "h100-sxm"])
+def test_extremes_of_known_values_are_known(target: str, name: str) -> None:
+    class Checked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            if getattr(labels, name)() >= WIDTH:
+                raise ValueError("a label is too large")
+            return self.linear(x).sum()
+
+    batch = (torch.randn(8, WIDTH), torch.arange(8))
+    assert not memfit.trace(Step(Checked(), batch), target=target).notes

@@ -106,7 +106,7 @@ class Emulation(TorchFunctionMode):
                 if cast is not None:
                     args, kwargs = cast
             rule = self._rules.get(name)
-            if rule is not None:
+            if rule is not None and not (name in _TELLING and self.recorder.executor.has_value(args[0])):
                 args, kwargs = map_tensors(args, self._lift), map_tensors(kwargs, self._lift)
                 result = self._apply(rule, args, kwargs)
                 if result is not NotImplemented:
@@ -217,6 +217,8 @@ class Emulation(TorchFunctionMode):
 _WRITING = frozenset(
     ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__")
 )
+_TELLING = frozenset(("max", "min", "median", "nanmedian", "amax", "amin", "any", "all", "sum"))
+"""What a step may branch on: of known values, these are known too."""
 _SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
 
 

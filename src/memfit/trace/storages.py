@@ -233,12 +233,12 @@ class StorageTable:
             storage = ref()
             if storage is None or pointer in before.foreign:
                 continue
-            if pointer in before.valueless:
-                self.valueless.add(pointer)
-            if pointer in self.known:
+            if pointer in self.known:  # a batch is new in every step: its values are known again
                 if ref.number != HOST:
                     numbers[ref.number] = self.known[pointer]
                 continue
+            if pointer in before.valueless:
+                self.valueless.add(pointer)
             if ref.number == HOST:
                 self.hold_host(storage)
             elif ref.number in numbers:
