@@ -47,7 +47,7 @@ class _Seen(TorchDispatchMode):
         if not self.in_backward:
             self.tracker.enter(module, Phase.FORWARD, len(self.ops), ())
 
-    def leave(self, module: nn.Module) -> None:
+    def leave(self, module: nn.Module, _: object) -> None:
         if not self.in_backward:
             self.tracker.exit(len(self.ops))
 

@@ -19,6 +19,13 @@ from memfit.trace.rules.layout import fills_its_memory
 
 _add = torch.ops.aten.add.Tensor
 
+_ADDING_NODES = (
+    *("VarMean", "StdMean", "Aminmax", "Atan2", "Logcumsumexp", "Mvlgamma", "SpecialI1", "Cholesky", "LuUnpack"),
+    *("LinalgCholesky", "LinalgLstsq", "LinalgLu", "LinalgPinv", "LinalgQr", "LinalgSvd", "TriangularSolve"),
+)
+"""Nodes whose own formula adds two tensors that nobody else holds. Seen from a mode that is no different from what the
+engine does with their results, so what it adds after them is taken as added out of place, too."""
+
 
 def adds_in_place(func: Any, args: Any, kwargs: dict[str, Any], depth: int) -> bool:
     """Whether this call in backward is the engine's addition of two gradients that a real run does in place."""
@@ -26,8 +33,9 @@ def adds_in_place(func: Any, args: Any, kwargs: dict[str, Any], depth: int) -> b
         return False
     if sys._getframe(depth + 1).f_code.co_name != "_engine_run_backward":
         return False
-    if torch._C._current_autograd_node() is not None:
-        return False  # a gradient formula that adds, as that of `var_mean` does
+    node = torch._C._current_autograd_node()  # the engine adds what it has just returned, so its name is still there
+    if node is not None and node.name().startswith(_ADDING_NODES):
+        return False
     return reference_counts(args[0]) == sole_owner_counts() and fills_its_memory(args[0])
 
 
