@@ -117,6 +117,34 @@ def test_a_unit_that_saves_products_knows_other_lengths_too(learnt: list[Any]) -
     assert len(learnt) <= 4 * units, learnt
 
 
+class Padded(nn.Module):
+    """Pads its rows to a multiple of 8: a size that two lengths make look like the length itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(512, 64).requires_grad_(False), nn.Linear(64, 512, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0]
+        y = self.a(nn.functional.pad(x, (0, 0, 0, -rows % 8)))
+        w = y.repeat(1, 16).flip(0)[:rows]
+        z = (y[:rows].sin().repeat(1, 16) * w).exp().tanh().sigmoid()
+        return x + self.b(z.view(rows, 16, 64).mean(1))
+
+
+def test_saved_results_of_other_sizes_than_predicted_are_not_handed_out() -> None:
+    plan = plan_for(Step(built(Padded), torch.randn(64, 512), loss=squares), 0.2)
+    assert any(entry.saved_ops for entry in plan.checkpoint)
+    model, plain = built(Padded), built(Padded)
+    plan.apply(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for length in (64, 128, 100, 77, 96, 33):
+            x = torch.randn(length, 512)
+            for one, other in zip(gradients(model, x), gradients(plain, x), strict=True):
+                assert torch.equal(one, other), length
+
+
 def test_strides_of_dense_tensors_are_known_by_their_order() -> None:
     tensor = torch.empty(2, 3, 4, 5)
     for order in ((0, 1, 2, 3), (0, 2, 1, 3), (3, 0, 1, 2)):

@@ -158,7 +158,9 @@ class Learning(TorchDispatchMode):
             if maker is not None and not dropped:
                 holders.setdefault(maker, index)
         needed: dict[int, Window] = {}
+        storage_bytes: dict[int, int] = {}
         windows: list[Window] = []
+        window_packs: list[int] = []
         fresh, answers = 0, bool(self._results)
         for visit, gap, key, kept, tensors in self._results:
             found = visit.gaps[gap]
@@ -178,6 +180,8 @@ class Learning(TorchDispatchMode):
                         assert held is not None
                         self._run.held[source.pack] = held
                         needed[source.pack] = window_of(held)
+                        storage_bytes[source.pack] = held.untyped_storage().nbytes()
+                        window_packs.append(source.pack)
             elif (id(visit), gap, key) in self._instead:
                 found.instead[key] = self._instead[id(visit), gap, key]
             else:
@@ -191,7 +195,9 @@ class Learning(TorchDispatchMode):
         return Recipe(
             drops=drops,
             needed=needed,
+            storage_bytes=storage_bytes,
             windows=windows,
+            window_packs=window_packs,
             root=root,
             last=max((index for index, shape in enumerate(drops) if shape is not None), default=-1),
             overwrites_inputs=self._overwrites_inputs,

@@ -50,8 +50,13 @@ class Recipe:
     drops: list[torch.Size | None]
     needed: dict[int, Window]
     """Packs that are held and whose storages stand for saved results, with where they lay."""
+    storage_bytes: dict[int, int]
+    """Sizes of the storages of those packs. A pack may be a view of the saved result, which only this tells from a
+    result of another size."""
     windows: list[Window]
     """Where saved results lie in those storages."""
+    window_packs: list[int]
+    """The pack of each window."""
     root: Visit
     last: int
     """The last pack that is dropped; -1 when none is."""

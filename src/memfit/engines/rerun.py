@@ -144,6 +144,7 @@ class Rerun:
             if index in needed:
                 held[index] = tensor
                 same = same and needed[index] == window_of(tensor)
+                same = same and recipe.storage_bytes[index] == tensor.untyped_storage().nbytes()
             return Saved(self, index, tensor)
 
         with saved_tensors_hooks(pack, unpack):

@@ -6,7 +6,8 @@ runs the same ops. Two runs that were learnt at different sizes and agree in tha
 offsets are constants, multiples of sizes of the inputs or of products of two, or one plus a constant. A prediction is
 made only where every size has one value under all formulas that hold for the runs so far, and inputs differ only in
 sizes that have differed before; elsewhere one more run is learnt. It is checked as a recipe always is: a run whose
-tensors have other sizes is made again whole (Note [Rerun]), and its family is given up. Units that write to what was
+tensors, or the storages behind those that are held, have other sizes is made again whole (Note [Rerun]), and its family
+is given up. Units that write to what was
 there before them have no families, because that would be an error for them.
 """
 
@@ -140,7 +141,17 @@ def _sizes(recipe: Recipe) -> Sizes:
     found: list[int] = [size for shape in recipe.drops if shape is not None for size in shape]
     for window in (*recipe.needed.values(), *recipe.windows):
         found += [*window.size, *window.stride, window.offset]
+    ends = _ends_bytes(recipe)
+    found += [storage_bytes - ends[pack] for pack, storage_bytes in recipe.storage_bytes.items()]
     return tuple(found)
+
+
+def _ends_bytes(recipe: Recipe) -> dict[int, int]:
+    """Return, for each pack that stands for saved results, where the last of its windows ends."""
+    ends = {pack: window.end_bytes for pack, window in recipe.needed.items()}
+    for pack, window in zip(recipe.window_packs, recipe.windows, strict=True):
+        ends[pack] = max(ends[pack], window.end_bytes)
+    return ends
 
 
 def _with_sizes(recipe: Recipe, sizes: list[int]) -> Recipe:
@@ -154,7 +165,9 @@ def _with_sizes(recipe: Recipe, sizes: list[int]) -> Recipe:
 
     drops = [None if shape is None else torch.Size(itertools.islice(left, len(shape))) for shape in recipe.drops]
     needed = {pack: window_like(window) for pack, window in recipe.needed.items()}
-    return replace(recipe, drops=drops, needed=needed, windows=[window_like(window) for window in recipe.windows])
+    found = replace(recipe, drops=drops, needed=needed, windows=[window_like(window) for window in recipe.windows])
+    ends = _ends_bytes(found)
+    return replace(found, storage_bytes={pack: ends[pack] + next(left) for pack in recipe.storage_bytes})
 
 
 def _signature(recipe: Recipe) -> Hashable:

@@ -21,6 +21,14 @@ class Window(NamedTuple):
         made = torch.empty(0, dtype=self.dtype, device=self.device)
         return made.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
 
+    @property
+    def end_bytes(self) -> int:
+        """Where the last element ends in the storage."""
+        if 0 in self.size:
+            return 0
+        last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+        return (self.offset + last + 1) * self.dtype.itemsize
+
 
 def window_of(tensor: torch.Tensor) -> Window:
     """Where this tensor lies."""
