@@ -187,6 +187,31 @@ def test_a_planned_model_that_is_compiled_keeps_its_budget_and_says_that_it_runs
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("applied_first", [True, False])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_units_that_are_compiled_one_by_one_keep_the_budget_in_every_step(backend: str, applied_first: bool) -> None:
+    """As torchtitan compiles: `for block in model.blocks: block.compile()`."""
+    torch._dynamo.reset()
+    plan = plan_for(Step(built(), batch(0), loss=squares, optimizer=torch.optim.SGD), 0.1)
+    loop, plain = Loop(None), Loop(None)
+    if applied_first:
+        plan.apply(loop.model)
+    for name in sorted({entry.module for entry in plan.checkpoint if not entry.is_loss}):
+        loop.model.get_submodule(name).compile(backend=backend)
+    if not applied_first:
+        plan.apply(loop.model)
+    with pytest.warns(UserWarning, match="is compiled by itself: it and others like it run eagerly"):
+        epochs(loop, [1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        epochs(loop, [1] * 3)
+    assert [peak for peak in loop.peaks if peak > plan.budget_bytes] == []
+    epochs(plain, [1] * 4)
+    assert max(plain.peaks) > plan.budget_bytes
+    for one, other in zip(loop.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 # -- policies of their own --------------------------------------------------------------------------------------------
 
 

@@ -94,7 +94,7 @@ class PlannedForward:
         self._module = weakref.ref(module)  # strong, the module would be freed by the garbage collector only
         self.before: Callable[..., Any] | None = module.__dict__.get("forward")
         """What the dictionary had; None for the class's own, which is looked up at each call: classes are swapped."""
-        self.handler: Handler | None = torch.compiler.disable(handler, reason=_NOT_COMPILED)
+        self.handler: Handler | None = handler
         original = self._original(module)
         self.__func__ = self._function(original)
         functools.update_wrapper(self, original)
@@ -107,13 +107,24 @@ class PlannedForward:
         return self._module()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.handler is not None and torch.is_grad_enabled():
+            return self._run_planned(args, kwargs)
+        module, args = self._without_module(args)
+        return self._original(module)(*args, **kwargs)
+
+    # All of it, `_original` included: at a graph break Dynamo makes a bound method again as `module.forward`, which is
+    # this object, and the handler would be given itself to run.
+    @torch.compiler.disable(reason=_NOT_COMPILED)
+    def _run_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module, args = self._without_module(args)
+        assert self.handler is not None
+        return self.handler(module, self._original(module), args, kwargs)
+
+    def _without_module(self, args: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...]]:
+        """Take the module off, where this has been bound once more: `unwrap_model(model, keep_fp32_wrapper=False)`."""
         module = self._module()
         assert module is not None
-        if args and args[0] is module:  # bound once more: accelerate.unwrap_model(model, keep_fp32_wrapper=False)
-            args = args[1:]
-        if self.handler is None or not torch.is_grad_enabled():
-            return self._original(module)(*args, **kwargs)
-        return self.handler(module, self._original(module), args, kwargs)
+        return module, args[1:] if args and args[0] is module else args
 
     def _original(self, module: nn.Module) -> Callable[..., Any]:
         return _class_forward(module) if self.before is None else self.before

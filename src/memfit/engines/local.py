@@ -178,12 +178,19 @@ class Applied:
         outermost = [(root, Outermost(self, handled.get(id(root)))) for root in map(unwrap, roots)]
         return [*others, *outermost] if found else []
 
-    def warn_compiled(self) -> None:
-        """Say once that a planned model is not compiled."""
+    def warn_compiled(self, unit: str | None = None) -> None:
+        """Say once that a planned model is not compiled; `unit` is a part of it that is compiled by itself."""
+        if unit is not None:
+            return self._warn_once(
+                "compiled",
+                f"unit {unit!r} runs a memfit plan and is compiled by itself: it and others like it run eagerly, "
+                "because compiled code would save other tensors than planned. Do not compile them, or call "
+                "plan.remove(model) to compile them without the plan",
+            )
         loss = ""
         if self._losses:
             loss = " The loss, which the plan recomputes, runs without its policy, so the step needs more than planned."
-        self._warn_once(
+        return self._warn_once(
             "compiled",
             "this model runs a memfit plan and is called through torch.compile: all of it runs eagerly, because "
             f"compiled parts would save other tensors than planned.{loss} Train the model itself (compiled._orig_mod) "

@@ -28,14 +28,14 @@ class Outermost:
     ) -> Any:
         if not self._looked:
             self._looked = True
-            if _called_by_compiler():
+            if called_by_compiler():
                 self._applied.warn_compiled()
         if self.inner is not None:
             return self.inner(model, forward, args, kwargs)
         return forward(*args, **kwargs)
 
 
-def _called_by_compiler() -> bool:
+def called_by_compiler() -> bool:
     """Whether this runs in a call of what torch.compile returned."""
     frame = sys._getframe(1)
     while frame is not None:

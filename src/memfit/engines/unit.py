@@ -14,6 +14,7 @@ from memfit.engines.bindings import Bindings
 from memfit.engines.inputs import Changing, kind_of_call
 from memfit.engines.learning import Learning
 from memfit.engines.mode import Mode
+from memfit.engines.outermost import called_by_compiler
 from memfit.engines.phase import Calls, in_backward
 from memfit.engines.policy import RunPolicy
 from memfit.engines.recipe import Recipe
@@ -46,12 +47,17 @@ class PlannedUnit:
         self._recipes: dict[tuple[int, Hashable], Recipe | _Unplanned] = {}
         self._families: dict[Hashable, Family] = {}
         self._bindings: Bindings | None = None
+        self._looked = False
 
     def __call__(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if not self._mode.training or running_again() or _in_transform():
             return forward(*args, **kwargs)
+        if not self._looked:
+            self._looked = True
+            if called_by_compiler():
+                self._applied.warn_compiled(self._calls.name)
         self._applied.see_checkpointing(module)
         if in_backward():
             return forward(*args, **kwargs)
