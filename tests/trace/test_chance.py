@@ -161,7 +161,67 @@ def test_values_that_change_no_op_are_told_apart() -> None:
             return self.linear(x * random.random()).square().mean()
 
     notes = capture(Scaled()).notes
-    assert len(notes) == 1 and "lead through the same ops" in notes[0]
+    assert len(notes) == 1 and "lead through the same ops; other values were not tried" in notes[0]
+
+
+class Rare(nn.Module):
+    """Takes the large path for some draws only."""
+
+    def __init__(self, large: Callable[[], bool | torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.large = nn.Linear(32, 32), large
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return (x.repeat(1, 64).sigmoid() if self.large() else x).square().mean()
+
+
+RARE: dict[str, Callable[[], bool | torch.Tensor]] = {
+    "an index of a Categorical": lambda: torch.distributions.Categorical(torch.ones(8)).sample() == 3,
+    "the other index of multinomial": lambda: torch.multinomial(torch.ones(2), 1).item() == 0,
+    "the first of randperm": lambda: torch.randperm(4)[0] == 1,
+    "a place of the largest": lambda: torch.rand(4).argmax() == 2,
+    "an integer": lambda: torch.randint(5, 13, ()) == 10,
+    "a window of torch.rand": lambda: bool(0.1 < torch.rand(()) < 0.3),
+    "a window of random.random": lambda: 0.1 < random.random() < 0.3,
+    "one of random.choice": lambda: bool(random.choice([0, 0, 1, 0, 0, 0])),
+    "one of np.random.choice": lambda: bool(np.random.choice([0, 0, 0, 0, 1, 0])),
+    "a large normal number": lambda: torch.randn(()) > 2.5,
+    "a small normal number": lambda: torch.randn(()) < -2.5,
+    "a large exponential number": lambda: torch.empty(()).exponential_() > 8,
+    "opposite numbers of Python": lambda: (random.random() < 0.3) & (random.random() > 0.7),
+    "opposite numbers in place": lambda: all(abs(torch.empty(()).uniform_() - i) < 0.2 for i in (0, 1)),
+    "opposite numbers of one line": lambda: all(abs(torch.rand(()) - i) < 0.2 for i in (1, 0)),
+}
+
+
+@pytest.mark.parametrize("name", RARE)
+def test_paths_that_few_draws_take_are_found(name: str) -> None:
+    always = capture(Rare(lambda: True))
+    trace = capture(Rare(RARE[name]))
+    assert Timeline.of(trace).peak_bytes >= Timeline.of(always).peak_bytes
+    assert any("depends on random values" in note for note in trace.notes)
+
+
+def note_on_draws(model: nn.Module) -> str:
+    return next(note for note in capture(model).notes if "random values" in note)
+
+
+def test_other_paths_are_called_smaller_only_when_every_value_was_tried() -> None:
+    assert "steps on other paths need less" in note_on_draws(Rare(RARE["an integer"]))
+    assert "all values lead through the same ops" in note_on_draws(Rare(lambda: torch.randint(0, 8, ()) > 9))
+    for untried in (
+        RARE["the first of randperm"],
+        lambda: torch.randint(0, 99, ()) == 0,
+        lambda: random.random() < 0.5,
+    ):
+        note = note_on_draws(Rare(untried))
+        assert "need less" not in note and "may need more" in note
+
+
+def test_a_distribution_that_cannot_be_chosen_from_is_said() -> None:
+    note = note_on_draws(Rare(lambda: torch._standard_gamma(torch.tensor(1.0)) > 50))
+    assert "could not be chosen" in note and "may need more" in note
 
 
 def test_paths_that_exclude_each_other_are_refused() -> None:

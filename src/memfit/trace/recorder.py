@@ -212,7 +212,8 @@ class Recorder(TorchDispatchMode):
             needs_grad = bool(tensors) and tensors[0].requires_grad
             random = info.random and _draws(func, args, kwargs)
             if random or self.table.random:
-                self._follow_random_values(func, info, args, tensors, tensors_of((outcome.result, *written)), random)
+                results = tensors_of((outcome.result, *written))
+                self._follow_random_values(func, info, args, kwargs, tensors, results, random)
             try:
                 self._record(info, kwargs, inputs, arguments, outcome, written, needs_grad, leaves, random)
             except (NotImplementedError, RuntimeError) as error:  # a sparse result has no storage
@@ -229,6 +230,7 @@ class Recorder(TorchDispatchMode):
         func: Any,
         info: OpInfo,
         args: Any,
+        kwargs: dict[str, Any],
         tensors: list[torch.Tensor],
         results: list[torch.Tensor],
         drawn: bool,
@@ -239,8 +241,9 @@ class Recorder(TorchDispatchMode):
         known = [each for each in results if not each.is_meta]
         if drawn and known:
             line = self.sources.sources[self.sources.here(3)]
-            with _disable_current_modes():
-                self.chance.force(func, args, known, line)
+            with _disable_current_modes():  # an op in place also returns what it has written to
+                once = {each.untyped_storage()._cdata: each for each in known}
+                self.chance.force(func, args, kwargs, list(once.values()), line)
             lines |= {line}
         if not lines:
             return
