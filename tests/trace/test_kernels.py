@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import memfit
 from memfit.memory import Timeline, measured
-from memfit.trace import Step, Trace
+from memfit.trace import Step, Trace, probe
 from memfit.trace import execution as execution_module
 from memfit.trace.kernels import certified_ops, operand_kind
 
@@ -75,6 +75,36 @@ def test_a_call_too_large_to_be_measured_has_a_note(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(execution_module, "MEASURED_LIMIT_BYTES", 0)
     trace = memfit.trace(step_of(FUNCTIONS["gelu of an expanded gradient"]), target="cpu")
     assert any(note.startswith("aten.gelu_backward.default: too large") for note in trace.notes)
+
+
+def test_a_decomposition_is_run_for_one_measurement_only() -> None:
+    known = set(probe._PROBED)
+    trace = memfit.trace(step_of(lambda a, b: torch.linalg.svdvals(a[:, :23] * b[:, :23]).sum()), target="cpu")
+    measurements = [key for key in set(probe._PROBED) - known if "_linalg_svd" in str(key)]
+    assert len(measurements) == 1
+    assert any("_linalg_svd" in note and "may depend on values" in note for note in trace.notes)
+
+
+@pytest.mark.parametrize("value", [0.0, None], ids=["a number", "rows"])
+def test_writing_to_the_rows_of_a_mask_is_measured(value: float | None) -> None:
+    class Selected(nn.Module):
+        def __init__(self, share: int) -> None:
+            super().__init__()
+            self.linear, self.share = nn.Linear(64, 64), share
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.linear(x)
+            keep = torch.arange(x.shape[0]) % self.share == 0
+            y = x.clone()
+            y[keep] = self.linear(x[keep]) if value is None else value
+            return y.sum()
+
+    for share in (2, 8):  # the same shapes, another number of rows
+        model = Selected(share)
+        step = Step(model, torch.randn(256, 64), optimizer=None)
+        trace = memfit.trace(step, target="cpu")
+        assert not any("index_put" in note for note in trace.notes)
+        assert captured_peak(trace) == measured_peak(step)
 
 
 def test_a_call_that_fails_on_made_up_values_has_a_note(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from memfit.trace.kernels import MEASURED_LIMIT_BYTES, certified_ops, measure_ca
 from memfit.trace.record import Phase
 from memfit.trace.rules import Rule, RuleContext, Rules
 from memfit.trace.rules.flops import FLOPS
+from memfit.trace.rules.vendor import DEPENDS_ON_VALUES
 from memfit.trace.storages import StorageTable
 
 _WRITTEN = object()
@@ -228,27 +229,27 @@ class Executor:
         self, func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor], result: Any
     ) -> Outcome:
         """The call's price, found out by making the call for real where it is not known (Note [Certified])."""
-        outcome = self._priced(func, info, args, kwargs, result)
         if info.certified is None or operand_kind(tensors) in info.certified:
-            return outcome
+            return self._priced(func, info, args, kwargs, result)
         total_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, *tensors_of((result,))))
         if total_bytes > MEASURED_LIMIT_BYTES:
             self.context.note(
                 f"{info.name}: too large to run once here ({total_bytes / 1e6:,.0f} MB); what it allocates inside "
                 "itself, if anything, is not counted"
             )
-            return outcome
+            return self._priced(func, info, args, kwargs, result)
         measured = measure_call(func, args, kwargs)
         if isinstance(measured, str):
             self.context.note(
                 f"{info.name}: could not be run once here ({measured}); what it allocates inside itself, if anything, "
                 "is not counted"
             )
-            return outcome
-        outcome.workspace_bytes = measured.workspace_bytes
-        if not info.writes:
-            outcome.result = measured.lay_out(result)
-        return outcome
+            return self._priced(func, info, args, kwargs, result)
+        # a rule for the workspace may run the kernel itself, so it is only asked when the kernel was not run here
+        if info.workspace is self.rules.decomposition:
+            self.context.note(DEPENDS_ON_VALUES.format(info.name))
+        flops = info.flops(*args, **kwargs, out_val=result) if info.flops is not None else 0
+        return Outcome(result if info.writes else measured.lay_out(result), flops, measured.workspace_bytes)
 
     def _call(self, func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
         if info.kernel is not None:

@@ -130,7 +130,10 @@ def measure_call(func: Any, args: Any, kwargs: dict[str, Any]) -> MeasuredCall |
     """Make a call on real tensors of the same geometry, once a process; or say why it failed."""
     if torch.Tag.dynamic_output_shape in func.tags:  # known values, which are not part of the signature
         return _measure(func, args, kwargs)
-    return remembered(("call", *signature(func, args, kwargs)), lambda: _measure(func, args, kwargs))
+    masks = (t for t in tensors_of((*args, *kwargs.values())) if t.dtype is torch.bool and not t.is_meta)
+    with real_execution():
+        taken = tuple(int(mask.sum()) for mask in masks)
+    return remembered(("call", taken, *signature(func, args, kwargs)), lambda: _measure(func, args, kwargs))
 
 
 def _measure(func: Any, args: Any, kwargs: dict[str, Any]) -> MeasuredCall | str:
@@ -159,7 +162,11 @@ def _real(value: Any, writes: bool) -> Any:
     if isinstance(value, torch.Tensor):
         if value.is_meta:
             return real_like(value)
-        return filled(value.size(), value.stride(), value.dtype) if writes else value.detach()
+        if not writes:
+            return value.detach()
+        if value.dtype is torch.bool:  # a mask says how many elements the call takes; an expanded one is not written to
+            return value.detach() if 0 in value.stride() else value.detach().clone()
+        return filled(value.size(), value.stride(), value.dtype)
     if isinstance(value, (list, tuple)):
         return type(value)(_real(item, writes) for item in value)
     if isinstance(value, dict):

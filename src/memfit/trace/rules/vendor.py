@@ -18,6 +18,7 @@ _PROBE_LIMIT_BYTES = 1 << 28
 _PROBE_LIMIT_FLOPS = 1 << 35
 _WEIGHTS = {"aten::convolution": 1, "aten::convolution_backward": 2}
 """The position of an operand without samples."""
+DEPENDS_ON_VALUES = "{}: what it allocates inside itself may depend on values; measured on small ones"
 
 
 def probed(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
@@ -69,7 +70,7 @@ def _not_counted(context: RuleContext, func: Any, args: Any, kwargs: dict[str, A
 
 
 def _decomposition(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-    context.note(f"{func}: what it allocates inside itself may depend on values; measured on small ones")
+    context.note(DEPENDS_ON_VALUES.format(func))
     return probed(context, func, map_tensors(args, _valid_pivots), kwargs, result)
 
 
