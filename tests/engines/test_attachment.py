@@ -15,6 +15,7 @@ from torch import nn
 import memfit
 from memfit.engines import plan_of_model, rerun
 from memfit.engines.attachment import attached
+from memfit.errors import PlanDrift
 from memfit.plan import Plan
 from memfit.solve import SolveOptions
 from memfit.trace import Step
@@ -93,6 +94,52 @@ def test_parts_kept_in_eval_mode_of_a_model_in_training_run_their_plan(runs: lis
     with torch.no_grad():
         model(VECTORS)
     assert len(runs) == 2
+
+
+def test_a_model_trained_in_eval_mode_runs_the_plan_that_was_made_for_it(runs: list[str]) -> None:
+    plan = plan_for(Step(Blocks().eval(), VECTORS, loss=squares), options=FORCED)
+    plan = Plan.from_json(plan.to_json())
+    model = Blocks().eval()
+    plan.apply(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        squares(model(VECTORS), None).backward()
+    assert runs == ["blocks.0", "blocks.1"]
+    with torch.no_grad():
+        model(VECTORS)
+    assert len(runs) == 2
+
+
+def test_only_the_parts_that_were_planned_in_eval_mode_run_there(runs: list[str]) -> None:
+    def partly() -> Blocks:
+        model = Blocks().eval()
+        model.blocks[0].train()
+        return model
+
+    plan = plan_for(Step(partly(), VECTORS, loss=squares), options=FORCED)
+    model = partly()
+    plan.apply(model)
+    squares(model(VECTORS), None).backward()
+    assert runs == ["blocks.0", "blocks.1"]
+    model.eval()
+    with pytest.warns(PlanDrift, match=r"unit 'blocks.0', which was called in eval mode and planned in train"):
+        squares(model(VECTORS), None).backward()
+    assert runs == ["blocks.0", "blocks.1", "blocks.1"]
+
+
+def test_a_backward_in_eval_mode_without_the_plan_is_said_once(plan: Plan, runs: list[str]) -> None:
+    model = Blocks()
+    plan.apply(model)
+    model.eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(VECTORS)  # evaluation that forgets no_grad holds nothing for long
+    with pytest.warns(PlanDrift, match=r"called in eval mode and planned in train mode.*model\.train\(\)"):
+        squares(model(VECTORS), None).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        squares(model(VECTORS), None).backward()
+    assert runs == []
 
 
 def test_a_forward_wrapped_and_unwrapped_by_others_keeps_the_plan(plan: Plan, runs: list[str]) -> None:

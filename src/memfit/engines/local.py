@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
 
 from memfit.engines.attachment import Handler, attach, attached, detach
 from memfit.engines.loop_watch import LoopWatch, user_level
 from memfit.engines.loss import LossRegion
-from memfit.engines.mode import Mode, is_container
+from memfit.engines.mode import Mode
 from memfit.engines.optimizers import OptimizerLike, given_optimizers
 from memfit.engines.outermost import Outermost
 from memfit.engines.phase import Calls, Phase, needs_step
@@ -30,6 +31,7 @@ from memfit.plan import Checkpoint, Plan, PlanMismatch, model_differences
 from memfit.plan.mismatch import optimizer_differences
 from memfit.plan.uses import use
 from memfit.plan.wrappers import named_modules, unwrap, wrappers_of
+from memfit.trace.calls import is_container
 from memfit.trace.optimizers import implementations, set_flags, set_implementation
 from memfit.units import display_bytes
 
@@ -112,6 +114,20 @@ class Applied:
             "they write to buffers or inputs, run as without a plan: exact, but slower or larger than planned; run the "
             "step as it was planned, or plan it again as it is now",
         )
+
+    def warn_evaluated(self, unit: str, result: Any) -> None:
+        """Say once, when backward comes to its result, that a unit ran without the plan because of its mode."""
+        if "eval mode" in self._warned:
+            return
+        made = (each.grad_fn for each in tree_leaves(result) if isinstance(each, torch.Tensor))
+        node = next((each for each in made if each is not None), None)
+        text = (
+            f"backward runs through unit {unit!r}, which was called in eval mode and planned in train mode: it and "
+            "others like it ran without the plan, and held all that they save for backward. Call model.train() before "
+            "training, or plan the step with the model in eval mode"
+        )
+        if node is not None:
+            node.register_prehook(lambda _: self._warn_once("eval mode", text))
 
     def attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Hand the modules of the plan over; everything is given back when one of them cannot be."""
@@ -214,7 +230,7 @@ class Applied:
     def _mode(self, path: str) -> Mode:
         parts = path.split(".") if path else []
         chain = [self._paths[".".join(parts[:count])] for count in range(len(parts) + 1)]
-        return Mode(chain)
+        return Mode(chain, in_eval=path in self.plan.trace.in_eval)
 
 
 @use("apply")

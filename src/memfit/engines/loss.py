@@ -72,7 +72,10 @@ class LossRegion:
             return run()
         self.end()
         if not self._mode.training:
-            return run()
+            result = run()
+            if self._mode.evaluated_unlike_planned:
+                self._applied.warn_evaluated(self._calls.name, result)
+            return result
         found: LossPolicy | None = self._calls.next()
         if found is None:
             return run()

@@ -52,8 +52,13 @@ class PlannedUnit:
     def __call__(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if not self._mode.training or running_again() or _in_transform():
+        if running_again() or _in_transform():
             return forward(*args, **kwargs)
+        if not self._mode.training:
+            result = forward(*args, **kwargs)
+            if self._mode.evaluated_unlike_planned:
+                self._applied.warn_evaluated(self._calls.name, result)
+            return result
         if not self._looked:
             self._looked = True
             if called_by_compiler():

@@ -33,6 +33,7 @@ def trace_facts(trace: Trace) -> TraceFacts:
         ),
         micro_batches=count_micro_batches(trace),
         loop=loop_facts(trace),
+        in_eval=trace.in_eval,
     )
 
 

@@ -208,7 +208,7 @@ class TraceFacts(_Part, frozen=True):
 
     `torch` is the release without the part that names a build. `threads` is 0 where they change nothing.
     `micro_batches` is how many passes of forward and backward the step has, all alike; None when they are not.
-    `loop` is None in plans of earlier versions.
+    `loop` is None in plans of earlier versions. `in_eval` are the paths of modules that the step calls in eval mode.
     """
 
     torch: str
@@ -222,3 +222,4 @@ class TraceFacts(_Part, frozen=True):
     parameters: tuple[ParameterFacts, ...]
     micro_batches: Annotated[int, Meta(ge=1)] | None = None
     loop: LoopFacts | None = None
+    in_eval: tuple[str, ...] = ()

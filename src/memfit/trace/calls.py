@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from memfit.trace.record import NEVER, ModuleCall, Phase
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether a module only holds others and is never called: several models were given together."""
+    return type(module) in (nn.ModuleDict, nn.ModuleList)
+
+
+def is_trained(chain: Iterable[nn.Module]) -> bool:
+    """Whether the last of these modules, or one of those around it, is in train mode."""
+    return any(module.training for module in chain if not is_container(module))
 
 
 @dataclass(slots=True)
@@ -35,10 +46,14 @@ class CallTracker:
     calls: list[_OpenCall] = field(default_factory=list)
     current: int = NEVER
     _paths: dict[int, list[str]] = field(default_factory=dict)
+    in_eval: set[str] = field(default_factory=set)
+    """Paths of modules that the forward called in eval mode (`is_trained`)."""
     _counts: dict[str, int] = field(default_factory=dict)
+    _modules: dict[str, nn.Module] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for path, module in self.root.named_modules(remove_duplicate=False):
+        self._modules = dict(self.root.named_modules(remove_duplicate=False))
+        for path, module in self._modules.items():
             self._paths.setdefault(id(module), []).append(path)
 
     @property
@@ -58,6 +73,8 @@ class CallTracker:
     def enter(self, module: nn.Module, phase: Phase, op: int, inputs: tuple[int, ...]) -> None:
         """Open a call at op index `op`; `inputs` are the storages that it is given."""
         path = self._path_of(module)
+        if phase is Phase.FORWARD and torch.is_grad_enabled() and not module.training:
+            self.in_eval.update(each for each in self._paths.get(id(module), ()) if not self._is_trained(each))
         index = self._counts.get(path, 0)
         self._counts[path] = index + 1
         self.calls.append(_OpenCall(path, type(module).__name__, index, self.current, phase, op, inputs=inputs))
@@ -84,6 +101,10 @@ class CallTracker:
         """The calls as records."""
         names = ModuleCall.__struct_fields__
         return tuple(ModuleCall(**{name: getattr(call, name) for name in names}) for call in self.calls)
+
+    def _is_trained(self, path: str) -> bool:
+        parts = path.split(".") if path else []
+        return is_trained(self._modules[".".join(parts[:count])] for count in range(len(parts) + 1))
 
     def _path_of(self, module: nn.Module) -> str:
         paths = self._paths.get(id(module))

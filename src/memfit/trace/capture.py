@@ -552,6 +552,7 @@ class _Capture:
             model_calls=tuple(self._model_calls),
             notes=(*notes, *sorted(recorder.notes), *self.advice.notes(), *self.context.notes),
             shared=self.calls.shared,
+            in_eval=tuple(sorted(self.calls.in_eval)),
         )
 
 

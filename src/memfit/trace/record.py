@@ -170,6 +170,9 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """In order, those of the forward. Not part of the fingerprint: ops and storages tell the same."""
     shared: dict[str, str] = {}
     """For each path of a module that has several, the first of them."""
+    in_eval: tuple[str, ...] = ()
+    """Paths of the modules that the forward calls in eval mode, all modules around them in eval mode too. Not part of
+    the fingerprint."""
 
     def instance_of(self, path: str) -> str:
         """Return the first path of the module that this path leads to."""

@@ -72,8 +72,10 @@ def real_step(plan: Plan, step: Step) -> tuple[Step, nn.Module]:
         )
     if any(tensor.is_meta for tensor in tensors_in(step.batch)):
         raise InputError("the batch was made with memfit.spec and has no values; give real tensors to run the step on")
-    if plan.checkpoint and not model.training:
-        raise InputError("the model is in eval mode, where plans do nothing; call model.train() first")
+    if plan.checkpoint and not model.training and not plan.trace.in_eval:
+        raise InputError(
+            "the model is in eval mode, and the plan was made for train mode and does nothing; call model.train() first"
+        )
     applied = plan_of_model(model)
     if applied is not None and (
         applied.plan.fingerprint != plan.fingerprint or applied.plan.checkpoint != plan.checkpoint

@@ -137,7 +137,8 @@ class Guard:
         raise OutOfMemory(explanation, restored=False) from error
 
     def _on_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._in_step or self._planning or not model.training or not torch.is_grad_enabled():
+        trained = model.training or bool(self.plan.trace.in_eval)
+        if self._in_step or self._planning or not trained or not torch.is_grad_enabled():
             return
         self._in_step, self._in_optimizer = True, False
         call = (args, kwargs)
