@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from memfit.engines.policy import RunPolicy, not_counted, same_op
 from memfit.engines.recipe import FromPack, Gap, OpKey, OpKind, Recipe, op_kind
 from memfit.engines.rerun import Rerun, Saved, unpack
+from memfit.engines.tape import EMPTY
 from memfit.engines.tour import Learner, Visit, Way
 from memfit.engines.windows import Window, plain, window_of
 from memfit.engines.writes import written
@@ -47,6 +48,7 @@ class Learning(TorchDispatchMode):
         self._ops = 0
         self._maker: dict[int, Maker] = {}
         self._packs: list[tuple[Maker | None, Saved]] = []
+        self._unwritten: set[int] = set()  # ops whose results have no value yet
         self._known: list[StorageWeakRef] = []  # so that no storage gets the address of one that is gone
         self._results: list[tuple[Visit, int, OpKey, Any, list[tuple[Maker, Any] | None]]] = []
         self._counts: dict[tuple[int, int, OpKind], int] = {}
@@ -95,6 +97,8 @@ class Learning(TorchDispatchMode):
                 place += 1
                 if in_place and _strided(args[0]) and args[0].untyped_storage()._cdata in self._maker:
                     self._maker[key] = self._maker[args[0].untyped_storage()._cdata]
+        if func in EMPTY:
+            self._unwritten.add(offset)
         visit, gap = self._tour.place
         kind = op_kind(func, args)
         counted = (id(visit), gap, kind)
@@ -134,6 +138,9 @@ class Learning(TorchDispatchMode):
             maker = self._maker.get(tensor.untyped_storage()._cdata) if _strided(tensor) else None
             saved = Saved(self._run, index, tensor.detach() if tensor.grad_fn is not None else tensor)
             self._packs.append((maker, saved))
+            # an op's further results may be scratch memory of its kernel, of which parts are never written
+            if maker in self.policy.dropped and maker[1] == 0 and maker[0] not in self._unwritten:
+                self._run.note(index, tensor)
             return saved
         finally:
             del guard
@@ -198,6 +205,7 @@ class Learning(TorchDispatchMode):
             storage_bytes=storage_bytes,
             windows=windows,
             window_packs=window_packs,
+            compared=frozenset(self._run.samples),
             root=root,
             last=max((index for index, shape in enumerate(drops) if shape is not None), default=-1),
             overwrites_inputs=self._overwrites_inputs,

@@ -57,6 +57,8 @@ class Recipe:
     """Where saved results lie in those storages."""
     window_packs: list[int]
     """The pack of each window."""
+    compared: frozenset[int]
+    """Packs that are dropped and whose values are compared with what a recomputation makes (Note [Samples])."""
     root: Visit
     last: int
     """The last pack that is dropped; -1 when none is."""

@@ -26,6 +26,7 @@ from torch.utils._pytree import PyTree, TreeSpec, tree_flatten, tree_map_only, t
 from memfit.engines.ambient import Ambient, generators_of, with_generators
 from memfit.engines.bindings import Bindings
 from memfit.engines.recipe import Gap, OpKey, OpKind, Recipe, op_kind
+from memfit.engines.samples import difference, sample
 from memfit.engines.tour import Tour
 from memfit.engines.windows import Window, window_of
 from memfit.errors import StateError
@@ -75,6 +76,8 @@ class Rerun:
         "held",
         "kept",
         "recipe",
+        "samples",
+        "watched",
     )
 
     def __init__(
@@ -95,6 +98,10 @@ class Rerun:
         self.recipe: Recipe | None = None
         self.held: dict[int, torch.Tensor] = {}
         self.kept: dict[tuple[int, OpKey], Any] = {}
+        self.samples: dict[int, list[float]] = {}
+        """Values of dropped tensors, by pack."""
+        self.watched = False
+        """Whether they are taken, where the recipe says of which."""
         self._inputs: _Inputs | None = None
         self._shapes: dict[int, torch.Size] = {}
         self._again: dict[int, torch.Tensor] | None = None
@@ -113,6 +120,12 @@ class Rerun:
             (each, each._version) for each in (*tensors, *self._bindings.buffers()) if not each.is_inference()
         ]
 
+    def note(self, index: int, tensor: torch.Tensor) -> None:
+        """Take some values of a tensor that is dropped, to compare them (Note [Samples])."""
+        found = sample(tensor)
+        if found is not None:
+            self.samples[index] = found
+
     def dropped(self, index: int, shape: torch.Size) -> Saved:
         """What stands for a tensor that is not held."""
         self._shapes[index] = shape
@@ -128,6 +141,7 @@ class Rerun:
         self.surround(args, kwargs)
         drops, needed, held = recipe.drops, recipe.needed, self.held
         expected = len(drops)
+        compared = recipe.compared if self.watched else frozenset()
         count = 0
         same = True
 
@@ -138,6 +152,8 @@ class Rerun:
             shape = drops[index] if index < expected else None
             if shape is not None:
                 same = same and shape == tensor.shape
+                if index in compared:
+                    self.note(index, tensor)
                 return self.dropped(index, tensor.shape)
             if tensor.grad_fn is not None:
                 tensor = _detached(tensor)
@@ -171,6 +187,8 @@ class Rerun:
             count = index + 1
             if tensor.grad_fn is None or not _strided(tensor) or tensor.untyped_storage()._cdata in inputs:
                 return Saved(self, index, _detached(tensor) if tensor.grad_fn is not None else tensor)
+            if self.watched:
+                self.note(index, tensor)
             return self.dropped(index, tensor.shape)
 
         with saved_tensors_hooks(pack, unpack):
@@ -192,6 +210,8 @@ class Rerun:
                         f"shape {tuple(tensor.shape)} and had {tuple(shapes[index])}; make its forward depend on "
                         "nothing but its inputs, or forbid it: SolveOptions(forbid=(...,))"
                     )
+                if index in self.samples:
+                    self._compare(index, tensor)
                 found[index] = _detached(tensor)
                 if index == last:
                     raise _Stop
@@ -223,7 +243,21 @@ class Rerun:
             )
         self.held.clear()  # autograd keeps the hook, and the hook this dictionary
         self.kept.clear()
+        self.samples.clear()
         return found
+
+    def _compare(self, index: int, tensor: torch.Tensor) -> None:
+        """Refuse a recomputation that makes other values than the forward did."""
+        again = sample(tensor)
+        differs = None if again is None else difference(self.samples[index], again, tensor.dtype)
+        if differs is not None:
+            raise StateError(
+                f"unit {self._name!r} computes something else when it is recomputed: the tensor that it saves as "
+                f"number {index} held {differs[0]:g} and now holds {differs[1]:g}, so its gradients would be wrong. "
+                "Its forward reads something that changes between forward and backward, such as a random generator "
+                "that no module holds: make that an attribute of the module, or forbid the unit: "
+                f"SolveOptions(forbid=({self._name!r},))"
+            )
 
     def _check_unwritten(self) -> None:
         """Refuse to run whole what would read other values than the first time."""

@@ -24,7 +24,7 @@ from memfit.engines.windows import Window, plain, window_of
 from memfit.engines.writes import written
 
 _aten = torch.ops.aten
-_EMPTY = {
+EMPTY = {
     _aten.empty.memory_format,
     _aten.empty_strided.default,
     _aten.empty_like.default,
@@ -156,7 +156,7 @@ class Tape(TorchDispatchMode):
 
     def _note_writes(self, func: Any, targets: list[torch.Tensor], saved: bool, made: dict[int, int]) -> None:
         """A storage of the region that no op has written has no known value; one from outside cannot be run again."""
-        if func in _EMPTY:
+        if func in EMPTY:
             self._unwritten.update(made.values())
             return
         for target in targets:

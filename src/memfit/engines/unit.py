@@ -48,6 +48,7 @@ class PlannedUnit:
         self._families: dict[Hashable, Family] = {}
         self._bindings: Bindings | None = None
         self._looked = False
+        self._runs = 0
 
     def __call__(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -85,6 +86,8 @@ class PlannedUnit:
         if self._bindings is None:
             self._bindings = Bindings(module)
         run = Rerun(policy.unit, module, self._bindings, forward, device_type, phase.leave)
+        self._runs += 1
+        run.watched = self._runs & (self._runs - 1) == 0  # see Note [Samples]
         if recipe is None:
             return self._learn(policy, module, kind, run, args, kwargs)
         if recipe is _Unplanned.WHOLE:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import random
 import sys
+import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,35 +18,77 @@ from torch import nn
 Held = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
 _HELD = (random.Random, np.random.Generator, np.random.RandomState, torch._C.Generator)
 _DEPTH = 3
+_MOST_VALUES = 10_000
+"""How many values are looked at for each module: some hold all of a data set."""
+_OWN = ("torch", "builtins", "numpy", "random")
+"""Packages whose objects and functions are not looked into."""
 
 
 def held_generators(modules: Iterable[nn.Module], values: Iterable[Any] = ()) -> list[Held]:
-    """Return the generators among the modules' attributes, the globals of the files they are written in, and values."""
+    """Return the generators among the modules' attributes, the globals of the files they are written in, and values.
+
+    Objects, containers and functions among them are looked into to a small depth.
+    """
     found: dict[int, Held] = {}
-    for value in values:
-        _collect(value, found, _DEPTH)
+    _Search(found).all_of(values)
     files: dict[str, None] = {}
     for module in modules:
-        for value in vars(module).values():
-            _collect(value, found, _DEPTH)
+        _Search(found).all_of(vars(module).values())
         files.update(dict.fromkeys(each.__module__ for each in type(module).__mro__))
     for name in files:
-        if name.partition(".")[0] not in ("torch", "builtins"):
-            for value in list(vars(sys.modules.get(name, object)).values()):
-                if isinstance(value, _HELD):
-                    found[id(value)] = value
+        if name.partition(".")[0] not in _OWN:
+            _Search(found).all_of(list(vars(sys.modules.get(name, object)).values()), depth=1)
     return [each for each in found.values() if not any(each is known for known in _global_generators())]
 
 
-def _collect(value: Any, found: dict[int, Held], depth: int) -> None:
-    if isinstance(value, _HELD):
-        found[id(value)] = value
-    elif depth and type(value) in (list, tuple):
-        for item in value:
-            _collect(item, found, depth - 1)
-    elif depth and type(value) is dict:
-        for item in value.values():
-            _collect(item, found, depth - 1)
+class _Search:
+    """Looks for generators in values, and in what these hold."""
+
+    def __init__(self, found: dict[int, Held]) -> None:
+        self._found = found
+        self._seen: dict[int, Any] = {}
+
+    def all_of(self, values: Iterable[Any], depth: int = _DEPTH) -> None:
+        """Look at each value and this deep into it."""
+        for value in values:
+            self._look(value, depth)
+
+    def _look(self, value: Any, depth: int) -> None:
+        if isinstance(value, _HELD):
+            self._found[id(value)] = value
+        elif depth and id(value) not in self._seen and len(self._seen) < _MOST_VALUES:
+            inside = _inside(value)
+            if inside:
+                self._seen[id(value)] = value  # held, so that no other value gets its address
+                self.all_of(inside, depth - 1)
+
+
+def _inside(value: Any) -> list[Any]:
+    """Return what a container, a function or an object of a class of the user's holds."""
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, type | types.ModuleType | nn.Module | torch.Tensor):
+        return []  # modules are looked at one by one
+    if str(getattr(value, "__module__", None) or type(value).__module__).partition(".")[0] in _OWN:
+        return []
+    if isinstance(value, types.FunctionType):
+        used = [value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__]
+        return used + [cell.cell_contents for cell in value.__closure__ or () if _filled(cell)]
+    attributes = getattr(value, "__dict__", None)
+    return list(attributes.values()) if isinstance(attributes, dict) else []
+
+
+def _filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # of a name that is not bound yet
+        return False
 
 
 def _global_generators() -> tuple[Any, ...]:
