@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from typing import Any
@@ -140,6 +141,22 @@ def test_a_backward_in_eval_mode_without_the_plan_is_said_once(plan: Plan, runs:
         warnings.simplefilter("error")
         squares(model(VECTORS), None).backward()
     assert runs == []
+
+
+@pytest.mark.parametrize("part", ["", "blocks.0"])
+def test_scripting_is_refused_with_what_to_do_and_works_on_copies_and_afterwards(
+    plan: Plan, runs: list[str], part: str
+) -> None:
+    model = Blocks()
+    expected = copy.deepcopy(model).eval()(VECTORS)
+    plan.apply(model)
+    with pytest.raises(memfit.MemfitError, match=r"remove the plan first, plan\.remove\(model\)"):
+        torch.jit.script(nn.Sequential(model) if part == "" else model.get_submodule(part))
+    squares(model(VECTORS), None).backward()
+    assert runs == ["blocks.0", "blocks.1"], "the plan is still there"
+    assert torch.equal(torch.jit.script(copy.deepcopy(model).eval())(VECTORS), expected)
+    plan.remove(model)
+    assert torch.equal(torch.jit.script(model.eval())(VECTORS), expected)
 
 
 def test_a_forward_wrapped_and_unwrapped_by_others_keeps_the_plan(plan: Plan, runs: list[str]) -> None:

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit.errors import StateError
+
 Handler = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _forwards: weakref.WeakKeyDictionary[nn.Module, PlannedForward] = weakref.WeakKeyDictionary()
 _NOT_COMPILED = (
@@ -45,6 +47,8 @@ def attach(module: nn.Module, handler: Handler) -> None:
     for name in (*_COPYING, *sorted(defined)):
         if hasattr(kind, name) and name not in module.__dict__:
             module.__dict__[name] = _WithoutPlan(module, name)
+    if "__prepare_scriptable__" not in module.__dict__:
+        module.__dict__["__prepare_scriptable__"] = _RefuseScripting(module, "__prepare_scriptable__")
 
 
 def detach(module: nn.Module) -> None:
@@ -185,6 +189,17 @@ class _WithoutPlan:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return getattr, (self._module(), self._name)
+
+
+class _RefuseScripting(_WithoutPlan):
+    """What `torch.jit.script` calls first on every module. What it returns takes the module's place in its parent, so
+    handing out a plain copy would take the plan off the model."""
+
+    def __call__(self, *args: Any) -> Any:
+        raise StateError(
+            "torch.jit.script cannot compile a module that runs a memfit plan: remove the plan first, "
+            "plan.remove(model), or script a copy.deepcopy of the model, which has none"
+        )
 
 
 def _class_forward(module: nn.Module) -> Callable[..., Any]:
