@@ -322,3 +322,42 @@ HAND_WRITTEN: tuple[type[Optimizer], ...] = (
     InList,
     AdamWithAverage,
 )
+
+
+class Lookahead(_PerParameter):
+    """Keeps slow weights from its fifth step on; counts in its groups."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+        super().step(closure)
+
+    def update(self, p, state, lr):
+        p.sub_(p.grad, alpha=lr)
+        if self.param_groups[0]["k"] % 5 == 0:
+            if "slow" not in state:
+                state["slow"] = p.clone()
+            p.copy_(state["slow"].lerp_(p, 0.5))
+
+
+class LateMomentum(_PerParameter):
+    """Has momentum from its fourth step on, made anew in each; counts in its state, with a tensor."""
+
+    def update(self, p, state, lr):
+        if "n" not in state:
+            state["n"] = torch.zeros(())
+        state["n"] += 1
+        if state["n"] > 3:
+            state["m"] = state.get("m", 0) * 0.9 + p.grad
+            p.sub_(state["m"], alpha=lr)
+
+
+class Wrapping(Optimizer):
+    """Leaves the step to another optimizer that it holds."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.inner = {"all": [torch.optim.Adam([p for group in self.param_groups for p in group["params"]])]}
+
+    def step(self, closure=None):
+        self.inner["all"][0].step()
