@@ -107,46 +107,6 @@ def test_it_does_not_matter_whether_the_optimizer_has_stepped(kind: type[torch.o
     step.execute(model, optimizer, "cpu")
 
 
-@pytest.mark.parametrize("stepped", [0, 2])
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("kind", [cases.Lookahead, cases.LateMomentum])
-def test_state_that_is_made_in_a_later_step_counts(kind: Any, target: str, stepped: int) -> None:
-    model = build()
-    optimizer = kind(model.parameters())
-    step = a_step(model, optimizer)
-    for _ in range(stepped):
-        step.execute(model, optimizer, "cpu")
-    before = copy.deepcopy(optimizer.state_dict())
-    trace = traced(step, target)
-    assert str(optimizer.state_dict()) == str(before)
-    counters = 4 * PARAMETERS if kind is cases.LateMomentum else 0
-    own = sum(parameter.nbytes for parameter in model.parameters())
-    assert own <= state_bytes(trace) <= own + 2 * counters  # a counter that exists may have a stand-in of its own
-
-
-def test_an_optimizer_that_counts_without_later_state_is_captured_in_its_second_step() -> None:
-    seen: list[int] = []
-
-    class Counting(cases.ComputedMomentum):
-        def step(self, closure: Any = None) -> None:
-            self.count = getattr(self, "count", 0) + 1
-            seen.append(self.count)
-            super().step(closure)
-
-    traced(a_step(build(), Counting), "cpu")
-    assert max(seen) > 3 and seen[-1] in (2, 3)  # the step itself may be run twice
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_an_optimizer_inside_the_one_that_is_given_has_its_state(target: str) -> None:
-    model = build()
-    optimizer = cases.Wrapping(model.parameters())
-    inner = optimizer.inner["all"][0]
-    parameters = sum(parameter.nbytes for parameter in model.parameters())
-    assert state_bytes(traced(a_step(model, optimizer), target)) - 2 * parameters in (0, 4 * PARAMETERS)
-    assert not inner.state and all(p.device.type == "cpu" for p in inner.param_groups[0]["params"])
-
-
 SGD_FLAGS = (
     {"momentum": 0.9, "weight_decay": 1e-4},
     {"momentum": 0.9, "weight_decay": 1e-4, "nesterov": True},

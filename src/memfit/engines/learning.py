@@ -47,6 +47,7 @@ class Learning(TorchDispatchMode):
         self._tour = Learner(unit)
         self._ops = 0
         self._maker: dict[int, Maker] = {}
+        self._made_with_grad: set[int] = set()
         self._packs: list[tuple[Maker | None, Saved]] = []
         self._unwritten: set[int] = set()  # ops whose results have no value yet
         self._known: list[StorageWeakRef] = []  # so that no storage gets the address of one that is gone
@@ -63,11 +64,22 @@ class Learning(TorchDispatchMode):
         if self._ops <= max(self.policy.names, default=-1):
             self._differ(f"it ran {self._ops} ops and has {self.policy.ops} in the plan")
         recipe = self._recipe() if self.followed else None
+        if recipe is None and not self.writes_older:
+            for maker, saved in self._packs:  # as `Rerun.whole` does
+                if maker is not None and saved.index in self._made_with_grad and saved.tensor is not None:
+                    if maker[1] == 0 and maker[0] not in self._unwritten:
+                        self._run.note(saved.index, saved.tensor)
+                    self._run.drop(saved, saved.tensor.shape)
         self._run.recipe = recipe
         self._results.clear()  # autograd keeps the hook, and the hook this object
         self._known.clear()
         self._packs.clear()
         return result, recipe
+
+    @property
+    def ran(self) -> bool:
+        """Whether there was any op."""
+        return self._ops > 0
 
     def _differ(self, what: str) -> None:
         if self.followed:
@@ -138,6 +150,8 @@ class Learning(TorchDispatchMode):
             maker = self._maker.get(tensor.untyped_storage()._cdata) if _strided(tensor) else None
             saved = Saved(self._run, index, tensor.detach() if tensor.grad_fn is not None else tensor)
             self._packs.append((maker, saved))
+            if tensor.grad_fn is not None:
+                self._made_with_grad.add(index)
             # an op's further results may be scratch memory of its kernel, of which parts are never written
             if maker in self.policy.dropped and maker[1] == 0 and maker[0] not in self._unwritten:
                 self._run.note(index, tensor)

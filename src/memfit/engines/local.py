@@ -110,9 +110,9 @@ class Applied:
             reason = f"autocast is {here or 'off'} here and {self.plan.trace.autocast or 'off'} in the plan ({differs})"
         self._warn_once(
             "other ops",
-            f"unit {unit!r} does not run as planned: {reason}. It and others like it are recomputed whole, or, where "
-            "they write to buffers or inputs, run as without a plan: exact, but slower or larger than planned; run the "
-            "step as it was planned, or plan it again as it is now",
+            f"unit {unit!r} does not run as planned: {reason}. Such calls are recomputed whole, or, where "
+            "they write to buffers or inputs, run as without a plan: exact, but slower or larger than planned; if all "
+            "steps are like this one, run them as planned, or plan again",
         )
 
     def warn_evaluated(self, unit: str, result: Any) -> None:

@@ -7,8 +7,8 @@ and nothing else. Where ops are saved, a dispatch mode looks at the gaps (Note [
 run it answers with what was kept; in the first it is there only for results that autograd would not have packed.
 The recipe is learnt by a run that looks at every op, once for each kind of input.
 
-A run that packs other tensors than its recipe says is made again by running the whole forward, and learnt anew the next
-time. That is right only if inputs and buffers have not been written to since; if they have, it is an error.
+A run that packs other tensors than its recipe says is made again by running the whole forward, and learnt anew after
+several in a row. That is right only if inputs and buffers have not been written to since; if they have, it is an error.
 """
 
 from __future__ import annotations

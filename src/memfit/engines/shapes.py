@@ -7,7 +7,7 @@ offsets are constants, multiples of sizes of the inputs or of products of two, o
 made only where every size has one value under all formulas that hold for the runs so far, and inputs differ only in
 sizes that have differed before; elsewhere one more run is learnt. It is checked as a recipe always is: a run whose
 tensors, or the storages behind those that are held, have other sizes is made again whole (Note [Rerun]), and its family
-is given up. Units that write to what was
+is given up after three. Units that write to what was
 there before them have no families, because that would be an error for them.
 """
 
@@ -73,6 +73,7 @@ class Family:
 
     def __init__(self) -> None:
         self._open = True
+        self._misses = 0
         self._recipe: Recipe | None = None
         self._signature: Hashable = None
         self._seen: dict[Sizes, Sizes] = {}
@@ -85,6 +86,12 @@ class Family:
             return
         self._recipe, self._signature = self._recipe or recipe, signature
         self._seen[sizes] = _sizes(recipe)
+
+    def miss(self) -> None:
+        """Take note of a prediction that did not hold, or of a call that is skipped; three are enough."""
+        self._misses += 1
+        if self._misses >= 3:
+            self.close()
 
     def close(self) -> None:
         """Predict nothing any more."""

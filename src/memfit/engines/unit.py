@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +34,38 @@ class _Unplanned(enum.Enum):
     AS_IT_IS = "nothing is dropped, because the unit writes to what was there before it"
 
 
+_MOST_MISSES = 4
+"""Calls in a row that do not run as a recipe says before it is learnt anew: LayerDrop skips single ones."""
+_LONGEST_WAIT = 64
+
+
+@dataclass(slots=True)
+class _Tries:
+    """How the calls of one kind went: as their recipe says, and whether one could be learnt."""
+
+    hit: bool = False
+    misses: int = 0
+    failures: int = 0
+    wait: int = 0
+
+    def note(self, *, same: bool) -> None:
+        """Count a run under a recipe."""
+        self.hit, self.misses = self.hit or same, 0 if same else self.misses + 1
+
+    def fail(self) -> None:
+        """Count a call that did not run as planned, after which more and more are not looked at."""
+        self.misses = 0
+        self.failures += 1
+        self.wait = min(2**self.failures - 2, _LONGEST_WAIT)
+
+    def learns_again(self, recipe: Recipe | _Unplanned | None) -> bool:
+        """Whether the next call is looked at although there is something known."""
+        if isinstance(recipe, Recipe):
+            return self.misses >= (_MOST_MISSES if self.hit else 1)
+        self.wait -= 1
+        return self.wait < 0
+
+
 _MOST_KINDS = 64
 """Kinds of inputs whose recipes are kept; a unit that sees more begins anew."""
 
@@ -45,6 +78,7 @@ class PlannedUnit:
         self._mode = mode
         self._calls = calls
         self._recipes: dict[tuple[int, Hashable], Recipe | _Unplanned] = {}
+        self._tries: dict[tuple[int, Hashable], _Tries] = {}
         self._families: dict[Hashable, Family] = {}
         self._bindings: Bindings | None = None
         self._looked = False
@@ -81,6 +115,8 @@ class PlannedUnit:
         recipe = self._recipes.get(kind)
         if recipe is None:
             recipe = self._predict(kind, args, kwargs)
+        if recipe is not None and self._tries[kind].learns_again(recipe):
+            recipe = None
         if recipe is _Unplanned.AS_IT_IS:
             return phase.leave_after(forward(*args, **kwargs))
         if self._bindings is None:
@@ -94,11 +130,12 @@ class PlannedUnit:
             return run.whole(args, kwargs)
         assert isinstance(recipe, Recipe)
         result, same = run.first(recipe, args, kwargs)
-        if not same:
-            del self._recipes[kind]
+        tries = self._tries.setdefault(kind, _Tries())
+        tries.note(same=same)
+        if not same and not tries.hit:
             family, _ = self._family(kind, args, kwargs)
             if family is not None:
-                family.close()
+                family.miss()
         return result
 
     def _family(
@@ -125,7 +162,9 @@ class PlannedUnit:
     def _remember(self, kind: tuple[int, Hashable], recipe: Recipe | _Unplanned) -> None:
         if len(self._recipes) >= _MOST_KINDS:
             self._recipes.clear()
+            self._tries.clear()
         self._recipes[kind] = recipe
+        self._tries.setdefault(kind, _Tries())
 
     def _learn(
         self,
@@ -139,10 +178,15 @@ class PlannedUnit:
         learning = Learning(policy, module, run)
         result, recipe = learning.first(args, kwargs)
         if recipe is None:
-            self._applied.warn(policy.unit, learning.differs)
-            self._remember(kind, _Unplanned.AS_IT_IS if learning.writes_older else _Unplanned.WHOLE)
+            if not isinstance(self._recipes.get(kind), Recipe):  # one that has been right may be so again
+                self._remember(kind, _Unplanned.AS_IT_IS if learning.writes_older else _Unplanned.WHOLE)
+            tries = self._tries[kind]
+            tries.fail()
+            if learning.ran or tries.failures > 2:  # a call that runs nothing is skipped by LayerDrop
+                self._applied.warn(policy.unit, learning.differs)
             return result
         self._remember(kind, recipe)
+        self._tries[kind] = _Tries()
         if not learning.writes_older:
             family, sizes = self._family(kind, args, kwargs)
             if family is not None:

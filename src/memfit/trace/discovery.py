@@ -36,7 +36,7 @@ class Companions:
         Modules that this function uses beside the model, such as a loss, may keep what they see.
         """
         if step.run is None:
-            return cls(optimizers=_with_wrapped(step.optimizer))
+            return cls(optimizers=(step.optimizer,) if isinstance(step.optimizer, torch.optim.Optimizer) else ())
         known = {id(parameter) for parameter in model.parameters()}
         own = {id(module) for module in model.modules()}
         beside = {id(module): module for each in _models(step.run, set(), _DEPTH).values() for module in each.modules()}
@@ -50,22 +50,6 @@ class Companions:
             elif issubclass(kind, (torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)):
                 others.append(thing)
         return cls(optimizers=tuple(optimizers), others=tuple(others))
-
-
-def _with_wrapped(thing: Any, depth: int = 4) -> tuple[torch.optim.Optimizer, ...]:
-    """Return an optimizer and those that it holds in its attributes; nothing for a class or a factory."""
-    found: dict[int, torch.optim.Optimizer] = {}
-    values: list[Any] = []
-    if isinstance(thing, torch.optim.Optimizer):
-        found[id(thing)] = thing
-        values = [value for name, value in vars(thing).items() if name not in ("state", "param_groups")]
-    elif type(thing) in (list, tuple):
-        values = list(thing)
-    elif type(thing) is dict:
-        values = list(thing.values())
-    for value in values if depth else ():
-        found.update({id(each): each for each in _with_wrapped(value, depth - 1)})
-    return tuple(found.values())
 
 
 def step_of(function: Callable[[], Any]) -> Step:

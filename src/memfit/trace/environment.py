@@ -211,15 +211,17 @@ def _keep(value: Any, contents: list[tuple[Any, Any]], depth: int) -> None:
         _keep(item, contents, depth - 1)
 
 
-def keep_attributes(objects: Iterable[Any]) -> Callable[[], None]:
-    """Return a function that gives objects the attributes they have now, and containers among these their items."""
+@contextlib.contextmanager
+def same_attributes(objects: Iterable[Any]) -> Iterator[None]:
+    """Objects with the attributes they had, and lists, dicts and sets among these with the items they had."""
     saved = [(vars(thing), dict(vars(thing))) for thing in objects]
     contents: list[tuple[Any, Any]] = []
     for _, before in saved:
         for value in before.values():
             _keep(value, contents, _DEPTH)
-
-    def put_back() -> None:
+    try:
+        yield
+    finally:
         for value, before in contents:
             value.clear()
             if isinstance(value, list):
@@ -229,18 +231,6 @@ def keep_attributes(objects: Iterable[Any]) -> Callable[[], None]:
         for attributes, before in saved:
             attributes.clear()
             attributes.update(before)
-
-    return put_back
-
-
-@contextlib.contextmanager
-def same_attributes(objects: Iterable[Any]) -> Iterator[None]:
-    """Objects with the attributes they had, and lists, dicts and sets among these with the items they had."""
-    put_back = keep_attributes(objects)
-    try:
-        yield
-    finally:
-        put_back()
 
 
 _capturing = threading.local()

@@ -3,9 +3,7 @@
 Note [Steady state]: the recorded step is one like every step but the first, so the state must exist before it begins.
 An optimizer without state runs once while recording is paused; what that leaves behind is the state. A tensor that
 the step puts into the state outside of `Optimizer.step` (sharpness-aware minimization keeps the old weights so) is
-only seen at the end: then the step is captured again, and begins with it. An optimizer that is not torch's own may make
-state in a later step (lookahead keeps slow weights every few steps): as long as numbers that it counts with change,
-some more steps are run without recording. When they leave more state, the record goes on from there.
+only seen at the end: then the step is captured again, and begins with it.
 """
 
 from __future__ import annotations
@@ -18,13 +16,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.errors import InputError
 from memfit.trace.arguments import is_wrapper, map_wrapper, visit_tensors
-from memfit.trace.environment import keep_attributes
 from memfit.trace.placeholders import Placeholders
 from memfit.trace.record import NEVER, Category
 from memfit.trace.recorder import Recorder
 from memfit.trace.storages import HOST
 
-_LATER_STEPS = 12
 LeftState = dict[str, dict[str, Any]]
 """The state that a step leaves, by optimizer and then by the parameter's name; tensors have no data."""
 
@@ -57,15 +53,8 @@ class OptimizerStates:
         if self._making_state:
             return
         self.names.append(type(optimizer).__name__)
-        own = type(optimizer).__module__.startswith("torch.optim.")  # these make all of it in their first step
-        first = not any(entries for entries in optimizer.state.values())
-        later = not own and optimizer not in self._registered and _only_counts(optimizer)
-        if first or later:
-            with self._recorder.table.pause(Category.OPTIMIZER_STATE):
-                if first:
-                    self._make_state(optimizer, args, kwargs)
-                if later:
-                    self._make_later_state(optimizer, args, kwargs)
+        if not any(entries for entries in optimizer.state.values()):
+            self._make_state(optimizer, args, kwargs)
         if optimizer not in self._registered:
             with torch._C.DisableTorchFunction():
                 self.register(optimizer)
@@ -84,40 +73,17 @@ class OptimizerStates:
         self._making_state = True
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             before = [(p, p.grad, p.data) for group in optimizer.param_groups for p in group["params"]]
-        optimizer.step(*args[1:], **kwargs)
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
-            for parameter, gradient, data in before:
-                if parameter.grad is not gradient:
-                    parameter.grad = gradient
-                if parameter.untyped_storage()._cdata != data.untyped_storage()._cdata:
-                    parameter.data = data
+        with recorder.table.pause(Category.OPTIMIZER_STATE):
+            optimizer.step(*args[1:], **kwargs)
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                for parameter, gradient, data in before:
+                    if parameter.grad is not gradient:
+                        parameter.grad = gradient
+                    if parameter.untyped_storage()._cdata != data.untyped_storage()._cdata:
+                        parameter.data = data
         self._making_state = False
         recorder.phase = phase
         recorder.in_optimizer = True
-
-    def _make_later_state(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Run some more steps without recording them; keep what they leave if it is more, else undo them."""
-        put_back = keep_attributes((optimizer,))
-        counters = _counters(optimizer)
-        begun_bytes = latest_bytes = _kept_bytes(optimizer)
-        numbers = _numbers(optimizer)
-        grew_last = False
-        for _ in range(_LATER_STEPS):
-            self._make_state(optimizer, args, kwargs)
-            grew_last = _kept_bytes(optimizer) > latest_bytes
-            latest_bytes = _kept_bytes(optimizer)
-            before, numbers = numbers, _numbers(optimizer)
-            if numbers == before and not grew_last:
-                break
-        if latest_bytes <= begun_bytes:
-            put_back()
-            with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
-                for counter, value in counters:
-                    counter.fill_(value)
-        if grew_last:
-            self._recorder.notes.add(
-                f"the state of {type(optimizer).__name__} still grows after {_LATER_STEPS} steps; counted as it is then"
-            )
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:
         """Number the optimizer's state; 'step' counters of most optimizers are in host memory.
@@ -207,65 +173,6 @@ def optimizers_by_key(
             if isinstance(value, torch.optim.Optimizer):
                 found[f"made.{name}"] = value
     return found
-
-
-def _visit(value: Any, visit: Callable[[Any], None], depth: int = 5) -> None:
-    """Visit the tensors and numbers in an optimizer's attributes, and in the objects and containers among these."""
-    if isinstance(value, (torch.Tensor, int, float)):
-        visit(value)
-    elif depth and isinstance(value, dict):
-        for item in value.values():
-            _visit(item, visit, depth - 1)
-    elif depth and isinstance(value, (list, tuple, set)):
-        for item in value:
-            _visit(item, visit, depth - 1)
-    elif depth and hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value):
-        _visit(vars(value), visit, depth - 1)
-
-
-def _kept_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of the tensors that an optimizer holds."""
-    held: dict[int, int] = {}
-
-    def note(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            parts = [value]
-            if is_wrapper(type(value)):
-                parts.clear()
-                map_wrapper(value, lambda part: parts.append(part) or part)
-            held.update({part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts})
-
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        _visit(vars(optimizer), note)
-    return sum(held.values())
-
-
-def _only_counts(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the state holds no tensor of more than one element: the optimizer has hardly begun."""
-    sizes: list[int] = []
-    _visit(optimizer.state, lambda value: sizes.append(value.numel() if isinstance(value, torch.Tensor) else 1))
-    return max(sizes, default=1) <= 1
-
-
-def _counters(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, float]]:
-    """Return the tensors of a single element whose values are known, as torch's own optimizers count with."""
-    found: list[tuple[torch.Tensor, float]] = []
-
-    def note(value: Any) -> None:
-        if isinstance(value, torch.Tensor) and not is_wrapper(type(value)) and not value.is_meta and value.numel() == 1:
-            found.append((value, value.item()))
-
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        _visit(vars(optimizer), note)
-    return found
-
-
-def _numbers(optimizer: torch.optim.Optimizer) -> list[float]:
-    """Return the numbers that an optimizer holds, which change when it counts its steps."""
-    found: list[float] = []
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        _visit(vars(optimizer), lambda value: None if isinstance(value, torch.Tensor) else found.append(value))
-    return found + [value for _, value in _counters(optimizer)]
 
 
 def _map_entries(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
