@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import queue
 
 import pytest
 import torch
@@ -198,9 +199,9 @@ def test_a_loss_module_of_a_training_function_keeps_no_stand_in() -> None:
 
 def test_hooks_of_the_user_run() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    seen = []
-    model[0].register_forward_hook(lambda *_: seen.append("forward"))
-    model[0].register_full_backward_hook(lambda *_: seen.append("backward"))
-    model[1].weight.register_hook(lambda grad: seen.append("gradient"))
+    seen: queue.SimpleQueue[str] = queue.SimpleQueue()  # a list would be put back as it was
+    model[0].register_forward_hook(lambda *_: seen.put("forward"))
+    model[0].register_full_backward_hook(lambda *_: seen.put("backward"))
+    model[1].weight.register_hook(lambda grad: seen.put("gradient"))
     memfit.trace(Step(model, torch.randn(2, 4), loss=lambda o, _: o.sum()), target="cpu")
-    assert sorted(seen) == ["backward", "forward", "gradient"]
+    assert sorted(seen.get() for _ in range(seen.qsize())) == ["backward", "forward", "gradient"]

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import torch
 import torch.utils.checkpoint
 from torch import nn
@@ -42,12 +43,13 @@ from memfit.trace.environment import (
     unoptimized_scripts,
 )
 from memfit.trace.generators import Held, held_generators, same_generators
-from memfit.trace.leftovers import Namespaces, take_out
+from memfit.trace.leftovers import take_out
 from memfit.trace.optimizer_state import LeftState, OptimizerStates, optimizers_by_key
 from memfit.trace.placeholders import Placeholders, on_meta, optimizer_on_meta
 from memfit.trace.record import NEVER, SCHEMA, Category, ModelCall, Module, Parameter, Phase, Trace
 from memfit.trace.recorder import Recorder
 from memfit.trace.rules import RuleContext, rules_for
+from memfit.trace.snapshot import Snapshot
 from memfit.trace.source import SourceTable
 from memfit.trace.step import Step
 from memfit.trace.step_input import check_model
@@ -72,7 +74,7 @@ def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | D
         model = _eager(step.build_model(), notes)
         check_model(model)
         held = held_generators(model.modules(), variables_of(step.run))
-        namespaces = Namespaces(model.modules(), (step.run, step.loss))
+        snapshot = Snapshot(model, (step.run, step.loss, step.optimizer, step.model))
         leftovers: list[weakref.ref[Any]] = []
 
         def captured(gradients: dict[str, torch.Tensor], state: LeftState, chance: Chance) -> _Capture:
@@ -81,6 +83,7 @@ def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | D
                 capture.run()
             finally:
                 leftovers.extend(capture.leftovers)
+                snapshot.restore()
             return capture
 
         def capture_with(chance: Chance) -> Trace:
@@ -91,9 +94,12 @@ def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | D
 
         try:
             with same_generators(held):
-                return largest_path(capture_with)
-        finally:
-            take_out(leftovers, namespaces)
+                result = largest_path(capture_with)
+        except BaseException as error:
+            for note in take_out(leftovers, error):
+                warnings.warn(f"{note} (the capture itself failed: {type(error).__name__})", stacklevel=2)
+            raise
+        return msgspec.structs.replace(result, notes=(*result.notes, *take_out(leftovers)))
 
 
 def _target(target: str | os.PathLike[str] | Device | Target | None) -> Target:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -110,9 +111,13 @@ class _Instead(type):
     make: Callable[..., Any] | None
     stand_in: type
 
+    thread: int
+
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         make = cls.__dict__["make"]  # not bound
-        return cls.original(*args, **kwargs) if make is None else make(*args, **kwargs)
+        if make is None or threading.get_ident() != cls.thread:
+            return cls.original(*args, **kwargs)
+        return make(*args, **kwargs)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, cls.original) or type(instance) is cls.stand_in
@@ -122,24 +127,40 @@ class _Instead(type):
 
 
 class _Markers:
-    """Stands for the library behind `torch.cuda.nvtx`."""
+    """Stands for the library behind `torch.cuda.nvtx` on one thread."""
 
-    def __getattr__(self, _: str) -> Callable[..., int]:
+    def __init__(self, original: Any, thread: int) -> None:
+        self._original = original
+        self._thread = thread
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        if threading.get_ident() != self._thread:
+            return getattr(self._original, name)
         return lambda *args, **kwargs: 0
 
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute in the block, if there is one."""
+    """Replace an attribute in the block, if there is one; a function for this thread alone."""
     if not hasattr(owner, name):
         yield
         return
     own = name in vars(owner)
     original = vars(owner)[name] if own else None
+    here: int | None = threading.get_ident()
+    if isinstance(value, types.FunctionType | staticmethod):
+        genuine = getattr(owner, name)  # a plain function also when it is taken from a class
+        replacement = value.__func__ if isinstance(value, staticmethod) else value
+
+        def only_here(*args: Any, **kwargs: Any) -> Any:
+            return (replacement if threading.get_ident() == here else genuine)(*args, **kwargs)
+
+        value = staticmethod(only_here) if isinstance(value, staticmethod) else only_here
     setattr(owner, name, value)
     try:
         yield
     finally:
+        here = None
         if own:
             setattr(owner, name, original)
         else:
@@ -158,11 +179,16 @@ def cuda_objects(note: Callable[[str], None]) -> Iterator[None]:
         return EventStandIn()
 
     cuda = torch.cuda
-    stream_type = _Instead("Stream", (), {"original": torch.Stream, "make": new_stream, "stand_in": StreamStandIn})
-    event_type = _Instead("Event", (), {"original": torch.Event, "make": new_event, "stand_in": EventStandIn})
+    thread = {"thread": threading.get_ident()}
+    stream_names = {"original": torch.Stream, "make": new_stream, "stand_in": StreamStandIn, **thread}
+    event_names = {"original": torch.Event, "make": new_event, "stand_in": EventStandIn, **thread}
+    index_names = {"original": torch.accelerator.device_index, "make": _Nothing, "stand_in": _Nothing, **thread}
+    stream_type, event_type = _Instead("Stream", (), stream_names), _Instead("Event", (), event_names)
+    index_type = _Instead("device_index", (), index_names)
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, stream_type, "make", None)
         stack.callback(setattr, event_type, "make", None)
+        stack.callback(setattr, index_type, "make", None)
         for owner, name, value in (
             (cuda.Stream, "__new__", staticmethod(new_stream)),
             (cuda.Event, "__new__", staticmethod(new_event)),
@@ -173,9 +199,9 @@ def cuda_objects(note: Callable[[str], None]) -> Iterator[None]:
                 for owner in (cuda.device, cuda.StreamContext)
                 for name in ("__init__", "__enter__", "__exit__")
             ),
-            (torch.accelerator, "device_index", _Nothing),
+            (torch.accelerator, "device_index", index_type),
             (torch.Tensor, "record_stream", StreamStandIn._nothing),
-            (cuda.nvtx, "_nvtx", _Markers()),
+            (cuda.nvtx, "_nvtx", _Markers(cuda.nvtx._nvtx, threading.get_ident())),
         ):
             stack.enter_context(replaced(owner, name, value))
         yield

@@ -162,11 +162,18 @@ class _AnyGenerator(type(torch.Generator)):
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, torch._C.Generator)
 
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != cls.__dict__.get("_thread"):
+            return torch._C.Generator(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
 
 class _CudaGenerator(torch.Generator, metaclass=_AnyGenerator):
     """A generator that says it is on the device it was made for; its numbers come from the CPU, as the capture's do."""
 
     _place: torch.device
+    _thread: int | None = None
+    """The thread of the capture; others get a generator of torch's own, as all do after it."""
 
     def __new__(cls, device: Any = "cpu") -> _CudaGenerator:
         made = super().__new__(cls, device="cpu")  # type: ignore[call-arg]
@@ -181,10 +188,12 @@ class _CudaGenerator(torch.Generator, metaclass=_AnyGenerator):
 @contextlib.contextmanager
 def _cuda_generators() -> Iterator[None]:
     original = torch.Generator
+    _CudaGenerator._thread = threading.get_ident()
     torch.Generator = _CudaGenerator  # type: ignore[misc]
     try:
         yield
     finally:
+        _CudaGenerator._thread = None
         torch.Generator = original  # type: ignore[misc]
 
 

@@ -1,54 +1,33 @@
-"""What a capture would leave behind in caches of the user's program: found by who refers to it, and taken out."""
+"""What a capture would leave behind in caches that it does not know: found by who refers to it, and taken out."""
 
 from __future__ import annotations
 
+import collections
 import functools
 import gc
-import sys
 import types
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
 
-_MISSING = object()
 _DEPTH = 5
 """How many containers deep a tensor may lie in a cache."""
 _NO_HOLDERS = (types.FrameType, types.FunctionType, types.ModuleType)
 
 
-class Namespaces:
-    """The names of the model's classes and of the files these are written in, as they are before a capture."""
+def take_out(storages: Iterable[weakref.ref[Any]], error: BaseException | None = None) -> list[str]:
+    """Empty the places that still hold tensors on these storages, and return notes of them.
 
-    def __init__(self, modules: Iterable[nn.Module], functions: Iterable[Any]) -> None:
-        kinds = {kind for module in modules for kind in type(module).__mro__}
-        own = [kind for kind in kinds if kind.__module__.partition(".")[0] not in ("torch", "builtins", "abc")]
-        files = {kind.__module__ for kind in own} | {getattr(each, "__module__", "") for each in functions}
-        self._known = {id(kind): dict(vars(kind)) for kind in own}
-        self._kept: list[Any] = [*own]  # so that no other object comes to their address
-        for name in files:
-            if isinstance(sys.modules.get(name), types.ModuleType):
-                names = vars(sys.modules[name])
-                self._kept.append(names)
-                self._known[id(names)] = dict(names)
-
-    def before(self, owner: Any, name: Any) -> Any:
-        """Return what a name stood for in a class or in globals; None where that is not known."""
-        known = self._known.get(id(owner))
-        return None if known is None else known.get(name, _MISSING)
-
-
-def take_out(storages: Iterable[weakref.ref[Any]], namespaces: Namespaces) -> None:
-    """Empty the places that still hold tensors on these storages: caches, lists, attributes and globals.
-
-    A name of a class or a file gets back what it stood for; an entry of a dict goes, as it would not have been there;
-    `functools.lru_cache` is cleared.
+    What was reachable before the capture has been put back (Note [Snapshot]); these places were not. An entry of a dict
+    or a list goes, as if it had not been there: most are caches. If something else was there, it cannot be told what.
+    `functools.lru_cache` is cleared, which costs its owner time alone. Variables of the functions that an error came
+    out of go with it.
     """
     pointers = {storage._cdata for storage in (each() for each in storages) if storage is not None}
     if not pointers:
-        return
+        return []
     gc.collect()  # what only cycles hold is gone; this is rare, and a cache is worth it
     tensors = [
         each
@@ -57,11 +36,17 @@ def take_out(storages: Iterable[weakref.ref[Any]], namespaces: Namespaces) -> No
         and each.layout is torch.strided
         and each.untyped_storage()._cdata in pointers
     ]
+    places: dict[str, None] = {}
     if tensors:
-        _release(tensors, namespaces, _DEPTH, {id(tensors)})
+        _release(tensors, places, _DEPTH, {id(tensors), *_cells_of(error)})
+    return [
+        f"the step put a tensor of its own into {place}, which the capture could not look at before: it was taken out "
+        "again. If something else was there before, set it again, or let an attribute of the model refer to it"
+        for place in places
+    ]
 
 
-def _release(held: list[Any], namespaces: Namespaces, depth: int, own: set[int]) -> None:
+def _release(held: list[Any], places: dict[str, None], depth: int, own: set[int]) -> None:
     """Let go of these objects wherever they are referred to; through tuples and plain objects, of what holds them."""
     wanted = set(map(id, held))
     further: list[Any] = []
@@ -71,22 +56,40 @@ def _release(held: list[Any], namespaces: Namespaces, depth: int, own: set[int])
         if id(holder) in own or isinstance(holder, _NO_HOLDERS):
             continue
         if isinstance(holder, dict):
-            _empty_names(_class_of(holder) or holder, holder, wanted, namespaces)
+            _empty_names(_owner_of(holder) or holder, holder, wanted, places)
         elif isinstance(holder, list):
+            places[f"a list ({_named(holder, own)})"] = None
             holder[:] = [each for each in holder if id(each) not in wanted]
         elif isinstance(holder, set):
+            places[f"a set ({_named(holder, own)})"] = None
             holder.difference_update([each for each in holder if id(each) in wanted])
+        elif isinstance(holder, collections.deque):
+            places[f"a deque ({_named(holder, own)})"] = None
+            kept = [each for each in holder if id(each) not in wanted]
+            holder.clear()
+            holder.extend(kept)
         elif isinstance(holder, functools._lru_cache_wrapper):
             holder.cache_clear()
         elif isinstance(holder, types.CellType):
-            holder.cell_contents = None
+            places["a variable of an enclosing function"] = None
+            del holder.cell_contents  # reading it says that it has no value; None would pass for one
         elif isinstance(holder, tuple | frozenset) or dataclass_like(holder):
             further.append(holder)
         elif hasattr(holder, "__dict__"):
-            _empty_names(holder, dict(vars(holder)), wanted, namespaces)
+            _empty_names(holder, dict(vars(holder)), wanted, places)
     del referrers
     if further and depth > 1:
-        _release(further, namespaces, depth - 1, own)
+        _release(further, places, depth - 1, own)
+
+
+def _cells_of(error: BaseException | None) -> Iterable[int]:
+    """Return the variables, by identity, of the functions that an error came through."""
+    while error is not None:
+        place = error.__traceback__
+        while place is not None:
+            yield from (id(each) for each in gc.get_referents(place.tb_frame) if isinstance(each, types.CellType))
+            place = place.tb_next
+        error = error.__cause__ or error.__context__
 
 
 def dataclass_like(value: Any) -> bool:
@@ -94,23 +97,36 @@ def dataclass_like(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) and not hasattr(value, "__dict__") and hasattr(type(value), "__slots__")
 
 
-def _class_of(names: dict[Any, Any]) -> type | None:
-    """Return the class whose names these are; they may not be written to behind its back."""
-    if "__module__" not in names:
-        return None
-    return next((each for each in gc.get_referrers(names) if isinstance(each, type)), None)
+def _owner_of(names: dict[Any, Any]) -> Any:
+    """Return the class or the object whose names these are; those of a class may not be written behind its back."""
+    for each in gc.get_referrers(names):
+        if isinstance(each, type) and "__module__" in names:
+            return each
+        if not isinstance(each, types.ModuleType) and getattr(each, "__dict__", None) is names:
+            return each
+    return None
 
 
-def _empty_names(owner: Any, names: dict[Any, Any], wanted: set[int], namespaces: Namespaces) -> None:
+def _named(holder: Any, own: set[int]) -> str:
+    """Say what refers to a container, as far as that has a name."""
+    for each in gc.get_referrers(holder):
+        if id(each) not in own and isinstance(each, dict):
+            name = next((name for name, value in list(each.items()) if value is holder), None)
+            home = each.get("__name__") if "__name__" in each else type(_owner_of(each)).__name__
+            if isinstance(name, str) and home != "NoneType":
+                return f"{home}.{name}"
+    return "without a name"
+
+
+def _empty_names(owner: Any, names: dict[Any, Any], wanted: set[int], places: dict[str, None]) -> None:
     attributes = owner is not names
     for name, value in list(names.items()):
         if id(value) not in wanted:
             continue
-        before = namespaces.before(owner, name)
-        is_globals = not attributes and names.get("__name__") in sys.modules
-        if before is _MISSING or (before is None and not attributes and not is_globals):
-            delattr(owner, name) if attributes else names.pop(name)
-        elif attributes:
-            setattr(owner, name, before)
+        if attributes:
+            home = owner.__qualname__ if isinstance(owner, type) else type(owner).__qualname__
+            places[f"{home}.{name}"] = None
+            delattr(owner, name)
         else:
-            names[name] = before
+            places[f"a dict ({_named(names, set())}) under {name!r}"] = None
+            names.pop(name)

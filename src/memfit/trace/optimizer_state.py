@@ -8,6 +8,7 @@ only seen at the end: then the step is captured again, and begins with it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -38,9 +39,15 @@ class OptimizerStates:
         self._parameters = parameters
         self._registered: list[torch.optim.Optimizer] = []
         self._making_state = False
+        self._thread = threading.get_ident()
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Give the optimizer its state with a step that is not recorded, when this would be its first."""
+        """Give the optimizer its state with a step that is not recorded, when this would be its first.
+
+        The hook is called on every thread; optimizers of others are none of the capture's.
+        """
+        if threading.get_ident() != self._thread:
+            return
         if isinstance(optimizer, torch.optim.LBFGS):
             raise InputError("LBFGS decides from values how often it runs the step; it cannot be captured")
         known = self._placeholders.stand_ins | self._parameters.keys()
@@ -61,6 +68,8 @@ class OptimizerStates:
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Note that ops are no longer the optimizer's."""
+        if threading.get_ident() != self._thread:
+            return
         self._recorder.in_optimizer = False
 
     def _make_state(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
