@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import queue
 
 import pytest
 import torch
@@ -260,7 +261,7 @@ def test_values_of_constants_and_real_batches_are_known() -> None:
 
 
 def test_emulated_device_is_the_targets() -> None:
-    seen = []
+    seen: queue.SimpleQueue[tuple[object, ...]] = queue.SimpleQueue()  # a list would be put back as it was
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -268,7 +269,7 @@ def test_emulated_device_is_the_targets() -> None:
             self.weight = nn.Parameter(torch.ones(4))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(
+            seen.put(
                 (
                     x.device.type,
                     x.is_cuda,
@@ -280,7 +281,7 @@ def test_emulated_device_is_the_targets() -> None:
 
     memfit.trace(Step(Model(), torch.randn(2, 4)), target="cpu")
     memfit.trace(Step(Model(), torch.randn(2, 4)), target="h100-sxm")
-    assert seen == [("cpu", False, "cpu", "cpu"), ("cuda", True, "cuda", "cuda")]
+    assert [seen.get() for _ in range(2)] == [("cpu", False, "cpu", "cpu"), ("cuda", True, "cuda", "cuda")]
 
 
 def test_same_step_gives_the_same_fingerprint() -> None:

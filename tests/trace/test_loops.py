@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import queue
 import random
 import threading
 import warnings
@@ -379,18 +380,18 @@ def test_captures_in_threads_neither_mix_nor_leave_anything_behind() -> None:
 
 def test_logging_the_loss_is_answered_with_a_note() -> None:
     model, batch = stack(), torch.randn(8, 64)
-    seen = []
+    seen: queue.SimpleQueue[str] = queue.SimpleQueue()  # a list would be put back as it was
 
     def train() -> None:
         loss = model(batch).mean()
         if not torch.isfinite(loss):
             raise RuntimeError("diverged")
         loss.backward()
-        seen.append(f"{loss.item():.3f}")
+        seen.put(f"{loss.item():.3f}")
         model.zero_grad()
 
     trace = captured(train)
-    assert seen == ["1.000"]
+    assert [seen.get() for _ in range(seen.qsize())] == ["1.000"]
     assert any("test_loops.py" in note and "1.0" in note for note in trace.notes)
 
 
@@ -442,17 +443,17 @@ def test_packed_sequences_say_what_to_do() -> None:
 
 def test_steps_that_ask_for_the_gpu_find_one() -> None:
     model, batch = stack(), torch.randn(2048, 64)
-    device_seen = []
+    device_seen: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def train() -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        device_seen.append(device)
+        device_seen.put(device)
         model(batch.to(device)).mean().backward()
         torch.cuda.synchronize()
         model.zero_grad()
 
     trace = captured(train, GPU)
-    assert device_seen == ["cuda"]
+    assert [device_seen.get() for _ in range(device_seen.qsize())] == ["cuda"]
     assert any(op.name == "aten._to_copy.default" for op in trace.ops)
     assert not torch.cuda.is_available()
 
