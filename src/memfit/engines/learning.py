@@ -35,7 +35,7 @@ class Learning(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def __init__(self, policy: RunPolicy, unit: nn.Module, run: Rerun) -> None:
+    def __init__(self, policy: RunPolicy, unit: nn.Module, run: Rerun, *, tried_before: bool = False) -> None:
         super().__init__()
         self.policy = policy
         self.followed = True
@@ -47,6 +47,7 @@ class Learning(TorchDispatchMode):
         self._tour = Learner(unit)
         self._ops = 0
         self._maker: dict[int, Maker] = {}
+        self._tried_before = tried_before  # a unit that goes on running otherwise must not be held again and again
         self._made_with_grad: set[int] = set()
         self._packs: list[tuple[Maker | None, Saved]] = []
         self._unwritten: set[int] = set()  # ops whose results have no value yet
@@ -64,7 +65,7 @@ class Learning(TorchDispatchMode):
         if self._ops <= max(self.policy.names, default=-1):
             self._differ(f"it ran {self._ops} ops and has {self.policy.ops} in the plan")
         recipe = self._recipe() if self.followed else None
-        if recipe is None and not self.writes_older:
+        if recipe is None and self._tried_before and not self.writes_older:
             for maker, saved in self._packs:  # as `Rerun.whole` does
                 if maker is not None and saved.index in self._made_with_grad and saved.tensor is not None:
                     if maker[1] == 0 and maker[0] not in self._unwritten:

@@ -175,7 +175,7 @@ class PlannedUnit:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        learning = Learning(policy, module, run)
+        learning = Learning(policy, module, run, tried_before=kind in self._tries)
         result, recipe = learning.first(args, kwargs)
         if recipe is None:
             if not isinstance(self._recipes.get(kind), Recipe):  # one that has been right may be so again
