@@ -274,4 +274,5 @@ def test_extremes_of_known_values_are_known(target: str, name: str) -> None:
             return self.linear(x).sum()
 
     batch = (torch.randn(8, WIDTH), torch.arange(8))
-    assert not memfit.trace(Step(Checked(), batch), target=target).notes
+    notes = memfit.trace(Step(Checked(), batch), target=target).notes
+    assert not [note for note in notes if "docs/ops.md" not in note]

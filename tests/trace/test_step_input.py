@@ -75,13 +75,14 @@ def test_a_criterion_that_gets_the_inputs_for_labels_is_explained(loss: Any, bat
         memfit.trace(Step(nn.Linear(8, 3), batch, loss=loss), target="cpu")
 
 
-def test_an_assertion_of_ones_own_loss_is_left_alone() -> None:
+def test_an_assertion_of_ones_own_loss_is_told_as_it_is() -> None:
     def loss(output: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
         assert output.shape == batch.shape, "mine"
         return output.sum()
 
-    with pytest.raises(AssertionError, match="mine"):
+    with pytest.raises(memfit.CaptureError, match="AssertionError: mine") as caught:
         memfit.trace(Step(nn.Linear(8, 3), torch.randn(4, 8), loss=loss), target="cpu")
+    assert isinstance(caught.value.__cause__, AssertionError)
 
 
 def test_torchs_assertion_inside_ones_own_loss_is_explained() -> None:

@@ -213,6 +213,11 @@ class Applied:
             "for the same without the compiler, or call plan.remove(model) to compile it without the plan",
         )
 
+    def leave_inputs(self) -> None:
+        """Let a guard, which measures what larger inputs take, be the one that tells of them."""
+        if self._watch is not None:
+            self._watch.leave_inputs()
+
     def _watched(self, found: list[tuple[nn.Module, Handler]]) -> list[tuple[nn.Module, Handler]]:
         """Put what compares the loop with the plan around the calls of the model itself."""
         model, loop = self._paths[""], self.plan.trace.loop

@@ -211,6 +211,10 @@ class LoopWatch:
             "what was predicted. Switch the model's own checkpointing off, or plan the step with it",
         )
 
+    def leave_inputs(self) -> None:
+        """Say nothing of larger inputs: somebody else does."""
+        self._told.add("inputs")
+
     def warn(self, kind: str, text: str) -> None:
         """Give a warning of this kind, the first time."""
         if kind not in self._told:

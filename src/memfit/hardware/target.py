@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from memfit.errors import InputError
 from memfit.hardware.device import Device, Link
 from memfit.hardware.load import load_device, load_link
-from memfit.units import KiB, display_bytes, parse_bytes
+from memfit.units import display_bytes, parse_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -83,17 +83,9 @@ class Target:
         return self.device.usable_bytes
 
     def budget_bytes(self, budget: str | int | float | None = None) -> int:
-        """One rank's budget in bytes. A fraction is of the device's total; None, all that is usable.
-
-        An int is bytes; one that only a forgotten unit explains, such as 80, is refused.
-        """
+        """One rank's budget in bytes: an int is bytes, a fraction is of the device's total, None all that is usable."""
         if budget is None:
             return self.usable_bytes
-        if isinstance(budget, int) and not isinstance(budget, bool) and 0 < budget < KiB:
-            raise InputError(
-                f"a budget of {budget} is {budget} bytes, which hold no training step; write '{budget}GiB', or "
-                f"'{budget}B' if bytes are meant"
-            )
         total = self.device.memory_total_bytes
         n = parse_bytes(budget, total_bytes=total)
         if not 0 < n <= total:

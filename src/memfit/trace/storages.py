@@ -69,6 +69,7 @@ class StorageTable:
         """Storages with values that come from random numbers, and the lines that drew these."""
         self.twins: dict[int, torch.UntypedStorage] = {}
         self._refs: dict[int, _StorageRef] = {}
+        self._closed = False
         self.paused = False
         self.in_optimizer = False
         self._held: dict[int, _StorageRef] = {}
@@ -255,6 +256,7 @@ class StorageTable:
     def close(self) -> None:
         """The step is over: what is freed from now on was alive at its end."""
         self._refs.clear()
+        self._closed = True  # whoever looks for leftovers holds the references, whose callbacks go on
 
     def _watch(self, storage: torch.UntypedStorage, number: int, *, saved: bool = False) -> _StorageRef:
         ref = _StorageRef(storage, self._on_death)
@@ -264,6 +266,8 @@ class StorageTable:
 
     def _on_death(self, ref: weakref.ref) -> None:
         assert isinstance(ref, _StorageRef)
+        if self._closed:
+            return
         pointer, number = ref.pointer, ref.number
         if self._refs.get(pointer) is ref:
             del self._refs[pointer]

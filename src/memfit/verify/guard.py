@@ -113,6 +113,7 @@ class Guard:
         if applied is None or applied.plan.checkpoint != self.plan.checkpoint:
             what = "does not run a plan" if applied is None else "runs another plan"
             raise StateError(f"the model {what}; call plan.apply(model, optimizer) before the guard")
+        applied.leave_inputs()
         self._hooks.append(self._model.register_forward_pre_hook(self._on_forward, with_kwargs=True))
         if self._optimizer is not None:
             self._hooks.append(self._optimizer.register_step_pre_hook(self._on_optimizer))

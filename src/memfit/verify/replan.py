@@ -94,13 +94,13 @@ class Replanner:
             if found.predicted is None or not same_decisions(found, plan):
                 return None if found.predicted is None else found
             failed_bytes = found.predicted.peak_bytes
-        found = self.plan(plan, f"{max(1, int(failed_bytes * (1 - LOWER)))}B")
+        found = self.plan(plan, max(1, int(failed_bytes * (1 - LOWER))))
         return None if found.predicted is None or same_decisions(found, plan) else found
 
     def least(self, plan: Plan) -> Plan | None:
         """The plan of the step as it is now that has the lowest peak."""
         if self._least is None or self._least.fingerprint != self.trace.fingerprint:
-            least = self.plan(plan, "1B").minimum_budget_bytes
+            least = self.plan(plan, 1).minimum_budget_bytes
             self._least = None if least is None else self.plan(plan, least)
         return self._least
 
