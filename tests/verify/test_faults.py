@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,14 +49,18 @@ def test_when_nothing_takes_less_it_is_explained_and_everything_is_as_before_the
     assert found["restored"] and found["differs after the failure"] == []
     assert found["differs at the end"] == []
     assert "DefaultCPUAllocator" in found["cause"]
+    # Which of the first allocations the limit refuses depends on what the process has mapped by then.
+    failed = re.search(
+        r"out of memory: an allocation of .+ failed in forward, in (stem|the model itself)", found["error"]
+    )
+    assert failed is not None
+    if failed[1] == "stem":
+        assert "aten.native_batch_norm.default of stem" in found["error"] and "self.stem(x)" in found["error"]
     for part in (
-        "out of memory: an allocation of 512.00 KiB failed in forward, in stem",
-        "aten.native_batch_norm.default of stem",
-        "self.stem(x)",
         "the process may map (RLIMIT_AS)",
         "are taken",
         "what the plan expected there",
-        "the step failed in forward, in stem and was taken back",
+        f"the step failed in forward, in {failed[1]} and was taken back",
         "it ran with the lowest peak that any plan of this step has",
         "halve the micro-batch",
     ):
