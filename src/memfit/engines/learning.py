@@ -20,7 +20,7 @@ from memfit.engines.rerun import Rerun, Saved, unpack
 from memfit.engines.tape import EMPTY
 from memfit.engines.tour import Learner, Visit, Way
 from memfit.engines.windows import Window, plain, window_of
-from memfit.engines.writes import written
+from memfit.engines.writes import gathered_parameters, written
 
 Maker = tuple[int, int]
 
@@ -44,6 +44,7 @@ class Learning(TorchDispatchMode):
         self._inputs: set[int] = set()
         self._overwrites_inputs = False
         self._run = run
+        self._unit = unit
         self._tour = Learner(unit)
         self._ops = 0
         self._maker: dict[int, Maker] = {}
@@ -163,7 +164,7 @@ class Learning(TorchDispatchMode):
     def _note_writes(self, func: Any, args: Any, kwargs: Any, offset: int) -> None:
         for target in written(func, args, kwargs):
             key = target.untyped_storage()._cdata
-            if key in self._maker:
+            if key in self._maker or key in gathered_parameters(self._unit):
                 continue
             self.writes_older = True
             self._overwrites_inputs = self._overwrites_inputs or key in self._inputs

@@ -49,13 +49,18 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                 yield f"{path}.{name}" if path else name, parameter
 
 
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Tell whether `fully_shard` was called on a module, without importing what it is in."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
 def wrappers_of(model: nn.Module) -> list[str]:
     """Name what a model is wrapped in or sharded by, the outermost first: `DistributedDataParallel`, `fully_shard`."""
     found: dict[str, None] = {}
     for module in model.modules():
         if wrapped_module(module) is not None:
             found[type(module).__name__] = None
-        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+        if is_fully_sharded(module):
             found["fully_shard"] = None
     tensors = sys.modules.get("torch.distributed.tensor")  # imported already where there are any
     sharded = "fully_shard" in found or tensors is None
