@@ -272,3 +272,35 @@ def test_thirty_steps_on_random_paths_stay_within_the_budget_and_exact(name: str
             assert one.grad is None or torch.equal(one.grad, other.grad)
         plain.zero_grad()
         model.zero_grad()
+
+
+class Chosen(nn.Module):
+    """Trains on the rows that a part of the batch chooses."""
+
+    def __init__(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.choose, self.linear = choose, nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.choose(x))
+
+
+CHOICES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+    "a mask of the batch": (lambda x: x[x[:, 0] > 0], True),
+    "a selection": (lambda x: torch.masked_select(x, x[:, :1] > 0).view(-1, 16), True),
+    "places of nonzeros": (lambda x: x[(x[:, 0] > 0).nonzero().squeeze(1)], True),
+    "a number read": (lambda x: x[: int(x[0, 0].abs().ceil().item()) + 1], True),
+    "a branch": (lambda x: x if bool(x.max() > 0) else x[:1], True),
+    "a mask of its own": (lambda x: x[torch.arange(len(x)) > 3], False),
+    "an order": (lambda x: x[x[:, 0].argsort()], False),
+    "other values only": (lambda x: torch.where(x > 0, x, 0), False),
+}
+
+
+@pytest.mark.parametrize("target", ["cpu", "h100-sxm"])
+@pytest.mark.parametrize("name", CHOICES)
+def test_what_values_of_the_batch_decide_is_said(name: str, target: str) -> None:
+    choose, said = CHOICES[name]
+    step = Step(Chosen(choose), torch.randn(64, 16), loss=lambda output, _: output.sum())
+    notes = memfit.trace(step, target=target).notes
+    assert any("a batch with other values may need more memory" in note for note in notes) is said

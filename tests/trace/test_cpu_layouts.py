@@ -196,6 +196,28 @@ def test_the_peak_of_a_step_is_that_of_a_real_one(name: str) -> None:
     assert timeline.peak_bytes - timeline.start_bytes == truth.peak_bytes
 
 
+@pytest.mark.parametrize("layout", layouts(4, 6, 16))
+def test_a_batch_has_the_layout_that_it_was_given(layout: str) -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    batch = layouts(4, 6, 16)[layout]
+    step = Step(model, batch, loss=lambda output, _: output.square().mean(), optimizer=optimizer)
+    step.execute(model, optimizer, "cpu")
+    with measured() as truth:
+        step.execute(model, optimizer, "cpu")
+    trace = memfit.trace(step, target="cpu")
+    timeline = Timeline.of(trace)
+    assert timeline.peak_bytes - timeline.start_bytes == truth.peak_bytes
+    held = [each.bytes for each in trace.storages if each.category == "input"]
+    assert held == [batch.untyped_storage().nbytes()]
+
+
+def test_a_copy_of_the_batch_to_a_gpu_has_no_gaps() -> None:
+    step = Step(nn.Linear(16, 4), torch.rand(64, 24)[:, :16], loss=lambda output, _: output.sum())
+    trace = memfit.trace(step, target="h100-sxm")
+    assert [each.bytes for each in trace.storages if each.category == "input"] == [64 * 16 * 4]
+
+
 def test_a_product_of_elements_says_that_it_was_captured_without_zeros() -> None:
     step = linear_step(lambda output, _: output.sigmoid().prod(1).sum(), 8)
     assert any(note.startswith("prod: captured as without zeros") for note in memfit.trace(step, target="cpu").notes)

@@ -354,7 +354,7 @@ class _Capture:
             self._register_buckets(path, module)
         for tensor in self.placeholders.attributes:
             table.adopt(tensor, Category.BUFFER)
-        visit_tensors(step.batch, lambda tensor: table.adopt(tensor, Category.INPUT, name="batch"))
+        visit_tensors(step.batch, table.adopt_batch)
         held: dict[int, int] = {}
         visit_tensors(
             step.batch, lambda tensor: held.update({table.number_of(tensor): tensor.untyped_storage().nbytes()})
@@ -556,7 +556,7 @@ class _Capture:
             parameters=parameters,
             sources=tuple(self.sources.sources),
             model_calls=tuple(self._model_calls),
-            notes=(*notes, *sorted(recorder.notes), *self.advice.notes(), *self.context.notes),
+            notes=(*notes, *sorted(recorder.notes), *recorder.batch_notes(), *self.advice.notes(), *self.context.notes),
             shared=self.calls.shared,
             in_eval=tuple(sorted(self.calls.in_eval)),
         )

@@ -88,7 +88,7 @@ class Emulation(TorchFunctionMode):
             if name in _READS:
                 if not self.recorder.executor.has_value(args[0]):
                     raise UnsupportedError("the step depends on the values of a tensor", DATA_DEPENDENT)
-                self.recorder.note_random_read(args[0])
+                self.recorder.note_read(args[0])
             if name == "requires_grad_" or (name == "__set__" and func == _SET_REQUIRES_GRAD):
                 self._lose_values(args[0])
             elif name[-1] == "_" and (name[-2] != "_" or name in _WRITING):

@@ -24,7 +24,8 @@ class Placeholders:
     """Stand-ins by identity, so that tied tensors stay tied and an optimizer finds its parameters."""
 
     def __init__(self, *, compact: bool = False) -> None:
-        """With `compact`, a tensor of the batch takes its own bytes and not those of the data set it is a slice of."""
+        """With `compact`, tensors are those that a copy to the device makes: without gaps, and without the data set
+        that they are slices of."""
         self.compact = compact
         self.of: dict[int, torch.Tensor] = {}
         self.stand_ins: set[int] = set()
@@ -59,9 +60,9 @@ class Placeholders:
             telling = (keep_floats and not tensor.requires_grad) or not tensor.is_floating_point() or tensor.dim() == 0
             small = tensor.device.type == "cpu" and tensor.numel() <= KNOWN_VALUE_LIMIT
             if telling and small and type(tensor) is torch.Tensor:
-                known = tensor.detach().clone(memory_format=torch.preserve_format)
+                known = tensor.detach().clone() if self.compact else _same_layout(tensor.detach())
             elif self.compact and tensor.untyped_storage()._cdata not in self._storages:
-                known = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
+                known = torch.empty_like(tensor, device=_META, requires_grad=False)
             else:
                 known = self._empty(tensor)
             if tensor.is_floating_point() or tensor.is_complex():
@@ -119,6 +120,15 @@ class Placeholders:
         self.of[id(tensor)] = known
         self.stand_ins.add(id(known))
         self._kept.append(tensor)
+
+
+def _same_layout(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor with its gaps, or with its elements that are one in memory, as `expand` makes them."""
+    storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
+    if storage is None or storage.nbytes() > 2 * KNOWN_VALUE_LIMIT * tensor.element_size():
+        return tensor.clone()  # a slice of a data set
+    copied = torch.empty(0, dtype=tensor.dtype)
+    return copied.set_(storage.clone(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def _rebuilt(value: Mapping, items: dict) -> Any:

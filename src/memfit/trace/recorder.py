@@ -23,7 +23,7 @@ from memfit.trace.kernels import inexact
 from memfit.trace.record import NEVER, Category, Op, Phase, Storage, TensorRef
 from memfit.trace.rules import RuleContext, Rules
 from memfit.trace.source import SourceTable
-from memfit.trace.storages import HOST, StorageDraft, StorageTable
+from memfit.trace.storages import BATCH, HOST, StorageDraft, StorageTable
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
@@ -61,6 +61,8 @@ class Recorder(TorchDispatchMode):
         self.ops: list[Op] = []
         self.saved_ops: set[int] = set()
         self.notes: set[str] = set()
+        self.reads_of_batch: dict[str, None] = {}
+        """The lines that take a size or a decision from values of the batch."""
         self.placing: str | None = None
         self.finite_tests: dict[int, bool] = {}
         self._optimizer_source: int | None = None
@@ -211,9 +213,9 @@ class Recorder(TorchDispatchMode):
             written = written_by(info, args, kwargs) if info.writes else []
             needs_grad = bool(tensors) and tensors[0].requires_grad
             random = info.random and _draws(func, args, kwargs)
-            if random or self.table.random:
+            if random or self.table.origins:
                 results = tensors_of((outcome.result, *written))
-                self._follow_random_values(func, info, args, kwargs, tensors, results, random)
+                self._follow_values(func, info, args, kwargs, tensors, results, random)
             try:
                 self._record(info, kwargs, inputs, arguments, outcome, written, needs_grad, leaves, random)
             except (NotImplementedError, RuntimeError) as error:  # a sparse result has no storage
@@ -225,7 +227,7 @@ class Recorder(TorchDispatchMode):
 
     # -- Note [Chance] ----------------------------------------------------------------------------------------------
 
-    def _follow_random_values(
+    def _follow_values(
         self,
         func: Any,
         info: OpInfo,
@@ -235,8 +237,8 @@ class Recorder(TorchDispatchMode):
         results: list[torch.Tensor],
         drawn: bool,
     ) -> None:
-        """Note which known values come from random numbers, and whether an op's result has its shape from some."""
-        origins = self.table.random
+        """Follow values that random numbers or the batch gave, to results that have their shape from some."""
+        origins = self.table.origins
         lines = frozenset[str]().union(*(origins.get(each.untyped_storage()._cdata, ()) for each in tensors))
         known = [each for each in results if not each.is_meta]
         if drawn and known:
@@ -251,16 +253,30 @@ class Recorder(TorchDispatchMode):
             pointer = each.untyped_storage()._cdata
             origins[pointer] = origins.get(pointer, frozenset()) | lines
         if info.name in INDEXING:  # positions only choose; masks also say how many
-            self.note_random_read(*(each for each in tensors if each.dtype is torch.bool))
+            self.note_read(*(each for each in tensors if each.dtype is torch.bool))
         elif func is _aten._local_scalar_dense.default or torch.Tag.dynamic_output_shape in func.tags:
-            self.note_random_read(*tensors)
+            self.note_read(*tensors)
 
-    def note_random_read(self, *tensors: torch.Tensor) -> None:
-        """Remember that the step has read these values, if they come from random numbers."""
+    def note_read(self, *tensors: torch.Tensor) -> None:
+        """Remember that the step has read these values, if they come from random numbers or the batch."""
         for tensor in tensors:
-            lines = self.table.random.get(tensor.untyped_storage()._cdata)
+            lines = self.table.origins.get(tensor.untyped_storage()._cdata)
             if lines:
-                self.chance.note_read(sorted(lines), self.sources.sources[self.sources.here(2)])
+                here = self.sources.sources[self.sources.here(2)]
+                self.chance.note_read(sorted(lines - {BATCH}), here)
+                if BATCH in lines:
+                    self.reads_of_batch[here] = None
+
+    def batch_notes(self) -> list[str]:
+        """Say that other batches may need more, where a size or a decision comes from values of this one."""
+        if not self.reads_of_batch:
+            return []
+        first, *more = self.reads_of_batch
+        where = f"{first}, and {len(more)} more" if more else first
+        return [
+            f"values of the batch decide what is computed, or how large it is ({where}): a batch with other values may "
+            "need more memory than this one; plan with the largest that you expect"
+        ]
 
     def _run_paused(
         self, func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor], arguments: str

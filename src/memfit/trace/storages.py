@@ -15,6 +15,7 @@ import torch
 
 from memfit.trace.record import NEVER, Category, Phase
 
+BATCH = "the batch"
 HOST = -1
 _LISTED = 16
 """As many integers are taken for a list that somebody wrote as an index."""
@@ -65,8 +66,8 @@ class StorageTable:
         self.known: dict[int, int] = {}
         self.foreign: dict[int, Category] = {}
         self.valueless: set[int] = set()
-        self.random: dict[int, frozenset[str]] = {}
-        """Storages with values that come from random numbers, and the lines that drew these."""
+        self.origins: dict[int, frozenset[str]] = {}
+        """Storages with values that other steps do not have: the lines that drew them, and `BATCH`."""
         self.twins: dict[int, torch.UntypedStorage] = {}
         self._refs: dict[int, _StorageRef] = {}
         self._closed = False
@@ -98,6 +99,12 @@ class StorageTable:
             draft = self.drafts[number]
             draft.category, draft.module, draft.name = category, module, name
         return number
+
+    def adopt_batch(self, tensor: torch.Tensor) -> None:
+        """Register a tensor of the batch, whose values other steps do not have."""
+        self.adopt(tensor, Category.INPUT, name="batch")
+        if not tensor.is_meta:
+            self.origins[tensor.untyped_storage()._cdata] = frozenset({BATCH})
 
     def in_host_memory(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor was seen, and is not on the target device."""
@@ -189,8 +196,8 @@ class StorageTable:
                 twin = storage.clone()
                 if storage._cdata in self.valueless:
                     self.valueless.add(twin._cdata)
-                if storage._cdata in self.random:
-                    self.random[twin._cdata] = self.random[storage._cdata]
+                if storage._cdata in self.origins:
+                    self.origins[twin._cdata] = self.origins[storage._cdata]
             self.known[twin._cdata] = number
             self.drafts[number].lives += 1
             self.drafts[number].saved += 1
@@ -274,7 +281,7 @@ class StorageTable:
             self.known.pop(pointer, None)
             self.foreign.pop(pointer, None)
             self.valueless.discard(pointer)
-            self.random.pop(pointer, None)
+            self.origins.pop(pointer, None)
             self.twins.pop(pointer, None)
             self._held.pop(pointer, None)  # the next storage at this address may be in host memory
         if number == HOST:
