@@ -85,6 +85,14 @@ def test_a_decomposition_is_run_for_one_measurement_only() -> None:
     assert any("_linalg_svd" in note and "may depend on values" in note for note in trace.notes)
 
 
+def test_a_decomposition_that_would_take_long_is_not_run() -> None:
+    known = set(probe._PROBED)
+    step = Step(nn.Linear(8, 6000), memfit.spec((6000, 8)), loss=lambda output, _: torch.linalg.svdvals(output).sum())
+    trace = memfit.trace(step, target="cpu")
+    assert not any("_linalg_svd" in str(key) for key in set(probe._PROBED) - known)
+    assert any("_linalg_svd" in note and "too large to run once here" in note for note in trace.notes)
+
+
 @pytest.mark.parametrize("value", [0.0, None], ids=["a number", "rows"])
 def test_writing_to_the_rows_of_a_mask_is_measured(value: float | None) -> None:
     class Selected(nn.Module):

@@ -25,7 +25,7 @@ from memfit.trace.kernels import MEASURED_LIMIT_BYTES, certified_ops, measure_ca
 from memfit.trace.record import Phase
 from memfit.trace.rules import Rule, RuleContext, Rules
 from memfit.trace.rules.flops import FLOPS
-from memfit.trace.rules.vendor import DEPENDS_ON_VALUES
+from memfit.trace.rules.vendor import DEPENDS_ON_VALUES, is_slow_decomposition
 from memfit.trace.storages import StorageTable
 
 _WRITTEN = object()
@@ -231,6 +231,8 @@ class Executor:
         """The call's price, found out by making the call for real where it is not known (Note [Certified])."""
         if info.certified is None or operand_kind(tensors) in info.certified:
             return self._priced(func, info, args, kwargs, result)
+        if info.workspace is self.rules.decomposition and is_slow_decomposition(func, args):
+            return self._priced(func, info, args, kwargs, result)  # the rule measures a smaller call, or has a note
         total_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*tensors, *tensors_of((result,))))
         if total_bytes > MEASURED_LIMIT_BYTES:
             self.context.note(

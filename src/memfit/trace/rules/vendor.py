@@ -16,6 +16,8 @@ from memfit.trace.rules.layout import bytes_of
 
 _PROBE_LIMIT_BYTES = 1 << 28
 _PROBE_LIMIT_FLOPS = 1 << 35
+_SVD_FLOPS = 20
+"""For each element and each of the smaller side: as many as the slowest decomposition takes."""
 _WEIGHTS = {"aten::convolution": 1, "aten::convolution_backward": 2}
 """The position of an operand without samples."""
 DEPENDS_ON_VALUES = "{}: what it allocates inside itself may depend on values; measured on small ones"
@@ -26,11 +28,17 @@ def probed(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], r
 
     A call that is too large or takes too long is measured on fewer samples.
     """
+    return _probed(context, func, args, kwargs, result, _flops(func, args, kwargs, result))
+
+
+def _probed(
+    context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any, flops: int, matrix_dims: int = 0
+) -> int:
     size = sum(map(bytes_of, tensors_of((*args, result))))
-    share = max(size / _PROBE_LIMIT_BYTES, _flops(func, args, kwargs, result) / _PROBE_LIMIT_FLOPS)
+    share = max(size / _PROBE_LIMIT_BYTES, flops / _PROBE_LIMIT_FLOPS)
     if share <= 1:
         return _measured(func, args, kwargs)
-    samples = args[0].size(0) if isinstance(args[0], Tensor) and args[0].dim() > 0 else 0
+    samples = args[0].size(0) if isinstance(args[0], Tensor) and args[0].dim() > matrix_dims else 0
     fewer = int(samples / share) // 4 * 4
     if fewer < 4:
         context.note(f"{func}: too large to run once here; what it allocates inside itself is not counted")
@@ -71,7 +79,21 @@ def _not_counted(context: RuleContext, func: Any, args: Any, kwargs: dict[str, A
 
 def _decomposition(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     context.note(DEPENDS_ON_VALUES.format(func))
-    return probed(context, func, map_tensors(args, _valid_pivots), kwargs, result)
+    args = map_tensors(args, _valid_pivots)
+    dims = 0 if "fft" in func._schema.name else 2
+    return _probed(context, func, args, kwargs, result, _decomposition_flops(func, args), dims)
+
+
+def is_slow_decomposition(func: Any, args: Any) -> bool:
+    """Tell whether a decomposition has more to compute than a measurement of its workspace may take."""
+    return _decomposition_flops(func, args) > _PROBE_LIMIT_FLOPS
+
+
+def _decomposition_flops(func: Any, args: Any) -> int:
+    if "fft" in func._schema.name:
+        return 0
+    matrices = (each for each in tensors_of(args) if each.dim() >= 2)
+    return max((_SVD_FLOPS * each.numel() * min(each.shape[-2:]) for each in matrices), default=0)
 
 
 def _valid_pivots(tensor: Tensor) -> Tensor:
