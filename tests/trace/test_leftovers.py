@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from torch import nn
 
 import memfit
 from memfit.memory import Timeline, measured
-from memfit.trace import Step
+from memfit.trace import CaptureError, Step
 
 SIZE = 1200
 """Its square is more elements than keep their values."""
@@ -234,3 +235,14 @@ def test_a_plan_of_a_model_with_a_lazy_mask_is_verified() -> None:
     assert plan.status == "optimal" and plan.checkpoint
     check = plan.verify(step, time_tolerance=None)
     assert check.ok, str(check)
+
+
+def test_variables_of_a_step_that_fails_are_nobodys_cache() -> None:
+    def fails(output: torch.Tensor, _: object) -> torch.Tensor:
+        kept = [{"output": (output,)}]
+        raise ValueError(f"{len(kept)} is too few")
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(CaptureError, match="1 is too few"):
+            memfit.trace(Step(nn.Linear(4, 4), torch.ones(2, 4), loss=fails), target="cpu")

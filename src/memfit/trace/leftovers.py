@@ -22,8 +22,8 @@ def take_out(storages: Iterable[weakref.ref[Any]], error: BaseException | None =
 
     What was reachable before the capture has been put back (Note [Snapshot]); these places were not. An entry of a dict
     or a list goes, as if it had not been there: most are caches. If something else was there, it cannot be told what.
-    `functools.lru_cache` is cleared, which costs its owner time alone. Variables of the functions that an error came
-    out of go with it.
+    `functools.lru_cache` is cleared, which costs its owner time alone. What only the functions hold that an error came
+    through goes with the error.
     """
     pointers = {storage._cdata for storage in (each() for each in storages) if storage is not None}
     if not pointers:
@@ -38,7 +38,7 @@ def take_out(storages: Iterable[weakref.ref[Any]], error: BaseException | None =
     ]
     places: dict[str, None] = {}
     if tensors:
-        _release(tensors, places, _DEPTH, {id(tensors), *_cells_of(error)})
+        _release(tensors, places, _DEPTH, {id(tensors)}, _frames_of(error))
     return [
         f"the step put a tensor of its own into {place}, which the capture could not look at before: it was taken out "
         "again. If something else was there before, set it again, or let an attribute of the model refer to it"
@@ -46,14 +46,14 @@ def take_out(storages: Iterable[weakref.ref[Any]], error: BaseException | None =
     ]
 
 
-def _release(held: list[Any], places: dict[str, None], depth: int, own: set[int]) -> None:
+def _release(held: list[Any], places: dict[str, None], depth: int, own: set[int], raised: set[int]) -> None:
     """Let go of these objects wherever they are referred to; through tuples and plain objects, of what holds them."""
     wanted = set(map(id, held))
     further: list[Any] = []
     referrers = gc.get_referrers(*held)
     own |= {id(referrers), id(further), id(held)}
     for holder in referrers:
-        if id(holder) in own or isinstance(holder, _NO_HOLDERS):
+        if id(holder) in own or isinstance(holder, _NO_HOLDERS) or (raised and _held_by(raised, holder, own)):
             continue
         if isinstance(holder, dict):
             _empty_names(_owner_of(holder) or holder, holder, wanted, places)
@@ -79,17 +79,34 @@ def _release(held: list[Any], places: dict[str, None], depth: int, own: set[int]
             _empty_names(holder, dict(vars(holder)), wanted, places)
     del referrers
     if further and depth > 1:
-        _release(further, places, depth - 1, own)
+        _release(further, places, depth - 1, own, raised)
 
 
-def _cells_of(error: BaseException | None) -> Iterable[int]:
-    """Return the variables, by identity, of the functions that an error came through."""
+def _frames_of(error: BaseException | None) -> set[int]:
+    """Return the frames, by identity, that an error came through."""
+    found: set[int] = set()
     while error is not None:
         place = error.__traceback__
         while place is not None:
-            yield from (id(each) for each in gc.get_referents(place.tb_frame) if isinstance(each, types.CellType))
+            found.add(id(place.tb_frame))
             place = place.tb_next
         error = error.__cause__ or error.__context__
+    return found
+
+
+def _held_by(frames: set[int], value: Any, own: set[int], depth: int = _DEPTH) -> bool:
+    """Tell whether nothing but these frames holds a value, directly or inside of something else."""
+    referrers = gc.get_referrers(value)
+    known = own | {id(referrers), id(value)}  # a cycle leads back to the value
+    for each in referrers:
+        if isinstance(each, types.FrameType):
+            if id(each) not in frames and each.f_code.co_filename != __file__:
+                return False
+        elif id(each) not in known and (
+            depth == 0 or isinstance(each, type | types.ModuleType) or not _held_by(frames, each, known, depth - 1)
+        ):
+            return False
+    return True
 
 
 def dataclass_like(value: Any) -> bool:
