@@ -159,6 +159,18 @@ def test_scripting_is_refused_with_what_to_do_and_works_on_copies_and_afterwards
     assert torch.equal(torch.jit.script(model.eval())(VECTORS), expected)
 
 
+@pytest.mark.parametrize("train", [True, False])
+def test_an_exported_model_has_no_plan_and_the_same_values(plan: Plan, runs: list[str], train: bool) -> None:
+    model = Blocks().train(train)
+    expected = copy.deepcopy(model)(VECTORS)
+    plan.apply(model)
+    assert torch.equal(torch.export.export(model, (VECTORS,)).module()(VECTORS), expected)
+    assert runs == []
+    model.train()
+    squares(model(VECTORS), None).backward()
+    assert runs == ["blocks.0", "blocks.1"], "the plan is still there"
+
+
 def test_a_forward_wrapped_and_unwrapped_by_others_keeps_the_plan(plan: Plan, runs: list[str]) -> None:
     """As accelerate does it: `__func__` bound again, `__wrapped__` followed, the result bound once more."""
     import functools

@@ -15,9 +15,10 @@ import multiprocessing
 import sys
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -374,15 +375,70 @@ def main() -> None:
     op_database()
     gc.freeze()  # the children search their heaps for optimizers
     for task in ("certify", "page") if options.only is None else (options.only,):
-        with multiprocessing.get_context("fork").Pool(options.processes, maxtasksperchild=50) as pool:
-            if task == "certify":
-                facts: Facts = defaultdict(Counter)
-                for found in _shown(pool.imap_unordered(certify, names), len(names), task):
-                    for key, counts in found.items():
-                        facts[key] += counts
-                write_certified(facts)
-            else:
-                write_page(list(_shown(pool.imap_unordered(judge_op, names), len(names), task)))
+        if task == "certify":
+            facts: Facts = defaultdict(Counter)
+            for _, found in _shown(each_in_a_process(certify, names, options.processes), len(names), task):
+                for key, counts in (found or {}).items():
+                    facts[key] += counts
+            write_certified(facts)
+        else:
+            results = _shown(each_in_a_process(judge_op, names, options.processes), len(names), task)
+            write_page([judge_one_by_one(name) if found is None else found for name, found in results])
+
+
+def each_in_a_process(
+    function: Callable[[Any], Any], arguments: Iterable[Any], processes: int = 1
+) -> Iterator[tuple[Any, Any]]:
+    """Call a function on each argument in a process of its own; a process that a kernel crashes answers None."""
+    context = multiprocessing.get_context("fork")
+    waiting, running = iter(arguments), dict[Connection, tuple[multiprocessing.process.BaseProcess, Any]]()
+    more = True
+    while more or running:
+        while more and len(running) < processes:
+            argument = next(waiting, None)
+            if argument is None:
+                more = False
+                break
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=lambda pipe, given: pipe.send(function(given)), args=(theirs, argument))
+            process.start()
+            theirs.close()
+            running[ours] = process, argument
+        for pipe in wait(list(running)):
+            assert isinstance(pipe, Connection)
+            process, argument = running.pop(pipe)
+            try:
+                yield argument, pipe.recv()
+            except EOFError:
+                yield argument, None
+            pipe.close()
+            process.join()
+
+
+def judge_one_by_one(name: str) -> tuple[str, list[Judgement], list[Judgement]]:
+    """Judge every case of an op in a process of its own, to tell crashes of PyTorch's kernels from others."""
+
+    def crashed(case: Case, verdict: Verdict) -> Judgement:
+        return Judgement(op=name, case=case.label, verdict=verdict, reason="the process crashes")
+
+    def judged(quick: bool, judge_case: Callable[[Case], Judgement]) -> list[Judgement]:
+        found = []
+        for case, judgement in each_in_a_process(judge_case, cases(name, quick=quick)):
+            if judgement is None:
+                plain = next(each_in_a_process(_runs_in_pytorch, [case]))[1]
+                judgement = crashed(case, Verdict.INVALID if plain is None else Verdict.RAW)
+            found.append(judgement)
+        return found
+
+    return name, judged(False, judge), judged(True, judge_cuda)
+
+
+def _runs_in_pytorch(case: Case) -> bool:
+    try:
+        case.run(case.model)
+    except Exception:
+        return False
+    return True
 
 
 def _shown(results: Iterable[Any], count: int, task: str) -> Iterator[Any]:

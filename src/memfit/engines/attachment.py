@@ -17,6 +17,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
@@ -110,8 +111,15 @@ class PlannedForward:
     def __self__(self) -> nn.Module | None:
         return self._module()
 
+    @property
+    def __code__(self) -> CodeType:
+        """The original's, of which `torch.export` tells the line."""
+        module = self._module()
+        assert module is not None
+        return self._original(module).__code__  # type: ignore[attr-defined]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.handler is not None and torch.is_grad_enabled():
+        if self.handler is not None and torch.is_grad_enabled() and not torch.compiler.is_exporting():
             return self._run_planned(args, kwargs)
         module, args = self._without_module(args)
         return self._original(module)(*args, **kwargs)
