@@ -3,7 +3,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from ranks import Ranks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Capture as the ranks run: CPU kernels take scratch memory for each thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
