@@ -47,7 +47,7 @@ zoo: $(DEV)
 
 # The tests that compare with this machine's CPU kernels, under older instruction sets and other numbers of threads.
 isa: $(DEV)
-	$(BIN)/python tests/trace/instruction_sets.py $(ISA)
+	$(BIN)/python tests/capture/instruction_sets.py $(ISA)
 
 # Sweeps PyTorch's OpInfo database: which kernels are captured to the byte, and docs/ops.md. About half an hour on two cores.
 ops: $(DEV)
@@ -55,7 +55,7 @@ ops: $(DEV)
 
 # Every minor release of torch in a virtualenv of its own: about 6 GB and 5 minutes each.
 compat: $(BASE)
-	$(BIN)/python tests/compat/versions.py $(VERSIONS)
+	$(BIN)/python tests/torch_versions/versions.py $(VERSIONS)
 
 docs: $(DOCS)
 	$(BIN)/mkdocs build --strict

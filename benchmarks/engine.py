@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import memfit
 from memfit.cost import Roofline, Runtime
 from memfit.hardware import Target
-from memfit.plan import Checkpoint, Plan
+from memfit.plans import Checkpoint, Plan
 from memfit.solve import Problem, SolveOptions, minimum_budget_bytes
 
 

@@ -28,9 +28,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import memfit
 from memfit import Step
+from memfit.capture import Phase, Trace
 from memfit.cost import Benchmark, Roofline, Runtime, calibrate
 from memfit.hardware import load_device
-from memfit.trace import Phase, Trace
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "zoo"))
 import zoo_models

@@ -27,10 +27,10 @@ from torch.distributed._tools.sac_estimator import SACEstimator
 from torch.testing._internal.distributed._tensor.common_dtensor import ModelArgs, Transformer
 
 import memfit
+from memfit.capture import Trace
+from memfit.compat import module_info, parse_module_info
 from memfit.cost import Roofline, Runtime
-from memfit.graph import module_info, parse_module_info
 from memfit.memory import Timeline
-from memfit.trace import Trace
 from memfit.tradeoff import frontiers
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))

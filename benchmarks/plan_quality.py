@@ -34,12 +34,12 @@ from quality.sac import Planner, apply_decision
 from torch import nn
 
 import memfit
+from memfit.capture import Trace
 from memfit.cost import Benchmark, Cost, Roofline, Runtime
 from memfit.cost.runtime import Times
 from memfit.hardware import Target
-from memfit.plan import Plan
+from memfit.plans import Plan
 from memfit.solve import Problem, minimum_budget_bytes
-from memfit.trace import Trace
 from memfit.units import MiB
 
 PARTS = (0.0, 0.2, 0.4, 0.6, 0.8)

@@ -20,7 +20,8 @@ from torch import nn
 import memfit
 from memfit.cost import Roofline, Runtime
 from memfit.hardware import Target
-from memfit.solve import Problem, ShardOptions, SolveOptions, Status, minimum_budget_bytes, solve
+from memfit.sharding import ShardOptions
+from memfit.solve import Problem, SolveOptions, Status, minimum_budget_bytes, solve
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from llama import Shape, training_step

@@ -11,8 +11,8 @@ import pytest
 
 from memfit.cli import main
 from memfit.cli.command import command_class, parsed
-from memfit.shapes import Shape, load_shape
-from memfit.shapes.models.llama import LlamaSizes
+from memfit.presets import Shape, load_shape
+from memfit.presets.models.llama import LlamaSizes
 
 PAGE = (Path(__file__).parent.parent / "docs" / "questions.md").read_text()
 QUESTIONS = range(1, 18)
@@ -53,7 +53,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         sizes = replace(shape.sizes, layers=LAYERS, feed_forward=shape.sizes.feed_forward * wider)
         return replace(shape, sizes=sizes)
 
-    monkeypatch.setattr("memfit.shapes.stepping.load_shape", few_layers)
+    monkeypatch.setattr("memfit.presets.stepping.load_shape", few_layers)
     monkeypatch.chdir(tmp_path)
 
 

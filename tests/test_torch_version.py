@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from memfit.torch_version import NEWEST_TRIED, OLDEST, TorchVersionError, check_torch_version
+from memfit.torch_private.version import NEWEST_TRIED, OLDEST, TorchVersionError, check_torch_version
 
 
 @pytest.mark.parametrize("version", ["1.13.1", "2.1.0+cu118", f"{OLDEST[0]}.{OLDEST[1] - 1}.1"])

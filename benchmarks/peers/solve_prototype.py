@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 import memfit
+from memfit.compat import Graph, module_info, parse_module_info
+from memfit.compat.sac_milp import sac_milp
 from memfit.cost import Roofline, Runtime
-from memfit.graph import Graph, module_info, parse_module_info
-from memfit.solve.sac_milp import sac_milp
 from memfit.units import GiB, MiB, display_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

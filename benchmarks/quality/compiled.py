@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from memfit import Step
-from memfit.trace.rules.flops import FLOPS
+from memfit.capture.rules.flops import FLOPS
 
 
 class Compiled:

@@ -26,10 +26,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from memfit.compat import module_info, sac_stats
+from memfit.compat import parse_module_info as memfit_graph
 from memfit.cost import Runtime
-from memfit.graph import module_info
-from memfit.graph import parse_module_info as memfit_graph
-from memfit.tradeoff import sac_stats, units
+from memfit.tradeoff import units
 from memfit.units import GiB
 
 from .models import Case

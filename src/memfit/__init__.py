@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from memfit._version import __version__
 from memfit.errors import InputError, MemfitError
 
 if TYPE_CHECKING:
-    from memfit import hardware, memory, report, shapes, sharded
-    from memfit.plan import Plan, curve, load, plan, search
-    from memfit.report.comparison import compare
-    from memfit.report.explain import explain
+    from memfit import hardware, memory, presets, report, sharded
+    from memfit.analysis import compare, explain
+    from memfit.capture import CaptureError, Step, Trace, load_trace, save_trace, spec, trace
+    from memfit.plans import Plan, curve, load, plan, search
+    from memfit.recovery import guard
     from memfit.sharded import shard
-    from memfit.trace import CaptureError, Step, Trace, load_trace, save_trace, spec, trace
-    from memfit.verify import guard
 
 __all__ = [
     "CaptureError",
@@ -36,10 +33,10 @@ __all__ = [
     "load_trace",
     "memory",
     "plan",
+    "presets",
     "report",
     "save_trace",
     "search",
-    "shapes",
     "shard",
     "sharded",
     "spec",
@@ -47,36 +44,17 @@ __all__ = [
 ]
 
 _NAMES = {
-    "memfit.plan": ("Plan", "curve", "load", "plan", "search"),
-    "memfit.report.comparison": ("compare",),
-    "memfit.report.explain": ("explain",),
+    "memfit.capture": ("CaptureError", "Step", "Trace", "load_trace", "save_trace", "spec", "trace"),
+    "memfit.analysis": ("compare", "explain"),
+    "memfit.recovery": ("guard",),
+    "memfit.plans": ("Plan", "curve", "load", "plan", "search"),
     "memfit.sharded": ("shard",),
-    "memfit.trace": ("CaptureError", "Step", "Trace", "load_trace", "save_trace", "spec", "trace"),
-    "memfit.verify": ("guard",),
 }
 _PLACES = {name: place for place, names in _NAMES.items() for name in names}
-_ROOMS = (
-    "cost",
-    "engines",
-    "graph",
-    "hardware",
-    "memory",
-    "report",
-    "shapes",
-    "sharded",
-    "solve",
-    "tradeoff",
-    "units",
-    "verify",
+_ROOMS = frozenset(
+    {"capture", "compat", "cost", "engines", "hardware", "memory", "plans", "presets", "report", "sharded", "sharding"}
+    | {"solve", "tradeoff", "units", "verify"}
 )
-
-
-class _Package(ModuleType):
-    """`plan` and `trace` are functions and rooms. Here they are the functions, also when a room has been imported."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in _PLACES or not isinstance(value, ModuleType):
-            super().__setattr__(name, value)
 
 
 def __getattr__(name: str) -> Any:
@@ -85,12 +63,9 @@ def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module 'memfit' has no attribute {name!r}")
     value = getattr(importlib.import_module(_PLACES[name]), name)
-    setattr(sys.modules[__name__], name, value)
+    globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
-
-
-sys.modules[__name__].__class__ = _Package

@@ -10,10 +10,10 @@ from llama import Shape, training_step
 from torch import nn
 
 import memfit
+from memfit.analysis.facts import Report
+from memfit.analysis.levers import Case, levers_of
 from memfit.cost import Roofline
 from memfit.hardware import Target
-from memfit.report.facts import Report
-from memfit.report.levers import Case, levers_of
 from memfit.report.page import write_page
 
 SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512, vocabulary=512)

@@ -12,7 +12,7 @@ from command_runner import STEP, Runner, document
 from command_steps import BUDGET
 
 import memfit
-from memfit.shapes import list_shapes
+from memfit.presets import list_shapes
 
 CPU = ("--target", "cpu")
 

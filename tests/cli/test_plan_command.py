@@ -9,7 +9,7 @@ from command_runner import STEP, Runner
 from command_steps import BUDGET
 
 import memfit
-from memfit.plan import Plan
+from memfit.plans import Plan
 
 HERE = Path(__file__).parent
 CPU = ("--target", "cpu")

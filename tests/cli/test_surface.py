@@ -15,7 +15,7 @@ from command_runner import Runner
 
 import memfit.cli
 from memfit.cli.command import COMMANDS, command_class, parsed
-from memfit.plan import Plan
+from memfit.plans import Plan
 from memfit.solve import Limits, SolveOptions
 from memfit.verify.verification import MEMORY_TOLERANCE, TIME_TOLERANCE
 

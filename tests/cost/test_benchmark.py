@@ -12,13 +12,13 @@ from torch import nn
 
 import memfit
 from memfit import Step, spec
+from memfit.capture import Trace
 from memfit.cost import Benchmark, Roofline, Runtime, cost_model
 from memfit.cost.benchmark import op_key
 from memfit.cost.cache import TimeCache
 from memfit.cost.reuse import cold_fractions
 from memfit.cost.timing import OpTimer
 from memfit.errors import InputError, MissingFeatureError
-from memfit.trace import Trace
 
 
 class Model(nn.Module):

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memfit.capture import trace
 from memfit.cli import main
 from memfit.cost import Roofline, calibrate, calibration
 from memfit.cost.fitting import Sample, fit_family
@@ -19,7 +20,6 @@ from memfit.cost.roofline import kernel_ms
 from memfit.cost.work import Precision
 from memfit.errors import InputError
 from memfit.hardware import Family, FamilyEfficiency, load_device
-from memfit.trace import trace
 
 START = FamilyEfficiency(family=Family.NORM, compute=0.5, bandwidth=0.5, overhead_ms=0.01)
 

@@ -11,9 +11,10 @@ from rich.console import Console
 from torch import nn
 
 from memfit import Step
-from memfit.cost import Runtime, RuntimeEstimator
+from memfit.capture import Phase, Trace, trace
+from memfit.compat import RuntimeEstimator
+from memfit.cost import Runtime
 from memfit.errors import InputError, MissingFeatureError, StateError
-from memfit.trace import Phase, Trace, trace
 
 
 class Block(nn.Module):

@@ -13,13 +13,13 @@ from torch import nn
 
 import memfit
 from memfit import Step, spec
+from memfit.capture import Op, Phase, TensorRef, Trace
 from memfit.cost import Roofline, Runtime
 from memfit.cost.families import Product, family_of, is_causal
 from memfit.cost.roofline import kernel_ms, with_host
 from memfit.cost.work import Precision, index_bound, moved_bytes, peak_ms, work_of
 from memfit.errors import InputError
 from memfit.hardware import Family, HostTimes, load_device
-from memfit.trace import Op, Phase, TensorRef, Trace
 
 H100 = load_device("h100-sxm")
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}

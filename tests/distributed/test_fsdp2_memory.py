@@ -12,11 +12,11 @@ import torch.multiprocessing as mp
 
 import memfit
 from memfit import spec
+from memfit.capture import NEVER, Category, Phase, Trace
 from memfit.cost import Roofline, Runtime
 from memfit.hardware import Target
 from memfit.memory import Timeline
-from memfit.solve import Sharding, ShardOptions, shard
-from memfit.trace import NEVER, Category, Phase, Trace
+from memfit.sharding import Sharding, ShardOptions, shard
 
 RANKS = 2
 CASES = (

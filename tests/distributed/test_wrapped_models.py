@@ -17,9 +17,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import memfit
+from memfit.capture import Category, Step
 from memfit.errors import InputError
 from memfit.memory import Timeline
-from memfit.trace import Category, Step
 
 pytestmark = pytest.mark.distributed
 

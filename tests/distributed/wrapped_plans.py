@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memfit
 from memfit.engines.attachment import attached
-from memfit.plan import Plan
-from memfit.plan.wrappers import named_modules
+from memfit.plans import Plan
+from memfit.plans.wrappers import named_modules
 from memfit.solve import SolveOptions
 
 WIDTH, LAYERS, ROWS = 32, 3, 256

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.capture import Step
 from memfit.cost import Roofline, Runtime
 from memfit.hardware import Target
-from memfit.plan import Plan
+from memfit.plans import Plan
 from memfit.solve import Problem, SolveOptions, minimum_budget_bytes
-from memfit.trace import Step
 
 
 @dataclass

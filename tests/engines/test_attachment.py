@@ -14,12 +14,12 @@ from test_exact import Block, Blocks, squares
 from torch import nn
 
 import memfit
+from memfit.capture import Step
 from memfit.engines import plan_of_model, rerun
 from memfit.engines.attachment import attached
 from memfit.errors import PlanDrift
-from memfit.plan import Plan
+from memfit.plans import Plan
 from memfit.solve import SolveOptions
-from memfit.trace import Step
 
 VECTORS = torch.randn(6, 16)
 FORCED = SolveOptions(force=("blocks.0", "blocks.1"))

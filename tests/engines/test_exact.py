@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memfit
-from memfit.plan import Plan
+from memfit.capture import Step
+from memfit.plans import Plan
 from memfit.solve import SolveOptions
-from memfit.trace import Step
 from memfit.tradeoff import units
 
 

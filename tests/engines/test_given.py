@@ -10,10 +10,10 @@ from engine_cases import plan_for, run_steps
 from test_exact import Blocks, squares
 from torch import nn
 
+from memfit.capture import Step
 from memfit.errors import InputError
-from memfit.plan import Plan, PlanMismatch
+from memfit.plans import Plan, PlanMismatch
 from memfit.solve import SolveOptions
-from memfit.trace import Step
 
 VECTORS = torch.randn(6, 16)
 

@@ -14,8 +14,8 @@ from engine_cases import plan_for
 from torch import nn
 
 import memfit
+from memfit.capture.generators import host_state, set_host_state
 from memfit.solve import SolveOptions
-from memfit.trace.generators import host_state, set_host_state
 
 X = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
 RNG = np.random.default_rng(5)

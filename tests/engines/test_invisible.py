@@ -17,11 +17,11 @@ from test_exact import Block, Blocks, case, squares
 from torch import nn
 
 import memfit
+from memfit.capture import Step
 from memfit.engines import attachment, rerun, tape
 from memfit.errors import StateError
-from memfit.plan import Plan, PlanMismatch
+from memfit.plans import Plan, PlanMismatch
 from memfit.solve import SolveOptions
-from memfit.trace import Step
 
 VECTORS = torch.randn(6, 16)
 

@@ -17,8 +17,8 @@ from torch.optim import optimizer as optimizer_module
 from torch.utils.checkpoint import checkpoint
 
 import memfit
+from memfit.capture import Step
 from memfit.errors import PlanDrift
-from memfit.trace import Step
 
 _CLASSES, _WIDTH, _ROWS = 512, 48, 64
 _LABELS = torch.arange(_ROWS)

@@ -18,9 +18,9 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from memfit.plan import Plan
+from memfit.capture import Step
+from memfit.plans import Plan
 from memfit.solve import SolveOptions
-from memfit.trace import Step
 
 TARGETS = torch.arange(32)
 

@@ -11,10 +11,10 @@ from test_exact import Blocks, Remembers, squares
 from torch import nn
 
 import memfit
+from memfit.capture import Step, Trace
 from memfit.cost import Runtime
 from memfit.hardware import Target
 from memfit.solve import Problem, minimum_budget_bytes
-from memfit.trace import Step, Trace
 
 
 class Flops:

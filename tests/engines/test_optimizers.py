@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.plan import Plan
+from memfit.capture import Step
+from memfit.capture.optimizers import implementations, set_flags, set_implementation
+from memfit.plans import Plan
 from memfit.solve import SolveOptions
-from memfit.trace import Step
-from memfit.trace.optimizers import implementations, set_flags, set_implementation
 
 
 def build() -> nn.Module:

@@ -14,12 +14,12 @@ from test_exact import squares
 from torch import nn
 
 import memfit
+from memfit.capture import Step
 from memfit.engines import plan_of_model
 from memfit.engines.phase import needs_step
 from memfit.memory import measured
-from memfit.plan import Plan
+from memfit.plans import Plan
 from memfit.solve import SolveOptions
-from memfit.trace import Step
 
 ROWS, WIDTH, PLANNED = 96, 48, 4
 

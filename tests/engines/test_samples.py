@@ -14,11 +14,11 @@ from drawing import scale
 from engine_cases import plan_for
 from torch import nn
 
+from memfit.capture import Step
+from memfit.capture.generators import set_state, state_of
 from memfit.engines.samples import difference, sample
 from memfit.errors import StateError
 from memfit.solve import SolveOptions
-from memfit.trace import Step
-from memfit.trace.generators import set_state, state_of
 
 X = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
 Draw = Callable[[], float]

@@ -11,12 +11,12 @@ from engine_cases import plan_for
 from test_exact import squares
 from torch import nn
 
+from memfit.capture import Step
 from memfit.cost import Runtime
 from memfit.engines import unit as engine
 from memfit.engines.shapes import Family, dense_stride, order_of
 from memfit.hardware import Target
 from memfit.solve import Problem, SolveOptions, minimum_budget_bytes
-from memfit.trace import Step
 
 WIDTH = 16
 

@@ -11,9 +11,9 @@ import torch
 from engine_cases import plan_for
 from torch import nn
 
+from memfit.capture import Step
 from memfit.engines.rerun import Rerun
 from memfit.solve import SolveOptions
-from memfit.trace import Step
 
 X = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
 

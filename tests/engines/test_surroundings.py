@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import memfit
 from memfit.engines.attachment import attached
 from memfit.errors import StateError
-from memfit.plan import Plan
+from memfit.plans import Plan
 from memfit.solve import SolveOptions
 
 Run = Callable[[nn.Module], None]

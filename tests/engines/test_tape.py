@@ -13,11 +13,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import memfit
+from memfit.capture import Step
 from memfit.engines.policy import RunPolicy
 from memfit.engines.tape import Tape
-from memfit.plan import Plan
+from memfit.plans import Plan
 from memfit.solve import SolveOptions
-from memfit.trace import Step
 
 VECTORS = torch.randn(32, 16)
 MOST = 100

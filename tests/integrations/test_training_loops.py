@@ -13,7 +13,7 @@ from training_loops import ACCUMULATE, EPOCHS, STEPS_IN_EPOCH, Training
 
 import memfit
 from memfit.errors import PlanDrift
-from memfit.plan import Plan
+from memfit.plans import Plan
 
 _SCALARS_BYTES = 1024
 """Losses and counters that libraries keep, beside the step."""

@@ -19,8 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from memfit.capture import Step
 from memfit.memory import measured
-from memfit.trace import Step
 
 EPOCHS, BATCHES, ACCUMULATE = 3, 10, 4
 STEPS_IN_EPOCH = -(-BATCHES // ACCUMULATE)

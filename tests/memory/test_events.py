@@ -12,11 +12,11 @@ from synthetic import make, op, storage, traces
 from torch import nn
 
 from memfit import Step, spec, trace
+from memfit.capture import NEVER, Category, Phase, Trace
 from memfit.hardware import Target
 from memfit.memory import Timeline, allocator_config, events, reserved
 from memfit.memory.allocator import FREE, AllocatorConfig, simulate
 from memfit.memory.events import MOST_STEPS, Lives, Replay, events_of, reserved_of
-from memfit.trace import NEVER, Category, Phase, Trace
 
 MIB = 1 << 20
 H100 = Target.parse("h100-sxm").device

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memfit import Step, trace
+from memfit.capture import NEVER, Category, Phase, Trace
 from memfit.memory import Snapshot, Timeline, call_memory, module_memory
 from memfit.memory.modules import RangePeak
-from memfit.trace import NEVER, Category, Phase, Trace
 
 OWNED = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE)
 

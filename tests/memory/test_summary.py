@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from synthetic import call, make, op, parameter, storage
 
+from memfit.capture import Category, Phase, Trace
 from memfit.hardware import Target
 from memfit.memory import Fit, MemorySummary, summarize
-from memfit.trace import Category, Phase, Trace
 
 GIB = 1 << 30
 H100 = Target.parse("h100-sxm").device

@@ -14,9 +14,9 @@ from synthetic import call, make, op, storage, traces
 from torch import nn
 
 from memfit import Step, trace
+from memfit.capture import NEVER, Category, Phase, Trace
 from memfit.errors import InputError
 from memfit.memory import Timeline, measured
-from memfit.trace import NEVER, Category, Phase, Trace
 
 
 def small() -> Trace:

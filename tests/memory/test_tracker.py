@@ -32,9 +32,10 @@ from torch.distributed._tools.mem_tracker import MemTracker as Prototype
 from torch.distributed._tools.mem_tracker import _MemRefType, _ModState
 
 from memfit import Step
+from memfit.capture import Category
+from memfit.compat import MemTracker, ModState
 from memfit.errors import InputError, StateError
-from memfit.memory import MemTracker, ModState, Timeline
-from memfit.trace import Category
+from memfit.memory import Timeline
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, foreach=False)
 LOSS_AND_ITS_GRADIENT = 8

@@ -15,12 +15,12 @@ from llama import Shape, training_step
 from torch import nn
 
 import memfit
+from memfit.analysis.comparison import Comparison, compare
+from memfit.capture import Category, Trace
 from memfit.cost import Roofline
 from memfit.hardware import Target
-from memfit.plan import Plan
-from memfit.report.comparison import Comparison, compare
+from memfit.plans import Plan
 from memfit.solve import SolveOptions
-from memfit.trace import Category, Trace
 
 SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512, vocabulary=512)
 

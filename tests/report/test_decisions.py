@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.analysis.explain import explain
+from memfit.analysis.facts import Report
+from memfit.capture import Trace
 from memfit.report.decisions import decisions
-from memfit.report.explain import explain
-from memfit.report.facts import Report
 from memfit.report.markdown import markdown_of
 from memfit.solve import SolveOptions
-from memfit.trace import Trace
 
 
 class Normalised(nn.Sequential):

@@ -14,9 +14,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memfit
-from memfit.report.explain import explain
-from memfit.solve import ShardOptions, SolveOptions
-from memfit.trace import Category, Step, Trace
+from memfit.analysis.explain import explain
+from memfit.capture import Category, Step, Trace
+from memfit.sharding import ShardOptions
+from memfit.solve import SolveOptions
 
 SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512, vocabulary=4096)
 explained = partial(explain, progress=False, levers=False)

@@ -8,11 +8,11 @@ import pytest
 from llama import Shape, training_step
 
 import memfit
-from memfit.plan import PlanMismatch
-from memfit.report.facts import Report
-from memfit.report.sizes import allocation_bytes, rounded
+from memfit.analysis.facts import Report
+from memfit.analysis.sizes import allocation_bytes, rounded
+from memfit.capture import NEVER
+from memfit.plans import PlanMismatch
 from memfit.report.streams import clock_of
-from memfit.trace import NEVER
 
 SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512, vocabulary=512)
 

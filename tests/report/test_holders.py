@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.report.facts import Report
-from memfit.report.holders import Holders
+from memfit.analysis.facts import Report
+from memfit.analysis.holders import Holders
+from memfit.capture import NEVER, Phase, Step, Trace
 from memfit.solve import PlannedTimeline, SolveOptions
-from memfit.trace import NEVER, Phase, Step, Trace
 
 ROWS = 1024
 

@@ -10,8 +10,8 @@ import pytest
 from llama import Shape, training_step
 
 import memfit
-from memfit.plan import Plan
-from memfit.report.facts import Report
+from memfit.analysis.facts import Report
+from memfit.plans import Plan
 from memfit.report.json_document import json_of
 
 SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512, vocabulary=512)

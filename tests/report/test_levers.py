@@ -16,28 +16,29 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import memfit
+from memfit.analysis.explain import explain
+from memfit.analysis.explanation import StepExplanation
+from memfit.analysis.facts import Report
+from memfit.analysis.levers import Case, Lever
+from memfit.analysis.levers.case import LEAST_PART
+from memfit.analysis.levers.checkpointing import checkpointing
+from memfit.analysis.levers.gradients import gradients
+from memfit.analysis.levers.holding import holding
+from memfit.analysis.levers.lever import in_order
+from memfit.analysis.levers.loss import loss
+from memfit.analysis.levers.micro_batch import micro_batch
+from memfit.analysis.levers.optimizer import optimizer
+from memfit.analysis.levers.precision import precision
+from memfit.analysis.levers.sharding import sharding
+from memfit.capture import Category, Step
 from memfit.cost import Roofline
 from memfit.engines import chunked_cross_entropy
 from memfit.hardware import Target
 from memfit.hardware.efficiency import Family
 from memfit.memory import Timeline
 from memfit.memory.measured import measured
-from memfit.report.explain import explain
-from memfit.report.explanation import StepExplanation
-from memfit.report.facts import Report
-from memfit.report.levers import Case, Lever
-from memfit.report.levers.case import LEAST_PART
-from memfit.report.levers.checkpointing import checkpointing
-from memfit.report.levers.gradients import gradients
-from memfit.report.levers.holding import holding
-from memfit.report.levers.lever import in_order
-from memfit.report.levers.loss import loss
-from memfit.report.levers.micro_batch import micro_batch
-from memfit.report.levers.optimizer import optimizer
-from memfit.report.levers.precision import precision
-from memfit.report.levers.sharding import sharding
-from memfit.solve import ShardOptions, SolveOptions
-from memfit.trace import Category, Step
+from memfit.sharding import ShardOptions
+from memfit.solve import SolveOptions
 from memfit.units import display_ms
 
 CLASSES, WIDTH = 2048, 32

@@ -13,17 +13,17 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.analysis.facts import Report
+from memfit.analysis.levers import Case, Lever
+from memfit.analysis.levers.offload import offload
+from memfit.capture import Category, Phase, Step
 from memfit.cost import Collective, CollectiveModel, Roofline, Runtime
 from memfit.hardware import Target, load_device
 from memfit.hardware.efficiency import Family
 from memfit.memory import Timeline
 from memfit.memory.measured import measured
-from memfit.report.facts import Report
-from memfit.report.levers import Case, Lever
-from memfit.report.levers.offload import offload
-from memfit.solve import ShardOptions
-from memfit.solve.sharding import shard
-from memfit.trace import Category, Phase, Step
+from memfit.sharding import ShardOptions
+from memfit.sharding.shard import shard
 
 WIDTH, BLOCKS = 512, 4
 BLOCK_BYTES = 4 * WIDTH * WIDTH

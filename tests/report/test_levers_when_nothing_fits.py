@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.analysis.facts import Report
+from memfit.analysis.levers import Case, Lever, enough, levers_of
+from memfit.capture import Step
 from memfit.cost import Roofline
-from memfit.report.facts import Report
-from memfit.report.levers import Case, Lever, enough, levers_of
 from memfit.solve import SolveOptions
-from memfit.trace import Step
 
 ROWS, WIDTH = 4096, 256
 

@@ -12,9 +12,9 @@ from markdown_it.token import Token
 from torch import nn
 
 import memfit
+from memfit.analysis.facts import Report
+from memfit.analysis.levers import Case, levers_of
 from memfit.cost import Roofline
-from memfit.report.facts import Report
-from memfit.report.levers import Case, levers_of
 from memfit.report.markdown import markdown_of
 from memfit.units import display_bytes, display_ms
 

@@ -16,19 +16,19 @@ import pytest
 from llama import Shape, training_step
 
 import memfit
+from memfit.analysis.explain import explain
+from memfit.analysis.facts import Report
+from memfit.analysis.words import headline
+from memfit.capture import Category
 from memfit.cost import Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import CATEGORIES
-from memfit.report.explain import explain
-from memfit.report.facts import Report
 from memfit.report.page import page_text, write_page
 from memfit.report.page.data import page_data
 from memfit.report.page.drawn import POINTS, drawn_instants
 from memfit.report.page.writing import safe_json
 from memfit.report.tree import AGAIN
-from memfit.report.words import headline
-from memfit.trace import Category
 from memfit.units import display_bytes
 
 SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512, vocabulary=512)

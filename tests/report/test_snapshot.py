@@ -16,10 +16,10 @@ from torch import nn
 from torch.cuda import _memory_viz
 
 import memfit
-from memfit.report.facts import Report
+from memfit.analysis.facts import Report
+from memfit.capture import Category
 from memfit.report.snapshot import write_snapshot
 from memfit.solve import PlannedTimeline, planned_reserved
-from memfit.trace import Category
 
 SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512, vocabulary=512)
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from memfit.capture import NEVER, Category, Op, Phase, Storage, TensorRef, Trace, check_trace
+from memfit.capture.record import SCHEMA
 from memfit.hardware import load_device
-from memfit.trace import NEVER, Category, Op, Phase, Storage, TensorRef, Trace, check_trace
-from memfit.trace.record import SCHEMA
 from memfit.tradeoff import Policy, Unit
 from memfit.tradeoff.facts import Facts
 from memfit.tradeoff.policy import policy_of

@@ -8,9 +8,9 @@ from itertools import product
 import numpy as np
 from hypothesis import strategies as st
 
+from memfit.capture import NEVER
 from memfit.memory.timeline import Bytes
 from memfit.solve.program import Choice, Program, candidates_of
-from memfit.trace import NEVER
 from memfit.tradeoff import Frontier, Policy, Unit
 
 LENGTH = 24

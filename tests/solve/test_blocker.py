@@ -6,11 +6,11 @@ import torch
 from llama import Shape, training_step
 
 import memfit
+from memfit.capture import Phase
 from memfit.cost import Roofline, Runtime
 from memfit.hardware import Target
 from memfit.solve import Problem, blocker_of
 from memfit.solve.least import least_budget
-from memfit.trace import Phase
 
 SHAPE = Shape(layers=2, hidden=64, heads=4, key_value_heads=2, feed_forward=128, vocabulary=4096)
 

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 import memfit
+from memfit.capture import Step, Trace
 from memfit.cost import Roofline, Runtime
 from memfit.hardware import Target
 from memfit.solve import Problem, SolveOptions, minimum_budget_bytes, solve
 from memfit.solve.checkpoint import CheckpointModel
 from memfit.solve.micro_batches import count_micro_batches, micro_batches_of
 from memfit.solve.milp import Limits, Status
-from memfit.trace import Step, Trace
 
 
 class Layer(nn.Module):

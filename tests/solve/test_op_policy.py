@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed._tools.sac_estimator import SACStats as TheirStats
 
+from memfit.compat import SACStats
+from memfit.compat.op_policy import SACDecision, get_optimal_checkpointing_policy_per_module
 from memfit.errors import InputError
-from memfit.solve.op_policy import SACDecision, get_optimal_checkpointing_policy_per_module
-from memfit.tradeoff import SACStats
 
 EIGHT = SACStats(
     func_names=["op"] * 8,

@@ -15,6 +15,7 @@ from torch import nn
 
 import memfit
 from memfit import Step, spec
+from memfit.capture import NEVER, Category, Phase, Trace
 from memfit.cost import Roofline, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
@@ -23,7 +24,6 @@ from memfit.memory.allocator import FREE, simulate
 from memfit.solve import Candidate, Problem, Program, minimum_budget_bytes, solve
 from memfit.solve.planned import PlannedTimeline, planned_events, planned_reserved, planned_timeline
 from memfit.solve.planned_lives import BETWEEN, Interval
-from memfit.trace import NEVER, Category, Phase, Trace
 from memfit.tradeoff import Frontier, Policy, Unit
 from memfit.tradeoff.facts import Facts
 from memfit.tradeoff.problem import Problem as UnitProblem

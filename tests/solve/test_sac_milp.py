@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils._runtime_estimation import get_num_bytes
 from torch.utils.flop_counter import flop_registry
 
+from memfit.compat import Graph, ModOrder, ModStats, is_submodule, parse_module_info
+from memfit.compat.sac_milp import SACSolution, sac_milp
 from memfit.errors import InputError
-from memfit.graph import Graph, ModOrder, ModStats, is_submodule, parse_module_info
 from memfit.solve.milp import Status
-from memfit.solve.sac_milp import SACSolution, sac_milp
 from memfit.units import GiB
 
 LINES = ((0.25, -0.05), (5.0, -4.0))

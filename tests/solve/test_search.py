@@ -18,6 +18,7 @@ from random_programs import (
     unmirrored_programs,
 )
 
+from memfit.capture import NEVER
 from memfit.solve.checkpoint import CheckpointModel
 from memfit.solve.classes import ClassModel
 from memfit.solve.least import least_budget
@@ -26,7 +27,6 @@ from memfit.solve.prefixes import PICOSECONDS, walks_of
 from memfit.solve.program import Choice, Program
 from memfit.solve.search import most_freed, search, usable
 from memfit.solve.walk import WIDTHS, best_of
-from memfit.trace import NEVER
 
 RELAXED = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 

@@ -6,10 +6,11 @@ import pytest
 from llama import Shape, training_step
 
 import memfit
+from memfit.capture import Phase
 from memfit.cost import Roofline, Runtime
 from memfit.hardware import Target
-from memfit.solve import Problem, ShardOptions, SolveOptions
-from memfit.trace import Phase
+from memfit.sharding import ShardOptions
+from memfit.solve import Problem, SolveOptions
 
 SHAPE = Shape(layers=2, hidden=2048, heads=16, key_value_heads=8, feed_forward=4096, vocabulary=4096)
 

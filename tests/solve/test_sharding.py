@@ -8,13 +8,13 @@ from torch import nn
 
 import memfit
 from memfit import Step, spec
+from memfit.capture import Category, Parameter, Phase, Trace
 from memfit.cost import Roofline, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import CATEGORIES, Timeline
-from memfit.solve import ShardOptions, repeated_blocks, shard
-from memfit.solve.sharding import Sharding, shard_bytes
-from memfit.trace import Category, Parameter, Phase, Trace
+from memfit.sharding import ShardOptions, repeated_blocks, shard
+from memfit.sharding.shard import Sharding, shard_bytes
 
 WIDTH, BLOCKS, RANKS = 64, 3, 4
 BLOCK_BYTES = (WIDTH * WIDTH + WIDTH) * 4

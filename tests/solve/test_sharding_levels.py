@@ -10,9 +10,9 @@ from torch import nn
 
 import memfit
 from memfit import Step, spec
+from memfit.capture import NEVER, Category, Trace
 from memfit.memory import CATEGORIES, Timeline
-from memfit.solve.shard_levels import Levels
-from memfit.trace import NEVER, Category, Trace
+from memfit.sharding.levels import Levels
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,12 @@ from torch import nn
 
 import memfit
 from memfit import Step, spec
+from memfit.capture import Category, Phase, Trace
 from memfit.cost import Collective, CollectiveModel, Roofline, Runtime
 from memfit.hardware import Target
 from memfit.memory import CATEGORIES, Timeline
-from memfit.solve import Sharding, ShardOptions, shard
-from memfit.solve.sharding import shard_bytes
-from memfit.trace import Category, Phase, Trace
+from memfit.sharding import Sharding, ShardOptions, shard
+from memfit.sharding.shard import shard_bytes
 
 WIDTH, RANKS, PASSES = 64, 4, 3
 BLOCK_BYTES = (WIDTH * WIDTH + WIDTH) * 4

@@ -15,23 +15,23 @@ import torch
 from llama import Shape, training_step
 
 import memfit
+from memfit.capture import Trace
 from memfit.cost import Roofline, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import Timeline
+from memfit.sharding import ShardOptions
 from memfit.solve import (
     Incumbent,
     Limits,
     Problem,
     Program,
-    ShardOptions,
     SolveOptions,
     Status,
     curve_of,
     minimum_budget_bytes,
     solve,
 )
-from memfit.trace import Trace
 
 SHAPE = Shape(layers=4, hidden=512, heads=8, key_value_heads=4, feed_forward=1024, vocabulary=8000)
 

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from memfit.trace import Trace
+from memfit.capture import Trace
 from memfit.tradeoff import Policy, Unit
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
-from memfit.trace import NEVER, Category, Phase, Trace
+from memfit.capture import NEVER, Category, Phase, Trace
 from memfit.tradeoff import Policy, Unit
 
 OWNED = {Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE}

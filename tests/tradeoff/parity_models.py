@@ -16,8 +16,8 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import memfit
-from memfit.trace import Step, Trace
-from memfit.tradeoff import SACEstimator
+from memfit.capture import Step, Trace
+from memfit.compat import SACEstimator
 
 BYTES_PER_MS = 1e9
 """The bandwidth both sides are given."""

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from memfit.capture import NEVER, Category, ModuleCall, Op, Phase, Storage, TensorRef, Trace, check_trace
+from memfit.capture.record import SCHEMA
 from memfit.hardware import load_device
-from memfit.trace import NEVER, Category, ModuleCall, Op, Phase, Storage, TensorRef, Trace, check_trace
-from memfit.trace.record import SCHEMA
 from memfit.tradeoff import Unit
 
 SIZES = (0, 1, 2, 3, 4, 4, 8, 8, 16, 33)

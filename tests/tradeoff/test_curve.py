@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memfit.compat import SACStats, greedy_order, tradeoff_curve
+from memfit.compat.fit import fit_piecewise
 from memfit.errors import InputError
-from memfit.tradeoff import SACStats, greedy_order, tradeoff_curve
-from memfit.tradeoff.fit import fit_piecewise
 
 
 @st.composite

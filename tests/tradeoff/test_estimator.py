@@ -12,9 +12,10 @@ from rich.console import Console
 from torch import nn
 
 import memfit
+from memfit.capture import Trace
+from memfit.compat import SACEstimator, sac_stats
 from memfit.errors import InputError, StateError
-from memfit.trace import Trace
-from memfit.tradeoff import SACEstimator, sac_stats, units
+from memfit.tradeoff import units
 
 SMALL = Shape(layers=2, hidden=32, heads=4, key_value_heads=2, feed_forward=64, vocabulary=128)
 

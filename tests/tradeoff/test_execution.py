@@ -14,7 +14,7 @@ from executor import Execution
 from torch import nn
 
 import memfit
-from memfit.trace import Step
+from memfit.capture import Step
 from memfit.tradeoff import Unit, frontiers
 from memfit.tradeoff.facts import Facts
 from memfit.tradeoff.problem import Problem, Role

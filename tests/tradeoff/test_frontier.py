@@ -11,8 +11,8 @@ from llama import Shape, training_step
 from random_units import units_in_traces
 
 import memfit
+from memfit.capture import Trace
 from memfit.errors import InputError
-from memfit.trace import Trace
 from memfit.tradeoff import Frontier, Policy, Unit, frontier_of, frontiers
 from memfit.tradeoff.choices import Choices
 from memfit.tradeoff.facts import Facts

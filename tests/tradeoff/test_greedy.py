@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memfit
-from memfit.tradeoff import SACStats, frontier_of, greedy_order, units
-from memfit.tradeoff.greedy import group_of
+from memfit.compat import SACStats, greedy_order
+from memfit.compat.greedy import group_of
+from memfit.compat.sac import SACTable
+from memfit.tradeoff import frontier_of, units
 from memfit.tradeoff.problem import Problem, Role
-from memfit.tradeoff.sac import SACTable
 
 
 @st.composite

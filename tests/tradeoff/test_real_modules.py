@@ -11,7 +11,7 @@ from literal_rules import Literal
 from torch import nn
 
 import memfit
-from memfit.trace import NEVER, Op, Step, Trace
+from memfit.capture import NEVER, Op, Step, Trace
 from memfit.tradeoff import Frontier, Policy, Unit, frontiers, units
 
 

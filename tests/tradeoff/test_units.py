@@ -10,7 +10,7 @@ from llama import Shape, training_step
 from torch import nn
 
 import memfit
-from memfit.trace import NEVER, Phase, Step, Trace
+from memfit.capture import NEVER, Phase, Step, Trace
 from memfit.tradeoff import LOSS, Unit, units
 
 SMALL = Shape(layers=2, hidden=32, heads=4, key_value_heads=2, feed_forward=64, vocabulary=128)

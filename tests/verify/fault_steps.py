@@ -22,8 +22,8 @@ from torch import nn
 
 import memfit
 from memfit.engines.rerun import running_again
+from memfit.recovery import OutOfMemory
 from memfit.solve import SolveOptions
-from memfit.verify import OutOfMemory
 
 WARM, MORE = 1, 10
 

@@ -19,13 +19,13 @@ from verified_steps import Block, Counting, Failing, Forgetful, Hoarding, planne
 from zoo_models import STEPS
 
 import memfit
+from memfit.capture.allocations import AllocatorEvent
 from memfit.engines import plan_of_model
 from memfit.engines.attachment import attached
 from memfit.errors import InputError, StateError
 from memfit.memory import measured
-from memfit.plan import PlanMismatch
+from memfit.plans import PlanMismatch
 from memfit.solve import SolveOptions
-from memfit.trace.allocations import AllocatorEvent
 from memfit.verify import Verification
 from memfit.verify import verifying as verifying_module
 from memfit.verify.attribution import beside, outlived

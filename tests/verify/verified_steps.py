@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import memfit
-from memfit.plan import Plan
-from memfit.trace import Step
+from memfit.capture import Step
+from memfit.plans import Plan
 
 
 class Block(nn.Module):

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.trace.allocations import allocations
-from memfit.trace.arguments import map_tensors, tensors_of
-from memfit.trace.execution import Executor
-from memfit.trace.kernels import operand_kind
-from memfit.trace.probe import signature
-from memfit.trace.rules import RuleContext, rules_for
-from memfit.trace.storages import StorageTable
+from memfit.capture.allocations import allocations
+from memfit.capture.arguments import map_tensors, tensors_of
+from memfit.capture.execution import Executor
+from memfit.capture.kernels import operand_kind
+from memfit.capture.probe import signature
+from memfit.capture.rules import RuleContext, rules_for
+from memfit.capture.storages import StorageTable
 
 _LABEL = "memfit: call "
 

@@ -1,6 +1,6 @@
 """Judges captures of single ops against this machine's allocator.
 
-`make ops` runs this file: it writes `src/memfit/trace/certified.txt` and `docs/ops.md`.
+`make ops` runs this file: it writes `src/memfit/capture/certified.txt` and `docs/ops.md`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from op_cases import BACKWARD, Case, cases, op_database
 from op_kernels import KernelCall, check_kernels, kernel_calls
 
 import memfit
+from memfit.capture import Phase, Step, Trace, check_trace
+from memfit.capture.engine import SCATTERS
+from memfit.capture.environment import no_garbage_collection
 from memfit.errors import MemfitError
 from memfit.memory import Timeline, measured
-from memfit.trace import Phase, Step, Trace, check_trace
-from memfit.trace.engine import SCATTERS
-from memfit.trace.environment import no_garbage_collection
 
 ROOT = Path(__file__).parents[2]
-CERTIFIED = ROOT / "src/memfit/trace/certified.txt"
+CERTIFIED = ROOT / "src/memfit/capture/certified.txt"
 PAGE = ROOT / "docs/ops.md"
 CUDA = "h100-sxm"
 

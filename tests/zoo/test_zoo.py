@@ -11,9 +11,9 @@ import torch
 from zoo_models import STEPS
 
 import memfit
+from memfit.capture import check_trace
+from memfit.capture.environment import no_garbage_collection
 from memfit.memory import Timeline, measured
-from memfit.trace import check_trace
-from memfit.trace.environment import no_garbage_collection
 
 SLICE = {"llama", "gpt2-autocast", "mlp", "lstm", "resnet", "llama-checkpointed"}
 """The models that also run in `make test`."""

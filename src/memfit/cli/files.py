@@ -12,8 +12,8 @@ from memfit.cli.problems import for_file
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from memfit.report.facts import Report
-    from memfit.report.levers import Lever
+    from memfit.analysis.facts import Report
+    from memfit.analysis.levers import Lever
 
 
 def write_files(files: FileOptions, report: Report, levers: Sequence[Lever] = ()) -> None:

@@ -16,11 +16,11 @@ from memfit.cli.problems import UsageError, about
 from memfit.errors import InputError
 
 if TYPE_CHECKING:
+    from memfit.capture import Step, Trace
     from memfit.hardware import Target
-    from memfit.plan import Plan
-    from memfit.shapes.stepping import NamedSteps
+    from memfit.plans import Plan
+    from memfit.presets.stepping import NamedSteps
     from memfit.solve import SolveOptions
-    from memfit.trace import Step, Trace
 
 _TRACE = b"memfit trace"
 _EXAMPLES = "--target h100-sxm, --target a100-sxm-80gb, --target rtx-4090 or --target cpu; `memfit devices` lists all"
@@ -65,7 +65,7 @@ def steps_given(options: StepOptions) -> Callable[[StepOptions], Given]:
             f"STEP: {path} is a file of JSON; for a configuration of transformers write hf:{path}, and the step that a "
             "plan was made for is the one given to memfit plan"
         )
-    from memfit.shapes import named_steps_at
+    from memfit.presets import named_steps_at
 
     with asked("STEP: "):
         return partial(_of_name, named_steps_at(options.step))
@@ -121,7 +121,7 @@ def _check_counts(options: StepOptions) -> None:
 @contextmanager
 def asked(of: str = "") -> Iterator[None]:
     """A step that is not there, or cannot be as it was asked for, is wrong usage; what goes wrong inside it is not."""
-    from memfit.shapes.problems import WrongRequest
+    from memfit.presets.problems import WrongRequest
 
     try:
         yield
@@ -131,7 +131,7 @@ def asked(of: str = "") -> Iterator[None]:
 
 def trace_given(path: Path) -> Trace:
     """The trace in a file."""
-    from memfit.trace import load_trace
+    from memfit.capture import load_trace
 
     with reading(path):
         return load_trace(path)
@@ -145,7 +145,7 @@ def is_trace(path: Path) -> bool:
 
 def plan_given(path: Path, option: str = "PLAN") -> Plan:
     """The plan in a file."""
-    from memfit.plan import load
+    from memfit.plans import load
 
     check_is_there(path, option, "a plan that `memfit plan -o` or Plan.save wrote")
     with reading(path):
@@ -169,8 +169,8 @@ def reading(path: Path) -> Iterator[None]:
 
 def target_given(options: HardwareOptions, step: Step | Trace | None = None) -> Target:
     """The target: the one that is named, the one of a trace, or the GPU that is here."""
+    from memfit.capture import Trace
     from memfit.hardware import Target
-    from memfit.trace import Trace
 
     if options.ranks is not None and options.ranks < 1:
         raise UsageError(f"--ranks is {options.ranks}; write a whole number of at least 1")
@@ -209,7 +209,7 @@ def _gpu_here() -> str:
 
 def captured(step: Step | Trace, target: Target) -> Trace:
     """The trace of a step for the target's device."""
-    from memfit.trace import Trace, trace
+    from memfit.capture import Trace, trace
 
     if isinstance(step, Trace):
         return step
@@ -222,7 +222,8 @@ def solve_options(options: SolverOptions, trace: Trace | None, *, optimizer: boo
 
     Names are looked up in the trace, which may be left out when there are none.
     """
-    from memfit.solve import Limits, ShardOptions, SolveOptions
+    from memfit.sharding import ShardOptions
+    from memfit.solve import Limits, SolveOptions
     from memfit.tradeoff import units
 
     found = () if trace is None else units(trace)

@@ -13,10 +13,10 @@ from memfit.cli.output import Work
 from memfit.units import display_bytes, display_ms
 
 if TYPE_CHECKING:
-    from memfit.plan import Plan
-    from memfit.report.facts import Report
-    from memfit.report.levers import Lever
-    from memfit.trace import Step, Trace
+    from memfit.analysis.facts import Report
+    from memfit.analysis.levers import Lever
+    from memfit.capture import Step, Trace
+    from memfit.plans import Plan
 
 _SHOWN = 5
 _SHOWN_HOPELESS = 8
@@ -25,9 +25,9 @@ _SHOWN_HOPELESS = 8
 def levers_given(report: Report, step: Step | Trace, cost: str) -> tuple[Lever, ...]:
     """What would lower the peak of the step: under the plan where there is one, under the plan that needs least where
     nothing fits."""
-    from memfit.plan.given import cost_given
-    from memfit.report.levers import Case, levers_of
-    from memfit.trace import Step
+    from memfit.analysis.levers import Case, levers_of
+    from memfit.capture import Step
+    from memfit.plans.given import cost_given
 
     budget_bytes = report.target.usable_bytes if report.plan is None else report.plan.budget_bytes
     case = Case(
@@ -42,7 +42,7 @@ def levers_given(report: Report, step: Step | Trace, cost: str) -> tuple[Lever, 
 
 def levers_in_short(levers: Sequence[Lever], plan: Plan, explain: str) -> RenderableType:
     """The first few of them, and the command that has the rest. Where nothing fits, all that would make it fit."""
-    from memfit.report.levers import enough
+    from memfit.analysis.levers import enough
 
     hopeless = plan.predicted is None
     if not levers:

@@ -5,9 +5,7 @@ from memfit.cost.calibration import Calibration, calibrate
 from memfit.cost.collective_benchmark import CollectiveBenchmark, CollectiveTime, CollectiveTimes, fit_link
 from memfit.cost.collective_figures import Algorithm, Collective
 from memfit.cost.collectives import CollectiveCost, CollectiveEstimate, CollectiveModel, Group, collective_ms
-from memfit.cost.estimator import RuntimeEstimator
 from memfit.cost.models import cost_model
-from memfit.cost.orders import CallOrders
 from memfit.cost.roofline import Roofline
 from memfit.cost.runtime import Cost, ModuleTime, Runtime
 
@@ -15,7 +13,6 @@ __all__ = [
     "Algorithm",
     "Benchmark",
     "Calibration",
-    "CallOrders",
     "Collective",
     "CollectiveBenchmark",
     "CollectiveCost",
@@ -28,7 +25,6 @@ __all__ = [
     "ModuleTime",
     "Roofline",
     "Runtime",
-    "RuntimeEstimator",
     "calibrate",
     "collective_ms",
     "cost_model",

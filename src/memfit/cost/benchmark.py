@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from memfit.capture import Op, Trace
 from memfit.cost.cache import TimeCache
 from memfit.cost.host import measure_host
 from memfit.cost.reuse import cold_fractions
@@ -19,7 +20,6 @@ from memfit.cost.runtime import Times
 from memfit.cost.timing import OpTime, OpTimer, identity, last_cache_bytes
 from memfit.errors import InputError
 from memfit.hardware import Device, HostTimes
-from memfit.trace import Op, Trace
 
 _HOST_KEY = "host"
 _ROUNDS = 4

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from memfit.capture import Op, trace
 from memfit.cost.benchmark import Benchmark
 from memfit.cost.fitting import Sample, fit_family
 from memfit.cost.references import reference_steps
@@ -22,7 +23,6 @@ from memfit.errors import InputError
 from memfit.hardware import Device, Efficiency, Family, FamilyEfficiency, HostTimes, Rates, load_device
 from memfit.hardware.device import RATE_NAMES
 from memfit.hardware.load import user_device_paths
-from memfit.trace import Op, trace
 
 _COPY_BYTES = 128 << 20
 _COPIES = 9

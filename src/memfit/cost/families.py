@@ -8,8 +8,8 @@ from functools import cache
 import msgspec
 import torch
 
+from memfit.capture import Op, Phase
 from memfit.hardware import Family
-from memfit.trace import Op, Phase
 
 _NAMES: dict[Family, str] = {
     Family.NORM: (

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from memfit.capture import Phase, Step, Trace, trace
+from memfit.capture.step import call_model
 from memfit.cost.references import tiny_steps
 from memfit.cost.runtime import Times
 from memfit.hardware import Device, HostTimes
-from memfit.trace import Phase, Step, Trace, trace
-from memfit.trace.step import call_model
 
 _REPEATS = 31
 _CALLS = 2000

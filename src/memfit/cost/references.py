@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memfit.trace import Step
+from memfit.capture import Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from memfit.trace import NEVER, ModuleCall, Phase, Trace
+from memfit.capture import NEVER, ModuleCall, Phase, Trace
 
 
 def repeats(trace: Trace) -> dict[int, int]:

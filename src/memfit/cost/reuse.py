@@ -12,9 +12,9 @@ from collections import defaultdict
 
 import numpy as np
 
+from memfit.capture import Op, Trace
 from memfit.cost.runtime import Times
 from memfit.cost.work import item_bytes_of
-from memfit.trace import Op, Trace
 
 
 def cold_fractions(trace: Trace, cache_bytes: int) -> Times:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from memfit.capture import Op, Phase, Trace
 from memfit.cost.runtime import Times
 from memfit.cost.work import Precision, work_of
 from memfit.errors import InputError
 from memfit.hardware import Device, HostTimes, Target
-from memfit.trace import Op, Phase, Trace
 
 _TICKS_PER_MS = 1 << 20
 

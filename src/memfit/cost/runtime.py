@@ -14,9 +14,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from memfit.capture import NEVER, Phase, Trace
 from memfit.cost.repeats import repeats
 from memfit.errors import InputError
-from memfit.trace import NEVER, Phase, Trace
 
 Times = NDArray[np.float64]
 

@@ -18,10 +18,10 @@ try:
 except ImportError:  # not on Windows
     resource = None
 
+from memfit.capture import Op, TensorRef
+from memfit.capture.arguments import call_of, real_tensor
 from memfit.cost.work import index_bound
 from memfit.hardware.device import DeviceType
-from memfit.trace import Op, TensorRef
-from memfit.trace.arguments import call_of, real_tensor
 
 _REPEATS = 15
 _COLD_REPEATS = 5

@@ -8,9 +8,9 @@ from functools import cache
 import msgspec
 import torch
 
+from memfit.capture import Op, TensorRef
 from memfit.cost.families import Product, executed_flops, family_of
 from memfit.hardware import Device, Family
-from memfit.trace import Op, TensorRef
 
 _PRODUCTS = (Family.MATRIX_LARGE, Family.MATRIX_SMALL, Family.MATRIX_UNALIGNED)
 _SPLIT_DEPTH = 2048

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.trace.generators import held_generators
+from memfit.capture.generators import held_generators
 
 _NONE = object()
 

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
+from memfit.capture.calls import is_container
+from memfit.capture.optimizers import implementations, set_flags, set_implementation
 from memfit.engines.attachment import Handler, attach, attached, detach
 from memfit.engines.loop_watch import LoopWatch, user_level
 from memfit.engines.loss import LossRegion
@@ -27,12 +29,10 @@ from memfit.engines.replicas import check_replicas
 from memfit.engines.sharded import check_ranks, shard_as_planned
 from memfit.engines.unit import PlannedUnit
 from memfit.errors import InputError, PlanDrift, StateError
-from memfit.plan import Checkpoint, Plan, PlanMismatch, model_differences
-from memfit.plan.mismatch import optimizer_differences
-from memfit.plan.uses import use
-from memfit.plan.wrappers import named_modules, unwrap, wrappers_of
-from memfit.trace.calls import is_container
-from memfit.trace.optimizers import implementations, set_flags, set_implementation
+from memfit.plans import Checkpoint, Plan, PlanMismatch, model_differences
+from memfit.plans.mismatch import optimizer_differences
+from memfit.plans.uses import use
+from memfit.plans.wrappers import named_modules, unwrap, wrappers_of
 from memfit.units import display_bytes
 
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()

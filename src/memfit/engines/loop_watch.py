@@ -29,8 +29,8 @@ from memfit.engines.attachment import Handler
 from memfit.engines.mode import Mode
 from memfit.engines.rerun import running_again
 from memfit.errors import PlanDrift
-from memfit.plan import Plan
-from memfit.plan.record import LoopFacts, ModelCallFacts, OutputFacts
+from memfit.plans import Plan
+from memfit.plans.record import LoopFacts, ModelCallFacts, OutputFacts
 from memfit.units import display_bytes
 
 _MATERIAL = 0.005

@@ -29,7 +29,7 @@ from memfit.engines.phase import Calls, in_backward
 from memfit.engines.policy import RunPolicy
 from memfit.engines.rerun import running_again
 from memfit.engines.tape import Saved, Tape
-from memfit.plan.wrappers import named_modules
+from memfit.plans.wrappers import named_modules
 
 if TYPE_CHECKING:
     from memfit.engines.local import Applied

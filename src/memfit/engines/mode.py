@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from memfit.trace.calls import is_trained
-from memfit.trace.environment import is_capturing
+from memfit.capture.calls import is_trained
+from memfit.capture.environment import is_capturing
 
 
 class Mode:

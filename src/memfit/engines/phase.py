@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from memfit.engines.policy import RunPolicy
-from memfit.plan import Checkpoint, Plan
+from memfit.plans import Checkpoint, Plan
 
 Warn = Callable[[str, str], None]
 """Takes the kind of a warning, which is given once, and its text."""

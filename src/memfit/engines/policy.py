@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from memfit.plan import Checkpoint
+from memfit.plans import Checkpoint
 
 _DETACH = "aten.detach.default"
 

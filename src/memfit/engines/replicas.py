@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import InputError
-from memfit.plan import DdpPlan
+from memfit.plans import DdpPlan
 
 
 def check_replicas(ddp: DdpPlan, model: nn.Module) -> None:

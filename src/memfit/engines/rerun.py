@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import PyTree, TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
+from memfit.capture.generators import host_state, with_host_state
 from memfit.engines.ambient import Ambient, generators_of, with_generators
 from memfit.engines.bindings import Bindings
 from memfit.engines.recipe import Gap, OpKey, OpKind, Recipe, op_kind
@@ -30,7 +31,6 @@ from memfit.engines.samples import difference, sample
 from memfit.engines.tour import Tour
 from memfit.engines.windows import Window, window_of
 from memfit.errors import StateError
-from memfit.trace.generators import host_state, with_host_state
 
 _here = threading.local()
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from memfit.errors import InputError
-from memfit.plan import Plan
-from memfit.plan.record import ShardPlan
+from memfit.plans import Plan
+from memfit.plans.record import ShardPlan
 from memfit.sharded import Precision, Schedule, UnitOptions, shard
 from memfit.sharded.agreement import check_agreement
 from memfit.sharded.meshes import device_of, links_of, mesh_of

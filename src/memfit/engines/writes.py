@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from memfit.plan.wrappers import is_fully_sharded
+from memfit.plans.wrappers import is_fully_sharded
 from memfit.tradeoff.facts import UPDATES
 
 

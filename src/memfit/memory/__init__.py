@@ -5,17 +5,13 @@ from memfit.memory.measured import Measurement, measured
 from memfit.memory.modules import CallMemory, ModuleMemory, Snapshot, call_memory, module_memory
 from memfit.memory.summary import Fit, MemorySummary, Overhead, Place, StorageAtPeak, summarize
 from memfit.memory.timeline import CATEGORIES, PhaseSpan, Timeline
-from memfit.memory.tracker import MemTracker, ModMemStats, ModState
 
 __all__ = [
     "CATEGORIES",
     "CallMemory",
     "Fit",
     "Measurement",
-    "MemTracker",
     "MemorySummary",
-    "ModMemStats",
-    "ModState",
     "ModuleMemory",
     "Overhead",
     "PhaseSpan",

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from memfit.capture import NEVER, Category, Phase, Trace
 from memfit.hardware import Device
 from memfit.memory.allocator import FREE, AllocatorConfig, AllocatorOutOfMemory, CachingAllocator, MemoryEvent
 from memfit.memory.timeline import CATEGORIES, Bytes
-from memfit.trace import NEVER, Category, Phase, Trace
 
 Ints = npt.NDArray[np.int64]
 Row = tuple[int, int, int]

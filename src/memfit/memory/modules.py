@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from memfit.capture import NEVER, Category, Phase, Trace
 from memfit.memory.timeline import CATEGORIES, Bytes, Timeline
-from memfit.trace import NEVER, Category, Phase, Trace
 
 _OWNED = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE)
 

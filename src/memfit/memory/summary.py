@@ -5,12 +5,12 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from memfit.capture import NEVER, Category, Trace
 from memfit.errors import InputError
 from memfit.hardware import Device, Target
 from memfit.memory.events import Reserved, reserved
 from memfit.memory.modules import ModuleMemory, module_memory
 from memfit.memory.timeline import Timeline
-from memfit.trace import NEVER, Category, Trace
 
 
 class Fit(str, enum.Enum):

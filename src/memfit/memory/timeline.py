@@ -14,8 +14,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from memfit.capture import NEVER, Category, Phase, Trace
 from memfit.errors import InputError
-from memfit.trace import NEVER, Category, Phase, Trace
 
 Bytes = npt.NDArray[np.int64]
 CATEGORIES = tuple(Category)

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from memfit._version import __version__
+from memfit.analysis.facts import Report
+from memfit.capture import Phase
 from memfit.cost import Roofline
 from memfit.hardware import Device
 from memfit.hardware.device import Link
 from memfit.hardware.efficiency import Family
-from memfit.plan.facts import trace_facts
-from memfit.report.facts import Report
-from memfit.trace import Phase
+from memfit.plans.facts import trace_facts
 from memfit.units import display_bytes, display_ms
 
 

@@ -9,11 +9,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memfit.trace.names import short
+from memfit.capture.names import short
 from memfit.units import display_bytes, display_ms
 
 if TYPE_CHECKING:
-    from memfit.report.comparison import Comparison
+    from memfit.analysis.comparison import Comparison
 
 _ROWS = 12
 _NOTHING = "-"

@@ -6,15 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from memfit.analysis.facts import Report
+from memfit.analysis.forced import forced_ops
+from memfit.analysis.strings import named
+from memfit.capture.names import short
 from memfit.paths import alike, folded
-from memfit.plan import Plan
-from memfit.plan.display import same_policy, units_label
-from memfit.plan.record import Checkpoint, UnitOp
-from memfit.report.facts import Report
-from memfit.report.forced import forced_ops
-from memfit.report.strings import named
+from memfit.plans import Plan
+from memfit.plans.display import same_policy, units_label
+from memfit.plans.record import Checkpoint, UnitOp
 from memfit.solve.program import Candidate
-from memfit.trace.names import short
 from memfit.units import display_bytes, display_ms
 
 _OPS = 4

@@ -10,12 +10,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from memfit.analysis.explanation import Checkpointing, HeldStorage, ModuleAtPeak, StepExplanation, StillHeld
+from memfit.analysis.levers import Lever
+from memfit.capture import Category
+from memfit.capture.names import short
 from memfit.paths import alike, folded
-from memfit.plan.display import counted
-from memfit.report.explanation import Checkpointing, HeldStorage, ModuleAtPeak, StepExplanation, StillHeld
-from memfit.report.levers import Lever
-from memfit.trace import Category
-from memfit.trace.names import short
+from memfit.plans.display import counted
 from memfit.units import display_bytes, display_ms
 
 _ROWS = 8

@@ -10,13 +10,13 @@ import msgspec
 import numpy as np
 
 from memfit._version import __version__
+from memfit.analysis.facts import Report
+from memfit.analysis.strings import Strings
 from memfit.memory import CATEGORIES
-from memfit.plan.facts import trace_facts
-from memfit.plan.text import json_text
+from memfit.plans.facts import trace_facts
+from memfit.plans.text import json_text
 from memfit.report.assumed import assumed
-from memfit.report.facts import Report
 from memfit.report.streams import clock_of
-from memfit.report.strings import Strings
 from memfit.report.tree import module_tree
 from memfit.solve import Curve, PlannedTimeline
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from memfit.plan import Plan
-from memfit.plan.display import counted
-from memfit.plan.record import Blocker, Estimate
+from memfit.analysis.facts import Report
+from memfit.analysis.levers import Lever, enough
+from memfit.analysis.words import headline, place, reserves_more
+from memfit.capture import Category
+from memfit.plans import Plan
+from memfit.plans.display import counted
+from memfit.plans.record import Blocker, Estimate
 from memfit.report.assumed import assumed
 from memfit.report.decisions import decisions
-from memfit.report.facts import Report
-from memfit.report.levers import Lever, enough
-from memfit.report.words import headline, place, reserves_more
 from memfit.solve.curve_display import headline as curve_headline
-from memfit.trace import Category
 from memfit.units import display_bytes, display_ms
 from memfit.verify import Verification
 from memfit.verify.verification import BytesBeside, MsBeside

@@ -17,16 +17,16 @@ import msgspec
 import numpy as np
 
 from memfit._version import __version__
+from memfit.analysis.facts import Report
+from memfit.analysis.strings import named
+from memfit.capture import NEVER, Op, Phase, Trace
+from memfit.capture.names import short
 from memfit.cost import Collective
 from memfit.files import write_whole
 from memfit.memory import CATEGORIES
-from memfit.report.facts import Report
 from memfit.report.streams import Clock, Sending, Wait, clock_of
-from memfit.report.strings import named
 from memfit.solve import PlannedTimeline
 from memfit.solve.planned_lives import BETWEEN
-from memfit.trace import NEVER, Op, Phase, Trace
-from memfit.trace.names import short
 
 _MODULES, _COMPUTE, _TIMELESS = 1, 2, 5
 _TRACKS = {_MODULES: "modules", _COMPUTE: "compute", _TIMELESS: "ops that take no time"}

@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from memfit._version import __version__
+from memfit.analysis.facts import Report
+from memfit.capture import NEVER, Category
+from memfit.capture.names import short
 from memfit.files import write_whole
 from memfit.hardware import Device
 from memfit.memory import allocator_config
 from memfit.memory.allocator import FREE, BlockSnapshot, BlockState, CachingAllocator, SegmentSnapshot
 from memfit.memory.blocks import Block, BlockPool, ExpandableSegment
 from memfit.memory.events import Lives, Replay, Row
-from memfit.report.facts import Report
 from memfit.solve import PlannedTimeline
 from memfit.solve.planned import Allocation
 from memfit.solve.planned_lives import BETWEEN
-from memfit.trace import NEVER, Category
-from memfit.trace.names import short
 
 _PROTOCOL = 4
 """The newest that memory_viz reads."""

@@ -1,7 +1,7 @@
 """When every op, wait and collective of a step runs, as the model of its time has it.
 
 Note [Clock]: ops run one after another. Under sharding collectives run beside them, one after another too, and where
-one is needed the device waits for it (`memfit.solve.shard_communication`). A wait is as long with a plan as without,
+one is needed the device waits for it (`memfit.sharding.communication`). A wait is as long with a plan as without,
 so what runs again moves everything after it by as much; a collective that is under way meanwhile keeps its length.
 What the host takes for a unit that runs again, beyond its ops, stands before the second run, though a part of it is
 really spent in the first.
@@ -21,10 +21,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from memfit.analysis.facts import Report
 from memfit.cost import CollectiveModel
-from memfit.report.facts import Report
-from memfit.solve import PlannedTimeline, Sharding
-from memfit.solve.sharding import Transfer
+from memfit.sharding import Sharding
+from memfit.sharding.shard import Transfer
+from memfit.solve import PlannedTimeline
 
 Ms = npt.NDArray[np.float64]
 Ns = npt.NDArray[np.int64]

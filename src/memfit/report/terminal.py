@@ -10,9 +10,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from memfit.capture.names import short
 from memfit.memory import Fit, MemorySummary, ModuleMemory, Place
 from memfit.paths import alike
-from memfit.trace.names import short
 from memfit.units import display_bytes
 
 _STYLE = {Fit.FITS: "green", Fit.TIGHT: "yellow", Fit.TOO_LARGE: "red"}

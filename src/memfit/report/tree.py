@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from memfit.analysis.facts import Report
+from memfit.analysis.sizes import allocation_bytes
+from memfit.analysis.strings import Strings, named
+from memfit.capture import NEVER, Category, Op, Phase, Trace
 from memfit.memory import CATEGORIES
-from memfit.plan import Plan
-from memfit.report.facts import Report
-from memfit.report.sizes import allocation_bytes
-from memfit.report.strings import Strings, named
+from memfit.plans import Plan
 from memfit.solve import PlannedTimeline
 from memfit.solve.planned_lives import BETWEEN
-from memfit.trace import NEVER, Category, Op, Phase, Trace
 
 NONE, KEPT, PARTLY, FULLY = range(4)
 """What a plan does with a module; NONE is for one that has units inside, and for a step without a plan."""

@@ -1,6 +1,6 @@
 """The fully sharded data parallel runtime."""
 
-import memfit.torch_version  # noqa: F401  first, so that a torch which does not work is refused with the reason
+import memfit.torch_private.version  # noqa: F401  first, so that a torch which does not work is refused with the reason
 
 # isort: split
 from memfit.sharded.accumulation import no_sync

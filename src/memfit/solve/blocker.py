@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memfit.capture import NEVER, Category, Phase
 from memfit.solve.program import Choice
 from memfit.solve.solution import Problem
-from memfit.trace import NEVER, Category, Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

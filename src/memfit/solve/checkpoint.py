@@ -21,9 +21,9 @@ from bisect import bisect_right
 
 import numpy as np
 
+from memfit.capture import NEVER
 from memfit.solve.milp import FREE, Milp
 from memfit.solve.program import Choice, Program
-from memfit.trace import NEVER
 
 SCALE = float(1 << 20)
 """Rows are in MiB: HiGHS likes numbers near one."""

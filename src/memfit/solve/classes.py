@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from memfit.capture import NEVER
 from memfit.solve.checkpoint import SCALE
 from memfit.solve.milp import Milp
 from memfit.solve.program import Choice, Program, Segment
-from memfit.trace import NEVER
 
 _ROWS_AT_ONCE = 3
 

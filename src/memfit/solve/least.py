@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from memfit.capture import NEVER
 from memfit.solve.checkpoint import CheckpointModel
 from memfit.solve.micro_batches import dealt, fold
 from memfit.solve.milp import Limits, Status
 from memfit.solve.prefixes import Place, Walks, walks_of
 from memfit.solve.program import Choice, Program
-from memfit.trace import NEVER
 
 _TOLERANCE_BYTES = 1024
 """A thousandth of a MiB, the unit of the program's rows."""

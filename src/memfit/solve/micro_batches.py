@@ -14,9 +14,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from memfit.capture import NEVER, Phase, Trace
 from memfit.memory.timeline import Bytes
 from memfit.solve.program import Candidate, Choice, MicroBatches, Program
-from memfit.trace import NEVER, Phase, Trace
 
 
 def micro_batches_of(trace: Trace, candidates: Sequence[Candidate]) -> MicroBatches | None:

@@ -9,8 +9,8 @@ from typing import Literal
 
 from memfit.errors import InputError
 from memfit.paths import around
+from memfit.sharding.shard import ShardOptions
 from memfit.solve.milp import Limits
-from memfit.solve.sharding import ShardOptions
 from memfit.tradeoff import Unit
 
 POINTS = 24

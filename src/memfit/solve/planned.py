@@ -14,14 +14,14 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from memfit.capture import NEVER, Category, Trace
 from memfit.hardware import Device
 from memfit.memory import CATEGORIES, Reserved
 from memfit.memory.allocator import MemoryEvent
 from memfit.memory.events import Lives, events_of, reserved_of
+from memfit.memory.intervals import Interval
 from memfit.memory.timeline import Bytes
-from memfit.solve.intervals import Interval
 from memfit.solve.planned_lives import BETWEEN, PlannedLives, planned_lives
-from memfit.trace import NEVER, Category, Trace
 from memfit.tradeoff import Policy, Unit
 from memfit.tradeoff.facts import Facts, Ints
 

@@ -23,11 +23,11 @@ from itertools import pairwise
 
 import numpy as np
 
+from memfit.capture import NEVER, Category
 from memfit.errors import InputError
 from memfit.memory import CATEGORIES
 from memfit.memory.events import Lives
-from memfit.solve.intervals import Interval
-from memfit.trace import NEVER, Category
+from memfit.memory.intervals import Interval
 from memfit.tradeoff import Policy, Unit
 from memfit.tradeoff.facts import Facts, Ints
 from memfit.tradeoff.problem import Problem, Role, lost_inputs

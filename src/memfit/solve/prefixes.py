@@ -27,8 +27,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from memfit.capture import NEVER
 from memfit.solve.program import Choice, Program, Segment
-from memfit.trace import NEVER
 from memfit.tradeoff.facts import Ints
 
 PICOSECONDS = 1e9

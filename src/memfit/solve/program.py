@@ -27,8 +27,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from memfit.capture import NEVER
 from memfit.memory.timeline import Bytes
-from memfit.trace import NEVER
 from memfit.tradeoff import Frontier, Policy, Unit
 
 Choice = npt.NDArray[np.int64]

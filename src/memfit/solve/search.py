@@ -14,6 +14,7 @@ from functools import partial
 
 import numpy as np
 
+from memfit.capture import NEVER
 from memfit.solve.checkpoint import CheckpointModel
 from memfit.solve.classes import ClassModel
 from memfit.solve.micro_batches import dealt, fold
@@ -21,7 +22,6 @@ from memfit.solve.milp import Incumbent, Limits, Status, relative_gap
 from memfit.solve.prefixes import PICOSECONDS, Place, Walks, broken_rows, walks_of
 from memfit.solve.program import Choice, MicroBatches, Program
 from memfit.solve.walk import WIDTHS, best_of
-from memfit.trace import NEVER
 
 Watch = Callable[[Incumbent], None]
 SAME_MS = 1e-5

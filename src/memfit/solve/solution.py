@@ -10,11 +10,13 @@ from functools import cached_property
 
 import numpy as np
 
+from memfit.capture import NEVER
 from memfit.cost import Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import Timeline
 from memfit.memory.timeline import Bytes
+from memfit.sharding.shard import Sharding, shard
 from memfit.solve.least import LeastBudget, least_budget
 from memfit.solve.micro_batches import micro_batches_of
 from memfit.solve.milp import Incumbent, Status, relative_gap
@@ -22,8 +24,6 @@ from memfit.solve.options import SolveOptions
 from memfit.solve.planned import PlannedTimeline, planned_timeline
 from memfit.solve.program import Candidate, Choice, MicroBatches, Program, candidates_of
 from memfit.solve.search import SAME_MS, Outcome, infeasible, search
-from memfit.solve.sharding import Sharding, shard
-from memfit.trace import NEVER
 from memfit.tradeoff import Policy, Unit, frontiers
 from memfit.tradeoff.facts import Facts
 

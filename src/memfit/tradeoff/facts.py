@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from memfit.capture import NEVER, Op, Trace
+from memfit.capture.arguments import GENERATOR
 from memfit.errors import InputError
-from memfit.trace import NEVER, Op, Trace
-from memfit.trace.arguments import GENERATOR
 from memfit.tradeoff.units import FORWARD
 
 Ints = NDArray[np.int64]

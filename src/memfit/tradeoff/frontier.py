@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from memfit.capture import Trace
+from memfit.capture.environment import no_garbage_collection
 from memfit.errors import InputError
-from memfit.trace import Trace
-from memfit.trace.environment import no_garbage_collection
 from memfit.tradeoff.choices import Choices
 from memfit.tradeoff.facts import Facts, Times
 from memfit.tradeoff.pareto import pool_of

@@ -27,7 +27,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from memfit.trace import NEVER
+from memfit.capture import NEVER
 from memfit.tradeoff.facts import PICOSECONDS, Facts, Flags, Ints, Times
 from memfit.tradeoff.units import Unit
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from memfit.trace import NEVER, ModuleCall, Phase, Trace
+from memfit.capture import NEVER, ModuleCall, Phase, Trace
 
 LOSS = "<loss>"
 """The name of the loss region; it is no module, so its `call` is `NEVER`."""

@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from memfit.capture import NEVER, Category
+from memfit.capture.allocations import AllocatorEvent
 from memfit.memory import CATEGORIES
 from memfit.solve import PlannedTimeline, planned_events
-from memfit.trace import NEVER, Category
-from memfit.trace.allocations import AllocatorEvent
 from memfit.verify.peak import Rise
 
 _WINDOW = 2048

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from memfit.trace.environment import patched
+from memfit.capture.environment import patched
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,18 +14,13 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from memfit.capture import Phase
 from memfit.engines.rerun import Rerun
 from memfit.engines.tape import Tape
-from memfit.errors import MemfitError
-from memfit.trace import Phase
-
-if TYPE_CHECKING:
-    from memfit.verify.explanation import Explanation
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _MEMFIT = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -47,21 +42,6 @@ _ASKED = (
     (re.compile(r"Tried to allocate ([\d.]+) MiB"), 1 << 20),
     (re.compile(r"Tried to allocate ([\d.]+) GiB"), 1 << 30),
 )
-
-
-class OutOfMemory(MemfitError, RuntimeError):
-    """A training step did not fit; `explanation` says why, and `__cause__` is the allocator's error.
-
-    `restored` says whether parameters, optimizer state, gradients, buffers and generators are as before the step.
-    """
-
-    def __init__(self, explanation: Explanation, *, restored: bool) -> None:
-        super().__init__(explanation)
-        self.explanation = explanation
-        self.restored = restored
-
-    def __str__(self) -> str:
-        return str(self.explanation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

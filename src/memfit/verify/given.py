@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit.capture import Step
+from memfit.capture.discovery import step_of
 from memfit.engines import plan_of_model
 from memfit.errors import InputError, MissingFeatureError, StateError
-from memfit.plan import Plan
-from memfit.shapes import step_at as step_at
-from memfit.trace import Step
-from memfit.trace.discovery import step_of
+from memfit.plans import Plan
+from memfit.presets import step_at as step_at
 from memfit.units import display_bytes
 from memfit.verify.state import tensors_in
 

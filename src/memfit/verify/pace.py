@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from memfit.capture import NEVER, Phase, Trace
 from memfit.cost import Roofline, Runtime
-from memfit.trace import NEVER, Phase, Trace
 
 
 def step_ms(run: Callable[[], None], device: torch.device) -> float:

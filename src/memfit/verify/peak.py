@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from memfit.capture.allocations import AllocatorEvent
+from memfit.capture.environment import no_garbage_collection
 from memfit.memory import measured
-from memfit.trace.allocations import AllocatorEvent
-from memfit.trace.environment import no_garbage_collection
 
 _MARK_BYTES = 4099
 

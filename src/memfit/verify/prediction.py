@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from memfit.plan import Plan, PlanMismatch
-from memfit.plan.making import policy_of
+from memfit.capture import Step, Trace
+from memfit.plans import Plan, PlanMismatch
+from memfit.plans.making import policy_of
 from memfit.solve import PlannedTimeline, planned_timeline
-from memfit.trace import Step, Trace
 from memfit.tradeoff import units
 from memfit.tradeoff.facts import Facts
 

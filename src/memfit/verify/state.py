@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.trace import Step
-from memfit.trace.discovery import Companions
-from memfit.trace.environment import same_attributes
+from memfit.capture import Step
+from memfit.capture.discovery import Companions
+from memfit.capture.environment import same_attributes
 from memfit.verify.generators import same_generators
 
 _DEPTH = 8

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from rich.console import RenderableType
 
-from memfit.plan.text import json_text
+from memfit.plans.text import json_text
 from memfit.solve.curve_display import text_of
 from memfit.units import display_bytes, display_ms
 from memfit.verify.exactness import Exactness

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit.capture import NEVER, Category, Step, Trace
+from memfit.capture.environment import cheap_collections, neutral_modes
+from memfit.capture.optimizers import set_flags
 from memfit.engines import plan_of_model, unplanned
 from memfit.errors import InputError
-from memfit.plan import Plan
-from memfit.plan.uses import use
-from memfit.trace import NEVER, Category, Step, Trace
-from memfit.trace.environment import cheap_collections, neutral_modes
-from memfit.trace.optimizers import set_flags
+from memfit.plans import Plan
+from memfit.plans.uses import use
 from memfit.units import display_bytes
 from memfit.verify.attribution import Filling, Places, filled
 from memfit.verify.available import free_bytes

@@ -15,8 +15,8 @@ from memfit.cli.problems import UsageError
 from memfit.errors import InputError
 
 if TYPE_CHECKING:
-    from memfit.plan import Plan
-    from memfit.trace import Trace
+    from memfit.capture import Trace
+    from memfit.plans import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Compare:
     """Print JSON."""
 
     def run(self) -> int:
-        from memfit.report.comparison import compare
+        from memfit.analysis.comparison import compare
 
         first, second = _read(self.first, "A"), _read(self.second, "B")
         if type(first) is not type(second):

@@ -36,7 +36,7 @@ class Curve:
     """Print JSON."""
 
     def run(self) -> int:
-        from memfit.plan import curve
+        from memfit.plans import curve
         from memfit.solve.curve import check_points
 
         with about("--points"):

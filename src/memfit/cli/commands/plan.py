@@ -16,7 +16,7 @@ from memfit.cli.output import Work, show, show_json
 from memfit.cli.problems import UsageError, check_files
 
 if TYPE_CHECKING:
-    from memfit.report.levers import Lever
+    from memfit.analysis.levers import Lever
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +48,10 @@ class Plan:
     """Print the plan as JSON."""
 
     def run(self) -> int:
-        from memfit.plan import plan
-        from memfit.plan.display import plan_report
-        from memfit.report.facts import Report
-        from memfit.trace import Trace
+        from memfit.analysis.facts import Report
+        from memfit.capture import Trace
+        from memfit.plans import plan
+        from memfit.plans.display import plan_report
 
         check_files({"--output": self.output, **self.file.by_option})
         if self.curve and not self.file.any:

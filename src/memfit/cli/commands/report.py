@@ -44,7 +44,7 @@ class Report:
     """Print everything as JSON."""
 
     def run(self) -> int:
-        from memfit.report.facts import Report as Facts
+        from memfit.analysis.facts import Report as Facts
         from memfit.report.json_document import json_of
         from memfit.report.markdown import markdown_of
 

@@ -14,8 +14,8 @@ from memfit.cli.output import say, show, show_json
 from memfit.cli.problems import STOPPED, UsageError
 
 if TYPE_CHECKING:
-    from memfit.plan.search_result import SearchPoint
-    from memfit.trace import Step, Trace
+    from memfit.capture import Step, Trace
+    from memfit.plans.search_result import SearchPoint
 
 _FIRST = {"batch": 1, "seq": 128, "ranks": 1}
 """Values whose step has the names of units."""
@@ -52,8 +52,8 @@ class Search:
         self._check()
         say(f"searching for the best {_WHAT[self.over]} of {self.step.step}")  # torch takes seconds to import
         began = time.monotonic()
-        from memfit.plan.search_result import SearchInterrupted
-        from memfit.plan.searching import search
+        from memfit.plans.search_result import SearchInterrupted
+        from memfit.plans.searching import search
 
         values = None if self.values is None else _numbers(self.values)
         names = (self.solver.force, self.solver.forbid, self.solver.units, self.solver.shard_units)
@@ -121,7 +121,7 @@ class Search:
 
     def _step_at(self, steps: Callable[[StepOptions], Given], value: int) -> Step | Trace:
         """The step of a value; what is wrong with it is said of --over, for the option of that name was not given."""
-        from memfit.shapes.problems import NotTaken
+        from memfit.presets.problems import NotTaken
 
         options = self.step
         if self.over == "batch":

@@ -14,7 +14,7 @@ from memfit.cli.options import Json
 from memfit.cli.output import plain, result_console, show, show_json
 
 if TYPE_CHECKING:
-    from memfit.shapes import Shape
+    from memfit.presets import Shape
 
 _WIDE, _NARROW = 100, 70
 """Columns from which the table of shapes has room for all it shows, and for most of it."""
@@ -35,7 +35,7 @@ class Shapes:
     """Print JSON."""
 
     def run(self) -> int:
-        from memfit.shapes import list_shapes
+        from memfit.presets import list_shapes
 
         shapes = list_shapes()
         if self.json:

@@ -42,7 +42,7 @@ class Verify:
     """Print JSON."""
 
     def run(self) -> int:
-        from memfit.trace import Trace
+        from memfit.capture import Trace
         from memfit.verify import verify
         from memfit.verify.verification import TIME_TOLERANCE
 

@@ -8,21 +8,21 @@ from typing import Any
 
 import msgspec
 
+from memfit.analysis.facts import Report
+from memfit.analysis.levers import Lever
+from memfit.analysis.strings import Strings, named
+from memfit.analysis.words import place, reserves_more
+from memfit.capture import Category, Phase
 from memfit.memory import CATEGORIES
 from memfit.paths import alike, folded
-from memfit.plan import Plan
-from memfit.plan.record import Estimate, ShardPlan
+from memfit.plans import Plan
+from memfit.plans.record import Estimate, ShardPlan
 from memfit.report.assumed import assumed
 from memfit.report.decisions import decisions
-from memfit.report.facts import Report
-from memfit.report.levers import Lever
 from memfit.report.page.drawn import drawn
-from memfit.report.strings import Strings, named
 from memfit.report.tree import module_tree
-from memfit.report.words import place, reserves_more
+from memfit.sharding.shard import Sharding
 from memfit.solve import Curve
-from memfit.solve.sharding import Sharding
-from memfit.trace import Category, Phase
 from memfit.verify import Verification
 from memfit.verify.verification import BytesBeside, MsBeside
 

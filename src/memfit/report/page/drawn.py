@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from memfit.analysis.facts import Report
+from memfit.analysis.sizes import allocation_bytes, rounded
+from memfit.analysis.strings import Strings, named
+from memfit.capture import NEVER, Category, Phase
+from memfit.capture.names import short
 from memfit.memory import CATEGORIES
 from memfit.paths import alike
-from memfit.report.facts import Report
-from memfit.report.sizes import allocation_bytes, rounded
 from memfit.report.streams import clock_of
-from memfit.report.strings import Strings, named
 from memfit.solve import PlannedTimeline
 from memfit.solve.planned import Allocation
 from memfit.solve.planned_lives import BETWEEN
-from memfit.trace import NEVER, Category, Phase
-from memfit.trace.names import short
 
 POINTS = 2000
 """About the most points of one timeline."""

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import msgspec
 
+from memfit.analysis.facts import Report
+from memfit.analysis.levers import Lever
+from memfit.analysis.words import Headline, headline
 from memfit.files import write_whole
-from memfit.report.facts import Report
-from memfit.report.levers import Lever
 from memfit.report.page.data import page_data
-from memfit.report.words import Headline, headline
 
 _SCRIPTS = ("format.js", "elements.js", "timeline.js", "tree.js", "curve.js", "tables.js", "page.js")
 _MARK = re.compile(r"<!--memfit:(\w+)-->")

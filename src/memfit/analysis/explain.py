@@ -1,0 +1,307 @@
+"""`explain`: what fills the peak of a step, what holds it, and which levers would lower it."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from memfit.analysis.explanation import (
+    GatheredUnit,
+    LineAtPeak,
+    ModuleActivations,
+    ModuleAtPeak,
+    PeakPlace,
+    StepExplanation,
+)
+from memfit.analysis.facts import Report
+from memfit.analysis.holders import Holders
+from memfit.analysis.levers import levers_of
+from memfit.analysis.levers.case import Case
+from memfit.analysis.levers.lever import Lever
+from memfit.analysis.sizes import rounded
+from memfit.analysis.unreleased import checkpointing_of, kept_by_plan
+from memfit.capture import Category, Step, Trace, trace
+from memfit.cost import Cost, Runtime
+from memfit.errors import InputError
+from memfit.memory import CATEGORIES
+from memfit.paths import around
+from memfit.plans import Plan
+from memfit.plans.facts import peak_at
+from memfit.plans.given import (
+    Model,
+    TargetLike,
+    check_asked,
+    check_nothing_beside,
+    cost_given,
+    options_given,
+    step_given,
+    target_given,
+)
+from memfit.plans.record import PeakAt
+from memfit.solve import PlannedTimeline, Problem, SolveOptions
+from memfit.solve.least import LeastBudget
+
+_LARGEST = 10
+_ACTIVATION = CATEGORIES.index(Category.ACTIVATION)
+_ALONE = (
+    "this is what the plan's document knows; `memfit explain STEP --plan FILE` or explain(plan, step) says the rest"
+)
+
+
+def explain(
+    model: Model | Plan,
+    batch: Any = None,
+    *,
+    loss: Callable[..., torch.Tensor] | None = None,
+    optimizer: Any = torch.optim.AdamW,
+    autocast: torch.dtype | None = None,
+    target: TargetLike | None = None,
+    ranks: int | None = None,
+    budget: str | int | float | None = None,
+    cost: Cost | str | None = None,
+    options: SolveOptions | None = None,
+    levers: bool = True,
+    progress: bool = True,
+) -> StepExplanation:
+    """What fills the peak of a training step and what holds it, and the levers that would lower it, cheapest first.
+
+    Takes what `plan` takes, all but `start`: a model and a batch, a `Step`, a `Trace`, or a function that runs the
+    step. Also a plan with its step, `explain(plan, step)`, which is explained as it runs under the plan; a plan alone
+    says what its document knows. `budget` is what the step should fit, all that is usable unless given. `options` say
+    how the step is sharded, and what levers may checkpoint. Levers capture changed steps, which a trace cannot;
+    `levers=False` leaves them out.
+    """
+    doing = _Doing(progress)
+    if isinstance(model, Plan):
+        check_nothing_beside("the plan", None, loss, optimizer, autocast)
+        if target is not None or ranks is not None:
+            raise InputError("target and ranks are part of the plan; make another plan for another target")
+        if batch is None:
+            return _of_document(model)
+        report, step = _planned(model, batch, cost, options, doing)
+        allowed = model.budget_bytes if budget is None else report.target.budget_bytes(budget)
+    else:
+        check_asked(model, target, ranks, budget=budget)
+        report, step = _given(model, batch, loss, optimizer, autocast, target, ranks, cost, options, doing)
+        allowed = min(report.target.budget_bytes(budget), report.target.usable_bytes)
+    case = Case(report=report, step=step, cost=cost_given(cost, report.target), budget_bytes=allowed)
+    found: tuple[Lever, ...] = ()
+    if levers:
+        with doing("working out levers") as tell:
+            found = levers_of(case, tell)
+    return _explanation(case, found, case.least if levers else None)
+
+
+def _planned(
+    plan: Plan, step: Any, cost: Cost | str | None, options: SolveOptions | None, doing: _Doing
+) -> tuple[Report, Step | None]:
+    if not isinstance(step, Step | Trace):
+        raise InputError(f"a plan is explained with its memfit.Step or memfit.Trace, not a {type(step).__name__}")
+    with doing("capturing one training step"):
+        report = Report.of(plan, step, cost=cost, options=None if options is None else options_given(options))
+    return report, step if isinstance(step, Step) else None
+
+
+def _given(
+    model: Model,
+    batch: Any,
+    loss: Callable[..., torch.Tensor] | None,
+    optimizer: Any,
+    autocast: torch.dtype | None,
+    target: TargetLike | None,
+    ranks: int | None,
+    cost: Cost | str | None,
+    options: SolveOptions | None,
+    doing: _Doing,
+) -> tuple[Report, Step | None]:
+    aim, solver = target_given(model, target, ranks), options_given(options)
+    chosen = cost_given(cost, aim)
+    if isinstance(model, Step | Trace):
+        check_nothing_beside(f"the {type(model).__name__}", batch, loss, optimizer, autocast)
+    step = None
+    if isinstance(model, Trace):
+        captured = model
+    else:
+        step = step_given(model, batch, loss=loss, optimizer=optimizer, autocast=autocast)
+        with doing("capturing one training step"):
+            captured = trace(step, target=aim)
+    with doing("timing its ops, working out frontiers"):
+        return Report(problem=Problem.of(Runtime.of(captured, chosen), aim, solver), plan=None), step
+
+
+def _explanation(case: Case, levers: tuple[Lever, ...], least: LeastBudget | None) -> StepExplanation:
+    report, timeline = case.report, case.timeline
+    instant = timeline.peak_instant
+    holders = Holders(timeline, instant, kept_by_plan(report, timeline))
+    there = timeline.alive(instant)
+    size = timeline.lives.size_bytes[there]
+    largest = there[np.lexsort((there, timeline.lives.born[there], -size))][:_LARGEST]
+    at = peak_at(timeline.trace, int(timeline.op[instant]), second_run_of=timeline.second_run_of(instant))
+    plan = report.plan
+    notes = [*report.trace.notes]
+    if plan is not None and plan.predicted is None:
+        notes.append("no plan fits: this is the step under the plan that needs least, and levers are on top of that")
+    if levers and case.step is None:
+        notes.append("levers that need the step captured again are left out or estimated: give the step, not its trace")
+    return StepExplanation(
+        device=case.target.device.name,
+        device_title=case.target.device.title,
+        ranks=case.target.ranks,
+        budget_bytes=case.budget_bytes,
+        planned=plan is not None,
+        peak_bytes=timeline.peak_bytes,
+        step_ms=case.step_ms,
+        at=_place(at, timeline.trace),
+        by_category=timeline.peak_by_category,
+        by_module=_by_module(timeline, instant, there, holders),
+        by_line=_by_line(timeline, there, holders),
+        largest=tuple(holders.of(number) for number in largest.tolist()),
+        activations=_activations(timeline),
+        gathered=_gathered(report, timeline, there),
+        checkpointing=checkpointing_of(report, timeline),
+        levers=levers,
+        least_bytes=None if least is None else least.peak_bytes,
+        left_out=tuple(case.left_out),
+        notes=tuple(notes),
+    )
+
+
+def _of_document(plan: Plan) -> StepExplanation:
+    """What a plan knows of its step by itself."""
+    estimate = plan.predicted or plan.baseline
+    return StepExplanation(
+        device=plan.target.device,
+        device_title=plan.target.title,
+        ranks=plan.ranks,
+        budget_bytes=plan.budget_bytes,
+        planned=plan.predicted is not None,
+        peak_bytes=estimate.peak_bytes,
+        step_ms=estimate.step_ms,
+        at=_place(estimate.peak_at, None),
+        by_category=dict(sorted(estimate.peak_by_category.items(), key=lambda item: -item[1])),
+        by_module=(),
+        by_line=(),
+        largest=(),
+        activations=(),
+        gathered=(),
+        checkpointing=None,
+        levers=(),
+        notes=(*plan.notes, _ALONE),
+    )
+
+
+def _place(at: PeakAt, captured: Trace | None) -> PeakPlace:
+    source = captured.source_of(at.op) if captured is not None and at.name else ""
+    return PeakPlace(
+        op=at.op, name=at.name, phase=at.phase, module=at.module, source=source, second_run_of=at.second_run_of
+    )
+
+
+def _by_module(
+    timeline: PlannedTimeline, instant: int, there: np.ndarray, holders: Holders
+) -> tuple[ModuleAtPeak, ...]:
+    """Every module that has something at the peak, with the ends of blocks that the allocator rounds up to."""
+    categories: dict[str, Counter[Category]] = defaultdict(Counter)
+    lines: dict[str, Counter[str]] = defaultdict(Counter)
+    for number in there.tolist():
+        found = timeline.allocation(number)
+        module = holders.place(found.storage) or found.module
+        size_bytes = rounded(found.size_bytes, timeline.rounding_bytes)
+        categories[module][found.category] += size_bytes
+        lines[module][holders.source(found.storage)] += size_bytes
+    workspace = int(timeline.lives.workspace_bytes[instant]) if instant < timeline.lives.instants else 0
+    if workspace:
+        size_bytes = rounded(workspace, timeline.rounding_bytes)
+        op = int(timeline.op[instant])
+        categories[holders.place_of_op(op) or timeline.module_of(instant)][Category.TEMPORARY] += size_bytes
+    rows = []
+    for module, parts in categories.items():
+        made = [(size_bytes, source) for source, size_bytes in lines[module].items() if source]
+        rows.append(
+            ModuleAtPeak(
+                module=module,
+                size_bytes=sum(parts.values()),
+                by_category=dict(parts.most_common()),
+                source=max(made, default=(0, ""))[1],
+            )
+        )
+    return tuple(sorted(rows, key=lambda row: (-row.size_bytes, row.module)))
+
+
+def _by_line(timeline: PlannedTimeline, there: np.ndarray, holders: Holders) -> tuple[LineAtPeak, ...]:
+    size: Counter[str] = Counter()
+    count: Counter[str] = Counter()
+    for number in there.tolist():
+        source = holders.source(int(timeline.planned.storage[number]))
+        if source:
+            size[source] += rounded(int(timeline.lives.size_bytes[number]), timeline.rounding_bytes)
+            count[source] += 1
+    return tuple(
+        LineAtPeak(source=source, size_bytes=size_bytes, allocations=count[source])
+        for source, size_bytes in size.most_common()
+    )
+
+
+def _activations(timeline: PlannedTimeline) -> tuple[ModuleActivations, ...]:
+    """Modules by what they hold for the backward at the instant when most is held, children included."""
+    instant = int(timeline.during_by_row[_ACTIVATION].argmax())
+    own: Counter[str] = Counter()
+    for number in timeline.alive(instant).tolist():
+        if int(timeline.lives.row[number]) == _ACTIVATION:
+            size_bytes = rounded(int(timeline.lives.size_bytes[number]), timeline.rounding_bytes)
+            own[timeline.allocation(number).module] += size_bytes
+    called = {call.module for call in timeline.trace.calls}
+    whole: Counter[str] = Counter(own)
+    for module, size_bytes in own.items():
+        for outer in around(module):
+            if outer in called:
+                whole[outer] += size_bytes
+    return tuple(
+        ModuleActivations(module=module, size_bytes=size_bytes, own_bytes=own[module])
+        for module, size_bytes in sorted(whole.items(), key=lambda item: (-item[1], item[0]))
+        if size_bytes
+    )
+
+
+def _gathered(report: Report, timeline: PlannedTimeline, there: np.ndarray) -> tuple[GatheredUnit, ...]:
+    """Sharded units, those with most gathered first."""
+    if report.problem.sharding is None:
+        return ()
+    now: Counter[str] = Counter()
+    for number in there.tolist():
+        found = timeline.allocation(number)
+        if found.category is Category.GATHERED_PARAMETER:
+            now[found.module] += found.size_bytes
+    rows = [
+        GatheredUnit(
+            module=unit.module,
+            gathered_bytes=unit.gathered_bytes,
+            gradient_bytes=unit.gradient_bytes,
+            shard_bytes=unit.shard_bytes,
+            at_peak_bytes=now[unit.module],
+        )
+        for unit in report.problem.sharding.units
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.gathered_bytes))
+
+
+class _Doing:
+    """Shows on the terminal what is being done; called with what, it gives a function that says more."""
+
+    def __init__(self, show: bool) -> None:
+        self.console = Console(stderr=True)
+        self.show = show and self.console.is_terminal
+
+    @contextmanager
+    def __call__(self, what: str) -> Iterator[Callable[[str], None]]:
+        if not self.show:
+            yield lambda _: None
+            return
+        with self.console.status(f"{what} …") as spinner:
+            yield lambda more: spinner.update(f"{what}: {more} …")

@@ -1,0 +1,136 @@
+"""What every way of showing a step begins with: its times, and memory at every instant with and without a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from memfit.capture import Step, Trace
+from memfit.cost import Cost, Runtime
+from memfit.errors import InputError
+from memfit.hardware import Target
+from memfit.plans import Plan
+from memfit.plans.given import cost_given
+from memfit.plans.making import policy_of
+from memfit.plans.words import without_plan
+from memfit.sharding import ShardOptions
+from memfit.solve import Curve, PlannedTimeline, Problem, SolveOptions
+from memfit.solve.curve import curve_of
+from memfit.tradeoff import Policy, Unit
+from memfit.verify import Verification
+from memfit.verify.prediction import captured_for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """A step on its target. `plan` is None for one that is only explained.
+
+    `problem` has the trace, the times of its ops and how it is sharded. `title` is what the step is, in words, where
+    whoever made the report knows more than the trace does.
+    """
+
+    problem: Problem
+    plan: Plan | None
+    curve: Curve | None = None
+    verification: Verification | None = None
+    title: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        step: Step | Trace,
+        *,
+        cost: Cost | str | None = None,
+        curve: Curve | None = None,
+        verification: Verification | None = None,
+        title: str = "",
+        options: SolveOptions | None = None,
+    ) -> Report:
+        """The report of a plan on the step that it was made for; another step is refused (`PlanMismatch`).
+
+        `options` are those that the plan was made with, of which its document knows only what it decided.
+        """
+        if isinstance(step, Step):
+            trace = captured_for(plan, step)
+        elif isinstance(step, Trace):
+            trace = step
+            plan.check(trace)
+        else:
+            raise InputError(f"a report is of a plan and its memfit.Step or memfit.Trace, not a {type(step).__name__}")
+        target = Target.parse(
+            trace.hardware,
+            ranks=plan.ranks,
+            ranks_per_node=plan.target.ranks_per_node,
+            intra_node_link=plan.target.intra_node_link,
+            inter_node_link=plan.target.inter_node_link,
+        )
+        runtime = Runtime.of(trace, cost_given(cost, target))
+        problem = Problem.of(runtime, target, options or SolveOptions(shard=_shard_options(plan)))
+        return cls(problem=problem, plan=plan, curve=curve, verification=verification, title=title)
+
+    @classmethod
+    def of_trace(cls, trace: Trace, *, target: Target | None = None, cost: Cost | str | None = None) -> Report:
+        """The report of a step without a plan."""
+        aim = target or Target.parse(trace.hardware)
+        return cls(problem=Problem.of(Runtime.of(trace, cost_given(cost, aim)), aim), plan=None)
+
+    @property
+    def trace(self) -> Trace:
+        """The step; under sharding as it was captured, whole."""
+        return self.problem.timeline.trace
+
+    @property
+    def target(self) -> Target:
+        """The hardware."""
+        return self.problem.target
+
+    @property
+    def runtime(self) -> Runtime:
+        """Times of the ops as one rank runs them."""
+        return self.problem.runtime
+
+    @cached_property
+    def baseline(self) -> PlannedTimeline:
+        """Memory at every instant when nothing is checkpointed, sharded where the target has several ranks."""
+        return self.problem.replay(())
+
+    @property
+    def chosen(self) -> tuple[tuple[Unit, Policy], ...]:
+        """What the plan checkpoints, and how."""
+        units = {unit.name: unit for unit in self.problem.units}
+        entries = () if self.plan is None else self.plan.checkpoint
+        return tuple((units[each.unit], policy_of(each)) for each in entries)
+
+    @cached_property
+    def planned(self) -> PlannedTimeline | None:
+        """Memory at every instant under the plan; None without one, or when it is infeasible."""
+        if self.plan is None or self.plan.predicted is None:
+            return None
+        return self.problem.replay(self.chosen)
+
+    @property
+    def without(self) -> str:
+        """What the step is called that runs without its plan."""
+        return without_plan(self.target.ranks, ddp=self.problem.options.shard.parallel == "ddp")
+
+    def with_curve(self, points: int = 16) -> Report:
+        """The same report with the whole trade-off."""
+        return replace(self, curve=curve_of(self.problem, points=points))
+
+
+def _shard_options(plan: Plan) -> ShardOptions:
+    if plan.ddp is not None:
+        return ShardOptions(
+            parallel="ddp",
+            bucket_cap_bytes=plan.ddp.bucket_cap_bytes,
+            gradient_as_bucket_view=plan.ddp.gradient_as_bucket_view,
+        )
+    if plan.shard is None:
+        return ShardOptions()
+    return ShardOptions(
+        units=tuple(unit.module for unit in plan.shard.units if unit.module),
+        shard_dtype=plan.shard.shard_dtype,
+        param_dtype=plan.shard.param_dtype,
+        reduce_dtype=plan.shard.reduce_dtype,
+    )

@@ -1,0 +1,42 @@
+"""Levers: what would lower the peak of a step, each with its effect worked out, the cheapest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from memfit.analysis.levers.case import Case
+from memfit.analysis.levers.checkpointing import checkpointing
+from memfit.analysis.levers.gradients import gradients
+from memfit.analysis.levers.holding import holding
+from memfit.analysis.levers.lever import Basis, Lever, enough, in_order
+from memfit.analysis.levers.loss import loss
+from memfit.analysis.levers.micro_batch import micro_batch
+from memfit.analysis.levers.offload import offload
+from memfit.analysis.levers.optimizer import optimizer
+from memfit.analysis.levers.precision import precision
+from memfit.analysis.levers.sharding import sharding
+
+__all__ = ["LEVERS", "Basis", "Case", "Lever", "enough", "levers_of"]
+
+LEVERS: dict[str, Callable[[Case], Iterator[Lever]]] = {
+    "results that are held": holding,
+    "gradients between steps": gradients,
+    "the optimizer's step": optimizer,
+    "a chunked loss": loss,
+    "checkpointing": checkpointing,
+    "a smaller micro-batch": micro_batch,
+    "bfloat16": precision,
+    "more ranks": sharding,
+    "offloading": offload,
+}
+"""Every family of levers, by what it tries."""
+
+
+def levers_of(case: Case, watch: Callable[[str], None] | None = None) -> tuple[Lever, ...]:
+    """All levers that save enough, in order of bytes saved for each millisecond lost; `watch` hears what is tried."""
+    found: list[Lever] = []
+    for what, family in LEVERS.items():
+        if watch is not None:
+            watch(what)
+        found += [lever for lever in family(case) if case.matters(lever.saves_bytes)]
+    return in_order(found)

@@ -1,0 +1,217 @@
+"""The step that levers are worked out for, and what a changed one of it would need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from memfit.analysis.facts import Report
+from memfit.analysis.levers.lever import Basis, Lever
+from memfit.capture import Category, Phase, Step, Trace, trace
+from memfit.cost import Cost, Runtime
+from memfit.errors import MemfitError
+from memfit.hardware import Target
+from memfit.memory import CATEGORIES
+from memfit.memory.timeline import Bytes
+from memfit.sharding import ShardOptions
+from memfit.sharding.communication import copies_ms
+from memfit.solve import Limits, PlannedTimeline, Problem, solve
+from memfit.solve.least import LeastBudget
+from memfit.tradeoff import Policy, Unit
+
+LEAST_PART = 0.005
+"""A lever that saves less of the peak than this is left out."""
+_LIMITS = Limits(gap=0.01, time_limit_s=2.0)
+"""Levers are quick; `plan` proves."""
+_DIGITS = 6
+_LEAST_MS = 1e-3
+"""A plan's times are rounded unit by unit: what is less than this is no difference."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effect:
+    """The peak and the time of a changed step; `copies_ms` is what FSDP2's copies would take, which is not in it."""
+
+    peak_bytes: int
+    step_ms: float
+    copies_ms: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A step on its target. `step` is None where only its trace is known; then nothing can be captured again.
+
+    What is to be lowered is the step under its plan, or as it is where there is none. Where no plan fits, it is the
+    fastest of the plans that need least. `left_out` collects, in words, what could not be worked out.
+    """
+
+    report: Report
+    step: Step | None
+    cost: Cost
+    budget_bytes: int
+    left_out: list[str] = field(default_factory=list)
+
+    @property
+    def trace(self) -> Trace:
+        """The step as it was captured."""
+        return self.report.trace
+
+    @property
+    def target(self) -> Target:
+        """The hardware."""
+        return self.report.target
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether there is a plan, and it says that nothing fits."""
+        return self.report.plan is not None and self.report.plan.predicted is None
+
+    @cached_property
+    def chosen(self) -> tuple[tuple[Unit, Policy], ...]:
+        """What is checkpointed, and how."""
+        if not self.hopeless:
+            return self.report.chosen
+        least = self.least
+        if least is None:
+            return ()
+        fastest = solve(self.quick, least.peak_bytes, start=least.choice).chosen
+        return tuple((candidate.unit, policy) for candidate, policy in fastest)
+
+    @cached_property
+    def timeline(self) -> PlannedTimeline:
+        """Memory at every instant."""
+        if self.hopeless:
+            return self.report.problem.replay(self.chosen)
+        return self.report.planned or self.report.baseline
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak that levers are to lower."""
+        return self.timeline.peak_bytes
+
+    @cached_property
+    def step_ms(self) -> float:
+        """The time of the step, communication that nothing hides and second runs included."""
+        return _step_ms(self.report.problem, sum(policy.recompute_ms for _, policy in self.chosen))
+
+    @cached_property
+    def quick(self) -> Problem:
+        """The problem of the step, to be solved in little time."""
+        given = self.report.problem
+        return replace(given, options=replace(given.options, limits=_LIMITS))
+
+    @property
+    def least(self) -> LeastBudget | None:
+        """The plan that needs least; as it is proven where nothing fits."""
+        return self.report.problem.least if self.hopeless else self.quick.least
+
+    def matters(self, saves_bytes: int) -> bool:
+        """Whether so many bytes are worth a lever."""
+        return saves_bytes >= max(1, LEAST_PART * self.peak_bytes)
+
+    def captured(self, step: Step, *, what: str, advice: str = "") -> Trace | None:
+        """The trace of a changed step; None when the step cannot be changed so, which is noted, with the advice."""
+        try:
+            return trace(step, target=self.target)
+        except MemfitError as error:
+            why = _first_line(error)
+        except Exception as error:  # the user's own code meets what it was not written for
+            why = f"the step cannot run so ({type(error).__name__}: {_first_line(error)})"
+        self.left_out.append(f"{what}: {advice} ({why})" if advice else f"{what}: {why}")
+        return None
+
+    def effect(
+        self, changed: Trace | None = None, *, target: Target | None = None, shard: ShardOptions | None = None
+    ) -> Effect:
+        """Peak and time of a changed trace, on another target or sharded in another way; with the plan's units
+        checkpointed as nearly as can be."""
+        options = self.report.problem.options
+        options = options if shard is None else replace(options, shard=shard)
+        found = Runtime.of(self.trace if changed is None else changed, self.cost)
+        problem = Problem.of(found, target or self.target, options)
+        chosen = list(self._carried(problem))
+        recompute_ms = sum(policy.recompute_ms for _, policy in chosen)
+        sharding = problem.sharding
+        return Effect(
+            peak_bytes=problem.replay(chosen).peak_bytes,
+            step_ms=_step_ms(problem, recompute_ms),
+            copies_ms=0.0 if sharding is None else copies_ms(sharding.transfers, sharding.units, self.target.device),
+        )
+
+    def lever(
+        self,
+        name: str,
+        how: str,
+        effect: Effect,
+        basis: Basis,
+        *,
+        assumes: str = "",
+        units: Iterable[str] = (),
+        same_numbers: bool = True,
+        timed: bool = True,
+        option: str = "",
+    ) -> Lever:
+        """The lever with this effect; not `timed` where only its memory is known."""
+        return Lever(
+            name=name,
+            how=how,
+            peak_bytes=effect.peak_bytes,
+            saves_bytes=self.peak_bytes - effect.peak_bytes,
+            costs_ms=_difference(effect.step_ms, self.step_ms) if timed else None,
+            basis=basis,
+            assumes=assumes,
+            units=tuple(units),
+            same_numbers=same_numbers,
+            option=option,
+        )
+
+    @cached_property
+    def in_optimizer(self) -> np.ndarray:
+        """Which instants belong to the optimizer's step."""
+        ops = self.timeline.trace.ops
+        phases = np.array([op.phase is Phase.OPTIMIZER for op in ops] + [False])
+        return phases[np.minimum(self.timeline.op, len(ops))]
+
+    def row(self, category: Category) -> Bytes:
+        """Bytes of a category at every instant."""
+        return self.timeline.during_by_row[CATEGORIES.index(category)]
+
+    @property
+    def peak_elsewhere_bytes(self) -> int:
+        """The highest point outside of the optimizer's step."""
+        return int(self.timeline.during_bytes[~self.in_optimizer].max(initial=0))
+
+    def _carried(self, problem: Problem) -> Iterable[tuple[Unit, Policy]]:
+        """The plan's policies in a changed step: of each unit the one that drops the most alike part of it."""
+        ratios = {unit.name: _ratio(policy) for unit, policy in self.chosen}
+        if not ratios:
+            return
+        known = {unit.name for unit in self.report.problem.units}
+        for candidate in problem.candidates:
+            name = candidate.unit.name
+            name = name if name in known else name.partition("#")[0]
+            if name in ratios:
+                wanted = ratios[name]
+                yield candidate.unit, min(candidate.policies, key=lambda policy: abs(_ratio(policy) - wanted))
+
+
+def _step_ms(problem: Problem, recompute_ms: float) -> float:
+    return problem.runtime.total_ms + problem.exposed_ms + recompute_ms
+
+
+def _difference(changed_ms: float, step_ms: float) -> float:
+    found = round(changed_ms - step_ms, _DIGITS)
+    return found if abs(found) >= _LEAST_MS else 0.0
+
+
+def _ratio(policy: Policy) -> float:
+    held = policy.discarded_bytes + policy.cached_bytes
+    return policy.discarded_bytes / held if held else 0.0
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else "it says no more"

@@ -1,0 +1,88 @@
+"""Checkpointing as a lever: as much as the budget asks for, and as much as is cheap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memfit.analysis.levers.case import Case, Effect
+from memfit.analysis.levers.lever import Lever
+from memfit.plans.allocator import EXPANDABLE, Room, held_under, with_room
+from memfit.solve import Problem, Solved, solve
+from memfit.units import GiB, MiB, display_bytes
+
+_POINTS = 8
+
+
+def checkpointing(case: Case) -> Iterator[Lever]:
+    """The plan that fits the budget, where the step does not, and the one at the knee of what fits.
+
+    Where nothing fits, it is the knee of the whole trade-off: another lever must help.
+    """
+    problem, least = case.quick, case.least
+    if least is None or not case.matters(case.peak_bytes - least.peak_bytes):
+        return
+    low, high = least.peak_bytes, case.peak_bytes
+    fitting = None
+    if low <= case.budget_bytes < high:
+        fitting = solve(problem, case.budget_bytes)
+        if case.budget_bytes >= case.target.usable_bytes:  # no budget of the user's own
+            fitting = with_room(problem, fitting)
+        yield from _lever(case, fitting, "checkpointing for the budget")
+    within = low <= case.budget_bytes
+    top = min(high, case.budget_bytes) if within else high
+    knee = _knee(problem, low, top) if low < top else None
+    if knee is not None and knee.replay is not None:
+        there = None if fitting is None or fitting.replay is None else fitting.replay.peak_bytes
+        if there is None or case.matters(abs(there - knee.replay.peak_bytes)):
+            yield from _lever(case, knee, "checkpointing at the knee of its curve")
+
+
+def _knee(problem: Problem, low: int, high: int) -> Solved | None:
+    """Where saving more begins to cost more than it did on average over the whole trade-off."""
+    found: list[Solved] = []
+    start = None
+    for place in range(_POINTS):
+        solved = solve(problem, low + (high - low) * place // _POINTS, start=start)
+        start = solved.choice
+        if solved.replay is not None:
+            found.append(solved)
+    if not found:
+        return None
+    most_ms = max(each.recompute_ms for each in found)
+
+    def gain(solved: Solved) -> float:
+        assert solved.replay is not None
+        saved = (high - solved.replay.peak_bytes) / (high - low)
+        return saved - (solved.recompute_ms / most_ms if most_ms else 0.0)
+
+    return max(found, key=gain)
+
+
+def _lever(case: Case, solved: Solved, name: str) -> Iterator[Lever]:
+    held = held_under(case.quick, solved)
+    if solved.replay is None or held is None:
+        return
+    problem = case.quick
+    assumes = ""
+    if held.room is not Room.ENOUGH and solved.replay.peak_bytes <= case.target.usable_bytes:
+        name = f"{name}, with care"
+        assumes = (
+            f"{EXPANDABLE}: else the caching allocator would hold {display_bytes(held.reserved_bytes)}, and the device "
+            f"has {display_bytes(case.target.usable_bytes)}"
+        )
+    step_ms = problem.runtime.total_ms + problem.exposed_ms + solved.recompute_ms
+    peak = solved.replay.peak_bytes
+    budget = f'"{-(-peak // MiB)}MiB"' if peak >= GiB else str(peak)
+    how = f"plan = memfit.plan(step, ..., budget={budget}); plan.apply(model, optimizer)"
+    option = f"--budget {-(-peak // MiB)}MiB" if peak >= GiB else f"--budget {peak}B"
+    if peak > case.target.usable_bytes:
+        how, option = "torch.utils.checkpoint on these modules; the device needs another lever besides", ""
+    yield case.lever(
+        name,
+        how,
+        Effect(peak_bytes=peak, step_ms=step_ms),
+        "captured",
+        assumes=assumes,
+        units=[candidate.unit.name for candidate, _ in solved.chosen],
+        option=option,
+    )

@@ -1,0 +1,182 @@
+"""The optimizer, parameters or what autograd holds in the host's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from memfit.analysis.levers.case import Case, Effect
+from memfit.analysis.levers.lever import Lever
+from memfit.analysis.levers.sharding import wrapped
+from memfit.capture import NEVER, Category, Parameter, Phase
+from memfit.cost import Collective, Runtime
+from memfit.hardware import load_device
+from memfit.hardware.efficiency import Family
+from memfit.sharding.options import ShardDtypes, shard_bytes
+from memfit.sharding.shard import shard
+from memfit.units import display_bytes, display_ms
+
+
+def offload(case: Case) -> Iterator[Lever]:
+    """Both kinds, where the device has memory of its own."""
+    if case.target.device.type == "cpu":
+        return
+    if case.target.ranks == 1:
+        yield from _optimizer(case)
+    elif case.report.problem.options.shard.parallel == "fsdp":
+        yield from _shards(case)
+    yield from _activations(case)
+
+
+def _optimizer(case: Case) -> Iterator[Lever]:
+    """Parameters and gradients stay; gradients are copied to the host, which steps, and parameters come back."""
+    state = case.row(Category.OPTIMIZER_STATE)
+    if not state.any():
+        return
+    temporaries = np.where(case.in_optimizer, case.row(Category.TEMPORARY), 0)
+    left = case.timeline.during_bytes - state - temporaries
+    trained = [each for each in case.trace.parameters if each.trainable]
+    moved = sum(case.trace.storages[each.storage].bytes for each in trained)
+    host = _HostStep.of(case, moved, sum(_state_bytes(case, each) for each in trained))
+    named = case.trace.optimizer.split(", ")[0] or "AdamW"
+    yield case.lever(
+        "optimizer on the host",
+        f"host = [p.detach().cpu() for p in model.parameters()]; optimizer = torch.optim.{named}(host, ...); "
+        "each step: h.grad = p.grad.cpu(), optimizer.step(), p.data.copy_(h)",
+        Effect(
+            peak_bytes=int(left.max()),
+            step_ms=case.step_ms - _device_step_ms(case) + 2 * _link_ms(case, moved) + host.step_ms,
+        ),
+        "estimated",
+        assumes=f"{display_bytes(moved)} of gradients over {_link(case)} and parameters back, nothing hidden; {host}",
+    )
+
+
+def _shards(case: Case) -> Iterator[Lever]:
+    """FSDP2's own: shards of parameters, gradients and state are on the host. Each gather copies a unit's shards to the
+    device first, each reduction its gradients to the host, and the host steps."""
+    given = case.report.problem
+    runtime = Runtime.of(case.trace, case.cost)
+    sharding = shard(given.timeline, runtime, case.target, given.options.shard, on_host=True)
+    changed = replace(given, sharding=sharding)
+    dtypes = ShardDtypes.of(case.trace, given.options.shard)
+    trained = [each for each in case.trace.parameters if each.trainable]
+    kept = {each: shard_bytes(each, case.target.ranks, dtypes.kept(each)) for each in trained}
+    state = sum(_state_bytes(case, each) * kept[each] // max(1, _whole_bytes(case, each)) for each in trained)
+    host = _HostStep.of(case, sum(kept.values()), state)
+    waits_ms = sharding.exposed_ms - given.exposed_ms
+    steps_ms = given.runtime.by_phase_ms[Phase.OPTIMIZER]
+    there = sum(each.host_bytes for each in sharding.transfers if each.kind is Collective.ALL_GATHER)
+    back = sum(each.host_bytes for each in sharding.transfers if each.kind is Collective.REDUCE_SCATTER)
+    yield case.lever(
+        "parameters, gradients and optimizer on the host",
+        f"fully_shard(..., offload_policy=CPUOffloadPolicy()) for {wrapped(case)}, on {case.target.ranks} ranks; "
+        'init_process_group("cpu:gloo,cuda:nccl")',
+        Effect(
+            peak_bytes=changed.replay(case.chosen).peak_bytes,
+            step_ms=case.step_ms + waits_ms - steps_ms + host.step_ms,
+        ),
+        "estimated",
+        assumes=f"{display_bytes(there)} over {_link(case)} for gathers and {display_bytes(back)} back, "
+        f"beside compute where there is enough of it; {host}",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HostStep:
+    """The optimizer's step on the host: everything it reads and writes, once, at the bandwidth of one thread."""
+
+    moved_bytes: int
+    bandwidth_bytes_per_s: float
+
+    @classmethod
+    def of(cls, case: Case, parameter_bytes: int, state_bytes: int) -> _HostStep:
+        """Parameters, gradients and state are read, parameters and state written."""
+        cpu = load_device("cpu")
+        reached = cpu.memory_bandwidth_bytes_per_s * cpu.efficiency[Family.OPTIMIZER].bandwidth
+        return cls(moved_bytes=3 * parameter_bytes + 2 * state_bytes, bandwidth_bytes_per_s=reached)
+
+    @property
+    def step_ms(self) -> float:
+        """How long it takes."""
+        return self.moved_bytes / self.bandwidth_bytes_per_s * 1e3
+
+    def __str__(self) -> str:
+        return (
+            f"{display_ms(self.step_ms)} for the step on the host, {display_bytes(self.moved_bytes)} at "
+            f"{self.bandwidth_bytes_per_s / 1e9:.3g} GB/s, memfit's figure of a CPU's thread: more threads take less"
+        )
+
+
+def _activations(case: Case) -> Iterator[Lever]:
+    """What autograd alone holds goes to the host and comes back when its backward begins."""
+    timeline, trace = case.timeline, case.timeline.trace
+    lives, planned = timeline.lives, timeline.planned
+    first = _first_backward_ops(case)
+    at = timeline.step_instants
+    change = np.zeros(lives.instants + 2, np.int64)
+    moved = 0
+    for number in range(len(lives.born)):
+        storage = int(planned.storage[number])
+        if storage == NEVER or int(planned.remade[number]) != NEVER:
+            continue
+        found = trace.storages[storage]
+        if found.category is not Category.ACTIVATION or found.birth == NEVER or not found.saved_by:
+            continue
+        back = min((first[op] for op in found.saved_by if op in first), default=NEVER)
+        released = found.released if found.released != NEVER else len(trace.ops)
+        gone = max(released, found.birth)
+        if back == NEVER or back <= gone + 1:
+            continue
+        begins, ends = int(at[gone]) + 1, min(int(at[back]), int(lives.dies[number]) + 1)
+        if begins < ends:
+            change[begins] -= found.bytes
+            change[ends] += found.bytes
+            moved += found.bytes
+    if not moved:
+        return
+    left = timeline.during_bytes + np.cumsum(change)[: len(timeline.during_bytes)]
+    link = case.target.device.host_link
+    yield case.lever(
+        "activations on the host",
+        "with torch.autograd.graph.saved_tensors_hooks(to_host, to_device): loss = ...  # but for parameters",
+        Effect(peak_bytes=int(left.max()), step_ms=case.step_ms + 2 * link.transfer_ms(moved)),
+        "estimated",
+        assumes=f"{display_bytes(moved)} over {_link(case)} and back, nothing hidden",
+    )
+
+
+def _first_backward_ops(case: Case) -> dict[int, int]:
+    first: dict[int, int] = {}
+    for index, op in enumerate(case.trace.ops):
+        if op.phase is Phase.BACKWARD and op.forward_op != NEVER:
+            first.setdefault(op.forward_op, index)
+    return first
+
+
+def _device_step_ms(case: Case) -> float:
+    """What the device takes for the optimizer's step, without what comes before it reads a parameter (clipping)."""
+    wanted = {number for each in case.trace.parameters for number in (each.storage, *each.state)}
+    steps = [index for index, op in enumerate(case.trace.ops) if op.phase is Phase.OPTIMIZER]
+    begun = (index for index in steps if any(ref.storage in wanted for ref in case.trace.ops[index].inputs))
+    first = next(begun, len(case.trace.ops))
+    return float(sum(case.report.runtime.op_ms[index] for index in steps if index >= first))
+
+
+def _whole_bytes(case: Case, parameter: Parameter) -> int:
+    return case.trace.storages[parameter.storage].bytes
+
+
+def _state_bytes(case: Case, parameter: Parameter) -> int:
+    return sum(case.trace.storages[each].bytes for each in parameter.state)
+
+
+def _link_ms(case: Case, n_bytes: int) -> float:
+    return case.target.device.host_link.transfer_ms(n_bytes)
+
+
+def _link(case: Case) -> str:
+    link = case.target.device.host_link
+    return f"{link.name} ({link.bandwidth_bytes_per_s / 1e9:g} GB/s)"

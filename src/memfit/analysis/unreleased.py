@@ -1,0 +1,240 @@
+"""Why checkpointing does not release memory: what units that are checkpointed hold at the peak all the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from memfit.analysis.explanation import Checkpointing, StillHeld
+from memfit.analysis.facts import Report
+from memfit.analysis.forced import forced_ops
+from memfit.analysis.holders import Holders
+from memfit.capture import NEVER, Category, Phase, Trace
+from memfit.capture.names import short
+from memfit.cost.repeats import repeats
+from memfit.plans.making import policy_of
+from memfit.solve import PlannedTimeline
+from memfit.tradeoff import Policy, Unit
+from memfit.tradeoff.problem import Problem as UnitProblem
+from memfit.tradeoff.problem import Role, lost_inputs
+from memfit.units import display_bytes, display_ms
+
+_OWNED = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE, Category.GRADIENT, Category.INPUT)
+_FORWARD = (Phase.FORWARD, Phase.LOSS)
+
+SAVED = "result that the policy saves"
+FORCED = "result that cannot be made again"
+OUTPUT = "output, used after the unit"
+PYTHON = "held by Python"
+CAST = "autocast's copy of a parameter"
+INPUT = "input of the unit"
+RUNNING = "the unit runs at the peak"
+
+
+def checkpointing_of(report: Report, timeline: PlannedTimeline) -> Checkpointing | None:
+    """What checkpointed units hold at the peak; None when nothing is checkpointed, by a plan or by the model itself."""
+    if report.plan is not None and report.plan.predicted is not None and report.plan.checkpoint:
+        return _of_plan(report, timeline)
+    return _of_model(timeline)
+
+
+def kept_by_plan(report: Report, timeline: PlannedTimeline) -> dict[int, str]:
+    """Storages that are there because of a plan, each with what it is kept for."""
+    found: dict[int, str] = {}
+    for unit, policy in _chosen(report):
+        problem, own = _cut(report, unit)
+        fresh = (problem.role == Role.FRESH) & np.isin(problem.birth, policy.saved) & (problem.birth <= policy.stop)
+        for storage in own[fresh].tolist():
+            found[storage] = f"kept by the plan, so that the second run of {unit.name or '(model)'} need not make it"
+        for storage in lost_inputs(report.problem.facts, unit).tolist():
+            found[storage] = f"kept as an input of {unit.name or '(model)'}, for its second run"
+    return found
+
+
+def _chosen(report: Report) -> list[tuple[Unit, Policy]]:
+    if report.plan is None or report.plan.predicted is None:
+        return []
+    units = {unit.name: unit for unit in report.problem.units}
+    return [(units[entry.unit], policy_of(entry)) for entry in report.plan.checkpoint]
+
+
+def _cut(report: Report, unit: Unit) -> tuple[UnitProblem, np.ndarray]:
+    """A unit as the frontiers see it, and its storages."""
+    facts = report.problem.facts
+    low, high = np.searchsorted(facts.born_at, (unit.begin, unit.end))
+    return UnitProblem.of(facts, unit), facts.born[low:high]
+
+
+def _of_plan(report: Report, timeline: PlannedTimeline) -> Checkpointing:
+    assert report.plan is not None
+    instant = timeline.peak_instant
+    there = _there(timeline, instant)
+    holders = Holders(timeline, instant)
+    still: list[StillHeld] = []
+    seen: set[int] = set()
+    for unit, policy in _chosen(report):
+        for storage, reason, why in _reasons(report, unit, policy, holders):
+            if storage in there and storage not in seen:
+                seen.add(storage)
+                still.append(_still(timeline, holders, unit.name, storage, reason, why))
+    still.sort(key=lambda each: -each.size_bytes)
+    return Checkpointing(
+        units=tuple(entry.unit for entry in report.plan.checkpoint),
+        by_the_model=False,
+        dropped_bytes=sum(entry.discarded_bytes for entry in report.plan.checkpoint),
+        peak_without_bytes=report.baseline.peak_bytes,
+        peak_bytes=timeline.peak_bytes,
+        still_held_bytes=sum(each.size_bytes for each in still),
+        still_held=tuple(still),
+        findings=tuple(_findings(timeline, still, report.baseline.peak_bytes, running=_running(report, holders))),
+    )
+
+
+def _running(report: Report, holders: Holders) -> bool:
+    """Whether a unit that is checkpointed runs at the peak."""
+    return any(_runs(unit, holders.now) for unit, _ in _chosen(report))
+
+
+def _runs(unit: Unit, op: int) -> bool:
+    return unit.begin <= op < unit.end or unit.backward_begin <= op < unit.backward_end
+
+
+def _reasons(report: Report, unit: Unit, policy: Policy, holders: Holders) -> Iterator[tuple[int, str, str]]:
+    """Every storage that a unit makes or is given and does not drop, with the reason."""
+    facts = report.problem.facts
+    problem, own = _cut(report, unit)
+    running = _runs(unit, holders.now)
+    saved, forced = np.isin(problem.birth, policy.saved), forced_ops(facts, unit)
+    for place, storage in enumerate(own.tolist()):
+        role, op = problem.role[place], int(problem.birth[place])
+        if running:
+            yield storage, RUNNING, holders.of_storage(storage)[1]
+        elif saved[place] and op in forced:
+            yield storage, FORCED, f"its op {forced[op]}"
+        elif saved[place] and role in (Role.DISCARDABLE, Role.FRESH):
+            takes = display_ms(float(problem.ms[op]))
+            yield storage, SAVED, f"to make it again takes {takes}, and the budget has room"
+        elif role == Role.DISCARDABLE:
+            continue
+        elif facts.cached[storage]:
+            yield storage, CAST, "autocast holds it until its block ends"
+        elif facts.last_read[storage] >= unit.end or facts.last_saver[storage] >= unit.end:
+            user = max(int(facts.last_read[storage]), int(facts.last_saver[storage]))
+            yield storage, OUTPUT, f"used by {holders.op_in(user)}"
+        elif not 0 <= facts.released[storage] < unit.end:
+            yield storage, PYTHON, "a list, a hook or an attribute keeps it beyond the unit"
+        else:
+            yield storage, OUTPUT, holders.of_storage(storage)[1]
+    for storage in lost_inputs(facts, unit).tolist():
+        yield storage, INPUT, "the second run begins with it"
+
+
+def _of_model(timeline: PlannedTimeline) -> Checkpointing | None:
+    """Modules that the user's own `torch.utils.checkpoint` runs again, and what of them is there at the peak."""
+    trace = timeline.trace
+    found = repeats(trace)
+    first = sorted(
+        {number for again, number in found.items() if trace.calls[again].parent not in found},
+        key=lambda number: trace.calls[number].begin,
+    )
+    if not first:
+        return None
+    instant = timeline.peak_instant
+    there, holders = _there(timeline, instant), Holders(timeline, instant)
+    still = []
+    for number in first:
+        call = trace.calls[number]
+        for storage in sorted(there):
+            each = trace.storages[storage]
+            if call.begin <= each.birth < call.end and each.category not in _OWNED:
+                kind, why = holders.of_storage(storage)
+                running = call.begin <= holders.now < call.end
+                reason = RUNNING if running else PYTHON if kind == "python" else OUTPUT
+                still.append(_still(timeline, holders, call.module, storage, reason, why))
+    still.sort(key=lambda each: -each.size_bytes)
+    return Checkpointing(
+        units=tuple(trace.calls[number].module for number in first),
+        by_the_model=True,
+        dropped_bytes=None,
+        peak_without_bytes=None,
+        peak_bytes=timeline.peak_bytes,
+        still_held_bytes=sum(each.size_bytes for each in still),
+        still_held=tuple(still),
+        findings=tuple(_findings(timeline, still, None, running=_within(trace, holders.now, {*found, *first}))),
+    )
+
+
+def _within(trace: Trace, op: int, calls: set[int]) -> bool:
+    """Whether an op is part of one of these calls or of one inside them."""
+    call = trace.ops[min(op, len(trace.ops) - 1)].call
+    return call != NEVER and not calls.isdisjoint(trace.ancestors(call))
+
+
+def _there(timeline: PlannedTimeline, instant: int) -> set[int]:
+    """Storages as they were first made that are there at an instant."""
+    planned, alive = timeline.planned, timeline.alive(instant)
+    return set(planned.storage[alive[planned.remade[alive] == NEVER]].tolist()) - {NEVER}
+
+
+def _still(timeline: PlannedTimeline, holders: Holders, unit: str, storage: int, reason: str, why: str) -> StillHeld:
+    found = timeline.trace.storages[storage]
+    name = found.name or (timeline.trace.ops[found.birth].name if found.birth != NEVER else "")
+    return StillHeld(
+        unit=unit,
+        size_bytes=found.bytes,
+        name=short(name),
+        module=found.module,
+        source=holders.source(storage),
+        reason=reason,
+        why=why,
+    )
+
+
+def _findings(timeline: PlannedTimeline, still: list[StillHeld], without: int | None, running: bool) -> Iterator[str]:
+    """What can be said in a sentence each; `running` says whether a checkpointed unit runs at the peak."""
+    trace, instant = timeline.trace, timeline.peak_instant
+    op = min(int(timeline.op[instant]), len(trace.ops) - 1)
+    phase = trace.ops[op].phase
+    again = timeline.second_run_of(instant)
+    if again is not None:
+        made = sum(
+            each.size_bytes
+            for each in timeline.largest_at(instant, len(timeline.lives.born))
+            if each.remade is not None
+        )
+        yield (
+            f"the peak is in the second run of {again or '(model)'}, which has made {display_bytes(made)} again: "
+            "smaller units, or one that saves more, would lower it"
+        )
+    elif phase is Phase.OPTIMIZER:
+        yield "the peak is in the optimizer's step, where nothing is held for the backward: no checkpointing lowers it"
+    elif not running:
+        outside = timeline.peak_bytes - sum(each.size_bytes for each in still)
+        yield (
+            f"the peak is in {_place(trace, op)}, outside of what is checkpointed: {display_bytes(outside)} of it are "
+            "in no checkpointed unit"
+        )
+    if without is not None and without == timeline.peak_bytes:
+        yield "the peak is as high as without checkpointing: what is released was not there at the peak"
+    by_reason: Counter[str] = Counter()
+    for each in still:
+        by_reason[each.reason] += each.size_bytes
+    for reason, size_bytes in by_reason.most_common():
+        yield f"{display_bytes(size_bytes)} still there: {reason}"
+
+
+def _place(trace: Trace, op: int) -> str:
+    """The loss, be it a function, a module or the end of the model's forward; else the module."""
+    call = trace.ops[op].call
+    if call == NEVER:
+        return "the loss"
+    module = trace.calls[call].module
+    last = max((index for index, each in enumerate(trace.ops) if each.phase in _FORWARD), default=NEVER)
+    makes_loss = last != NEVER and trace.ops[last].call == call
+    if makes_loss and not module:
+        inner = max((each.end for each in trace.calls if each.parent == call and each.phase in _FORWARD), default=0)
+        made = trace.ops[op].forward_op if trace.ops[op].phase is Phase.BACKWARD else op
+        makes_loss = made >= inner
+    return "the loss" if makes_loss else module or "the model itself"

@@ -1,0 +1,158 @@
+"""The headline of a report: in words, whether the step fits, what it takes and what the plan does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memfit.analysis.facts import Report
+from memfit.analysis.strings import named
+from memfit.capture.names import short
+from memfit.paths import alike, folded
+from memfit.plans import Plan
+from memfit.plans.display import counted
+from memfit.plans.record import PeakAt
+from memfit.plans.words import STEP_WAYS, Tone, verdict_of, without_plan
+from memfit.units import display_bytes, display_ms
+
+_NAMES = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Headline:
+    """What a reader sees first. `verdict` is one word or two; `subject` says of what and where."""
+
+    tone: Tone
+    verdict: str
+    figures: str
+    subject: str
+    sentences: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """The title of the document."""
+        return f"{self.verdict}: {self.figures} - {self.subject}"
+
+
+def headline(report: Report) -> Headline:
+    """The headline of a report."""
+    trace, target = report.trace, report.target
+    model = trace.modules[0].kind if trace.modules else "the step"
+    where = target.device.title if target.ranks == 1 else f"{target.ranks} x {target.device.title}"
+    subject = f"{report.title}, on {where}" if report.title else f"{model} on {where}"
+    if report.plan is None:
+        return _unplanned(report, subject)
+    verdict = verdict_of(report.plan, target.usable_bytes)
+    sentences = _infeasible(report.plan) if report.plan.predicted is None else _planned(report.plan)
+    notes = [f"Note: {note}." for note in report.plan.notes if note not in trace.notes]
+    said = (*verdict.reasons, *sentences) if verdict.tone == "care" else (*sentences, *verdict.reasons)
+    return Headline(
+        tone=verdict.tone,
+        verdict=verdict.words,
+        figures=verdict.figures,
+        subject=subject,
+        sentences=(*said, *notes),
+    )
+
+
+def _unplanned(report: Report, subject: str) -> Headline:
+    peak, usable = report.baseline.peak_bytes, report.target.usable_bytes
+    step_ms = report.runtime.total_ms + report.problem.exposed_ms
+    fits = peak <= usable
+    rest = display_bytes(abs(usable - peak))
+    return Headline(
+        tone="good" if fits else "bad",
+        verdict="Fits" if fits else "Does not fit",
+        figures=f"peak {display_bytes(peak)} of {display_bytes(usable)} usable, {display_ms(step_ms)} a step",
+        subject=subject,
+        sentences=(
+            f"The step as it is {f'leaves {rest} of the device free' if fits else f'needs {rest} more than there is'}.",
+            "No plan was made: this is what the step takes when nothing is changed.",
+        ),
+    )
+
+
+def _infeasible(plan: Plan) -> list[str]:
+    sentences = []
+    least = plan.minimum_budget_bytes
+    if least is not None:
+        more = display_bytes(least - plan.budget_bytes)
+        sentences.append(f"The smallest budget that works is {display_bytes(least)}, {more} more than this one.")
+    if plan.blocker is not None:
+        lowest = display_bytes(plan.blocker.peak_bytes)
+        sentences.append(f"What stands in the way: {place(plan.blocker.peak_at)}, where no plan gets below {lowest}.")
+    return [*sentences, _before(plan)]
+
+
+def _planned(plan: Plan) -> list[str]:
+    predicted = plan.predicted
+    assert predicted is not None
+    sentences = [_before(plan), _does(plan)]
+    if plan.shard is not None:
+        sentences.append(
+            f"Parameters are sharded over {plan.shard.ranks} ranks in {counted(len(plan.shard.units), 'unit')}; "
+            f"{display_ms(predicted.exposed_communication_ms)} a step is spent waiting for communication."
+        )
+    if plan.ddp is not None:
+        sentences.append(
+            f"The model is replicated on {plan.ddp.ranks} ranks (DDP), with {counted(len(plan.ddp.buckets), 'bucket')} "
+            f"of gradients, {display_bytes(sum(plan.ddp.buckets))}; "
+            f"{display_ms(predicted.exposed_communication_ms)} a step is spent on waiting for them and copying them."
+        )
+    if plan.optimizer is not None:
+        sentences.append(f"The optimizer's step is done {STEP_WAYS[plan.optimizer]}, which needs less at once.")
+    return [*sentences, _proof(plan)]
+
+
+def _before(plan: Plan) -> str:
+    over = plan.baseline.peak_bytes - plan.budget_bytes
+    first = without_plan(plan.ranks, ddp=plan.ddp is not None)
+    first = first[:1].upper() + first[1:]
+    peak = display_bytes(plan.baseline.peak_bytes)
+    if over > 0:
+        return f"{first}, the step peaks at {peak}, {display_bytes(over)} above the budget."
+    return f"{first}, the step peaks at {peak} and fits the budget already."
+
+
+def _does(plan: Plan) -> str:
+    """What the plan changes, with the units that it checkpoints."""
+    if not plan.checkpoint:
+        return "Nothing needs to be checkpointed: the plan recomputes nothing."
+    assert plan.predicted is not None
+    groups: dict[str, list[str]] = {}
+    for entry in plan.checkpoint:
+        groups.setdefault(alike(entry.unit), []).append(entry.unit)
+    names = [named(folded(units)) for units in groups.values()]
+    shown = ", ".join(names[:_NAMES]) + (f" and {len(names) - _NAMES} more" if len(names) > _NAMES else "")
+    dropped = display_bytes(sum(entry.discarded_bytes for entry in plan.checkpoint))
+    again_ms = plan.predicted.recompute_ms
+    part = again_ms / plan.baseline.step_ms if plan.baseline.step_ms else 0.0
+    return (
+        f"The plan checkpoints {counted(len(plan.checkpoint), 'unit')} ({shown}): they hold {dropped} less for "
+        f"backward and compute it again there, which takes {display_ms(again_ms)} a step ({part:.1%})."
+    )
+
+
+def _proof(plan: Plan) -> str:
+    if plan.status == "optimal" and plan.gap == 0:
+        return "No plan under this budget is faster (proven)."
+    assert plan.bound_ms is not None and plan.gap is not None
+    return (
+        f"No plan under this budget has a step below {display_ms(plan.bound_ms)} (proven); "
+        f"the time that this one adds may be {plan.gap:.2%} from the least possible."
+    )
+
+
+def reserves_more(plan: Plan) -> bool:
+    """Whether the allocator takes more than the tensors that are alive; on a CPU there is none that does."""
+    estimates = [each for each in (plan.baseline, plan.predicted) if each is not None]
+    return any(each.peak_reserved_bytes != each.peak_bytes for each in estimates)
+
+
+def place(at: PeakAt) -> str:
+    """Where a peak is, in words."""
+    if at.second_run_of is not None:
+        return f"the second run of {named(at.second_run_of)}"
+    if not at.name:
+        return at.phase
+    module = "outside any module" if at.module is None else f"in {named(at.module)}"
+    return f"{at.phase}, {short(at.name)}, {module}"

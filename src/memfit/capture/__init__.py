@@ -1,0 +1,31 @@
+"""Capture of one training step on meta tensors, faithful to the target's kernels."""
+
+import memfit.torch_private.version  # noqa: F401  first, so that a torch which does not work is refused with the reason
+
+# isort: split
+from memfit.capture.capture import trace
+from memfit.capture.document import load_trace, save_trace
+from memfit.capture.errors import CaptureError
+from memfit.capture.grammar import check_trace
+from memfit.capture.record import NEVER, Category, Module, ModuleCall, Op, Parameter, Phase, Storage, TensorRef, Trace
+from memfit.capture.step import Step, spec
+
+__all__ = [
+    "NEVER",
+    "CaptureError",
+    "Category",
+    "Module",
+    "ModuleCall",
+    "Op",
+    "Parameter",
+    "Phase",
+    "Step",
+    "Storage",
+    "TensorRef",
+    "Trace",
+    "check_trace",
+    "load_trace",
+    "save_trace",
+    "spec",
+    "trace",
+]

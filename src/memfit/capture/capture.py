@@ -1,0 +1,604 @@
+"""Capture of one training step: no GPU, no weights, no data, one pass."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memfit._version import __version__
+from memfit.capture.advice import Advice
+from memfit.capture.arguments import tensor_leaves, tensors_of, unwrapped, visit_tensors
+from memfit.capture.calls import CallTracker, module_calls
+from memfit.capture.chance import Chance, largest_path
+from memfit.capture.cuda_api import replaced
+from memfit.capture.discovery import Companions, step_of, variables_of
+from memfit.capture.emulation import Emulation, python_functions_open
+from memfit.capture.environment import (
+    LOCK,
+    capturing,
+    cuda_present,
+    neutral_modes,
+    no_garbage_collection,
+    patched,
+    patched_item,
+    same_attributes,
+    same_random_state,
+    torch_threads,
+    unoptimized_scripts,
+)
+from memfit.capture.generators import Held, held_generators, same_generators
+from memfit.capture.leftovers import take_out
+from memfit.capture.optimizer_state import LeftState, OptimizerStates, optimizers_by_key
+from memfit.capture.placeholders import Placeholders, on_meta, optimizer_on_meta
+from memfit.capture.record import NEVER, SCHEMA, Category, ModelCall, Module, Parameter, Phase, Trace
+from memfit.capture.recorder import Recorder
+from memfit.capture.rules import RuleContext, rules_for
+from memfit.capture.snapshot import Snapshot
+from memfit.capture.source import SourceTable
+from memfit.capture.step import Step
+from memfit.capture.step_input import check_model
+from memfit.capture.storages import HOST, StorageDraft, StorageTable
+from memfit.errors import InputError, MemfitError
+from memfit.hardware import Device, Target
+
+
+def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | Device | Target | None = None) -> Trace:
+    """Capture one steady-state step as the target would run it; without a target, as the GPU of this machine would.
+
+    The optimizer's state exists already and gradients start as the step itself leaves them, as in every step but the
+    first. The model, the optimizer, the batch and the random state are left as they were found.
+    """
+    device = _target(target).device
+    with LOCK, same_random_state(), neutral_modes(), torch_threads(device.threads if device.type == "cpu" else None):
+        if not isinstance(step, Step):
+            if isinstance(step, nn.Module):
+                raise InputError("trace takes a step, not a model: memfit.trace(memfit.Step(model, batch), target=...)")
+            if not callable(step):
+                raise InputError(f"trace takes a memfit.Step or a function that runs one, not a {type(step).__name__}")
+            step = step_of(step)
+        notes: list[str] = []
+        model = _eager(step.build_model(), notes)
+        check_model(model)
+        held = held_generators(model.modules(), variables_of(step.run))
+        snapshot = Snapshot(model, (step.run, step.loss, step.optimizer, step.model))
+        leftovers: list[weakref.ref[Any]] = []
+
+        def captured(gradients: dict[str, torch.Tensor], state: LeftState, chance: Chance) -> _Capture:
+            capture = _Capture(step, model, device, gradients, state, chance, held)
+            try:
+                capture.run()
+            finally:
+                leftovers.extend(capture.leftovers)
+                snapshot.restore()
+            return capture
+
+        def capture_with(chance: Chance) -> Trace:
+            capture = captured({}, {}, chance)
+            if capture.left_gradients or capture.left_state:
+                capture = captured(capture.left_gradients, capture.left_state, chance)
+            return capture.result(notes)
+
+        try:
+            with same_generators(held):
+                result = largest_path(capture_with)
+        except BaseException as error:
+            for note in take_out(leftovers, error):
+                warnings.warn(f"{note} (the capture itself failed: {type(error).__name__})", stacklevel=2)
+            raise
+        return msgspec.structs.replace(result, notes=(*result.notes, *take_out(leftovers)))
+
+
+def _target(target: str | os.PathLike[str] | Device | Target | None) -> Target:
+    if target is not None:
+        return Target.parse(os.fspath(target) if isinstance(target, os.PathLike) else target)
+    if torch.cuda.is_available():
+        return Target.parse(torch.cuda.get_device_name())
+    raise InputError(
+        "name a target: this machine has no GPU. For example target='h100-sxm', 'a100-sxm-80gb', 'rtx-4090' or 'cpu'; "
+        "memfit.hardware.list_devices() gives all of them"
+    )
+
+
+def _context(device: Device) -> RuleContext:
+    return RuleContext(
+        device_type=device.type,
+        compute_capability=device.compute_capability,
+        threads=device.threads or torch.get_num_threads(),
+        multiprocessors=device.multiprocessors or 0,
+        vendor=device.vendor,
+    )
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    return any(
+        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
+
+
+def _eager(model: nn.Module, notes: list[str]) -> nn.Module:
+    """The model behind `torch.compile`, which is captured as its eager original."""
+    original = getattr(model, "_orig_mod", None)
+    if _is_compiled(model):
+        notes.append("the model is compiled; it was captured as its eager original")
+    return original if isinstance(original, nn.Module) else model
+
+
+class _Capture:
+    """One pass over the step: the model's stand-ins, the modes, and the phases."""
+
+    def __init__(
+        self,
+        step: Step,
+        model: nn.Module,
+        device: Device,
+        gradients: dict[str, torch.Tensor],
+        state: LeftState,
+        chance: Chance,
+        held: list[Held],
+    ) -> None:
+        self.step = step
+        self.chance = chance
+        self.held = held
+        self.model = model
+        self.device = device
+        self.placeholders = Placeholders(compact=device.type != "cpu")
+        self.companions = Companions.of(step, model)
+        self.first_gradients = gradients
+        self.left_gradients: dict[str, torch.Tensor] = {}
+        self.first_state = state
+        self.left_state: LeftState = {}
+        self.leftovers: list[weakref.ref[Any]] = []
+        """Storages that the step made and that somebody may hold when the capture is over."""
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a record."""
+        self.context = context = _context(self.device)
+        self.calls = CallTracker(self.model)
+        self.sources = SourceTable()
+        self.advice = Advice()
+        rules = rules_for(context.device_type)
+        self.recorder = Recorder(
+            context=context, rules=rules, calls=self.calls, sources=self.sources, chance=self.chance
+        )
+        self.emulation = Emulation(self.recorder, context, rules.functions)
+        self.parameters: dict[int, tuple[torch.Tensor, list[str]]] = {}
+        self.parameter_storages: dict[int, int] = {}
+        self.modules: list[Module] = []
+        self.gradients: dict[int, int] = {}
+        self.states = OptimizerStates(self.recorder, self.placeholders, self.parameters)
+        self._model_inputs: list[tuple[tuple[tuple[int, ...], str], ...]] = []
+        self._model_calls: list[ModelCall] = []
+        self._more_batches: list[torch.Tensor] = []
+
+    def run(self) -> None:
+        """Run the step on stand-ins and under the modes; everything that must be undone is undone.
+
+        A step that leaves tensors behind (a mask that is made once, a position table that has grown), or turns a switch
+        (`self.initialized = True`), is run a second time, which finds them: that is what all later steps do.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(no_garbage_collection())
+            stack.enter_context(same_attributes(self.companions.all))
+            stack.enter_context(on_meta(self.model, self.placeholders))
+            for optimizer in self.companions.optimizers:
+                stack.enter_context(optimizer_on_meta(optimizer, self.placeholders))
+            step = self.step.with_batch(self.placeholders.batch(self.step.batch))
+            switches = self._switches()
+            made = self._pass(step, None, None)
+            if self._left_tensors() or switches != self._switches():
+                before = self.recorder.table
+                self._begin()
+                self._pass(step, made, before)
+                before.close()
+            self.recorder.table.close()
+            with torch._C.DisableTorchFunction():
+                left = {names[0]: parameter.grad for parameter, names in self.parameters.values()}
+                self.left_gradients = {name: gradient for name, gradient in left.items() if gradient is not None}
+
+    def _pass(
+        self, step: Step, made: torch.optim.Optimizer | None, before: StorageTable | None
+    ) -> torch.optim.Optimizer | None:
+        """Record the step once; `made` and `before` are the optimizer and the storages of an earlier pass."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.recorder.put_generators_back)
+            self._register(step)
+            if before is not None:
+                for optimizer in optimizers_by_key(self.companions.optimizers, made).values():
+                    self.states.register(optimizer)
+                self.recorder.table.inherit(before)
+            self.placeholders.settle()
+            if step.run is not None:
+                self.emulation.stand_ins = self.placeholders.of
+            self._enter_modes(stack)
+            place = "the making of the optimizer"
+            seeded = self.chance.seed(self.held)
+            try:
+                if before is None:
+                    with self.recorder.table.pause(Category.OPTIMIZER_STATE):
+                        made = step.build_optimizer(self.model)
+                place = ""
+                optimizers = optimizers_by_key(self.companions.optimizers, made)
+                if self.first_state and before is None:
+                    with torch._C.DisableTorchFunction(), _disable_current_modes():
+                        self.states.begin_with(self.first_state, optimizers)
+                step.execute(self.model, made, self.context.device_type)
+            except MemfitError:
+                raise
+            except Exception as error:
+                raise self.recorder.explain(error, place) from error
+            finally:
+                self.chance.note_host(seeded, self.held)
+                self.leftovers += self.recorder.table.outliving()
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                self.left_state = self.states.left(optimizers)
+        return made
+
+    def _left_tensors(self) -> bool:
+        """Whether the step left tensors on the device that are neither gradients nor optimizer state."""
+        if not self._outliving():
+            return False
+        gc.collect()  # the graph of a step may be a cycle, which nobody holds
+        return bool(self._outliving())
+
+    def _outliving(self) -> set[int]:
+        table = self.recorder.table
+        known: set[int] = set()
+        with torch._C.DisableTorchFunction():
+            for parameter, _ in self.parameters.values():
+                known.add(table.number_of(parameter))
+                if parameter.grad is not None:
+                    known.add(table.number_of(parameter.grad))
+        for numbers in self.states.numbers.values():
+            known.update(numbers)
+        for entries in self.left_state.values():
+            if entries:  # state that is made anew in every step; a second capture begins with it
+                return set()
+        return {ref.number for ref in table.outliving() if ref.number != HOST} - known
+
+    def _switches(self) -> list[Any]:
+        """Return the switches among the attributes of the model's modules, which a first step may turn."""
+        found: list[Any] = []
+        for module in self.model.modules():
+            found += [(name, each) for name, each in vars(module).items() if each is None or isinstance(each, bool)]
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.numel() == 1 and buffer.dtype in _SWITCHES and not buffer.is_meta:
+                    found.append((name, int(buffer)))
+        return found
+
+    def _enter_modes(self, stack: contextlib.ExitStack) -> None:
+        stack.enter_context(warnings.catch_warnings())
+        stack.enter_context(capturing())
+        stack.enter_context(unoptimized_scripts())
+        for hook in (
+            register_optimizer_step_pre_hook(self.states.before_step),
+            register_optimizer_step_post_hook(self.states.after_step),
+        ):
+            stack.callback(hook.remove)
+        if self.context.device_type == "cuda":
+            stack.enter_context(cuda_present(self.device, self.context.note))
+        grouping = "_group_tensors_by_device_and_dtype"
+        for owner, name, wrap in (
+            (torch.autograd, "backward", self._backward),
+            (torch.autograd, "grad", self._grad),
+            (torch.autograd.graph, "disable_saved_tensors_hooks", self._without_hooks),
+            (torch.utils.checkpoint, "_checkpoint_hook", self._checkpoint),
+            (torch.utils.checkpoint, "check_backward_validity", self._checkpoint),
+            (torch, "clear_autocast_cache", self._clear_autocast_cache),
+            (torch, "get_rng_state", self._get_rng_state),
+            (torch.amp.GradScaler, "_maybe_opt_step", _always_step),
+            (torch, "compile", self._not_compiled),
+            (torch.Tensor, "_make_wrapper_subclass", _wrapper_without_device),
+            (DistributedDataParallel, "forward", _without_reducer),
+            (sys.modules["torch.optim.optimizer"], grouping, self._grouped_on_target),
+            (sys.modules["torch.nn.utils.clip_grad"], grouping, self._grouped_on_target),
+        ):
+            stack.enter_context(patched(owner, name, wrap))
+        flex = sys.modules.get("torch.nn.attention.flex_attention")
+        if flex is not None:  # the op itself, and not through Dynamo
+            stack.enter_context(replaced(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True))
+        stack.enter_context(patched_item(_CHECKPOINT_CHECKS, "default", _shape_and_dtype))
+        if "torch._dynamo" in sys.modules:  # else nothing can have been compiled
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(module_calls(self._enter, self._leave, self._failed))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.recorder.pack, _same))
+        stack.enter_context(python_functions_open())
+        stack.enter_context(self.emulation)
+        stack.enter_context(self.recorder)
+
+    # -- what exists before the step --------------------------------------------------------------------------------
+
+    def _register(self, step: Step) -> None:
+        table = self.recorder.table
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            owned: list[int] = []
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                full_name = f"{path}.{name}" if path else name
+                known = self.parameters.setdefault(id(parameter), (parameter, []))
+                known[1].append(full_name)
+                owned.append(table.adopt(parameter, Category.PARAMETER, module=path, name=full_name))
+                self.parameter_storages[id(parameter)] = owned[-1]  # an optimizer may give it another
+                gradient = self.first_gradients.get(full_name)
+                if gradient is not None and parameter.grad is None:
+                    parameter.grad = torch.empty_strided(
+                        gradient.size(), gradient.stride(), dtype=gradient.dtype, device="meta"
+                    )
+                if parameter.grad is not None:
+                    number = table.adopt(parameter.grad, Category.GRADIENT, module=path, name=full_name)
+                    self.gradients[id(parameter)] = number
+            buffers = [
+                table.adopt(buffer, Category.BUFFER, module=path, name=f"{path}.{name}" if path else name)
+                for name, buffer in module._buffers.items()
+                if buffer is not None
+            ]
+            self.modules.append(
+                Module(path=path, kind=type(module).__name__, parameters=tuple(owned), buffers=tuple(buffers))
+            )
+            self._register_buckets(path, module)
+        for tensor in self.placeholders.attributes:
+            table.adopt(tensor, Category.BUFFER)
+        visit_tensors(step.batch, table.adopt_batch)
+        held: dict[int, int] = {}
+        visit_tensors(
+            step.batch, lambda tensor: held.update({table.number_of(tensor): tensor.untyped_storage().nbytes()})
+        )
+        for _ in range(step.resident_batches - 1):
+            for size_bytes in held.values():
+                self._more_batches.append(torch.empty(size_bytes, dtype=torch.uint8, device="meta"))
+                table.adopt(self._more_batches[-1], Category.INPUT, name="batch")
+
+    def _register_buckets(self, path: str, module: nn.Module) -> None:
+        """Count the buckets in which `DistributedDataParallel` keeps a copy of all gradients from step to step."""
+        if not isinstance(module, DistributedDataParallel):
+            return
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        n_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+        draft = StorageDraft(n_bytes, NEVER, NEVER, Phase.FORWARD, category=Category.COMMUNICATION)
+        draft.module, draft.name = path, "buckets of DistributedDataParallel"
+        self.recorder.table.drafts.append(draft)
+        own = " (gradients are views of them, and are counted as well)" if module.gradient_as_bucket_view else ""
+        self.context.note(
+            f"the model is wrapped in DistributedDataParallel: its buckets, {n_bytes:,} bytes, are counted as resident"
+            f"{own}; what the backend takes to reduce them is not"
+        )
+
+    # -- phases -----------------------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder = self.recorder
+        if recorder.table.paused:
+            return
+        if self.calls.current == NEVER and recorder.phase is not Phase.BACKWARD:
+            recorder.phase = Phase.FORWARD if self.calls.owns(module) else Phase.LOSS
+        given = (recorder.table.number_of(unwrapped(tensor)) for tensor in tensors_of((*args, *kwargs.values())))
+        inputs = tuple(dict.fromkeys(number for number in given if number != HOST))
+        outermost = self.calls.current == NEVER
+        if module is self.model and recorder.phase is Phase.FORWARD:
+            leaves = tensor_leaves((args, kwargs))
+            self._model_inputs.append(tuple((tuple(each.shape), str(each.dtype)[6:]) for each in leaves))
+        self.calls.enter(module, recorder.phase, len(recorder.ops), inputs)
+        self.chance.force_host(self.held)
+        if outermost and recorder.phase is Phase.BACKWARD:
+            self.advice.again(self.calls.path)
+
+    def _leave(self, module: nn.Module, result: Any) -> None:
+        recorder = self.recorder
+        if recorder.table.paused:
+            return
+        if module is self.model and recorder.phase is Phase.FORWARD and self._model_inputs:
+            numbers = (recorder.table.number_of(unwrapped(each)) for each in tensor_leaves(result))
+            outputs = tuple(NEVER if number == HOST else number for number in numbers)
+            self._model_calls.append(ModelCall(inputs=self._model_inputs.pop(), outputs=outputs))
+        self.calls.exit(len(recorder.ops))
+        if self.calls.current == NEVER and recorder.phase is Phase.FORWARD:
+            recorder.phase = Phase.LOSS
+
+    def _failed(self, error: Exception) -> None:
+        self.recorder.note_failure(error, "")
+
+    def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
+        def backward(*args: Any, **kwargs: Any) -> None:
+            recorder = self.recorder
+            if recorder.table.paused or recorder.phase is Phase.BACKWARD:
+                original(*args, **kwargs)
+                return
+            if kwargs.get("retain_graph", args[2] if len(args) > 2 else None):
+                self.advice.retain(self.sources.sources[self.sources.here(1)])
+            recorder.backward_began.append(len(recorder.ops))
+            recorder.phase = Phase.BACKWARD
+            original(*args, **kwargs)
+            recorder.phase = Phase.OPTIMIZER
+            self._note_gradients()
+
+        return backward
+
+    def _grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Gradients that the step asks for itself; what comes after them goes on with what came before."""
+
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            recorder = self.recorder
+            before = recorder.phase
+            recorder.backward_began.append(len(recorder.ops))
+            recorder.phase = Phase.BACKWARD
+            try:
+                return original(*args, **kwargs)
+            finally:
+                recorder.phase = before
+
+        return grad
+
+    def _without_hooks(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """`torch.func.grad` and its like refuse to run under hooks for saved tensors: the capture's own are taken off.
+
+        What autograd saves meanwhile is still seen to live; no unit holds it, because such a call is none.
+        """
+        hooks = torch._C._autograd
+
+        @contextlib.contextmanager
+        def disable(message: str) -> Iterator[None]:
+            top = hooks._top_saved_tensors_default_hooks(True)
+            ours = top is not None and top[0] == self.recorder.pack
+            if ours:
+                hooks._pop_saved_tensors_default_hooks()
+            try:
+                with original(message):
+                    yield
+            finally:
+                if ours:
+                    hooks._push_saved_tensors_default_hooks(*top)
+
+        return disable
+
+    def _checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What both kinds of `torch.utils.checkpoint` call in forward."""
+
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            self.advice.checkpoint(self.calls.path)
+            return original(*args, **kwargs)
+
+        return begin
+
+    def _note_gradients(self) -> None:
+        with torch._C.DisableTorchFunction():
+            for key, (parameter, names) in self.parameters.items():
+                number = HOST if parameter.grad is None else self.recorder.table.number_of(parameter.grad)
+                if number != HOST:
+                    draft = self.recorder.table.drafts[number]
+                    draft.category, draft.name = Category.GRADIENT, names[0]
+                    draft.module = names[0].rpartition(".")[0]
+                    self.gradients[key] = number
+
+    def _clear_autocast_cache(self, original: Callable[[], None]) -> Callable[[], None]:
+        def clear() -> None:
+            self.emulation.autocast.clear()
+            original()
+
+        return clear
+
+    def _not_compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Leave what the step compiles itself as it is."""
+
+        def leave(model: Any = None, **options: Any) -> Any:
+            self.context.note("the step calls torch.compile; what it compiles was captured as its eager original")
+            return (lambda function: function) if model is None else model
+
+        return leave
+
+    def _get_rng_state(self, original: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Checkpointing keeps the generator's state, which the generator allocates itself."""
+
+        def get_rng_state() -> torch.Tensor:
+            state = original()
+            with torch._C.DisableTorchFunction():
+                self.recorder.adopt_fresh(state)
+            return state
+
+        return get_rng_state
+
+    def _grouped_on_target(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Groups of tensors by device, which C++ asks of the stand-ins, named after the target's device."""
+
+        def grouped(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+            groups = original(*args, **kwargs)
+            device = self.emulation.device
+            return {(device if key[0].type == "meta" else key[0], *key[1:]): groups[key] for key in groups}
+
+        return grouped
+
+    # -- the result -------------------------------------------------------------------------------------------------
+
+    def result(self, notes: list[str]) -> Trace:
+        """The finished trace."""
+        recorder = self.recorder
+        parameters = tuple(
+            Parameter(
+                names=tuple(names),
+                storage=self.parameter_storages[key],
+                shape=tuple(parameter.shape),
+                dtype=str(parameter.dtype)[6:],
+                trainable=parameter.requires_grad,
+                gradient=self.gradients.get(key, NEVER),
+                state=self.states.numbers.get(key, ()),
+            )
+            for key, (parameter, names) in self.parameters.items()
+        )
+        return Trace(
+            schema=SCHEMA,
+            memfit=__version__,
+            torch=str(torch.__version__),
+            device=self.device.name,
+            device_type=self.context.device_type,
+            hardware=self.device,
+            threads=self.context.threads if self.context.device_type == "cpu" else 0,
+            autocast=str(self.step.autocast)[6:] if self.step.autocast is not None else None,
+            optimizer=", ".join(self.states.names),
+            ops=recorder.frozen_ops(),
+            storages=recorder.frozen_storages(),
+            calls=self.calls.freeze(),
+            modules=tuple(self.modules),
+            parameters=parameters,
+            sources=tuple(self.sources.sources),
+            model_calls=tuple(self._model_calls),
+            notes=(*notes, *sorted(recorder.notes), *recorder.batch_notes(), *self.advice.notes(), *self.context.notes),
+            shared=self.calls.shared,
+            in_eval=tuple(sorted(self.calls.in_eval)),
+        )
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _without_reducer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Run the module that is wrapped: the reducer is for real gradients, and would wait for them after the capture."""
+
+    def forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    return forward
+
+
+def _wrapper_without_device(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Make wrappers around stand-ins for tensors on a GPU without one."""
+
+    def make(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        if device is not None and torch.device(device).type == "cuda":
+            device = "meta"
+        return original(*args, device=device, **kwargs)
+
+    return staticmethod(make)
+
+
+def _always_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A gradient scaler skips the optimizer when a gradient is not finite, which no steady step does."""
+
+    def step(scaler: Any, optimizer: torch.optim.Optimizer, state: Any, *args: Any, **kwargs: Any) -> Any:
+        return optimizer.step(*args, **kwargs)
+
+    return step
+
+
+_SWITCHES = (torch.bool, torch.uint8)
+_CHECKPOINT_CHECKS = torch.utils.checkpoint._allowed_determinism_checks_to_fns
+
+
+def _shape_and_dtype(tensor: torch.Tensor) -> dict[str, Any]:
+    """What checkpointing compares between forward and recomputation; the device is emulated in one of them only."""
+    return {"shape": tensor.shape, "dtype": tensor.dtype}

@@ -1,0 +1,272 @@
+"""The function mode that makes the capture run what the target would run.
+
+It answers `tensor.device` with the target's device, sends tensors made or moved there to the capture, applies
+autocast, and hands the functions whose composition differs between devices to the rules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext, _device_constructors
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memfit.capture.arguments import map_tensors, tensors_of, unwrapped
+from memfit.capture.autocast import Autocast
+from memfit.capture.errors import DATA_DEPENDENT, UnsupportedError
+from memfit.capture.kernels import inexact, note_on
+from memfit.capture.recorder import Recorder
+from memfit.capture.rules import Rule, RuleContext
+
+_FINITE_TESTS = {"isfinite": True, "isnan": False, "isinf": False}
+"""What these say of the tensors of a steady step."""
+
+_READS = frozenset(("tolist", "numpy", "__array__"))
+_MOVES = frozenset(("to", "cuda", "cpu"))
+_LEGACY_DTYPES = {
+    "HalfTensor": torch.float16,
+    "BFloat16Tensor": torch.bfloat16,
+    "FloatTensor": torch.float32,
+    "DoubleTensor": torch.float64,
+    "ByteTensor": torch.uint8,
+    "CharTensor": torch.int8,
+    "ShortTensor": torch.int16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+    "BoolTensor": torch.bool,
+}
+"""What `torch.cuda.FloatTensor` and its like, given to `Tensor.type`, ask for."""
+_CONVERSIONS = (torch.as_tensor, torch.asarray)
+_SILENCED = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+class Emulation(TorchFunctionMode):
+    """Sees every torch function the step calls from Python."""
+
+    def __init__(self, recorder: Recorder, context: RuleContext, rules: dict[str, Rule]) -> None:
+        super().__init__()
+        self.recorder = recorder
+        self.autocast = Autocast(context.device_type)
+        self._device_type = context.device_type
+        self.device = torch.device("cpu") if context.device_type == "cpu" else torch.device("cuda", 0)
+        self._context = context
+        self._rules = rules
+        self._inexact = inexact() if context.device_type == "cpu" else {}
+        self._getters: dict[Any, Callable[[torch.Tensor], Any]] = {
+            _getter("device"): self.device_of,
+            _getter("is_meta"): lambda _: False,
+            _getter("is_cuda"): lambda tensor: self.device_of(tensor).type == "cuda",
+            _getter("is_cpu"): lambda tensor: self.device_of(tensor).type == "cpu",
+            torch.Tensor.get_device: lambda tensor: 0 if self.device_of(tensor).type == "cuda" else -1,
+        }
+        self._factories = _device_constructors()
+        self.stand_ins: dict[int, torch.Tensor] = {}
+
+    def device_of(self, tensor: torch.Tensor) -> torch.device:
+        """The device the tensor would be on in the real run."""
+        return self.device if self.recorder.table.on_device(unwrapped(tensor)) else torch.device("cpu")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.stand_ins:
+            args, kwargs = map_tensors(args, self._stand_in), map_tensors(kwargs, self._stand_in)
+        getter = self._getters.get(func)
+        if getter is not None:
+            return getter(args[0])
+        name = func.__name__
+        if name == "__get__":
+            return func(*args, **kwargs)
+        if self._inexact and (note := note_on(self._inexact, name, args)) is not None:
+            self.recorder.notes.add(note)
+        try:
+            if name in _READS:
+                if not self.recorder.executor.has_value(args[0]):
+                    raise UnsupportedError("the step depends on the values of a tensor", DATA_DEPENDENT)
+                self.recorder.note_read(args[0])
+            if name == "requires_grad_" or (name == "__set__" and func == _SET_REQUIRES_GRAD):
+                self._lose_values(args[0])
+            elif name[-1] == "_" and (name[-2] != "_" or name in _WRITING):
+                self._lose_written_values(args, kwargs)
+            if name == "pin_memory" and self._device_type != "cpu":
+                return args[0]
+            if name == "type" and (legacy := _legacy_type(args[1:])) is not None:
+                return self._move(torch.Tensor.to, (args[0], *legacy), {})
+            if name in _MOVES:
+                return self._move(func, args, kwargs)
+            if func in self._factories or kwargs.get("device") is not None:
+                return self._make(func, args, kwargs)
+            if torch.is_autocast_enabled(self._device_type):
+                cast = self.autocast.apply(func, args, kwargs)
+                if cast is not None:
+                    args, kwargs = cast
+            rule = self._rules.get(name)
+            if rule is not None and not (name in _TELLING and self.recorder.executor.has_value(args[0])):
+                args, kwargs = map_tensors(args, self._lift), map_tensors(kwargs, self._lift)
+                result = self._apply(rule, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+            result = func(*args, **kwargs)
+            if name in _FINITE_TESTS and isinstance(result, torch.Tensor):
+                self.recorder.finite_tests[self.recorder.table.number_of(unwrapped(result))] = _FINITE_TESTS[name]
+            return result
+        except Exception as error:
+            self.recorder.note_failure(error, name)
+            raise
+
+    def _apply(self, rule: Rule, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a rule. In one marked as `composed`, autocast applies to the functions that it calls, not to itself.
+
+        One marked as `emulated` runs code of torch that asks tensors for their device.
+        """
+        composed = getattr(rule, "composed", False) and torch.is_autocast_enabled(self._device_type)
+        if composed or getattr(rule, "emulated", False):
+            with self:
+                return rule(self._context, *args, **kwargs)
+        return rule(self._context, *args, **kwargs)
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.stand_ins.get(id(tensor), tensor)
+
+    def _lift(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.recorder.executor.lift(tensor, self.recorder.calls.path)
+
+    def _lose_written_values(self, args: Any, kwargs: dict[str, Any]) -> None:
+        """Before autograd sees a write: a real tensor that gradients will flow through can't stay real."""
+        if not args or not isinstance(args[0], torch.Tensor) or args[0].is_meta or not torch.is_grad_enabled():
+            return
+        if any(each.requires_grad for each in tensors_of((*args[1:], *kwargs.values()))):
+            self._lose_values(args[0])
+
+    def _lose_values(self, tensor: torch.Tensor) -> None:
+        """Turn a real tensor that is to take gradients into the meta tensor that stands for it, in its place.
+
+        So are the tensor that it is a view of and that one's other views, which share its gradients.
+        """
+        if tensor.is_meta or unwrapped(tensor) is not tensor:
+            return
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            base = tensor if tensor._base is None else tensor._base
+            views = [] if tensor is base else [tensor]
+            pointer = base.untyped_storage()._cdata
+            if torch._C._storage_Use_Count(pointer) > len(views) + 2:  # more than these, and its Python object
+                tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+                views = [each for each in tensors if each._base is base]
+            stand_in = self._lift(base).detach()
+            for view in views:
+                torch._C._swap_tensor_impl(view, view._view_func_unsafe(stand_in))
+            torch._C._swap_tensor_impl(base, stand_in)
+
+    def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A factory: on the target it makes a meta or a small real tensor, on the host a real one."""
+        device = kwargs.get("device")
+        if func in _CONVERSIONS and args and isinstance(args[0], torch.Tensor) and not kwargs.get("copy"):
+            return self._move(torch.Tensor.to, args, {k: v for k, v in kwargs.items() if k in ("device", "dtype")})
+        if device is None:
+            place = _default_device_type()
+        else:
+            place = torch.device(device).type if not isinstance(device, int) else "cuda"
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+        kwargs.pop("pin_memory", None)
+        previous, self.recorder.placing = self.recorder.placing, "cpu" if place == "cpu" else "cuda"
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.recorder.placing = previous
+
+    def _move(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """`Tensor.to`, `.cuda` and `.cpu`: a copy when the place changes, nothing when it does not."""
+        tensor = args[0]
+        if func.__name__ != "to":
+            device, dtype, options = func.__name__, None, {}
+        else:
+            device, dtype, options = self._destination(args[1:], dict(kwargs))
+        if device is None:
+            return func(*args, **kwargs)
+        place = "cpu" if not isinstance(device, int) and torch.device(device).type == "cpu" else "cuda"
+        if self._device_type == "cpu" or (place == "cuda") == self.recorder.table.on_device(unwrapped(tensor)):
+            return tensor.to(dtype or tensor.dtype, **options)
+        previous, self.recorder.placing = self.recorder.placing, place
+        try:
+            return torch.ops.aten._to_copy(tensor, dtype=dtype)
+        finally:
+            self.recorder.placing = previous
+
+    def _destination(self, values: Any, kwargs: dict[str, Any]) -> tuple[Any, torch.dtype | None, dict[str, Any]]:
+        """Device, dtype and other options of `Tensor.to`, in any of its three forms."""
+        device, dtype = kwargs.pop("device", None), kwargs.pop("dtype", None)
+        other = kwargs.pop("other", None)
+        flags = ["non_blocking", "copy"]
+        for value in (*values, other):
+            if isinstance(value, torch.Tensor):
+                device, dtype = self.device_of(value), value.dtype
+            elif isinstance(value, torch.dtype):
+                dtype = value
+            elif isinstance(value, bool):
+                kwargs[flags.pop(0)] = value
+            elif value is not None:
+                device = value
+        return device, dtype, kwargs
+
+
+_WRITING = frozenset(
+    ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__")
+)
+_TELLING = frozenset(("max", "min", "median", "nanmedian", "amax", "amin", "any", "all", "sum", "prod", "cumprod"))
+"""What a step may branch on: of known values, these are known too."""
+_SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
+
+
+def _legacy_type(values: Any) -> tuple[str, torch.dtype] | None:
+    """Return the device and dtype of a tensor type of CUDA; None for what is no such type."""
+    given = values[0] if values else ""
+    name = given if isinstance(given, str) else f"{given.__module__}.{getattr(given, '__name__', '')}"
+    module, _, kind = name.rpartition(".")
+    return ("cuda", _LEGACY_DTYPES[kind]) if module == "torch.cuda" and kind in _LEGACY_DTYPES else None
+
+
+def _default_device_type() -> str:
+    """Return the type of the default device; `torch.get_default_device` makes a tensor on it to find out."""
+    for mode in reversed(_get_current_function_mode_stack()):
+        if isinstance(mode, DeviceContext):
+            return mode.device.type
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return "cpu" if context is None else context.device.type
+
+
+def _getter(name: str) -> Any:
+    """What a function mode is called with when the attribute of a tensor is read."""
+    return vars(torch._C.TensorBase)[name].__get__
+
+
+@contextlib.contextmanager
+def python_functions_open() -> Iterator[None]:
+    """Let the bodies of torch's Python functions run under the mode.
+
+    `F.multi_head_attention_forward` and its like would otherwise reach the mode as one call, inside which no mode is
+    active.
+    """
+    undo = []
+    for module_name, module in list(sys.modules.items()):
+        if module_name.split(".")[0] != "torch" or module_name == "torch.overrides":
+            continue
+        for name in _SILENCED:
+            original = vars(module).get(name)
+            if original is not None:
+                undo.append((module, name, original))
+    try:
+        for module, name, _ in undo:
+            setattr(module, name, _no_override)
+        yield
+    finally:
+        for module, name, original in undo:
+            setattr(module, name, original)
+
+
+def _no_override(*_: Any) -> bool:
+    return False

@@ -1,0 +1,260 @@
+"""The process around a capture: made neutral while it runs, and put back as it was."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import gc
+import random
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils.checkpoint
+
+from memfit.capture.cuda_api import cuda_answers, cuda_objects
+from memfit.hardware import Device
+
+LOCK = threading.RLock()
+"""Held by the one capture that may run at a time: it changes torch for the whole process."""
+
+
+@contextlib.contextmanager
+def same_random_state() -> Iterator[None]:
+    """The generators of torch, Python and numpy as they were."""
+    states = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        torch.random.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(states[2])
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Storages die by reference counts alone, at the same ops every time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def cheap_collections() -> Iterator[None]:
+    """Inside the block, `gc.collect` looks only at objects that were made in it."""
+    if gc.get_freeze_count():  # frozen by the user, and unfreeze cannot tell theirs from ours
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextlib.contextmanager
+def neutral_modes() -> Iterator[None]:
+    """A step starts with gradients on and autocast off, wherever the capture is called from."""
+    enabled = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
+    with torch.inference_mode(False), torch.enable_grad():
+        try:
+            for kind in enabled:  # entering a region would count as nesting, and keep inner ones from dropping casts
+                torch.set_autocast_enabled(kind, False)
+            yield
+        finally:
+            for kind, was_enabled in enabled.items():
+                torch.set_autocast_enabled(kind, was_enabled)
+
+
+@contextlib.contextmanager
+def torch_threads(count: int | None) -> Iterator[None]:
+    """Kernels that are measured during the capture run on as many threads as the target's."""
+    before = torch.get_num_threads()
+    if count is None or count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """An attribute replaced by what `wrap` makes of it; other threads go on with the original function.
+
+    So does whoever still holds the replacement after the block, as a module that was imported in it may.
+    """
+    own = name in vars(owner)
+    original = getattr(owner, name)
+    replacement = wrap(original)
+    here: int | None = threading.get_ident()
+
+    def only_here(*args: Any, **kwargs: Any) -> Any:
+        return (replacement if threading.get_ident() == here else original)(*args, **kwargs)
+
+    setattr(owner, name, only_here)
+    try:
+        yield
+    finally:
+        here = None
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+@contextlib.contextmanager
+def patched_item(table: dict[Any, Any], key: Any, value: Any) -> Iterator[None]:
+    """A dictionary's entry replaced."""
+    original = table[key]
+    table[key] = value
+    try:
+        yield
+    finally:
+        table[key] = original
+
+
+@contextlib.contextmanager
+def unoptimized_scripts() -> Iterator[None]:
+    """TorchScript functions run the ops that are written in them, also where earlier calls have optimized them."""
+
+    def as_written(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(function: Any, *args: Any, **kwargs: Any) -> Any:
+            anew = torch._C._create_function_from_graph(function.qualified_name, function.graph.copy())
+            return call(anew, *args, **kwargs)
+
+        return run
+
+    with torch.jit.optimized_execution(False), patched(torch.jit.ScriptFunction, "__call__", as_written):
+        yield
+
+
+@contextlib.contextmanager
+def cuda_present(device: Device, note: Callable[[str], None]) -> Iterator[None]:
+    """Let a step ask of torch.cuda and torch.accelerator what it likes, and answer as on the target's one GPU."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_cuda_generators())
+        for owner, name, answer in cuda_answers(device):
+            stack.enter_context(patched(owner, name, lambda _, answer=answer: lambda *a, **k: answer))
+        for owner in (torch.cuda, torch.cuda.random):
+            for name, several in (("get_rng_state", False), ("get_rng_state_all", True)):
+                stack.enter_context(patched(owner, name, lambda _, several=several: _cuda_rng_state(several)))
+        stack.enter_context(cuda_objects(note))
+        stack.enter_context(patched(torch.cuda.amp.common, "amp_definitely_not_available", lambda _: lambda: False))
+        kind = torch.utils.checkpoint.DefaultDeviceType
+        before = kind.get_device_type()
+        kind.set_device_type("cuda")
+        stack.callback(kind.set_device_type, before)
+        yield
+
+
+class _AnyGenerator(type(torch.Generator)):
+    """Lets `isinstance(value, torch.Generator)` hold for every generator while the name stands for another class."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, torch._C.Generator)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != cls.__dict__.get("_thread"):
+            return torch._C.Generator(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+
+class _CudaGenerator(torch.Generator, metaclass=_AnyGenerator):
+    """A generator that says it is on the device it was made for; its numbers come from the CPU, as the capture's do."""
+
+    _place: torch.device
+    _thread: int | None = None
+    """The thread of the capture; others get a generator of torch's own, as all do after it."""
+
+    def __new__(cls, device: Any = "cpu") -> _CudaGenerator:
+        made = super().__new__(cls, device="cpu")  # type: ignore[call-arg]
+        made.__dict__["_place"] = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        return made
+
+    @property
+    def device(self) -> torch.device:
+        return self._place
+
+
+@contextlib.contextmanager
+def _cuda_generators() -> Iterator[None]:
+    original = torch.Generator
+    _CudaGenerator._thread = threading.get_ident()
+    torch.Generator = _CudaGenerator  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        _CudaGenerator._thread = None
+        torch.Generator = original  # type: ignore[misc]
+
+
+def _cuda_rng_state(several: bool) -> Callable[..., Any]:
+    """Return what gives the state of a CUDA generator: seed and offset, in host memory."""
+
+    def state(*_: Any, **__: Any) -> Any:
+        made = torch.zeros(16, dtype=torch.uint8)
+        return [made] if several else made
+
+    return state
+
+
+_COPIED = (list, dict, set, collections.OrderedDict, collections.defaultdict)
+_DEPTH = 8
+
+
+def _keep(value: Any, contents: list[tuple[Any, Any]], depth: int) -> None:
+    """Copy a container, and those in it, to some depth."""
+    if depth == 0 or type(value) not in _COPIED or any(value is seen for seen, _ in contents[-_DEPTH:]):
+        return
+    contents.append((value, value.copy()))
+    for item in value.values() if isinstance(value, dict) else value:
+        _keep(item, contents, depth - 1)
+
+
+@contextlib.contextmanager
+def same_attributes(objects: Iterable[Any]) -> Iterator[None]:
+    """Objects with the attributes they had, and lists, dicts and sets among these with the items they had."""
+    saved = [(vars(thing), dict(vars(thing))) for thing in objects]
+    contents: list[tuple[Any, Any]] = []
+    for _, before in saved:
+        for value in before.values():
+            _keep(value, contents, _DEPTH)
+    try:
+        yield
+    finally:
+        for value, before in contents:
+            value.clear()
+            if isinstance(value, list):
+                value.extend(before)
+            else:
+                value.update(before)
+        for attributes, before in saved:
+            attributes.clear()
+            attributes.update(before)
+
+
+_capturing = threading.local()
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Inside the block, `is_capturing` holds on this thread."""
+    before, _capturing.on = is_capturing(), True
+    try:
+        yield
+    finally:
+        _capturing.on = before
+
+
+def is_capturing() -> bool:
+    """Whether a step is being captured on this thread: what runs on real tensors has nothing to do there."""
+    return getattr(_capturing, "on", False)

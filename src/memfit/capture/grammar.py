@@ -1,0 +1,92 @@
+"""The grammar of a trace: what must hold of every one, wherever it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memfit.capture.record import NEVER, SCHEMA, Phase, Trace
+from memfit.errors import InputError
+
+
+def check_trace(trace: Trace, where: str = "trace") -> None:
+    """Raise `InputError` with the first rule that does not hold."""
+    for problem in _problems(trace):
+        raise InputError(f"{where} is inconsistent: {problem}")
+
+
+def _problems(trace: Trace) -> Iterator[str]:
+    if trace.schema != SCHEMA:
+        yield f"schema {trace.schema} instead of {SCHEMA}"
+    yield from _storage_problems(trace)
+    yield from _op_problems(trace)
+    yield from _call_problems(trace)
+    yield from _parameter_problems(trace)
+
+
+def _storage_problems(trace: Trace) -> Iterator[str]:
+    ops, calls = len(trace.ops), len(trace.calls)
+    for number, storage in enumerate(trace.storages):
+        if storage.bytes < 0:
+            yield f"storage {number} has {storage.bytes} bytes"
+        if not NEVER <= storage.birth <= ops or not NEVER <= storage.death <= ops:
+            yield f"storage {number} lives from op {storage.birth} to {storage.death} of {ops}"
+        if storage.death != NEVER and storage.death < storage.birth:
+            yield f"storage {number} dies at op {storage.death}, before its birth at {storage.birth}"
+        if not NEVER <= storage.call < calls:
+            yield f"storage {number} belongs to module call {storage.call} of {calls}"
+        if any(not 0 <= op < ops for op in storage.saved_by):
+            yield f"storage {number} is saved by ops {storage.saved_by} of {ops}"
+
+
+def _op_problems(trace: Trace) -> Iterator[str]:
+    storages, calls, sources = len(trace.storages), len(trace.calls), len(trace.sources)
+    for index, op in enumerate(trace.ops):
+        for ref in (*op.inputs, *op.outputs):
+            if not NEVER <= ref.storage < storages:
+                yield f"op {index} ({op.name}) uses storage {ref.storage} of {storages}"
+                return
+            if len(ref.shape) != len(ref.stride):
+                yield f"op {index} ({op.name}) has a tensor of shape {ref.shape} and strides {ref.stride}"
+        if any(ref.storage != NEVER and trace.storages[ref.storage].birth > index for ref in (*op.inputs, *op.outputs)):
+            yield f"op {index} ({op.name}) uses a storage that is not born yet"
+        if any(
+            ref.storage != NEVER and NEVER < trace.storages[ref.storage].death < index
+            for ref in (*op.inputs, *op.outputs)
+        ):
+            yield f"op {index} ({op.name}) uses a storage that is already freed"
+        if not NEVER <= op.call < calls or not 0 <= op.source < sources:
+            yield f"op {index} ({op.name}) belongs to module call {op.call} of {calls}, line {op.source} of {sources}"
+        latest = (
+            index if op.phase in (Phase.FORWARD, Phase.LOSS) else index - 1
+        )  # the first op of a function is its own
+        if not NEVER <= op.forward_op <= latest or not NEVER <= op.mutated_op < index:
+            yield f"op {index} ({op.name}) refers to ops {op.forward_op} and {op.mutated_op}, which come later"
+        if op.forward_op != NEVER and op.phase is Phase.OPTIMIZER:
+            yield f"op {index} ({op.name}) of the {op.phase.value} has a forward op"
+        if min(op.flops, op.read_bytes, op.written_bytes, op.workspace_bytes) < 0:
+            yield f"op {index} ({op.name}) has a negative price"
+
+
+def _call_problems(trace: Trace) -> Iterator[str]:
+    ops = len(trace.ops)
+    for number, call in enumerate(trace.calls):
+        if not NEVER <= call.parent < number:
+            yield f"module call {number} ({call.module}) has parent {call.parent}"
+            return
+        if not 0 <= call.begin <= call.end <= ops:
+            yield f"module call {number} ({call.module}) runs ops {call.begin} to {call.end} of {ops}"
+        if call.parent != NEVER:
+            parent = trace.calls[call.parent]
+            if not parent.begin <= call.begin <= call.end <= parent.end:
+                yield f"module call {number} ({call.module}) is not inside {parent.module}"
+
+
+def _parameter_problems(trace: Trace) -> Iterator[str]:
+    storages = len(trace.storages)
+    for parameter in trace.parameters:
+        numbers = (parameter.storage, parameter.gradient, *parameter.state)
+        if not parameter.names or any(not NEVER <= number < storages for number in numbers):
+            yield f"parameter {parameter.names} has storages {numbers} of {storages}"
+    for module in trace.modules:
+        if any(not NEVER <= number < storages for number in (*module.parameters, *module.buffers)):
+            yield f"module {module.path} has storages {module.parameters} and {module.buffers} of {storages}"

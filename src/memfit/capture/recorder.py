@@ -1,0 +1,636 @@
+"""The dispatch mode that sees every aten call of a step and writes down what it did."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from memfit.capture.arguments import GENERATOR, ArgumentTable, generators_of, is_wrapper, map_tensors, tensors_of
+from memfit.capture.calls import CallTracker
+from memfit.capture.chance import Chance
+from memfit.capture.engine import SEEN_DIFFERENTLY, adds_in_place, in_place_in_backward, sole_owner_counts
+from memfit.capture.errors import BAD_SHAPES, DATA_DEPENDENT, NO_META_KERNEL, RAISED_BY_STEP, SPARSE, CaptureError
+from memfit.capture.execution import INDEXING, Executor, OpInfo, Outcome, written_by
+from memfit.capture.kernels import inexact
+from memfit.capture.record import NEVER, Category, Op, Phase, Storage, TensorRef
+from memfit.capture.rules import RuleContext, Rules
+from memfit.capture.source import SourceTable
+from memfit.capture.storages import BATCH, HOST, StorageDraft, StorageTable
+
+_aten = torch.ops.aten
+_META = torch.device("meta")
+_CPU = torch.device("cpu")
+_PLACE = "_memfit_place"
+_NO_KERNEL = re.compile(r"not implemented for '\w+'")
+"""How torch says that a kernel does not take a dtype."""
+_COPIES = (_aten._to_copy.default, _aten.copy_.default, _aten.index.Tensor, _aten.index_put_.default)
+
+
+@dataclass(frozen=True, slots=True)
+class _Geometry:
+    """Shape, stride and dtype of tensors, and the bytes behind one, counting an expanded dimension once."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    touched_bytes: int
+
+
+class Recorder(TorchDispatchMode):
+    """Runs every op through the executor and keeps the record."""
+
+    def __init__(
+        self, *, context: RuleContext, rules: Rules, calls: CallTracker, sources: SourceTable, chance: Chance
+    ) -> None:
+        super().__init__()
+        self.chance = chance
+        sole_owner_counts()
+        self.device_type = context.device_type
+        self.table = StorageTable(context.device_type)
+        self.executor = Executor(context, rules, self.table)
+        self.calls = calls
+        self.sources = sources
+        self.ops: list[Op] = []
+        self.saved_ops: set[int] = set()
+        self.notes: set[str] = set()
+        self.reads_of_batch: dict[str, None] = {}
+        """The lines that take a size or a decision from values of the batch."""
+        self.placing: str | None = None
+        self.finite_tests: dict[int, bool] = {}
+        self._optimizer_source: int | None = None
+        self.backward_began: list[int] = []
+        self._producers: dict[int, int] = {}
+        self._last_producer: dict[int, int] = {}
+        self._first_use: dict[int, int] = {}
+        self._op_of_sequence: dict[int, int] = {}
+        self._saved_numbers: dict[int, int] = {}
+        self._last_of_node: dict[int, int] = {}
+        self._refs: dict[Any, TensorRef] = {}
+        self._geometries: dict[Any, _Geometry] = {}
+        self._geometry_of: dict[int, _Geometry] = {}
+        self._arguments = ArgumentTable()
+        self._inexact = inexact() if context.device_type == "cpu" else {}
+        self._generators: dict[torch.Generator, torch.Tensor] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Dynamo is never near a capture; its guard would cost every op some microseconds."""
+        return False
+
+    @property
+    def phase(self) -> Phase:
+        """The part of the step that runs now."""
+        return self.table.phase
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        self.table.phase = phase
+
+    @property
+    def in_optimizer(self) -> bool:
+        """Whether an optimizer's `step` is running."""
+        return self.table.in_optimizer
+
+    @in_optimizer.setter
+    def in_optimizer(self, running: bool) -> None:
+        self.table.in_optimizer = running
+        self._optimizer_source = None
+
+    def adopt_fresh(self, tensor: torch.Tensor) -> None:
+        """Register a tensor that torch has just made outside the dispatcher, such as `torch.tensor` does."""
+        on_device = self.device_type == "cpu" or (self.placing or "cpu") != "cpu"
+        self.table.made(tensor.untyped_storage(), self.calls.current, on_device=on_device)
+
+    # -- errors -----------------------------------------------------------------------------------------------------
+
+    def note_failure(self, error: BaseException, op: str) -> None:
+        """Remember the op or, without one, the module in which an exception was raised, in case nobody catches it."""
+        if not hasattr(error, _PLACE):
+            with contextlib.suppress(AttributeError, TypeError):  # some exceptions take no attributes
+                setattr(error, _PLACE, (op, self._place(), self.sources.here(2)))
+
+    def _place(self) -> str:
+        """Say which part of the step runs now: a module or, outside of all, the phase."""
+        if self.calls.current != NEVER:
+            return self.calls.path
+        if self.in_optimizer:
+            return "the optimizer's step"
+        outside = {Phase.LOSS: "the loss", Phase.BACKWARD: "the backward"}
+        return outside.get(self.phase, "")
+
+    def explain(self, error: Exception, place: str = "") -> CaptureError:
+        """Return the exception as an error about the user's step: an op that failed, or what their code raised."""
+        op, module, source = getattr(error, _PLACE, ("", place or self._place(), 0))
+        said = _first_line(error)
+        if op and isinstance(error, (RuntimeError, ValueError, IndexError, TypeError)):
+            advice = getattr(error, "advice", SPARSE if "parse" in str(error) else BAD_SHAPES)
+            problem = said or type(error).__name__
+        else:
+            op, problem, advice = "", f"{type(error).__name__}{f': {said}' if said else ''}", RAISED_BY_STEP
+            source = self.sources.raised(error)
+        return CaptureError(problem, op=op, module=module, source=self.sources.sources[source], advice=advice)
+
+    def _refusal(self, func: Any, error: Exception) -> CaptureError | None:
+        """The error to raise instead of a meta kernel's, where the reason is plain."""
+        tags = func.tags
+        if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+            problem, advice = "the step depends on the values of a tensor", DATA_DEPENDENT
+        elif isinstance(error, NotImplementedError) and not _NO_KERNEL.search(str(error)):
+            problem, advice = "this op has no meta kernel", NO_META_KERNEL
+        else:
+            return None
+        source = self.sources.sources[self.sources.here(3)]
+        return CaptureError(problem, op=str(func), module=self.calls.path, source=source, advice=advice)
+
+    def _refuse_strangers(self, tensors: list[torch.Tensor], op: str) -> None:
+        """A leaf that takes gradients must be the model's: its own could not be told from the user's real one."""
+        for tensor in tensors:
+            takes_gradient = tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled()
+            if takes_gradient and tensor.untyped_storage()._cdata in self.table.foreign:
+                raise CaptureError(
+                    f"a tensor of shape {tuple(tensor.shape)} takes gradients but is no parameter of the model",
+                    op=op,
+                    module=self.calls.path,
+                    source=self.sources.sources[self.sources.here(2)],
+                    advice="register it as a parameter of the model, or detach it",
+                )
+
+    # -- recording --------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        info = self.executor.describe(func)
+        if info.ignored:
+            return func(*args, **kwargs)
+        if types and any(map(is_wrapper, types)):
+            return NotImplemented  # the wrapper comes first: the ops on the tensors inside are the ones that run
+        with torch._C.DisableTorchFunction():
+            if id(func) in SEEN_DIFFERENTLY and self.table.phase is Phase.BACKWARD:
+                if adds_in_place(func, args, kwargs, 1):
+                    func = _aten.add_.Tensor
+                else:
+                    func, args = in_place_in_backward(func, args)
+                info = self.executor.describe(func)
+            tensors, arguments = self._arguments.split(args, kwargs)
+            if GENERATOR in arguments:
+                self._keep_generators(args, kwargs)
+            if self.table.paused:
+                return self._run_paused(func, info, args, kwargs, tensors, arguments)
+            if func is _aten.lift_fresh.default:
+                self.adopt_fresh(tensors[0])
+            elif func is _aten._local_scalar_dense.default and self._is_unread(tensors[0]):
+                return 1.0 if tensors[0].is_floating_point() else 1
+            elif func is _aten._local_scalar_dense.default and (answer := self._answer(tensors[0])) is not None:
+                return answer
+            elif func is _aten._to_copy.default and tensors and self._stays_in_place(tensors[0], kwargs):
+                with _disable_current_modes():
+                    return self.executor.lift(tensors[0], self.calls.path).detach()
+            leaves = _leaves_device(func, tensors, kwargs)
+            inputs = [self._input(tensor) for tensor in tensors]
+            if self.table.foreign and self.table.phase is not Phase.OPTIMIZER:
+                self._refuse_strangers(tensors, info.name)
+            if self.device_type != "cpu" and func not in _COPIES and self._parted(inputs):
+                args, kwargs = self._meet_on_device(args, kwargs, inputs)
+                tensors, _ = self._arguments.split(args, kwargs)
+                inputs = [self._input(tensor) for tensor in tensors]
+            try:
+                geometry = self._call_geometry(func, inputs, arguments)
+                outcome = self.executor.run(func, info, args, kwargs, tensors, geometry)
+            except Exception as error:
+                refusal = self._refusal(func, error)
+                if refusal is not None:
+                    raise refusal from error
+                self.note_failure(error, info.name)
+                raise
+            written = written_by(info, args, kwargs) if info.writes else []
+            needs_grad = bool(tensors) and tensors[0].requires_grad
+            random = info.random and _draws(func, args, kwargs)
+            if random or self.table.origins:
+                results = tensors_of((outcome.result, *written))
+                self._follow_values(func, info, args, kwargs, tensors, results, random)
+            try:
+                self._record(info, kwargs, inputs, arguments, outcome, written, needs_grad, leaves, random)
+            except (NotImplementedError, RuntimeError) as error:  # a sparse result has no storage
+                self.note_failure(error, info.name)
+                raise
+            if len(written) == 1 and info.returns_written:
+                return written[0]
+            return outcome.result
+
+    # -- Note [Chance] ----------------------------------------------------------------------------------------------
+
+    def _follow_values(
+        self,
+        func: Any,
+        info: OpInfo,
+        args: Any,
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
+        results: list[torch.Tensor],
+        drawn: bool,
+    ) -> None:
+        """Follow values that random numbers or the batch gave, to results that have their shape from some."""
+        origins = self.table.origins
+        lines = frozenset[str]().union(*(origins.get(each.untyped_storage()._cdata, ()) for each in tensors))
+        known = [each for each in results if not each.is_meta]
+        if drawn and known:
+            line = self.sources.sources[self.sources.here(3)]
+            with _disable_current_modes():  # an op in place also returns what it has written to
+                once = {each.untyped_storage()._cdata: each for each in known}
+                self.chance.force(func, args, kwargs, list(once.values()), line)
+            lines |= {line}
+        if not lines:
+            return
+        for each in known:
+            pointer = each.untyped_storage()._cdata
+            origins[pointer] = origins.get(pointer, frozenset()) | lines
+        if info.name in INDEXING:  # positions only choose; masks also say how many
+            self.note_read(*(each for each in tensors if each.dtype is torch.bool))
+        elif func is _aten._local_scalar_dense.default or torch.Tag.dynamic_output_shape in func.tags:
+            self.note_read(*tensors)
+
+    def note_read(self, *tensors: torch.Tensor) -> None:
+        """Remember that the step has read these values, if they come from random numbers or the batch."""
+        for tensor in tensors:
+            lines = self.table.origins.get(tensor.untyped_storage()._cdata)
+            if lines:
+                here = self.sources.sources[self.sources.here(2)]
+                self.chance.note_read(sorted(lines - {BATCH}), here)
+                if BATCH in lines:
+                    self.reads_of_batch[here] = None
+
+    def batch_notes(self) -> list[str]:
+        """Say that other batches may need more, where a size or a decision comes from values of this one."""
+        if not self.reads_of_batch:
+            return []
+        first, *more = self.reads_of_batch
+        where = f"{first}, and {len(more)} more" if more else first
+        return [
+            f"values of the batch decide what is computed, or how large it is ({where}): a batch with other values may "
+            "need more memory than this one; plan with the largest that you expect"
+        ]
+
+    def _run_paused(
+        self, func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor], arguments: str
+    ) -> Any:
+        """An op that is not recorded; writing to meta tensors is not even done."""
+        if func is _aten.lift_fresh.default:
+            self.adopt_fresh(tensors[0])
+        if func is _aten._local_scalar_dense.default and self._is_unread(tensors[0]):
+            return 1.0 if tensors[0].is_floating_point() else 1
+        written = written_by(info, args, kwargs) if info.writes else []
+        if info.in_place and all(tensor.is_meta for tensor in tensors):
+            return written[0] if func._schema.returns else None
+        inputs = [self._input(tensor) for tensor in tensors]
+        geometry = self._call_geometry(func, inputs, arguments)
+        leaves = _leaves_device(func, tensors, kwargs)
+        # what was made while paused has no number yet, so the table is asked where it is
+        on_device = self._on_device(map(self.table.on_device, tensors), kwargs, leaves)
+        result = self.executor.run(func, info, args, kwargs, tensors, geometry).result
+        for output in tensors_of((result,)):
+            self.table.made(output.untyped_storage(), NEVER, on_device=on_device)
+        return written[0] if len(written) == 1 and info.returns_written else result
+
+    def _keep_generators(self, args: Any, kwargs: dict[str, Any]) -> None:
+        """Remember what the step's own generators were before they were first used."""
+        for generator in generators_of((*args, *kwargs.values())):
+            if generator not in self._generators:
+                with _disable_current_modes():
+                    self._generators[generator] = generator.get_state()
+
+    def put_generators_back(self) -> None:
+        """Leave the step's own generators as they were found."""
+        for generator, state in self._generators.items():
+            generator.set_state(state)
+
+    def _call_geometry(self, func: Any, inputs: list[TensorRef], arguments: str) -> tuple[Any, ...]:
+        """All that an op's results depend on, short enough to be looked up quickly."""
+        geometry_of = self._geometry_of
+        return (id(func), arguments, *[id(geometry_of[id(ref)]) for ref in inputs])
+
+    def _input(self, tensor: torch.Tensor) -> TensorRef:
+        number = self.table.known.get(tensor.untyped_storage()._cdata)
+        if number is None:
+            number = self.table.classify(tensor, self.calls.path)
+        return self._ref(tensor, number)
+
+    def _parted(self, inputs: list[TensorRef]) -> bool:
+        """Whether an op is given tensors in host memory, other than scalars, together with some on the device."""
+        host = [ref for ref in inputs if ref.storage == HOST and ref.shape]
+        return bool(host) and any(ref.storage != HOST for ref in inputs)
+
+    def _meet_on_device(self, args: Any, kwargs: dict[str, Any], inputs: list[TensorRef]) -> tuple[Any, dict[str, Any]]:
+        """Tensors in host memory that meet some on the device: those of the step are copied there, others are resident.
+
+        A hook that brings a saved tensor back asks for a meta tensor's device, and its copy on the host is one.
+        """
+        line = self.sources.sources[self.sources.here(3)]
+
+        def meet(tensor: torch.Tensor) -> torch.Tensor:
+            pointer = tensor.untyped_storage()._cdata
+            if tensor.dim() == 0 or self.table.known.get(pointer) != HOST:
+                return tensor
+            if tensor.is_meta and pointer not in self.table.foreign:
+                return self.__torch_dispatch__(_aten._to_copy.default, (), (tensor,), {"device": torch.device("cuda")})
+            shape = tuple(tensor.shape)
+            self.notes.add(f"a tensor of shape {shape} in host memory is used on the device at {line}: counted there")
+            self.table.move_to_device(tensor, self.calls.path)
+            return tensor
+
+        return map_tensors(args, meet), map_tensors(kwargs, meet)
+
+    def _stays_in_place(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+        """Whether C++, or a hook, moves a tensor to where the real run would find it already."""
+        elsewhere = kwargs.get("device") == _CPU if tensor.is_meta else kwargs.get("device") == _META
+        return (
+            elsewhere
+            and (self.device_type == "cpu" or not tensor.is_meta)
+            and kwargs.get("memory_format") is None
+            and self.placing is None
+            and kwargs.get("dtype") in (None, tensor.dtype)
+            and self.table.on_device(tensor)
+        )
+
+    def _is_unread(self, tensor: torch.Tensor) -> bool:
+        """Whether an optimizer asks for a value that is not known; it only scales an update with it."""
+        if not self.table.in_optimizer or self.executor.has_value(tensor):
+            return False
+        self.notes.add("the optimizer reads values of tensors; no allocation was seen to depend on them")
+        return True
+
+    def _answer(self, tensor: torch.Tensor) -> float | bool | None:
+        """What a step that logs its loss is told outside any module, and one that tests for numbers that are not
+        finite anywhere; None when it may not ask."""
+        if self.table.phase is Phase.BACKWARD or self.executor.has_value(tensor):
+            return None
+        answer: float | bool | None
+        if tensor.is_floating_point():
+            answer = 1.0 if self.calls.current == NEVER else None  # finite, as in any step that goes on
+        else:
+            number = self.table.number_of(tensor)
+            producer = self._last_producer.get(number, NEVER)
+            if producer != NEVER and self.ops[producer].name.startswith(("aten.all.", "aten.any.")):
+                number = self.ops[producer].inputs[0].storage
+            answer = self.finite_tests.get(number)
+        if answer is not None:
+            line = self.sources.sources[self.sources.here(3)]
+            self.notes.add(f"the value of a tensor is read at {line}: it was answered with {answer}")
+        return answer
+
+    def _record(
+        self,
+        info: OpInfo,
+        kwargs: dict[str, Any],
+        inputs: Sequence[TensorRef],
+        arguments: str,
+        outcome: Outcome,
+        written: list[torch.Tensor],
+        needs_grad: bool,
+        leaves: bool,
+        random: bool,
+    ) -> None:
+        outputs = tensors_of((outcome.result,))
+        index = len(self.ops)
+        geometry_of = self._geometry_of
+        phase = self.table.phase
+        call, forward_op = self._attribute(index)
+        on_device = self._on_device((ref.storage != HOST for ref in inputs), kwargs, leaves)
+        made = [
+            self._ref(output, self.table.made(output.untyped_storage(), call, on_device=on_device))
+            for output in outputs
+        ]
+        if not on_device and all(ref.storage == HOST for ref in inputs):
+            return
+        mutates: tuple[int, ...] = ()
+        mutated_op = NEVER
+        if written:
+            targets = [self._ref(tensor, self.table.number_of(tensor)) for tensor in written]
+            mutates = tuple(dict.fromkeys(ref.storage for ref in targets))
+            mutated_op = self._producer(targets[0])
+        numbers = [ref.storage for ref in inputs]
+        view = bool(made) and not mutates
+        for ref in inputs:
+            if ref.storage not in self._first_use:
+                self._first_use[ref.storage] = index
+        for ref in made:
+            self._producers[id(ref)] = index
+            self._last_producer[ref.storage] = index
+            view = view and ref.storage in numbers
+        if info.saves_number and self.device_type == "cpu":
+            self._save_number(index, call, inputs, needs_grad)
+        self.ops.append(
+            Op(
+                name=info.name,
+                phase=phase,
+                call=call,
+                inputs=tuple(inputs),
+                outputs=tuple(made),
+                arguments=arguments,
+                flops=outcome.flops,
+                read_bytes=0 if view else sum([geometry_of[id(ref)].touched_bytes for ref in inputs]),
+                written_bytes=0 if view else sum([geometry_of[id(ref)].touched_bytes for ref in made]),
+                workspace_bytes=outcome.workspace_bytes,
+                view=view,
+                random=random,
+                saved=False,
+                mutates=mutates,
+                mutated_op=mutated_op,
+                forward_op=forward_op,
+                source=self._source(forward_op),
+            )
+        )
+        self.table.now = len(self.ops)
+
+    def _source(self, forward_op: int) -> int:
+        """The user's line: of the forward op in backward, of the call of `step` in the optimizer, else of this op."""
+        if forward_op != NEVER:
+            return self.ops[forward_op].source
+        if not self.table.in_optimizer:
+            return self.sources.here(4)
+        if self._optimizer_source is None:
+            self._optimizer_source = self.sources.here(4)
+        return self._optimizer_source
+
+    def _on_device(self, inputs: Iterable[bool], kwargs: dict[str, Any], leaves: bool) -> bool:
+        """Return whether an op's results are on the device.
+
+        `inputs` says for each of its tensors whether that is; `leaves` that the op copies from the device to the host.
+        """
+        if self.device_type == "cpu":
+            return True
+        if self.placing is not None:
+            return self.placing != "cpu"
+        if leaves:
+            return False
+        places = tuple(inputs)
+        if places:
+            return any(places)
+        device = kwargs.get("device")
+        return device is not None and torch.device(device).type != "cpu"
+
+    def _attribute(self, index: int) -> tuple[int, int]:
+        """The module call an op belongs to and, in backward, the forward op whose gradient it computes."""
+        current = self.calls.current
+        phase = self.table.phase
+        if phase is not Phase.BACKWARD or current != NEVER:
+            if torch.is_grad_enabled() or phase is not Phase.BACKWARD:
+                self._op_of_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, index)
+            return current, NEVER
+        forward_op = NEVER
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            if self._inexact and (note := self._inexact.get(node.name())) is not None:
+                self.notes.add(note)
+            variable = getattr(node, "variable", None)
+            if variable is not None:
+                forward_op = self._first_use.get(self.table.number_of(variable), NEVER)
+            else:
+                forward_op = self._op_of_sequence.get(node._sequence_nr(), NEVER)
+        if forward_op == NEVER or forward_op >= index:
+            return (self.ops[-1].call if self.ops and self.ops[-1].phase is Phase.BACKWARD else NEVER), NEVER
+        number = self._saved_numbers.get(forward_op)
+        if number is not None:
+            self.table.drafts[number].death = index
+        call = self.ops[forward_op].call
+        self.calls.backward(call, index)
+        return call, forward_op
+
+    def _ref(self, tensor: torch.Tensor, number: int) -> TensorRef:
+        """The one record of this window onto this storage, so that equal records are the same object."""
+        geometry = self._geometries.get((tensor.shape, tensor.stride(), tensor.dtype))
+        if geometry is None:
+            geometry = self._add_geometry(tensor)
+        offset = tensor.storage_offset()
+        key = (number, offset, id(geometry))
+        ref = self._refs.get(key)
+        if ref is None:
+            ref = self._refs[key] = TensorRef(
+                storage=number, shape=geometry.shape, stride=geometry.stride, offset=int(offset), dtype=geometry.dtype
+            )
+            self._geometry_of[id(ref)] = geometry
+        return ref
+
+    def _add_geometry(self, tensor: torch.Tensor) -> _Geometry:
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        count = math.prod(size for size, step in zip(shape, stride, strict=True) if step != 0 or size == 0)
+        geometry = _Geometry(shape, stride, str(tensor.dtype)[6:], count * tensor.element_size())
+        self._geometries[tensor.shape, stride, tensor.dtype] = geometry
+        return geometry
+
+    def _producer(self, ref: TensorRef) -> int:
+        producer = self._producers.get(id(ref))
+        return self._last_producer.get(ref.storage, NEVER) if producer is None else producer
+
+    # -- what autograd keeps ----------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Hook for tensors that autograd saves."""
+        if self.table.paused:
+            return tensor
+        with torch._C.DisableTorchFunction():
+            ref = self._input(tensor)
+            number = ref.storage
+            if number == HOST:
+                return tensor
+            sequence = torch.autograd._get_sequence_nr() - 1
+            self.table.drafts[number].save(sequence)
+            self._note_node(sequence, number)
+            producer = self._producer(ref)
+            if producer != NEVER:
+                self.saved_ops.add(producer)
+            with _disable_current_modes():  # kept as it is, a node's own result would hold the node in a cycle
+                if self.table.phase is not Phase.BACKWARD:
+                    return self.table.saved(tensor)
+                node = tensor.grad_fn
+                return tensor if node is None or node._sequence_nr() != sequence else tensor.detach()
+
+    def _note_node(self, sequence: int, number: int) -> None:
+        """Remember a node that packs a storage later than a single op would, as a custom autograd function does.
+
+        An op packs its inputs before it is seen here, and its results when it has just been.
+        """
+        first, last = self._op_of_sequence.get(sequence, len(self.ops)), len(self.ops) - 1
+        if first > last or self.table.phase is Phase.BACKWARD:
+            return
+        if first < last or all(ref.storage != number for ref in self.ops[first].outputs):
+            self._last_of_node[first] = last
+
+    def _save_number(self, index: int, call: int, inputs: Sequence[TensorRef], needs_grad: bool) -> None:
+        """`x * 2.0` keeps the number for its backward, as a tensor of eight bytes that no hook sees."""
+        if len(inputs) == 1 and needs_grad and torch.is_grad_enabled():
+            self._saved_numbers[index] = len(self.table.drafts)
+            saved_by = {torch.autograd._get_sequence_nr() - 1}
+            self.table.drafts.append(StorageDraft(8, index, call, self.phase, saved_by=saved_by))
+
+    # -- the result -------------------------------------------------------------------------------------------------
+
+    def frozen_ops(self) -> tuple[Op, ...]:
+        """The ops, with what was learnt about them after they ran."""
+        replace = msgspec.structs.replace
+        ops = [replace(op, saved=True) if i in self.saved_ops else op for i, op in enumerate(self.ops)]
+        for first, last in self._last_of_node.items():
+            for i in range(first, last + 1):
+                if ops[i].phase is not Phase.BACKWARD:
+                    ops[i] = replace(ops[i], forward_op=first)
+        return tuple(ops)
+
+    def frozen_storages(self) -> tuple[Storage, ...]:
+        """The storages with their final categories."""
+        return tuple(
+            Storage(
+                bytes=draft.bytes,
+                category=draft.category or self._category_of(draft),
+                birth=draft.birth,
+                death=draft.death,
+                released=draft.released,
+                call=draft.call,
+                module=draft.module or (self.calls.calls[draft.call].module if draft.call != NEVER else ""),
+                name=draft.name,
+                saved_by=tuple(
+                    sorted({self._op_of_sequence.get(sequence, NEVER) for sequence in draft.saved_by or ()} - {NEVER})
+                ),
+            )
+            for draft in self.table.drafts
+        )
+
+    def _category_of(self, draft: StorageDraft) -> Category:
+        if draft.phase is Phase.BACKWARD and draft.call != NEVER:
+            call = self.calls.calls[draft.call]
+            recomputed = call.phase is Phase.BACKWARD and (draft.death >= call.end or draft.death == NEVER)
+            return Category.ACTIVATION if recomputed else Category.TEMPORARY
+        if draft.phase not in (Phase.FORWARD, Phase.LOSS):
+            return Category.TEMPORARY
+        held = any(
+            draft.birth < began and (draft.death >= began or draft.death == NEVER) for began in self.backward_began
+        )
+        return Category.ACTIVATION if held or draft.saved_by else Category.TEMPORARY
+
+
+def _leaves_device(func: Any, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
+    """Whether an op copies from the device to the host. Under `torch.vmap` a number may be what is copied."""
+    moves = func is _aten._to_copy.default and kwargs.get("device") == _CPU
+    return moves and bool(tensors) and tensors[0].is_meta
+
+
+def _first_line(error: Exception) -> str:
+    try:
+        return str(error).strip().split("\n")[0]
+    except Exception:  # an exception of the user's own may not be able to say itself
+        return ""
+
+
+def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an op that may take random numbers does: attention and recurrent ops without dropout take none."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            value = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            return value != 0
+    return True

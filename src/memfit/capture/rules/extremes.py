@@ -1,0 +1,45 @@
+"""Extremes and medians of a whole tensor, whose gradient on CPU depends on a value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memfit.capture.rules import Rule, RuleContext
+
+_aten = torch.ops.aten
+
+
+def _of_all(name: str) -> Rule:
+    def rule(context: RuleContext, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Without a dimension the gradient is shared by all elements that equal the result."""
+        if args or kwargs or not input.requires_grad or not torch.is_grad_enabled():
+            return NotImplemented
+        return _Extreme.apply(input, name)
+
+    return rule
+
+
+class _Extreme(torch.autograd.Function):
+    """FunctionsManual.cpp, `evenly_distribute_backward`, which on CPU asks whether the result is NaN: none is here."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, name: str) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            value = getattr(_aten, name)(input)
+        ctx.save_for_backward(input, value)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        input, value = ctx.saved_tensors
+        with torch._C._AutoDispatchBelowAutograd():
+            value.isnan()
+            mask = input == value
+            spread = grads[0].new_zeros(input.shape, dtype=input.dtype)
+            return spread.masked_fill_(mask, grads[0] / mask.sum()), None
+
+
+FUNCTIONS = {"cpu": {name: _of_all(name) for name in ("max", "min", "median", "nanmedian")}}

@@ -1,0 +1,184 @@
+"""Matrix products: what torch checks and its meta kernels do not, and what CPU kernels allocate inside.
+
+Note [Scratch of a product]: ATen's own part of a product on CPU is known from its source: an operand that BLAS cannot
+read is copied. Whether oneDNN takes the product, and what it allocates then, depends on the dtype, the instruction set
+and torch's settings. That is learnt from two small products. Where they show no scratch memory, there is none for any
+size. Where they do, each product is measured: at its own size when that is cheap, else on a smaller one of the same
+kind. Where that shows the accumulator of oneDNN's emulated products, its formula is known; else there is a note.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memfit.capture.probe import probe_workspace, remembered, signature
+from memfit.capture.rules import RuleContext
+from memfit.capture.rules.layout import bytes_of
+
+_aten = torch.ops.aten
+_VENDOR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CHEAP_FLOPS = 1 << 26
+_CHEAP_BYTES = 1 << 27
+_SMALLEST_DEPTH = 32
+_SMALLEST_SIDE = 64
+_NATIVE_BMM = 400
+"""Multiplications below which `bmm` runs ATen's own loop (LinearAlgebra.cpp, `bmm_out_or_baddbmm_`)."""
+
+
+def _same_dtype(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """Operands of a product have one dtype (ATen/native/LinearAlgebra.cpp, `addmm_impl_cpu_`; cuda/Blas.cpp)."""
+    first, second = _factors(args)
+    if first.dtype != second.dtype:
+        raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {first.dtype} and {second.dtype}")
+    return func(*args, **kwargs)
+
+
+def _factors(args: Any) -> tuple[Tensor, Tensor]:
+    """The two operands that are multiplied; `addmm` and `baddbmm` have one before them."""
+    first, second = [value for value in args if isinstance(value, Tensor)][-2:]
+    return first, second
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """The sizes of a product of `batch` matrices, rows x depth times depth x columns, and which are transposed."""
+
+    func: Any
+    dtype: torch.dtype
+    batch: int
+    rows: int
+    depth: int
+    columns: int
+    transposed: tuple[bool, bool]
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.rows * self.depth * self.columns
+
+    @property
+    def bytes(self) -> int:
+        elements = self.rows * self.depth + self.depth * self.columns + self.rows * self.columns
+        return self.batch * elements * self.dtype.itemsize
+
+    @property
+    def cheap(self) -> bool:
+        return self.flops <= _CHEAP_FLOPS and self.bytes <= _CHEAP_BYTES
+
+    def side(self, wide: bool) -> int:
+        """The columns, or the rows."""
+        return self.columns if wide else self.rows
+
+    def with_side(self, wide: bool, size: int) -> _Product:
+        """The same product with so many columns, or rows."""
+        return replace(self, columns=size) if wide else replace(self, rows=size)
+
+    def scratch_bytes(self) -> int:
+        """Measure a product of dense operands of these sizes."""
+        return remembered(("product", self), lambda: probe_workspace(self.func, self._arguments(), {}))
+
+    def _arguments(self) -> tuple[Tensor, ...]:
+        batched = self.func in (_aten.bmm.default, _aten.baddbmm.default)
+        lead = (self.batch,) if batched else ()
+
+        def dense(rows: int, columns: int, transposed: bool = False) -> Tensor:
+            shape = (*lead, columns, rows) if transposed else (*lead, rows, columns)
+            matrix = torch.empty(shape, dtype=self.dtype, device="meta")
+            return matrix.mT if transposed else matrix
+
+        factors = (
+            dense(self.rows, self.depth, self.transposed[0]),
+            dense(self.depth, self.columns, self.transposed[1]),
+        )
+        added = self.func in (_aten.addmm.default, _aten.baddbmm.default)
+        return (dense(self.rows, self.columns), *factors) if added else factors
+
+
+def _product_of(func: Any, first: Tensor, second: Tensor) -> _Product:
+    (rows, depth), columns = first.shape[-2:], second.size(-1)
+    batch = first.size(0) if first.dim() == 3 else 1
+    turned = (first.stride(-2) == 1 and rows > 1, second.stride(-2) == 1 and depth > 1)
+    return _Product(func, first.dtype, batch, rows, depth, columns, turned)
+
+
+def _readable(matrix: Tensor) -> bool:
+    """Whether BLAS reads a matrix as it is (LinearAlgebra.cpp, `addmm_impl_cpu_`)."""
+    (rows, columns), (row_stride, column_stride) = matrix.shape[-2:], matrix.stride()[-2:]
+    return (row_stride == 1 and column_stride >= max(1, rows)) or (column_stride == 1 and row_stride >= max(1, columns))
+
+
+def _dense(matrix: Tensor) -> bool:
+    """Whether oneDNN reads a batch as it is (mkldnn/Matmul.cpp, `is_mkldnn_optimized_format`)."""
+    return matrix.is_contiguous() or matrix.mT.is_contiguous()
+
+
+def _copies(first: Tensor, second: Tensor) -> int:
+    """Bytes of the copies that ATen makes for BLAS, of one matrix of a batch after the other."""
+    if first.dim() == 3 and math.prod((*first.shape[1:], second.size(-1))) < _NATIVE_BMM:
+        return 0
+    matrices = first.size(0) if first.dim() == 3 else 1
+    return sum(bytes_of(factor) // max(1, matrices) for factor in (first, second) if not _readable(factor))
+
+
+def _cpu_product(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
+    """Copies of operands that BLAS cannot read, and oneDNN's scratch memory: Note [Scratch of a product]."""
+    first, second = _factors(args)
+    if first.numel() == 0 or second.numel() == 0:
+        return 0
+    product = _product_of(func, first, second)
+    if not _takes_scratch(product):
+        return _copies(first, second)
+    if product.cheap:
+        return remembered(signature(func, args, kwargs), lambda: probe_workspace(func, args, kwargs))
+    if first.dim() == 3:
+        copies = sum(bytes_of(factor) for factor in (first, second) if not _dense(factor))
+    else:
+        copies = _copies(first, second)
+    return copies + _scaled_scratch(context, product)
+
+
+def _takes_scratch(product: _Product) -> bool:
+    """Whether small products of this op and dtype take more than their result on this machine."""
+    if product.dtype not in _VENDOR_DTYPES:
+        return False
+    batch = 4 if product.batch > 1 else 1
+    small = replace(product, batch=batch, rows=48, depth=64, columns=80, transposed=(False, False))
+    larger = replace(small, rows=192, depth=128, columns=256)
+    return small.scratch_bytes() > 0 or larger.scratch_bytes() > 0
+
+
+def _scaled_scratch(context: RuleContext, product: _Product) -> int:
+    """The scratch memory of a product that is too large to be run here, from smaller ones."""
+    smaller = replace(product, batch=min(product.batch, 2 * context.threads))
+    while not smaller.cheap and smaller.depth >= 2 * _SMALLEST_DEPTH:
+        smaller = replace(smaller, depth=smaller.depth // 2)
+    wide = smaller.columns >= smaller.rows
+    while not smaller.cheap and smaller.side(wide) >= 2 * _SMALLEST_SIDE:
+        half = smaller.side(wide) // 2
+        smaller = smaller.with_side(wide, half - half % _SMALLEST_SIDE)
+    fewer = smaller.with_side(wide, max(1, smaller.side(wide) // 2))
+    shallower = replace(smaller, depth=max(1, smaller.depth // 2))
+    if all(each.scratch_bytes() == _accumulator(context, each) for each in (smaller, fewer, shallower)):
+        return _accumulator(context, product)
+    context.note(f"{product.func}: too large to run once here; its scratch memory is scaled from a smaller product")
+    scratch = smaller.scratch_bytes()
+    grown = (scratch - fewer.scratch_bytes()) / max(1, smaller.side(wide) - fewer.side(wide))
+    return scratch + math.ceil(max(0.0, grown) * (product.side(wide) - smaller.side(wide)))
+
+
+def _accumulator(context: RuleContext, product: _Product) -> int:
+    """The float32 results that oneDNN keeps for each thread where products of 16 bits are emulated.
+
+    oneDNN, cpu/matmul/gemm_based_common.hpp, `book_acc_scratchpad`: whole lines of 64 numbers, and 128 bytes to align.
+    """
+    threads = min(context.threads, product.batch)
+    return 4 * threads * (-(-product.rows * product.columns // 64) * 64) + 128
+
+
+_NAMES = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
+KERNELS = {device: dict.fromkeys(_NAMES, _same_dtype) for device in ("cpu", "cuda")}
+WORKSPACES = {"cpu": dict.fromkeys(_NAMES, _cpu_product)}

@@ -1,0 +1,240 @@
+"""What one training step is: the user's side of a capture."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+
+from memfit.capture.step_input import (
+    NO_GRADIENT,
+    autocast_given,
+    check_batch,
+    check_callables,
+    check_loss_arguments,
+    check_numbers,
+    check_trainable,
+    check_trains,
+    described,
+    loss_failed,
+    shape_given,
+)
+from memfit.errors import InputError, MemfitError
+
+ZeroGrad = Literal["after_step", "before_forward", "before_backward", "never"]
+"""Where a loop calls `zero_grad`: once for each step, however many micro-batches it accumulates."""
+
+OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | Callable[..., torch.optim.Optimizer]
+
+
+def spec(shape: tuple[int, ...] | list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor that has a shape and a dtype and no data, for a batch that doesn't exist yet."""
+    if not isinstance(shape, (tuple, list)) or not isinstance(dtype, torch.dtype):
+        raise InputError(
+            f"spec takes a shape and a dtype, as in spec((4, 8), torch.int64); got {shape!r} and {dtype!r}"
+        )
+    return torch.empty(shape_given(shape), dtype=dtype, device="meta")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One training step: model, batch, loss and optimizer, or a callable `run(model, optimizer, batch)` of one's own.
+
+    `model` is a module on any device or a callable that builds one. `batch` is a dict of keyword inputs, a tuple or
+    list of positional ones, or the only one; several micro-batches are taken with `accumulation_steps`. `loss` is
+    called with the output and the batch and defaults to the output's `.loss`, or to the output when that is a scalar.
+    `optimizer` is a class, an optimizer, a function that makes one, or None for a step without one. `autocast` may be
+    given by name, `"bfloat16"`.
+
+    Loops differ in what they hold while they compute, and a plan is for one of them:
+    `zero_grad` is where the loop calls it: `"after_step"` (or True), `"before_forward"`, `"before_backward"` (between
+    the forward and the backward of the first micro-batch, as Lightning does) or `"never"` (or False: gradients stay).
+    `keep_output` is whether the loop holds the model's output while backward runs, as `output = model(x)` does; False
+    for loops that keep the loss alone (`model(x).loss.backward()`, a function that returns the loss, transformers'
+    Trainer, Lightning).
+    `resident_batches` is how many batches are on the device at once: more than one where the loop fetches ahead.
+    """
+
+    model: nn.Module | Callable[[], nn.Module]
+    batch: Any = None
+    _: KW_ONLY
+    loss: Callable[..., torch.Tensor] | None = None
+    optimizer: OptimizerLike | None = torch.optim.AdamW
+    autocast: torch.dtype | None = None
+    clip_grad_norm: float | None = None
+    accumulation_steps: int = 1
+    zero_grad: bool | ZeroGrad = "after_step"
+    set_to_none: bool = True
+    keep_output: bool = True
+    resident_batches: int = 1
+    run: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, nn.Module) and not callable(self.model):
+            raise InputError(
+                f"Step.model is a {type(self.model).__name__}; give an nn.Module or a callable that builds one"
+            )
+        check_callables(self.loss, self.optimizer, self.run)
+        check_numbers(self.accumulation_steps, self.clip_grad_norm, self.resident_batches)
+        object.__setattr__(self, "autocast", autocast_given(self.autocast))
+        object.__setattr__(self, "zero_grad", _resolve_zero_grad(self.zero_grad))
+        for name in ("set_to_none", "keep_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"Step.{name} is {getattr(self, name)!r}; give True or False")
+        if self.run is None:
+            check_batch(self.batch)
+            if self.loss is not None:
+                check_loss_arguments(self.loss)
+
+    def build_model(self) -> nn.Module:
+        """The model itself, built on meta when it was given as a callable."""
+        if isinstance(self.model, nn.Module):
+            return self.model
+        try:
+            with torch.device("meta"):
+                model = self.model()
+        except MemfitError:
+            raise
+        except (AssertionError, RuntimeError) as error:
+            raise InputError(
+                f"the model factory failed on the meta device: {error}. Build the model without moving it to a GPU, "
+                "loading weights or reading values; memfit puts it on the target itself"
+            ) from error
+        except Exception as error:
+            raise InputError(f"the model factory raised {type(error).__name__}: {error}") from error
+        if not isinstance(model, nn.Module):
+            raise InputError(
+                f"the model factory returned a {type(model).__name__}, not an nn.Module; a function that runs a whole "
+                "step is given as memfit.Step(model, batch, optimizer=..., run=function)"
+            )
+        return model
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
+        """The optimizer, made for this model when a class or a factory was given."""
+        if self.optimizer is None or isinstance(self.optimizer, torch.optim.Optimizer):
+            return self.optimizer
+        check_trainable(model)
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        make: Callable[..., torch.optim.Optimizer] = self.optimizer
+        optimizer = make(trainable)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise InputError(f"Step.optimizer returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+        return optimizer
+
+    def with_batch(self, batch: Any) -> Step:
+        """The same step on another batch."""
+        return replace(self, batch=batch)
+
+    def execute(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, device_type: str) -> None:
+        """Run the step once. Capture and measurement both run this very function, so they hold the same references."""
+        if self.run is not None:
+            self._run_own(self.run, model, optimizer)
+            return
+        if self.zero_grad == "before_forward":
+            self._zero_grad(model, optimizer)
+        for number in range(self.accumulation_steps):
+            with self._autocast(device_type):
+                output = call_model(model, self.batch)
+                loss = self._loss_of(output)
+            if not self.keep_output:
+                output = None
+            check_trains(loss, model)
+            if self.accumulation_steps > 1:
+                loss = loss / self.accumulation_steps
+            if number == 0 and self.zero_grad == "before_backward":
+                self._zero_grad(model, optimizer)
+            loss.backward()
+        if self.clip_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), self.clip_grad_norm)
+        if optimizer is not None:
+            optimizer.step()
+        if self.zero_grad == "after_step":
+            self._zero_grad(model, optimizer)
+
+    def _zero_grad(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        target = optimizer if optimizer is not None else model
+        target.zero_grad(set_to_none=self.set_to_none)
+
+    def _run_own(self, run: Callable[..., Any], model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        try:
+            run(*(model, optimizer, self.batch)[: _positional_arity(run)])
+        except RuntimeError as error:
+            if NO_GRADIENT in str(error):
+                check_trainable(model)
+            raise
+
+    def _autocast(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(device_type, dtype=self.autocast)
+
+    def _loss_of(self, output: Any) -> torch.Tensor:
+        if self.loss is not None:
+            loss = self._given_loss(self.loss, output)
+        elif isinstance(output, Mapping) and "loss" in output:
+            loss = output["loss"]
+        else:
+            loss = getattr(output, "loss", output)
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            return loss
+        if self.loss is not None:
+            raise InputError(
+                f"the loss function returned {described(loss)}; it must return a tensor with one number, without "
+                ".item(), for example output.mean()"
+            )
+        raise InputError(
+            f"no loss was given, and what the model returned as its loss is {described(loss)}, not one number. Give "
+            "Step.loss, called with the output and the batch: loss=lambda output, batch: ...; or put labels into the "
+            "batch, if the model computes its loss from them"
+        )
+
+    def _given_loss(self, loss: Callable[..., torch.Tensor], output: Any) -> Any:
+        try:
+            return loss(output, self.batch)
+        except MemfitError:
+            raise
+        except Exception as error:
+            explained = loss_failed(loss, self.batch, error)
+            if explained is None:
+                raise
+            raise explained from error
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """Call the model on the batch: a dict is keyword inputs, a tuple or list positional ones, else the only input."""
+    args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+    if batch is None or isinstance(batch, Mapping):
+        args = ()
+    kwargs = batch if isinstance(batch, Mapping) else {}
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(
+            f"the batch does not fit {type(model).__name__}.forward: {error}. A dict is keyword inputs, a tuple "
+            "or list positional ones, anything else the only one. Labels that only the loss takes go into the loss: "
+            "Step(model, x, loss=lambda output, _: criterion(output, y)), or run the step yourself: Step(model, "
+            "(x, y), run=function), called with model, optimizer and batch"
+        ) from error
+    return model(*args, **kwargs)
+
+
+def _resolve_zero_grad(zero_grad: Any) -> ZeroGrad:
+    if isinstance(zero_grad, bool):
+        return "after_step" if zero_grad else "never"
+    if zero_grad in get_args(ZeroGrad):
+        return zero_grad
+    names = ", ".join(repr(name) for name in get_args(ZeroGrad))
+    raise InputError(f"Step.zero_grad is {zero_grad!r}; give one of {names}, True or False")
+
+
+def _positional_arity(function: Callable[..., Any]) -> int:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        return 3
+    return sum(p.kind in kinds and p.default is inspect.Parameter.empty for p in parameters)

@@ -1,0 +1,295 @@
+"""The life of every storage: born where it was first seen, dead when the last reference went.
+
+Note [Place]: on a CUDA target a real tensor may stand for a tensor on the device or for one in host memory. Every
+storage seen is known: by its number when it is on the device, as `HOST` when it is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from memfit.capture.record import NEVER, Category, Phase
+
+BATCH = "the batch"
+HOST = -1
+_LISTED = 16
+"""As many integers are taken for a list that somebody wrote as an index."""
+
+
+@dataclass(slots=True)
+class StorageDraft:
+    """A storage while the capture runs; `lives` counts the C++ storages that stand for it.
+
+    Of these, `saved` counts the one that autograd holds.
+    """
+
+    bytes: int
+    birth: int
+    call: int
+    phase: Phase
+    death: int = NEVER
+    category: Category | None = None
+    module: str = ""
+    name: str = ""
+    saved_by: set[int] | None = None
+    lives: int = 1
+    saved: int = 0
+    released: int = NEVER
+
+    def save(self, sequence: int) -> None:
+        """Note the autograd node, by its sequence number, that holds the storage for its backward."""
+        if self.saved_by is None:
+            self.saved_by = set()
+        self.saved_by.add(sequence)
+
+
+class _StorageRef(weakref.ref):
+    __slots__ = ("number", "pointer", "saved")
+    number: int
+    pointer: int
+    saved: bool
+
+
+class StorageTable:
+    """All storages of a capture. `now` is the number of ops recorded so far."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.drafts: list[StorageDraft] = []
+        self.now = 0
+        self.phase = Phase.FORWARD
+        self.known: dict[int, int] = {}
+        self.foreign: dict[int, Category] = {}
+        self.valueless: set[int] = set()
+        self.origins: dict[int, frozenset[str]] = {}
+        """Storages with values that other steps do not have: the lines that drew them, and `BATCH`."""
+        self.twins: dict[int, torch.UntypedStorage] = {}
+        self._refs: dict[int, _StorageRef] = {}
+        self._closed = False
+        self.paused = False
+        self.in_optimizer = False
+        self._held: dict[int, _StorageRef] = {}
+        self._saved: dict[int, _StorageRef] = {}
+
+    def number_of(self, tensor: torch.Tensor) -> int:
+        """The number of the tensor's storage, or `HOST`."""
+        return self.known.get(tensor.untyped_storage()._cdata, HOST)
+
+    def on_device(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is, or stands for, one on the target device."""
+        if self.device_type == "cpu":
+            return True
+        pointer = tensor.untyped_storage()._cdata
+        number = self.known.get(pointer)
+        if number is None:
+            return tensor.device.type != "cpu"
+        return number != HOST or pointer in self._held
+
+    def adopt(self, tensor: torch.Tensor, category: Category, *, module: str = "", name: str = "") -> int:
+        """Register a storage that exists before the step; gives its number."""
+        storage = tensor.untyped_storage()
+        number = self.known.get(storage._cdata)
+        if number is None:
+            number = self.new(storage, NEVER, NEVER)
+            draft = self.drafts[number]
+            draft.category, draft.module, draft.name = category, module, name
+        return number
+
+    def adopt_batch(self, tensor: torch.Tensor) -> None:
+        """Register a tensor of the batch, whose values other steps do not have."""
+        self.adopt(tensor, Category.INPUT, name="batch")
+        if not tensor.is_meta:
+            self.origins[tensor.untyped_storage()._cdata] = frozenset({BATCH})
+
+    def in_host_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor was seen, and is not on the target device."""
+        return self.known.get(tensor.untyped_storage()._cdata) == HOST and not self.on_device(tensor)
+
+    def hold_host(self, storage: torch.UntypedStorage) -> int:
+        """Register a storage in host memory that the capture may write to."""
+        self.known[storage._cdata] = HOST
+        self._watch(storage, HOST)
+        return HOST
+
+    def move_to_device(self, tensor: torch.Tensor, module: str) -> int:
+        """Count a tensor in host memory as resident on the device from the start."""
+        storage = tensor.untyped_storage()
+        del self.known[storage._cdata]
+        return self.adopt(tensor, self.foreign.get(storage._cdata, Category.INPUT), module=module)
+
+    def classify(self, tensor: torch.Tensor, module: str) -> int:
+        """The number of an op's input. One never seen before is not the capture's own.
+
+        It existed before the step, unless it is a scalar or a short list of indices (`x[:, [-1]]`): those are made
+        outside the dispatcher.
+        """
+        storage = tensor.untyped_storage()
+        number = self.known.get(storage._cdata)
+        if number is not None:
+            return number
+        self.foreign[storage._cdata] = Category.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Category.INPUT
+        if self.device_type != "cpu" and tensor.device.type == "cpu":
+            return self.hold_host(storage)
+        if self.paused:  # counted if it outlives the pause
+            return self._hold(storage)
+        if tensor.dim() == 0 or (tensor.dtype == torch.int64 and tensor.numel() <= _LISTED):
+            return self.new(storage, self.now, NEVER)
+        number = self.new(storage, NEVER, NEVER)
+        self.drafts[number].category = Category.OPTIMIZER_STATE if self.in_optimizer else Category.BUFFER
+        self.drafts[number].module = module
+        return number
+
+    def made(self, storage: torch.UntypedStorage, call: int, *, on_device: bool) -> int:
+        """The number of an op's result."""
+        number = self.known.get(storage._cdata)
+        if number is not None:
+            return number
+        if not on_device:
+            return self.hold_host(storage)
+        return self._hold(storage) if self.paused else self.new(storage, self.now, call)
+
+    def _hold(self, storage: torch.UntypedStorage) -> int:
+        """Register a storage of the device while paused: it gets its number at the end of the pause, if it lives."""
+        self.hold_host(storage)
+        self._held[storage._cdata] = self._refs[storage._cdata]
+        return HOST
+
+    def new(self, storage: torch.UntypedStorage, birth: int, call: int) -> int:
+        """Number a storage of the device."""
+        number = len(self.drafts)
+        self.drafts.append(StorageDraft(storage.nbytes(), birth, call, self.phase))
+        self.known[storage._cdata] = number
+        self._watch(storage, number)
+        return number
+
+    def stand_in(self, storage: torch.UntypedStorage, twin: torch.UntypedStorage) -> None:
+        """Let a second storage stand for one already known: that one lives as long as either."""
+        number = self.known[storage._cdata]
+        self.twins[storage._cdata] = twin
+        self.known[twin._cdata] = number
+        if number != HOST:
+            self.drafts[number].lives += 1
+        ref = self._watch(twin, number)
+        if storage._cdata in self._held:
+            self._held[twin._cdata] = ref
+
+    def saved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What autograd is given to hold for a tensor: one on a storage of its own, so that it is seen when nobody
+        else holds the tensor any more."""
+        storage = tensor.untyped_storage()
+        number = self.known[storage._cdata]
+        if self.drafts[number].birth == NEVER or tensor.is_conj() or tensor.is_neg():
+            return tensor.detach()
+        ref = self._saved.get(number)
+        twin = None if ref is None else ref()
+        if twin is not None and twin.device != storage.device:  # its values are known in one place and not in another
+            return tensor.detach()
+        if twin is None:
+            if tensor.is_meta:
+                twin = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
+            else:
+                twin = storage.clone()
+                if storage._cdata in self.valueless:
+                    self.valueless.add(twin._cdata)
+                if storage._cdata in self.origins:
+                    self.origins[twin._cdata] = self.origins[storage._cdata]
+            self.known[twin._cdata] = number
+            self.drafts[number].lives += 1
+            self.drafts[number].saved += 1
+            self._saved[number] = self._watch(twin, number, saved=True)
+        made = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+        return made.set_(twin, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+
+    @contextlib.contextmanager
+    def pause(self, category: Category) -> Iterator[None]:
+        """What is made in the block and outlives it counts as having existed before the step."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+            held, self._held = self._held, {}
+            for pointer, ref in held.items():
+                storage = ref()
+                if storage is None or self.known.get(pointer) != HOST:  # freed, or the twin of one just numbered
+                    continue
+                number = self.new(storage, NEVER, NEVER)
+                self.drafts[number].category = category
+                if pointer in self.twins:
+                    self.stand_in(storage, self.twins[pointer])
+
+    def outliving(self) -> list[_StorageRef]:
+        """Return the storages that the step made and that are alive, without gradients and optimizer state."""
+        kept = (Category.GRADIENT, Category.OPTIMIZER_STATE)
+        found = []
+        for pointer, ref in self._refs.items():
+            draft = self.drafts[ref.number] if ref.number != HOST else None
+            if pointer in self.foreign or (draft is not None and (draft.birth == NEVER or draft.category in kept)):
+                continue
+            found.append(ref)
+        return found
+
+    def inherit(self, before: StorageTable) -> None:
+        """Begin with what is alive of an earlier pass and not yet known here."""
+        numbers: dict[int, int] = {}
+        for pointer, ref in before._refs.items():
+            storage = ref()
+            if storage is None or pointer in before.foreign:
+                continue
+            if pointer in self.known:  # a batch is new in every step: its values are known again
+                if ref.number != HOST:
+                    numbers[ref.number] = self.known[pointer]
+                continue
+            if pointer in before.valueless:
+                self.valueless.add(pointer)
+            if ref.number == HOST:
+                self.hold_host(storage)
+            elif ref.number in numbers:
+                number = self.known[pointer] = numbers[ref.number]
+                self.drafts[number].lives += 1
+                self._watch(storage, number)
+            else:
+                draft = before.drafts[ref.number]
+                number = numbers[ref.number] = self.new(storage, NEVER, NEVER)
+                self.drafts[number].category = draft.category or Category.BUFFER
+                self.drafts[number].module, self.drafts[number].name = draft.module, draft.name
+        self.twins.update({pointer: twin for pointer, twin in before.twins.items() if pointer in self.known})
+
+    def close(self) -> None:
+        """The step is over: what is freed from now on was alive at its end."""
+        self._refs.clear()
+        self._closed = True  # whoever looks for leftovers holds the references, whose callbacks go on
+
+    def _watch(self, storage: torch.UntypedStorage, number: int, *, saved: bool = False) -> _StorageRef:
+        ref = _StorageRef(storage, self._on_death)
+        ref.number, ref.pointer, ref.saved = number, storage._cdata, saved
+        self._refs[ref.pointer] = ref
+        return ref
+
+    def _on_death(self, ref: weakref.ref) -> None:
+        assert isinstance(ref, _StorageRef)
+        if self._closed:
+            return
+        pointer, number = ref.pointer, ref.number
+        if self._refs.get(pointer) is ref:
+            del self._refs[pointer]
+            self.known.pop(pointer, None)
+            self.foreign.pop(pointer, None)
+            self.valueless.discard(pointer)
+            self.origins.pop(pointer, None)
+            self.twins.pop(pointer, None)
+            self._held.pop(pointer, None)  # the next storage at this address may be in host memory
+        if number == HOST:
+            return
+        draft = self.drafts[number]
+        draft.lives -= 1
+        draft.saved -= ref.saved
+        if draft.lives == draft.saved and not ref.saved:
+            draft.released = max(0, self.now - 1)
+        if draft.lives == 0:
+            draft.death = max(0, self.now - 1)

@@ -1,0 +1,146 @@
+"""`RuntimeEstimator`, a name that users of `torch.distributed._tools` know, answered from a trace.
+
+The prototype watches code as it runs and needs a GPU. memfit captures a whole step first; this class gives the
+prototype's times and orders of it. docs/design/graph.md says where they differ and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+
+from memfit.capture import Step, Trace, trace
+from memfit.compat.orders import CallOrders
+from memfit.cost.models import MODES, cost_model
+from memfit.cost.runtime import Cost, Runtime
+from memfit.errors import InputError, MissingFeatureError, StateError
+from memfit.hardware import Device, Target
+
+
+class RuntimeEstimator:
+    """Forward and backward time of every module, and the orders in which modules run, without a GPU.
+
+        with RuntimeEstimator(step, target="h100-sxm") as estimator:
+            estimator.display_modulewise_stats(depth=2)
+
+    or `estimator.run(function)` for a loop of one's own, or `RuntimeEstimator.of(trace, cost)`. Modules go by
+    their path in the model, the model itself by the empty one. Times are milliseconds, children included; the
+    orders list every call, so a module called twice is in them twice.
+    """
+
+    def __init__(self, step: Step | Callable[[], Any] | None = None, *, target: str | Device | Target = "cpu") -> None:
+        self.target = target
+        self.mod_runtimes: dict[str, dict[str, float]] = {}
+        self.mod_fw_pre_order: list[str] = []
+        self.mod_bw_pre_order: list[str] = []
+        self.mod_fw_post_order: list[str] = []
+        self.mod_bw_post_order: list[str] = []
+        self.total_runtime = 0.0
+        self._step = step
+        self._mode = MODES[0]
+        self._runtime: Runtime | None = None
+
+    @classmethod
+    def of(cls, step: Trace | Runtime, cost: Cost | None = None) -> RuntimeEstimator:
+        """The estimator of a step captured before, under a cost model, or of times already known."""
+        if isinstance(step, Trace):
+            if cost is None:
+                raise InputError("a trace has no times; give a cost model too, RuntimeEstimator.of(trace, cost)")
+            step = Runtime.of(step, cost)
+        elif cost is not None:
+            raise InputError("a Runtime has its times already; give it alone, or a trace and a cost model")
+        estimator = cls(target=step.trace.hardware)
+        estimator._take(step)
+        return estimator
+
+    def __call__(self, estimate_mode_type: str) -> RuntimeEstimator:
+        """Choose how ops are timed: `"operator-level-cost-model"` (the default) or `"operator-level-benchmark"`."""
+        if estimate_mode_type not in MODES:
+            raise MissingFeatureError(
+                f"there is no way {estimate_mode_type!r} of timing ops; choose one of {', '.join(map(repr, MODES))}"
+            )
+        self._mode = estimate_mode_type
+        return self
+
+    def __enter__(self) -> RuntimeEstimator:
+        if self._runtime is None:
+            if self._step is None:
+                raise StateError(
+                    "RuntimeEstimator captures a whole step before it can answer, so it cannot watch the code of a"
+                    " `with` block; put that code into a function and write `RuntimeEstimator().run(function)`,"
+                    " or `with RuntimeEstimator(memfit.Step(...)) as estimator`"
+                )
+            self._capture(self._step)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def run(self, function: Callable[[], Any]) -> RuntimeEstimator:
+        """Capture and time one step made by a function without arguments, which has its model itself."""
+        self._capture(function)
+        return self
+
+    @property
+    def fw_pre_order(self) -> list[str]:
+        """Modules as their forward begins."""
+        return self.mod_fw_pre_order
+
+    @property
+    def fw_post_order(self) -> list[str]:
+        """Modules as their forward ends."""
+        return self.mod_fw_post_order
+
+    @property
+    def bw_pre_order(self) -> list[str]:
+        """Modules as their backward begins, a parent before its children."""
+        return self.mod_bw_pre_order
+
+    @property
+    def bw_post_order(self) -> list[str]:
+        """Modules as their backward ends, a parent after its children."""
+        return self.mod_bw_post_order
+
+    @property
+    def runtime(self) -> Runtime:
+        """The times of the step by op, phase, call and module."""
+        if self._runtime is None:
+            raise StateError("RuntimeEstimator has captured nothing yet; enter it with a step, or call run(function)")
+        return self._runtime
+
+    def display_modulewise_stats(self, depth: int = 2, console: Console | None = None) -> None:
+        """Show the orders and every module's times, down to a depth of nesting (1 is the model itself)."""
+        trace = self.runtime.trace
+        root = next((module.kind for module in trace.modules if not module.path), "")
+        console = console or Console()
+
+        def show(path: str, text: str = "") -> None:
+            if (path.count(".") + 2 if path else 1) <= depth:
+                name = f"{root}.{path}" if root and path else path or root
+                console.print(f"{name}{text}", highlight=False, markup=False)
+
+        for title, order in (("Forward", self.mod_fw_pre_order), ("Backward", self.mod_bw_pre_order)):
+            console.print(f"Pre-{title} Execution Order:", highlight=False)
+            for path in order:
+                show(path)
+        for path, times in self.mod_runtimes.items():
+            show(path, f" fw: {times['fw']:.3f}ms bw: {times['bw']:.3f}ms")
+
+    def _capture(self, step: Step | Callable[[], Any]) -> None:
+        captured = trace(step, target=self.target)
+        self._take(Runtime.of(captured, cost_model(self._mode, self.target)))
+
+    def _take(self, runtime: Runtime) -> None:
+        calls = runtime.trace.calls
+        orders = CallOrders.of(runtime.trace)
+        self._runtime = runtime
+        self.total_runtime = runtime.total_ms
+        self.mod_fw_pre_order = [calls[call].module for call in orders.fw_pre_order]
+        self.mod_fw_post_order = [calls[call].module for call in orders.fw_post_order]
+        self.mod_bw_pre_order = [calls[call].module for call in orders.bw_pre_order]
+        self.mod_bw_post_order = [calls[call].module for call in orders.bw_post_order]
+        self.mod_runtimes = {
+            path: {"fw": times.forward_ms, "bw": times.backward_ms} for path, times in runtime.modules.items()
+        }

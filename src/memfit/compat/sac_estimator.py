@@ -1,0 +1,182 @@
+"""`SACEstimator`, a name that users of `torch.distributed._tools` know, answered from a trace.
+
+The prototype watches code as it runs, under fake tensors and with a GPU. memfit captures a whole step first, on
+any machine. docs/design/tradeoff.md says where the numbers differ and why.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from memfit.capture import Step, Trace, trace
+from memfit.compat.curve import tradeoff_curve
+from memfit.compat.display import show_stats, show_tradeoff
+from memfit.compat.greedy import greedy_order
+from memfit.compat.sac import SACGreedyOrderMeta, SACStats, SACTable, SACTradeOffStats
+from memfit.cost.models import MODES, cost_model
+from memfit.errors import MissingFeatureError, StateError
+from memfit.hardware import Device, Target
+from memfit.tradeoff.facts import Times
+from memfit.tradeoff.frontier import Frontiers, frontiers
+from memfit.tradeoff.units import forward_calls
+
+
+class SACEstimator:
+    """What selective activation checkpointing would save and cost in each module, without a GPU.
+
+        with SACEstimator(step, target="h100-sxm")("operator-level-cost-model") as estimator:
+            estimator.pwlf_sac_tradeoff_curve(n_segments=2)
+            estimator.display_modulewise_sac_stats(depth=3, print_tabular=True)
+
+    or `estimator.run(function)` for a loop of one's own, or `SACEstimator.of(trace, op_ms)`. The dictionaries hold
+    every call of a module that has children, in the order of the forward, by the module's path, the model itself
+    by the empty one; a second call of a module has `#1` after its path. `frontiers` has what the greedy order and
+    its fitted curve approximate.
+    """
+
+    def __init__(self, step: Step | Callable[[], Any] | None = None, *, target: str | Device | Target = "cpu") -> None:
+        self.target = target
+        self.sac_mod_stats: dict[str, SACStats] = {}
+        self.sac_mod_tradeoff_stats: dict[str, SACTradeOffStats] = {}
+        self.sac_mod_greedy_order_meta: dict[str, SACGreedyOrderMeta] = {}
+        self._step = step
+        self._mode = MODES[0]
+        self._trace: Trace | None = None
+        self._op_ms: Times = np.zeros(0)
+        self._frontiers: Frontiers | None = None
+
+    @classmethod
+    def of(cls, trace: Trace, op_ms: Sequence[float] | Times) -> SACEstimator:
+        """The estimator of a step captured before, for these times of its ops in milliseconds."""
+        estimator = cls(target=trace.hardware)
+        estimator._take(trace, np.asarray(op_ms, np.float64))
+        return estimator
+
+    def __call__(self, estimate_mode_type: str) -> SACEstimator:
+        """Choose how ops are timed: `"operator-level-cost-model"` (the default) or `"operator-level-benchmark"`."""
+        if estimate_mode_type not in MODES:
+            raise MissingFeatureError(
+                f"there is no way {estimate_mode_type!r} of timing ops; choose one of {', '.join(map(repr, MODES))}"
+            )
+        self._mode = estimate_mode_type
+        return self
+
+    def __enter__(self) -> SACEstimator:
+        if self._trace is None:
+            if self._step is None:
+                raise StateError(
+                    "SACEstimator captures a whole step before it can answer, so it cannot watch the code of a"
+                    " `with` block; put that code into a function and write `SACEstimator().run(function)`,"
+                    " or `with SACEstimator(memfit.Step(...)) as estimator`"
+                )
+            self._capture(self._step)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def run(self, function: Callable[[], Any]) -> SACEstimator:
+        """Capture and time one step made by a function without arguments, which has its model itself."""
+        self._capture(function)
+        return self
+
+    @property
+    def frontiers(self) -> Frontiers:
+        """The exact trade-off of every unit of the step, the loss among them."""
+        if self._frontiers is None:
+            self._frontiers = frontiers(self._captured(), self._op_ms)
+        return self._frontiers
+
+    def pwlf_sac_tradeoff_curve(self, n_segments: int = 2, save_tradeoff_graphs: bool = False) -> None:
+        """Fit a piecewise linear curve to every module's greedy order; into `sac_mod_tradeoff_stats`.
+
+        With `save_tradeoff_graphs` each curve is drawn into the folder `tradeoff_graphs`; this needs matplotlib.
+        """
+        self._captured()
+        for name, sac_stats in self.sac_mod_stats.items():
+            curve = tradeoff_curve(sac_stats, self.sac_mod_greedy_order_meta[name], n_segments)
+            self.sac_mod_tradeoff_stats[name] = curve
+            if save_tradeoff_graphs:
+                _draw(curve, self._label(name))
+
+    def display_sac_stats(
+        self, sac_stats: SACStats, print_tabular: bool = False, console: Console | None = None
+    ) -> None:
+        """Show the ops of a module."""
+        show_stats(sac_stats, console or Console(), print_tabular)
+
+    def display_sac_tradeoff_stats(
+        self,
+        greedy_order_meta: SACGreedyOrderMeta,
+        sac_stats: SACStats,
+        print_tabular: bool = False,
+        console: Console | None = None,
+    ) -> None:
+        """Show the greedy order of a module, with memory and time added up."""
+        show_tradeoff(greedy_order_meta, sac_stats, console or Console(), print_tabular)
+
+    def display_modulewise_sac_stats(
+        self, depth: int = 2, print_tabular: bool = False, console: Console | None = None
+    ) -> None:
+        """Show ops and greedy order of every module, down to a depth of nesting (1 is the model itself)."""
+        self._captured()
+        console = console or Console()
+        for name, sac_stats in self.sac_mod_stats.items():
+            label = self._label(name)
+            if label.count(".") + 1 > depth:
+                continue
+            console.print(f"Module: {label}", highlight=False, markup=False)
+            self.display_sac_stats(sac_stats, print_tabular, console)
+            console.print(f"AC Trade-off for Module: {label} MSPS = Memory/Runtime", highlight=False, markup=False)
+            self.display_sac_tradeoff_stats(self.sac_mod_greedy_order_meta[name], sac_stats, print_tabular, console)
+
+    def _label(self, name: str) -> str:
+        """A unit's name with the model's class in front, as the prototype has it."""
+        root = next((module.kind for module in self._captured().modules if not module.path), "")
+        return f"{root}.{name}" if root and name and not name.startswith("#") else f"{root}{name}"
+
+    def _captured(self) -> Trace:
+        if self._trace is None:
+            raise StateError("SACEstimator has captured nothing yet; enter it with a step, or call run(function)")
+        return self._trace
+
+    def _capture(self, step: Step | Callable[[], Any]) -> None:
+        captured = trace(step, target=self.target)
+        self._take(captured, cost_model(self._mode, self.target).op_ms(captured))
+
+    def _take(self, trace: Trace, op_ms: Times) -> None:
+        table = SACTable(trace, op_ms)
+        parents = {module.path.rpartition(".")[0] for module in trace.modules if module.path}
+        self._trace, self._op_ms, self._frontiers = trace, op_ms, None
+        self.sac_mod_stats = {unit.name: table.stats(unit) for unit in forward_calls(trace) if unit.module in parents}
+        self.sac_mod_greedy_order_meta = {name: greedy_order(stats) for name, stats in self.sac_mod_stats.items()}
+        self.sac_mod_tradeoff_stats = {}
+
+
+def _draw(curve: SACTradeOffStats, name: str) -> None:
+    """The curve, its shifted points and the fit as `tradeoff_graphs/<name>.png`."""
+    try:
+        pyplot = importlib.import_module("matplotlib.pyplot")
+    except ImportError as error:
+        raise MissingFeatureError("save_tradeoff_graphs draws with matplotlib; pip install matplotlib") from error
+    shares, times = list(curve.tradeoff_curve), list(curve.tradeoff_curve.values())
+    figure, axes = pyplot.subplots()
+    axes.plot(shares[:-1], times[1:], "o", label="Shifted")
+    axes.plot(shares, times, "x", label="Original")
+    for segment, (slope, intercept) in enumerate(zip(curve.slopes, curve.intercepts, strict=True)):
+        ends = np.array(curve.fit_breaks[segment : segment + 2])
+        axes.plot(ends, slope * ends + intercept, "-", color="tab:green", label="" if segment else "Fitted")
+    axes.set_xlabel("Memory discarded / Total memory")
+    axes.set_ylabel("Recomp time / Total recomp time")
+    axes.set_title(f"{name}: {curve.sac_memory} B, {curve.sac_runtime:.4f} ms")
+    axes.legend()
+    folder = Path("tradeoff_graphs")
+    folder.mkdir(exist_ok=True)
+    figure.savefig(folder / f"{name}.png")
+    pyplot.close(figure)

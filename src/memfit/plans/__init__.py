@@ -1,0 +1,44 @@
+"""The plan document: decisions for one step, what they are predicted to do, and the step that they are for."""
+
+from memfit.plans.document import Plan, load
+from memfit.plans.facts import peak_at
+from memfit.plans.making import plan_of
+from memfit.plans.mismatch import PlanMismatch, model_differences
+from memfit.plans.planning import curve, plan
+from memfit.plans.record import (
+    Blocker,
+    Checkpoint,
+    DdpPlan,
+    Estimate,
+    PeakAt,
+    Prediction,
+    ShardedUnit,
+    ShardPlan,
+    UnitOp,
+)
+from memfit.plans.search_result import Search, SearchInterrupted, SearchPoint
+from memfit.plans.searching import search
+
+__all__ = [
+    "Blocker",
+    "Checkpoint",
+    "DdpPlan",
+    "Estimate",
+    "PeakAt",
+    "Plan",
+    "PlanMismatch",
+    "Prediction",
+    "Search",
+    "SearchInterrupted",
+    "SearchPoint",
+    "ShardPlan",
+    "ShardedUnit",
+    "UnitOp",
+    "curve",
+    "load",
+    "model_differences",
+    "peak_at",
+    "plan",
+    "plan_of",
+    "search",
+]

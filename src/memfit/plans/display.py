@@ -1,0 +1,291 @@
+"""A plan for people: what is checkpointed and why, memory and time before and after, how tight it is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from memfit.capture import Category
+from memfit.capture.names import short
+from memfit.paths import alike, folded, ranges
+from memfit.plans.record import Blocker, Checkpoint, DdpPlan, Estimate, PeakAt, ShardPlan
+from memfit.plans.words import STEP_WAYS, Tone, changes_nothing, verdict_of, without_plan
+from memfit.units import display_bytes, display_ms
+
+if TYPE_CHECKING:
+    from memfit.plans.document import Plan
+
+_NAMES = 4
+_STYLE: dict[Tone, str] = {"good": "green", "care": "yellow", "bad": "red"}
+
+
+def plan_report(plan: Plan, *, next_step: bool = True) -> Group:
+    """Everything about a plan that fits a screen of 80 columns; `next_step` says what to ask when nothing fits."""
+    parts: list[RenderableType] = [_headline(plan), Text(), _before_and_after(plan), Text(), _highest(plan)]
+    if plan.blocker is not None and next_step:
+        parts += [Text("memfit.explain(plan, step) works out what would help", style="dim")]
+    if plan.checkpoint:
+        groups = _groups(plan.checkpoint)
+        parts += [Text(), _title(_counts(plan)), _checkpoint(groups)]
+        if any("#" in units_label(members) for members in groups):
+            legend = "#1-3: these runs of the module, from 0; each micro-batch of an accumulated step is a run"
+            parts += [Text(legend, style="dim")]
+        parts += [Text(), _title("what each of them keeps"), _kept(plan.checkpoint)]
+    if plan.optimizer is not None:
+        parts += [Text(), Text(f"optimizer: its step is done {STEP_WAYS[plan.optimizer]}, which needs less at once")]
+    if plan.shard is not None:
+        parts += [Text(), _shard(plan.shard)]
+    if plan.ddp is not None:
+        parts += [Text(), _ddp(plan.ddp)]
+    if plan.notes:
+        parts += [Text(), *(Text(f"note: {note}", style="dim") for note in plan.notes)]
+    return Group(*parts)
+
+
+def _without(plan: Plan) -> str:
+    return without_plan(plan.ranks, ddp=plan.ddp is not None)
+
+
+def counted(number: int, name: str) -> str:
+    """`1 unit`, `2 units`."""
+    return f"{number} {name}" if number == 1 else f"{number} {name}s"
+
+
+def _headline(plan: Plan) -> Text:
+    """The verdict in the words of the page, for what it is, and how tight it is."""
+    verdict = verdict_of(plan)
+    text = Text(verdict.words.lower(), style=f"bold {_STYLE[verdict.tone]}")
+    text = Text.assemble(text, f": {verdict.figures}")
+    for reason in verdict.reasons:
+        text.append(f"\n{reason[:1].lower()}{reason[1:].removesuffix('.')}")
+    budget = display_bytes(plan.budget_bytes)
+    text.append(f"\nplan for {plan.target.title}, {counted(plan.ranks, 'rank')}, budget {budget}: {plan.status}")
+    if changes_nothing(plan):
+        spare = display_bytes(plan.budget_bytes - plan.baseline.peak_bytes)
+        as_it_is = "as it is" if plan.ranks == 1 else f"when it is {_without(plan)}"
+        text.append(f"\nnothing needs to be checkpointed: {as_it_is}, the step leaves {spare} to spare")
+        return text
+    over = plan.baseline.peak_bytes - plan.budget_bytes
+    text.append("\nwithout a plan the step " if plan.ranks == 1 else f"\n{_without(plan)}, the step ")
+    text.append(f"is {display_bytes(over)} above the budget" if over > 0 else "fits the budget")
+    least = plan.minimum_budget_bytes
+    if plan.predicted is None or plan.gap is None or plan.bound_ms is None:
+        text.append("\nno plan fits this budget")
+        if least is not None:
+            missing = display_bytes(least - plan.budget_bytes)
+            text.append(f"; the smallest that works is {display_bytes(least)}, {missing} more")
+        return text
+    if least is not None:
+        text.append(f"; the smallest budget that works is {display_bytes(least)}")
+    spare = plan.budget_bytes - plan.predicted.peak_bytes
+    text.append(f"\nthe plan leaves {display_bytes(spare)} to spare; ")
+    if plan.status == "optimal" and plan.gap == 0:
+        text.append("no plan under this budget is faster (proven)")
+    else:
+        text.append(f"no plan has a step below {display_ms(plan.bound_ms)} (proven)")
+        text.append(f", gap {plan.gap:.2%} of the time that the plan adds")
+    return text
+
+
+def _before_and_after(plan: Plan) -> Table:
+    """Memory and time without the plan and with it; when nothing fits, beside the lowest peak that there is, and alone
+    when nothing is changed.
+
+    On several ranks the step is sharded also without the plan.
+    """
+    same = changes_nothing(plan)
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column("")
+    columns: list[Estimate | Blocker] = []
+    if not same:
+        table.add_column(_without(plan), justify="right", no_wrap=True)
+        columns.append(plan.baseline)
+    if plan.predicted is not None:
+        name = "with the plan" if not same else "as it is" if plan.ranks == 1 else _without(plan)
+        table.add_column(name, justify="right", no_wrap=True)
+        columns.append(plan.predicted)
+    elif plan.blocker is not None:
+        table.add_column("the lowest there is", justify="right", no_wrap=True)
+        columns.append(plan.blocker)
+    estimates = [each for each in columns if isinstance(each, Estimate)]
+    table.add_row("peak", *(display_bytes(each.peak_bytes) for each in columns))
+    if any(each.peak_reserved_bytes != each.peak_bytes for each in estimates):
+        table.add_row("reserved by the allocator", *(display_bytes(each.peak_reserved_bytes) for each in estimates))
+    table.add_row("step", *(display_ms(each.step_ms) for each in estimates))
+    if plan.predicted is not None:
+        beside = [] if same else [""]
+        if not same:
+            table.add_row("  recomputing", "", display_ms(plan.predicted.recompute_ms))
+        if plan.ranks > 1 or plan.predicted.exposed_communication_ms:
+            waits = display_ms(plan.predicted.exposed_communication_ms)
+            table.add_row("  waiting for communication", *beside, waits)
+    table.add_section()
+    by_category = [each.peak_by_category for each in columns]
+    for category in sorted(Category, key=lambda category: -max(each.get(category, 0) for each in by_category)):
+        if any(category in each for each in by_category):
+            cells = (display_bytes(each.get(category, 0)) if each else "" for each in by_category)
+            table.add_row(category.value, *cells)
+    return table
+
+
+def _highest(plan: Plan) -> Text:
+    """Where the peaks are."""
+    if changes_nothing(plan):
+        return Text(f"highest: {_place(plan.baseline.peak_at)}")
+    text = Text("highest without a plan: " if plan.ranks == 1 else f"highest when {_without(plan)}: ")
+    text.append(_place(plan.baseline.peak_at))
+    if plan.predicted is not None:
+        text.append(f"\nhighest with the plan: {_place(plan.predicted.peak_at)}")
+    if plan.blocker is not None:
+        lowest = display_bytes(plan.blocker.peak_bytes)
+        text.append(f"\nnothing gets below {lowest} here: {_place(plan.blocker.peak_at)}")
+    return text
+
+
+def _place(at: PeakAt) -> str:
+    if at.second_run_of is not None:
+        return f"second run of {at.second_run_of or '(model)'}"
+    if not at.name:
+        return at.phase
+    module = "outside any module" if at.module is None else f"in {at.module or 'the model itself'}"
+    return f"{at.phase}, {short(at.name)}, {module}"
+
+
+def _groups(checkpoint: Iterable[Checkpoint]) -> list[list[Checkpoint]]:
+    """Units whose paths differ in numbers only and that have the same policy."""
+    groups: dict[tuple[object, ...], list[Checkpoint]] = {}
+    for entry in checkpoint:
+        groups.setdefault(same_policy(entry), []).append(entry)
+    return list(groups.values())
+
+
+def _title(words: str) -> Text:
+    """A title of its own; that of a table would be folded to the table's width."""
+    return Text(words, style="italic")
+
+
+def _counts(plan: Plan) -> str:
+    discarded = display_bytes(sum(entry.discarded_bytes for entry in plan.checkpoint))
+    return f"checkpointed: {counted(len(plan.checkpoint), 'unit')}, {discarded} less to hold for backward"
+
+
+def _checkpoint(groups: list[list[Checkpoint]]) -> Table:
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column("unit", overflow="fold")
+    for name in ("units", "each drops", "share", "recompute"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for members in groups:
+        first = members[0]
+        table.add_row(
+            Text.assemble(units_label(members), " ", (first.kind, "dim")),
+            str(len(members)),
+            display_bytes(first.discarded_bytes),
+            f"{first.discard_ratio:.0%}",
+            _times(members),
+        )
+    return table
+
+
+def _kept(checkpoint: Iterable[Checkpoint]) -> Table:
+    """What each unit keeps from forward to backward, and the ops that make it; units that keep the same in one row."""
+    groups: dict[tuple[object, ...], list[Checkpoint]] = {}
+    for entry in checkpoint:
+        groups.setdefault((alike(entry.module), entry.kind, entry.cached_bytes, _kept_ops(entry)), []).append(entry)
+    table = Table(show_edge=False, pad_edge=False)
+    table.add_column("unit", overflow="fold")
+    table.add_column("keeps", justify="right", no_wrap=True)
+    table.add_column("of, largest first", overflow="fold")
+    for members in groups.values():
+        first = members[0]
+        kept = (display_bytes(first.cached_bytes), _kept_ops(first)) if first.cached_bytes else ("nothing", "")
+        table.add_row(Text(units_label(members)), kept[0], Text(kept[1]))
+    return table
+
+
+def same_policy(entry: Checkpoint) -> tuple[object, ...]:
+    """Equal for units that are alike and have the same policy, whichever run of the module they are: a micro-batch of
+    an accumulated step is one run."""
+    return (
+        alike(entry.module),
+        entry.kind,
+        entry.stop,
+        entry.discarded_bytes,
+        entry.cached_bytes,
+        entry.saved_ops,
+        entry.recomputed_ops,
+    )
+
+
+def _times(members: list[Checkpoint]) -> str:
+    """Units alike may differ in time: the first of them finds other things in the cache."""
+    times = [entry.recompute_ms for entry in members]
+    least, most = display_ms(min(times)), display_ms(max(times))
+    return least if least == most else f"{least} to {most}"
+
+
+def units_label(members: Sequence[Checkpoint]) -> str:
+    """The name of units that are alike: `layers.0-15.mlp`, and their runs where these are not all of them."""
+    first = members[0]
+    if len(members) == 1:
+        return first.unit or "(model)"
+    base = first.unit.partition("#")[0] if first.is_loss else folded(entry.module for entry in members)
+    return (base or "(model)") + _runs(members)
+
+
+def _runs(members: Sequence[Checkpoint]) -> str:
+    """`, each of 4 runs`, or `#1-3` where only these have this policy; nothing for modules that run once."""
+    calls = {entry.call for entry in members}
+    total = max(entry.calls for entry in members)
+    if members[0].is_loss:
+        total = max(total, max(calls) + 1)
+    if total == 1 or calls == {0} == {entry.calls - 1 for entry in members}:
+        return ""
+    whole = len(members) == len(calls) * len({entry.module for entry in members})
+    if len(calls) == total and whole:
+        return f", each of {total} runs"
+    return f"#{ranges(calls)}" if whole else f", {len(members)} of their runs"
+
+
+def _kept_ops(entry: Checkpoint) -> str:
+    """The ops whose results are saved, those that take most first; those that take nothing are not worth a word."""
+    sizes: dict[str, list[int]] = defaultdict(list)
+    for op in entry.saved_ops:
+        if op.bytes:
+            sizes[short(op.name)].append(op.bytes)
+    largest = sorted(sizes, key=lambda name: -sum(sizes[name]))
+    shown = [name if len(sizes[name]) == 1 else f"{len(sizes[name])} {name}" for name in largest[:_NAMES]]
+    more = len(sizes) - _NAMES
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+
+
+def _shard(shard: ShardPlan) -> Text:
+    """Units that keep their parameters between forward and backward are named, the others counted."""
+    kept = [unit.module for unit in shard.units if not unit.reshard_after_forward]
+    text = Text(f"sharded by {shard.ranks}: {counted(len(shard.units), 'unit')}, {shard.prefetch} gathered ahead")
+    patterns: dict[str, list[str]] = {}
+    for module in kept:
+        patterns.setdefault(alike(module), []).append(module)
+    if kept:
+        names = ", ".join(folded(modules) or "(model)" for modules in patterns.values())
+        text.append(f"\n  gathered from forward to backward: {names}")
+    for name in ("shard_dtype", "param_dtype", "reduce_dtype"):
+        if getattr(shard, name) is not None:
+            text.append(f"\n  {name}: {getattr(shard, name)}")
+    return text
+
+
+def _ddp(ddp: DdpPlan) -> Text:
+    """Where gradients are while they are averaged, and who wraps the model."""
+    total = display_bytes(sum(ddp.buckets))
+    where = "which gradients are views of" if ddp.gradient_as_bucket_view else "beside the gradients"
+    option = ", gradient_as_bucket_view=True" if ddp.gradient_as_bucket_view else ""
+    cap = "" if ddp.bucket_cap_bytes == 25 << 20 else f", bucket_cap_mb={ddp.bucket_cap_bytes / (1 << 20):g}"
+    return Text(
+        f"replicated on {ddp.ranks} ranks: gradients are averaged in {counted(len(ddp.buckets), 'bucket')}, {total}, "
+        f"{where}\n  wrap the model yourself, before or after apply: DistributedDataParallel(model{cap}{option})"
+    )

@@ -1,0 +1,202 @@
+"""The plan: a versioned, validated document that everything before makes and everything after uses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import torch
+from msgspec import Meta
+from rich.console import RenderableType
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from memfit.capture import Step, Trace
+from memfit.capture import trace as capture
+from memfit.capture.discovery import step_of
+from memfit.capture.optimizers import Implementation, step_with
+from memfit.errors import InputError
+from memfit.files import write_whole
+from memfit.plans.display import counted, plan_report
+from memfit.plans.mismatch import PlanMismatch, differences
+from memfit.plans.record import (
+    SCHEMA,
+    Blocker,
+    Bytes,
+    Checkpoint,
+    DdpPlan,
+    Estimate,
+    Ms,
+    Prediction,
+    ShardPlan,
+    Status,
+    TargetFacts,
+    TraceFacts,
+)
+from memfit.plans.text import json_text
+from memfit.plans.uses import used
+from memfit.plans.validation import check_content
+from memfit.solve.curve_display import text_of
+from memfit.units import display_bytes
+
+_AGAIN = "plan the step again"
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The decisions for one step, what they are predicted to do, and the step that they are for.
+
+    `bound_ms` is proven: no plan under this budget has a shorter step. `gap` is how far the time that the plan adds may
+    be from the least possible, as a part of itself. An infeasible plan has neither, nor a prediction; its `blocker` is
+    what stands in the way.
+    """
+
+    schema: Literal[1] = SCHEMA
+    memfit: str
+    fingerprint: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    target: TargetFacts
+    ranks: Annotated[int, Meta(ge=1)]
+    budget_bytes: Annotated[int, Meta(ge=1)]
+    status: Status
+    gap: Annotated[float, Meta(ge=0)] | None
+    bound_ms: Ms | None
+    baseline: Estimate
+    predicted: Prediction | None
+    minimum_budget_bytes: Bytes | None
+    blocker: Blocker | None
+    checkpoint: tuple[Checkpoint, ...]
+    shard: ShardPlan | None
+    optimizer: Implementation | None
+    notes: tuple[str, ...]
+    trace: TraceFacts
+    ddp: DdpPlan | None = None
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, where: str = "the document") -> Plan:
+        """Read a plan. Another kind or version of document, a damaged or an inconsistent one is refused."""
+        _check_version(text, where)
+        try:
+            plan = msgspec.json.decode(text, type=cls)
+        except (msgspec.ValidationError, UnicodeDecodeError) as error:
+            raise InputError(f"{where} is not a valid plan: {error}; {_AGAIN}") from error
+        check_content(plan, where)
+        return plan
+
+    def to_json(self) -> str:
+        """The document; the same plan is the same text everywhere."""
+        return json_text(msgspec.to_builtins(self, order="deterministic"))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the document; the file appears whole or not at all."""
+        write_whole(_path(path, "save"), self.to_json().encode(), "plan.json")
+
+    def check(self, trace: Trace | Step | Callable[[], Any]) -> None:
+        """Raise `PlanMismatch` with what differs when the plan was made for another step than this.
+
+        A `Step`, or a function that runs one, is captured first, for the plan's device.
+        """
+        if callable(trace) and not isinstance(trace, nn.Module | type):
+            trace = step_of(trace)
+        if isinstance(trace, Step):
+            trace = self.trace_of(trace)
+        if not isinstance(trace, Trace):
+            raise InputError(
+                f"check takes the step that the plan is to be used for, not a {type(trace).__name__}: a memfit.Trace, "
+                "or a memfit.Step or a function that runs the step, which is captured"
+            )
+        found = differences(self, trace)
+        if found:
+            raise PlanMismatch(found)
+
+    def trace_of(self, step: Step) -> Trace:
+        """Capture a step for the plan's device as the plan runs it, with its implementation of the optimizer's step."""
+        if self.optimizer is None:
+            return capture(step, target=self.target.device)
+        with step_with(step, self.optimizer) as other:
+            return capture(other, target=self.target.device)
+
+    def apply(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        *,
+        mesh: DeviceMesh | None = None,
+    ) -> tuple[nn.Module, Any]:
+        """Make a model run the plan from its next step on; both come back as they are.
+
+        Where several optimizers step the model, give a list of them. A plan that does not belong to the model is
+        refused with what differs, before anything is changed. A plan for several ranks shards the model over those of
+        the process group, or of `mesh`; a model that is already wrapped or sharded runs the checkpoint policies only.
+        """
+        return used("apply")(self, model, optimizer, mesh)
+
+    def remove(self, model: nn.Module) -> nn.Module:
+        """Make a model that runs the plan what it was before `apply`."""
+        return used("remove")(self, model)
+
+    def verify(
+        self,
+        step: Step | Callable[[], Any],
+        steps: int = 3,
+        *,
+        memory_tolerance: float = 0.01,
+        time_tolerance: float | None = 0.15,
+    ) -> Any:
+        """Run the real step with the plan and without it and compare both with the prediction: a `Verification`.
+
+        Everything is left as it was found. The measured time is the median of `steps` steps; with a `time_tolerance`
+        of None it is shown and does not count.
+        """
+        return used("verify")(self, step, steps, memory_tolerance=memory_tolerance, time_tolerance=time_tolerance)
+
+    def __rich__(self) -> RenderableType:
+        return plan_report(self)
+
+    def __str__(self) -> str:
+        return text_of(plan_report(self))
+
+    def __repr__(self) -> str:
+        what = f"{self.status} for {display_bytes(self.budget_bytes)} on {self.ranks} x {self.target.device}"
+        if self.minimum_budget_bytes is not None and self.status == "infeasible":
+            answer = f"the smallest budget that works is {display_bytes(self.minimum_budget_bytes)}"
+        else:
+            answer = f"{counted(len(self.checkpoint), 'unit')} checkpointed"
+        return f"Plan({what}, {answer}, fingerprint {self.fingerprint[:12]})"
+
+
+def load(path: str | os.PathLike[str]) -> Plan:
+    """Read the plan in a file."""
+    source = _path(path, "load")
+    if source.is_dir():
+        raise InputError(f"{source} is a folder; give the path of a file in it that Plan.save wrote")
+    try:
+        text = source.read_bytes()
+    except FileNotFoundError as error:
+        raise InputError(f"there is no file {source}; give the path of a file that Plan.save wrote") from error
+    except OSError as error:
+        raise InputError(f"cannot read {source}: {error.strerror}; give a file that Plan.save wrote") from error
+    return Plan.from_json(text, where=str(path))
+
+
+def _path(path: object, verb: str) -> Path:
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise InputError(f"{verb} takes the path of a file, not {path!r}; write {verb}('plan.json')")
+    return Path(path)
+
+
+class _Version(msgspec.Struct):
+    schema: int
+    fingerprint: str
+
+
+def _check_version(text: str | bytes, where: str) -> None:
+    try:
+        version = msgspec.json.decode(text, type=_Version)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{where} is not a memfit plan: {error}; give a file that Plan.save wrote") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"{where} is not JSON: {error}; give a file that Plan.save wrote") from error
+    if version.schema != SCHEMA:
+        raise InputError(f"{where} has plan schema {version.schema}, this memfit reads {SCHEMA}; {_AGAIN}")

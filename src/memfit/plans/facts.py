@@ -1,0 +1,111 @@
+"""What a plan keeps of a trace."""
+
+from __future__ import annotations
+
+from memfit.capture import NEVER, Category, Phase, TensorRef, Trace
+from memfit.plans.record import (
+    InputFacts,
+    LoopFacts,
+    ModelCallFacts,
+    OutputFacts,
+    ParameterFacts,
+    PeakAt,
+    TensorFacts,
+    TraceFacts,
+)
+from memfit.solve.micro_batches import count_micro_batches
+
+
+def trace_facts(trace: Trace) -> TraceFacts:
+    """The facts that tell one step from another."""
+    return TraceFacts(
+        torch=release(trace.torch),
+        device=trace.device,
+        device_type=trace.device_type,
+        threads=trace.threads,
+        autocast=trace.autocast,
+        optimizer=trace.optimizer,
+        ops=len(trace.ops),
+        inputs=_inputs(trace),
+        parameters=tuple(
+            ParameterFacts(names=each.names, shape=each.shape, dtype=each.dtype, trainable=each.trainable)
+            for each in trace.parameters
+        ),
+        micro_batches=count_micro_batches(trace),
+        loop=loop_facts(trace),
+        in_eval=trace.in_eval,
+    )
+
+
+def loop_facts(trace: Trace) -> LoopFacts:
+    """How the step goes through its model, to compare a real loop with."""
+    roots = [call for call in trace.calls if call.module == "" and call.phase is Phase.FORWARD]
+    start = roots[0].begin if roots else 0
+    return LoopFacts(
+        calls=tuple(
+            ModelCallFacts(
+                inputs=tuple(TensorFacts(shape=shape, dtype=dtype) for shape, dtype in call.inputs),
+                outputs=tuple(_output_facts(trace, root.end, number) for number in call.outputs),
+            )
+            for call, root in zip(trace.model_calls, roots, strict=False)
+        ),
+        gradients_in_forward_bytes=sum(
+            each.bytes
+            for each in trace.storages
+            if each.category is Category.GRADIENT
+            and each.birth == NEVER
+            and (each.death == NEVER or each.death > start)
+        ),
+        recomputes=any(call.phase is Phase.BACKWARD for call in trace.calls),
+    )
+
+
+def _output_facts(trace: Trace, after: int, number: int) -> OutputFacts:
+    """What holds a result of the model's call that ended at op `after` when the next backward begins."""
+    if number == NEVER:
+        return OutputFacts(bytes=0, held="other")
+    storage = trace.storages[number]
+    backward = next((op for op in range(after, len(trace.ops)) if trace.ops[op].phase is Phase.BACKWARD), None)
+    if backward is None or storage.birth == NEVER or storage.saved_by:
+        held = "other"
+    elif storage.death != NEVER and storage.death < backward:
+        held = "nothing"
+    else:
+        held = "step"
+    return OutputFacts(bytes=storage.bytes, held=held)
+
+
+def release(version: str) -> str:
+    """A version of torch without its build: `2.13.0+cpu` and `2.13.0+cu130` are both `2.13.0`."""
+    return version.partition("+")[0]
+
+
+def peak_at(trace: Trace, op: int, *, second_run_of: str | None = None) -> PeakAt:
+    """Where an op is; an index outside the ops is the start or the end of the step.
+
+    Views take no time and no memory: for one of them it is the next op of the phase that does something.
+    """
+    if not 0 <= op < len(trace.ops):
+        return PeakAt(op=op, name="", phase="before the step" if op < 0 else "end of the step", module=None)
+    phase = trace.ops[op].phase
+    later = (each for each in range(op, len(trace.ops)) if not trace.ops[each].view)
+    running = next(later, op)
+    op = running if trace.ops[running].phase is phase else op
+    found = trace.ops[op]
+    module = trace.calls[found.call].module if found.call != NEVER else None
+    return PeakAt(op=op, name=found.name, phase=found.phase.value, module=module, second_run_of=second_run_of)
+
+
+def _inputs(trace: Trace) -> tuple[InputFacts, ...]:
+    """The batch as the first op that reads each tensor sees it."""
+    first: dict[int, TensorRef] = {}
+    for op in trace.ops:
+        for ref in op.inputs:
+            first.setdefault(ref.storage, ref)
+    found = []
+    for number, storage in enumerate(trace.storages):
+        if storage.category is Category.INPUT and storage.birth == NEVER:
+            ref = first.get(number)
+            shape, dtype = (None, None) if ref is None else (ref.shape, ref.dtype)
+            found.append(InputFacts(shape=shape, dtype=dtype, bytes=storage.bytes))
+    return tuple(found)

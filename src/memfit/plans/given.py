@@ -1,0 +1,155 @@
+"""What users give to `plan` and `curve`, checked and turned into what the solver takes."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.capture import Step, Trace
+from memfit.capture.discovery import step_of
+from memfit.cost import Cost, Roofline
+from memfit.cost.models import BENCHMARK, ROOFLINE, cost_model
+from memfit.errors import InputError
+from memfit.hardware import Device, Target, list_devices
+from memfit.plans.document import Plan
+from memfit.solve import SolveOptions
+from memfit.solve.curve import check_points
+
+Model = nn.Module | Callable[[], Any] | Step | Trace
+TargetLike = str | os.PathLike[str] | torch.device | Device | Target
+_COSTS = (*ROOFLINE, *BENCHMARK)
+
+
+def target_given(model: Model, target: TargetLike | None, ranks: int | None) -> Target:
+    """The target, by default one rank of the device that a trace was captured for."""
+    if target is None:
+        if not isinstance(model, Trace):
+            names = ", ".join(device.name for device in list_devices())
+            raise InputError(
+                "name the hardware to plan for, for example target='h100-sxm', or the path of a device file (.toml); "
+                f"memfit.hardware.list_devices() has {names}"
+            )
+        return Target.parse(model.hardware, ranks=ranks)
+    aim = Target.parse(os.fspath(target) if isinstance(target, os.PathLike) else target, ranks=ranks)
+    if isinstance(model, Trace) and model.device != aim.device.name:
+        raise InputError(
+            f"the trace was captured for {model.device}; capture the step again for {aim.device.name}, "
+            "whose kernels may be others"
+        )
+    return aim
+
+
+def check_asked(
+    model: Model,
+    target: TargetLike | None,
+    ranks: int | None,
+    *,
+    budget: str | int | float | None = None,
+    start: Plan | None = None,
+    points: int = 2,
+) -> None:
+    """Refuse a target, budget, plan to begin with or number of points that cannot be, before anything is captured."""
+    target_given(model, target, ranks).budget_bytes(budget)
+    if start is not None and not isinstance(start, Plan):
+        how = "memfit.load(path) reads one" if isinstance(start, str | os.PathLike) else "give a memfit.Plan"
+        raise InputError(f"start is a plan to begin with, not {_kind(start)}; {how}")
+    check_points(points)
+
+
+def step_given(
+    model: nn.Module | Callable[[], Any] | Step,
+    batch: Any,
+    *,
+    loss: Callable[..., torch.Tensor] | None,
+    optimizer: Any,
+    autocast: torch.dtype | None,
+) -> Step:
+    """The step of a model and what belongs to it, or of a function that runs one by itself."""
+    if isinstance(model, Step):
+        return model
+    if callable(model) and not isinstance(model, nn.Module):
+        needed = _needed(model)
+        name = getattr(model, "__qualname__", type(model).__name__)
+        if needed and isinstance(model, type):
+            raise InputError(f"{name} needs arguments ({needed}); write lambda: {name}(...), which builds the model")
+        if needed:
+            raise InputError(
+                f"{name} needs arguments ({needed}); give a model, a function without arguments that builds one, or "
+                f"memfit.Step(model, batch, optimizer=..., run={name}), called with model, optimizer and batch"
+            )
+        found = _found_model(model) if batch is None and not isinstance(model, type) else None
+        if found is not None:
+            check_nothing_beside("the function that runs the step", None, loss, optimizer, autocast)
+            return found
+    return Step(model, batch, loss=loss, optimizer=optimizer, autocast=autocast)
+
+
+def check_nothing_beside(
+    whole: str, batch: Any, loss: Callable[..., torch.Tensor] | None, optimizer: Any, autocast: torch.dtype | None
+) -> None:
+    """Refuse what is part of the step already, and would be ignored."""
+    beside = [name for name, value in (("batch", batch), ("loss", loss), ("autocast", autocast)) if value is not None]
+    beside += ["optimizer"] if optimizer is not torch.optim.AdamW else []
+    if beside:
+        verb, them = ("is", "it") if len(beside) == 1 else ("are", "them")
+        raise InputError(f"{' and '.join(beside)} {verb} part of {whole}; give {them} there")
+
+
+def cost_given(cost: Cost | str | None, target: Target) -> Cost:
+    """The cost model, by its name or as it is; the target's roofline by default."""
+    if cost is None:
+        return Roofline.of(target)
+    if isinstance(cost, str):
+        if cost not in _COSTS:
+            near = difflib.get_close_matches(cost.lower(), _COSTS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"write {ROOFLINE[0]!r} or {BENCHMARK[0]!r}"
+            raise InputError(f"no cost model is called {cost!r}; {hint}")
+        return cost_model(cost, target)
+    if isinstance(cost, type):
+        name = cost.__name__
+        raise InputError(f"cost is the class {name}; write {name}(), or a name: 'roofline', 'benchmark'")
+    if not callable(getattr(cost, "op_ms", None)):
+        raise InputError(
+            f"cost is a {type(cost).__name__}; write 'roofline' or 'benchmark', or give an object with op_ms(trace)"
+        )
+    return cost
+
+
+def options_given(options: SolveOptions | None) -> SolveOptions:
+    """The options, none of them by default."""
+    if options is None:
+        return SolveOptions()
+    if isinstance(options, SolveOptions):
+        return options
+    written = ", ".join(f"{name}={value!r}" for name, value in options.items()) if isinstance(options, dict) else "..."
+    raise InputError(f"options is {_kind(options)}; write options=memfit.solve.SolveOptions({written})")
+
+
+def _kind(value: object) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+def _needed(function: Callable[..., Any]) -> str:
+    """The arguments that a callable cannot do without."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return ""
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return ", ".join(
+        each.name for each in parameters if each.default is inspect.Parameter.empty and each.kind not in optional
+    )
+
+
+def _found_model(function: Callable[[], Any]) -> Step | None:
+    """The step that a function runs, when it works on a model of its own; a function that builds one has none yet."""
+    try:
+        return step_of(function)
+    except InputError:
+        return None

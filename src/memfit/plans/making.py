@@ -1,0 +1,197 @@
+"""A plan from the values that make it up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from memfit._version import __version__
+from memfit.capture import NEVER, ModuleCall, Phase, Trace
+from memfit.capture.optimizers import Implementation
+from memfit.hardware import Target
+from memfit.plans.document import Plan
+from memfit.plans.facts import trace_facts
+from memfit.plans.record import (
+    Blocker,
+    Checkpoint,
+    DdpPlan,
+    Estimate,
+    Prediction,
+    ShardPlan,
+    Status,
+    TargetFacts,
+    UnitOp,
+)
+from memfit.tradeoff import LOSS, Policy, Unit
+
+_DIGITS = 6
+"""Milliseconds are kept to the nanosecond: sums in another order are then the same text."""
+
+_E = TypeVar("_E", bound=Estimate)
+
+
+def plan_of(
+    trace: Trace,
+    *,
+    target: Target,
+    budget_bytes: int,
+    status: Status,
+    gap: float | None,
+    bound_ms: float | None,
+    minimum_budget_bytes: int | None,
+    checkpoint: Iterable[tuple[Unit, Policy]],
+    baseline: Estimate,
+    predicted: Prediction | None,
+    blocker: Blocker | None = None,
+    shard: ShardPlan | None = None,
+    ddp: DdpPlan | None = None,
+    optimizer: Implementation | None = None,
+    notes: Sequence[str] = (),
+) -> Plan:
+    """The plan, validated as if it came from a file. Policies that discard nothing are left out."""
+    chosen = sorted((each for each in checkpoint if each[1].stop >= 0), key=lambda each: each[0].begin)
+    plan = Plan(
+        memfit=__version__,
+        fingerprint=trace.fingerprint,
+        target=_target(target),
+        ranks=target.ranks,
+        budget_bytes=int(budget_bytes),
+        status=status,
+        gap=_rounded(gap),
+        bound_ms=_rounded(bound_ms),
+        baseline=_rounded_estimate(baseline),
+        predicted=None if predicted is None else _rounded_estimate(predicted),
+        minimum_budget_bytes=None if minimum_budget_bytes is None else int(minimum_budget_bytes),
+        blocker=blocker,
+        checkpoint=tuple(checkpoint_of(trace, unit, policy) for unit, policy in chosen),
+        shard=shard,
+        ddp=ddp,
+        optimizer=optimizer,
+        notes=tuple(notes),
+        trace=trace_facts(trace),
+    )
+    return Plan.from_json(plan.to_json(), where="the plan")
+
+
+def checkpoint_of(trace: Trace, unit: Unit, policy: Policy) -> Checkpoint:
+    """The entry of a unit that is checkpointed with this policy."""
+    held = policy.discarded_bytes + policy.cached_bytes
+    after = _last_call_before(trace, unit) if unit.call == NEVER else None
+    return Checkpoint(
+        unit=unit.name,
+        module=unit.module,
+        call=_call_number(trace, unit),
+        calls=_calls(trace, unit.module),
+        kind=unit.kind,
+        begin=unit.begin,
+        end=unit.end,
+        stop=policy.stop,
+        discard_ratio=round(policy.discarded_bytes / held, _DIGITS) if held else 0.0,
+        discarded_bytes=policy.discarded_bytes,
+        cached_bytes=policy.cached_bytes,
+        recompute_ms=round(float(policy.recompute_ms), _DIGITS),
+        recompute_peak_bytes=policy.recompute_peak_bytes,
+        saved_ops=_named(trace, unit, policy.saved),
+        recomputed_ops=_named(trace, unit, policy.recomputed),
+        dropped=policy.dropped,
+        after=None if after is None else after.module,
+        after_call=0 if after is None else _number_in_model(trace, after),
+    )
+
+
+def _calls(trace: Trace, module: str) -> int:
+    """How often a module runs in the step's forward, under whichever of its paths."""
+    return sum(_same_module(trace, call, module) for call in trace.calls if call.phase is Phase.FORWARD)
+
+
+def _same_module(trace: Trace, call: ModuleCall, path: str) -> bool:
+    return trace.instance_of(call.module) == trace.instance_of(path)
+
+
+def _last_call_before(trace: Trace, region: Unit) -> ModuleCall | None:
+    """The call inside the model at whose end a region begins, the model's own when nothing in it runs before; None
+    for a region after the model."""
+    model = next(
+        (
+            call
+            for call in trace.calls
+            if call.parent == NEVER and call.begin <= region.begin and region.end <= call.end
+        ),
+        None,
+    )
+    if model is None:
+        return None
+    before = [
+        call
+        for call in trace.calls
+        if call is not model and model.begin <= call.begin and call.end == region.begin and "<" not in call.module
+    ]
+    return before[0] if before else model
+
+
+def _number_in_model(trace: Trace, call: ModuleCall) -> int:
+    """How many calls of the same module came before this one in the same run of the model."""
+    begin = max((each.begin for each in trace.calls if each.parent == NEVER and each.begin <= call.begin), default=0)
+    return sum(begin <= each.begin < call.begin and _same_module(trace, each, call.module) for each in trace.calls)
+
+
+def _named(trace: Trace, unit: Unit, offsets: Sequence[int]) -> tuple[UnitOp, ...]:
+    return tuple(
+        UnitOp(
+            offset=offset,
+            name=trace.ops[unit.begin + offset].name,
+            bytes=_result_bytes(trace, unit.begin + offset),
+        )
+        for offset in sorted(offsets)
+    )
+
+
+def _result_bytes(trace: Trace, op: int) -> int:
+    """What an op allocates for its results: nothing when they are views, or when it writes to what is there."""
+    made = {ref.storage for ref in trace.ops[op].outputs if ref.storage != NEVER}
+    return sum(trace.storages[each].bytes for each in made if trace.storages[each].birth == op)
+
+
+def _call_number(trace: Trace, unit: Unit) -> int:
+    """`layers.0#2` is call 2 of `layers.0`; a module that has several paths is counted under all of them."""
+    if unit.call == NEVER:
+        suffix = unit.name[len(LOSS) :]
+        return int(suffix[1:]) if suffix else 0
+    earlier = (call for call in trace.calls[: unit.call] if call.phase is Phase.FORWARD)
+    return sum(_same_module(trace, call, unit.module) for call in earlier)
+
+
+def _target(target: Target) -> TargetFacts:
+    return TargetFacts(
+        device=target.device.name,
+        title=target.device.title,
+        memory_total_bytes=target.device.memory_total_bytes,
+        ranks_per_node=target.ranks_per_node,
+        intra_node_link=target.intra_node_link.name,
+        inter_node_link=target.inter_node_link.name,
+    )
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(float(value), _DIGITS)
+
+
+def _rounded_estimate(estimate: _E) -> _E:
+    names = [name for name in estimate.__struct_fields__ if name.endswith("_ms")]
+    return msgspec.structs.replace(estimate, **{name: _rounded(getattr(estimate, name)) for name in names})
+
+
+def policy_of(entry: Checkpoint) -> Policy:
+    """The policy that a document has of a unit."""
+    return Policy(
+        saved=tuple(op.offset for op in entry.saved_ops),
+        recomputed=tuple(op.offset for op in entry.recomputed_ops),
+        dropped=entry.dropped,
+        stop=entry.stop,
+        discarded_bytes=entry.discarded_bytes,
+        cached_bytes=entry.cached_bytes,
+        recompute_ms=entry.recompute_ms,
+        recompute_peak_bytes=entry.recompute_peak_bytes,
+    )

@@ -1,0 +1,273 @@
+"""What differs between the step that a plan was made for and another one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from memfit._version import __version__
+from memfit.capture import NEVER, Trace
+from memfit.errors import InputError
+from memfit.paths import alike, folded, numbered
+from memfit.plans.facts import release, trace_facts
+from memfit.plans.record import InputFacts, ParameterFacts, TraceFacts
+from memfit.plans.wrappers import named_modules, named_parameters
+
+if TYPE_CHECKING:
+    from memfit.plans.document import Plan
+
+_SHOWN = 12
+MODEL = "(model)"
+
+
+class PlanMismatch(InputError):
+    """A plan for another step; `differences` says in which ways."""
+
+    def __init__(self, differences: Sequence[str]) -> None:
+        super().__init__(differences)
+        self.differences = tuple(differences)
+
+    def __str__(self) -> str:
+        shown = [f"  - {each}" for each in self.differences[:_SHOWN]]
+        if len(self.differences) > _SHOWN:
+            shown.append(f"  - and {len(self.differences) - _SHOWN} more")
+        advice = "plan this step again, or use the plan with the step it was made for"
+        return "\n".join(["the plan was made for another step:", *shown, f"what to do: {advice}"])
+
+
+def differences(plan: Plan, trace: Trace) -> list[str]:
+    """In which ways a trace is not the one that the plan was made for; empty when it is."""
+    here = trace_facts(trace)
+    found = list(fact_differences(here, plan.trace))
+    if len(found) == 1 and here.ops != plan.trace.ops:
+        found += _first_other_op(plan, trace)
+    if not found:
+        found += _unit_differences(plan, trace)
+    if not found and plan.fingerprint != trace.fingerprint:
+        found.append(
+            "ops have other shapes, arguments or lifetimes in places that a plan does not keep "
+            f"(fingerprint {trace.fingerprint[:12]} here and {plan.fingerprint[:12]} in the plan)"
+        )
+        if plan.memfit != __version__:
+            found.append(f"memfit is {__version__} here and {plan.memfit} in the plan")
+    return found
+
+
+def model_differences(plan: Plan, model: nn.Module) -> list[str]:
+    """In which ways a model is not the one that the plan was made for; its batch is not known here."""
+    found = []
+    if release(torch.__version__) != plan.trace.torch:
+        found.append(f"torch is {release(torch.__version__)} here and {plan.trace.torch} in the plan")
+    kinds = sorted({parameter.device.type for parameter in model.parameters()} - {plan.trace.device_type})
+    if kinds:
+        found.append(
+            f"the model is on {' and '.join(kinds)}, and the plan is for {plan.trace.device} ({plan.trace.device_type})"
+        )
+    if not _flattened(model):
+        here = _parameters(model)
+        part = _part_of_several(here, plan.trace.parameters)
+        if part is not None:
+            return [*found, part]
+        found += parameter_differences(here, plan.trace.parameters)
+    modules = dict(named_modules(model))
+    for entry in plan.checkpoint:
+        module = modules.get(entry.module)
+        if module is None:
+            found.append(f"unit {entry.unit!r} is not in the model")
+        elif not entry.is_loss and (kind := _kind(module)) != entry.kind:
+            found.append(f"unit {entry.unit!r} is a {kind} here and a {entry.kind} in the plan")
+        if entry.after is not None and entry.after not in modules:
+            found.append(f"module {entry.after!r}, after which the loss begins, is not in the model")
+    return found
+
+
+def optimizer_differences(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """In which ways an optimizer is not the one that the plan was made for; it may step a part of the model."""
+    found = []
+    name, planned = type(optimizer).__name__, plan.trace.optimizer
+    if name not in planned.split(", "):
+        found.append(f"the optimizer is {name} here and {planned or 'none'} in the plan")
+    own = {id(parameter) for parameter in model.parameters()}
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    others = [parameter for parameter in stepped if id(parameter) not in own]
+    if others:
+        shape = _tensor(others[0].shape, str(others[0].dtype).removeprefix("torch."))
+        found.append(
+            f"the optimizer steps {len(others)} of {len(stepped)} parameters that are not this model's, first a "
+            f"{shape}; make it with {name}(model.parameters(), ...)"
+        )
+    return found
+
+
+def _parameters(model: nn.Module) -> tuple[ParameterFacts, ...]:
+    names: dict[int, list[str]] = defaultdict(list)
+    parameters: dict[int, nn.Parameter] = {}
+    for name, parameter in named_parameters(model):
+        names[id(parameter)].append(name)
+        parameters[id(parameter)] = parameter
+    return tuple(
+        ParameterFacts(
+            names=tuple(names[key]),
+            shape=tuple(parameter.shape),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            trainable=parameter.requires_grad,
+        )
+        for key, parameter in parameters.items()
+    )
+
+
+def _flattened(model: nn.Module) -> bool:
+    """Whether FSDP1 holds the model's parameters, in pieces that say nothing of their shapes."""
+    return any("_fsdp_wrapped_module" in module._modules for module in model.modules())
+
+
+def _kind(module: nn.Module) -> str:
+    """Name a module's class, its own one where `fully_shard` has swapped it."""
+    kind = type(module)
+    return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 0)].__name__
+
+
+def _part_of_several(here: Sequence[ParameterFacts], there: Sequence[ParameterFacts]) -> str | None:
+    """What to write when a model is one part of what was planned, as of several models that a function trains."""
+    mine = {parameter.names[0]: _tensor(parameter.shape, parameter.dtype) for parameter in here}
+    planned = {name: _tensor(each.shape, each.dtype) for each in there for name in each.names}
+    models = list(dict.fromkeys(name.partition(".")[0] for name in planned))
+    if not mine or len(models) == 1:
+        return None
+    for model in models:
+        own = {name.partition(".")[2]: each for name, each in planned.items() if name.partition(".")[0] == model}
+        if mine.keys() <= own.keys() and all(own[name] == each for name, each in mine.items()):
+            written = ", ".join(f'"{each}": {each}' for each in models)
+            return (
+                f"this is {model} alone, and the plan is for {', '.join(models)} together; give the whole model, or, "
+                "where a training function uses several models, all of them by these names: "
+                f"plan.apply(torch.nn.ModuleDict({{{written}}}), optimizer)"
+            )
+    return None
+
+
+def fact_differences(here: TraceFacts, there: TraceFacts) -> Iterator[str]:
+    """Facts that are not the same, those that explain most first."""
+    for name, label in (
+        ("torch", "torch"),
+        ("device", "the device"),
+        ("threads", "the number of threads (torch.set_num_threads, OMP_NUM_THREADS)"),
+        ("autocast", "autocast"),
+        ("optimizer", "the optimizer"),
+    ):
+        mine, planned = getattr(here, name), getattr(there, name)
+        if mine != planned:
+            yield f"{label} is {_shown(mine)} here and {_shown(planned)} in the plan"
+    yield from parameter_differences(here.parameters, there.parameters)
+    yield from _input_differences(here.inputs, there.inputs)
+    if here.ops != there.ops:
+        yield f"the step has {here.ops} ops here and {there.ops} in the plan"
+
+
+def parameter_differences(here: Sequence[ParameterFacts], there: Sequence[ParameterFacts]) -> Iterator[str]:
+    """Parameters that are not the same; of layers that are not there at all, only how many there are."""
+    mine = {parameter.names[0]: _parameter(parameter) for parameter in here}
+    planned = {parameter.names[0]: _parameter(parameter) for parameter in there}
+    layers, their_layers = numbered(mine), numbered(planned)
+    uneven = {
+        prefix: layers[prefix] ^ their_layers[prefix]
+        for prefix in layers
+        if prefix in their_layers and len(layers[prefix]) != len(their_layers[prefix])
+    }
+    counts = {(alike(prefix), len(layers[prefix]), len(their_layers[prefix])): None for prefix in uneven}
+    for prefix, count, planned_count in counts:
+        yield f"{prefix or 'the model'} has {count} numbered parts with parameters here and {planned_count} in the plan"
+    groups: dict[tuple[str, str | None, str | None], list[str]] = defaultdict(list)
+    for name in (*mine, *(name for name in planned if name not in mine)):
+        now, then = mine.get(name), planned.get(name)
+        if now != then and not (None in (now, then) and _of_layers(name, uneven)):
+            groups[alike(name), now, then].append(name)
+    for (_, now, then), names in groups.items():
+        label = f"parameter {names[0]}" if len(names) == 1 else f"parameters {folded(names)} ({len(names)})"
+        verb = "is" if len(names) == 1 else "are"
+        if then is None:
+            yield f"{label}, {now}, {verb} here and not in the plan"
+        elif now is None:
+            yield f"{label}, {then}, {verb} in the plan and not here"
+        else:
+            yield f"{label} {verb} {now} here and {then} in the plan"
+
+
+def _unit_differences(plan: Plan, trace: Trace) -> Iterator[str]:
+    """Units of the plan that are other ops in this trace."""
+    calls = {(call.module, call.begin, call.end) for call in trace.calls}
+    paths = {module.path for module in trace.modules}
+    for entry in plan.checkpoint:
+        if not entry.is_loss and (entry.module, entry.begin, entry.end) not in calls:
+            yield f"unit {entry.unit!r} is no module call of ops {entry.begin} up to {entry.end} here"
+            continue
+        for op in sorted((*entry.saved_ops, *entry.recomputed_ops), key=lambda op: op.offset):
+            name = trace.ops[entry.begin + op.offset].name
+            if name != op.name:
+                yield f"op {op.offset} of unit {entry.unit!r} is {name} here and {op.name} in the plan"
+                break
+    for unit in plan.shard.units if plan.shard is not None else ():
+        if unit.module not in paths:
+            yield f"module {unit.module!r}, which the plan shards, is not in the model"
+
+
+def _first_other_op(plan: Plan, trace: Trace) -> Iterator[str]:
+    """The first op that is another one here, of those that the plan keeps: those of its units."""
+    for entry in plan.checkpoint:
+        for op in sorted((*entry.saved_ops, *entry.recomputed_ops), key=lambda op: op.offset):
+            index = entry.begin + op.offset
+            if index >= len(trace.ops):
+                yield f"the step ends here before op {index}, {op.name} of unit {entry.unit or MODEL!r} in the plan"
+                return
+            found = trace.ops[index]
+            if found.name != op.name:
+                where = "outside any module"
+                if found.call != NEVER:
+                    where = f"in {trace.calls[found.call].module or MODEL}"
+                yield (
+                    f"the first op that differs, of those that the plan keeps, is op {index}: {found.name} {where} "
+                    f"here and {op.name}, op {op.offset} of unit {entry.unit or MODEL!r}, in the plan"
+                )
+                return
+
+
+def _input_differences(here: Sequence[InputFacts], there: Sequence[InputFacts]) -> Iterator[str]:
+    if len(here) != len(there):
+        yield f"the batch has {len(here)} tensors here and {len(there)} in the plan"
+        return
+    for index, (mine, planned) in enumerate(zip(here, there, strict=True)):
+        if mine != planned:
+            yield f"tensor {index} of the batch is {_input(mine)} here and {_input(planned)} in the plan"
+
+
+def _shown(value: object) -> str:
+    return "off" if value is None else str(value)
+
+
+def _tensor(shape: Sequence[int], dtype: str) -> str:
+    return f"{dtype}[{', '.join(map(str, shape))}]"
+
+
+def _input(fact: InputFacts) -> str:
+    if fact.shape is None or fact.dtype is None:
+        return f"{fact.bytes} bytes that no op reads"
+    return _tensor(fact.shape, fact.dtype)
+
+
+def _parameter(fact: ParameterFacts) -> str:
+    parts = [_tensor(fact.shape, fact.dtype)]
+    if not fact.trainable:
+        parts.append("frozen")
+    if len(fact.names) > 1:
+        parts.append(f"also called {', '.join(fact.names[1:])}")
+    return " ".join(parts)
+
+
+def _of_layers(name: str, uneven: dict[str, set[str]]) -> bool:
+    """Whether a parameter belongs to a numbered part that only one side has."""
+    parts = name.split(".")
+    return any(part in uneven.get(".".join(parts[:index]), ()) for index, part in enumerate(parts))

@@ -1,0 +1,225 @@
+"""What a plan document is made of. These types are its only definition; the JSON Schema is generated from them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from memfit.capture import Category
+from memfit.tradeoff import LOSS
+
+SCHEMA = 1
+
+Status = Literal["optimal", "feasible", "infeasible"]
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+Count = Annotated[int, Meta(ge=0)]
+Bytes = Annotated[int, Meta(ge=0)]
+Ms = Annotated[float, Meta(ge=0)]
+Ratio = Annotated[float, Meta(ge=0, le=1)]
+
+
+class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class _Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, array_like=True):
+    pass
+
+
+class UnitOp(_Row, frozen=True):
+    """An op of a unit's forward: its offset from the unit's first op, its name, and the bytes that its results take."""
+
+    offset: Count
+    name: str
+    bytes: Bytes
+
+
+class Checkpoint(_Part, frozen=True):
+    """A unit that is checkpointed, and its policy.
+
+    `call` says which call of the module it is, of `calls` in the step's forward. Its forward is ops `begin` up to (not
+    including) `end` of the step. Ops up to offset `stop` run again, but those that are saved. `dropped` are what is
+    not held for backward, each as the op that makes it and its place among the new storages of that op. The
+    region of the loss begins after call `after_call` of the module `after`; after the whole model when that is None.
+    """
+
+    unit: str
+    module: str
+    call: Count
+    calls: Annotated[int, Meta(ge=1)]
+    kind: str
+    begin: Count
+    end: Count
+    stop: Count
+    discard_ratio: Ratio
+    discarded_bytes: Bytes
+    cached_bytes: Bytes
+    recompute_ms: Ms
+    recompute_peak_bytes: Bytes
+    saved_ops: tuple[UnitOp, ...]
+    recomputed_ops: tuple[UnitOp, ...]
+    dropped: tuple[tuple[Count, Count], ...]
+    after: str | None = None
+    after_call: Count = 0
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether this is the region of the loss, which is no module."""
+        return self.unit.partition("#")[0] == LOSS
+
+
+class PeakAt(_Part, frozen=True):
+    """The op at the highest point of a step; where that is a view, the next op that does something.
+
+    `module` is None outside any module. `second_run_of` is the unit that runs again when that is the highest point;
+    the op is then one of its forward.
+    """
+
+    op: int
+    name: str
+    phase: str
+    module: str | None
+    second_run_of: str | None = None
+
+
+class Estimate(_Part, frozen=True):
+    """Memory and time of a step. `peak_by_category` adds up to `peak_bytes`, or is empty."""
+
+    peak_bytes: Bytes
+    peak_reserved_bytes: Bytes
+    step_ms: Ms
+    peak_by_category: dict[Category, Bytes]
+    peak_at: PeakAt
+
+
+class Prediction(Estimate, frozen=True):
+    """Memory and time of a step under a plan, and the part of its time that the plan adds."""
+
+    recompute_ms: Ms
+    exposed_communication_ms: Ms
+
+
+class Blocker(_Part, frozen=True):
+    """Why nothing fits: the highest point of the plan with the lowest peak, and what fills it.
+
+    `peak_by_category` adds up to `peak_bytes`, or is empty.
+    """
+
+    peak_bytes: Bytes
+    peak_by_category: dict[Category, Bytes]
+    peak_at: PeakAt
+
+
+class ShardedUnit(_Part, frozen=True):
+    """A module whose parameters are gathered together; the model itself has the empty path."""
+
+    module: str
+    reshard_after_forward: bool
+
+
+class ShardPlan(_Part, frozen=True):
+    """How parameters are sharded. `prefetch` units are gathered ahead; a dtype of None is the parameter's own."""
+
+    ranks: Annotated[int, Meta(ge=1)]
+    units: tuple[ShardedUnit, ...]
+    prefetch: Count
+    shard_dtype: Dtype | None = None
+    param_dtype: Dtype | None = None
+    reduce_dtype: Dtype | None = None
+
+
+class DdpPlan(_Part, frozen=True):
+    """How a model is replicated with DistributedDataParallel; `buckets` are bytes, the first to be reduced first."""
+
+    ranks: Annotated[int, Meta(ge=2)]
+    buckets: tuple[Bytes, ...]
+    bucket_cap_bytes: Annotated[int, Meta(ge=1)]
+    gradient_as_bucket_view: bool
+
+
+class TargetFacts(_Part, frozen=True):
+    """The hardware that a plan is for, by name."""
+
+    device: str
+    title: str
+    memory_total_bytes: Bytes
+    ranks_per_node: Annotated[int, Meta(ge=1)]
+    intra_node_link: str
+    inter_node_link: str
+
+
+class ParameterFacts(_Row, frozen=True):
+    """A parameter with every name it goes by."""
+
+    names: Annotated[tuple[str, ...], Meta(min_length=1)]
+    shape: tuple[Count, ...]
+    dtype: str
+    trainable: bool
+
+
+class InputFacts(_Row, frozen=True):
+    """A tensor of the batch; shape and dtype are unknown when no op reads it."""
+
+    shape: tuple[Count, ...] | None
+    dtype: str | None
+    bytes: Bytes
+
+
+class TensorFacts(_Row, frozen=True):
+    """A tensor that the model is called with."""
+
+    shape: tuple[Count, ...]
+    dtype: str
+
+
+class OutputFacts(_Row, frozen=True):
+    """A tensor in the model's output, and what holds its memory while backward runs.
+
+    The step itself, in a variable; something else, such as autograd; or nothing.
+    """
+
+    bytes: Bytes
+    held: Literal["step", "other", "nothing"]
+
+
+class ModelCallFacts(_Part, frozen=True):
+    """One call of the whole model in the step's forward."""
+
+    inputs: tuple[TensorFacts, ...]
+    outputs: tuple[OutputFacts, ...]
+
+
+class LoopFacts(_Part, frozen=True):
+    """How a step goes through its model.
+
+    `gradients_in_forward_bytes` are gradients of the step before that are there while the first forward runs;
+    `recomputes` says whether modules run again in backward, as with `torch.utils.checkpoint`.
+    """
+
+    calls: tuple[ModelCallFacts, ...]
+    gradients_in_forward_bytes: Bytes
+    recomputes: bool
+
+
+class TraceFacts(_Part, frozen=True):
+    """What a plan keeps of its trace, to say what differs when it is used for another step.
+
+    `torch` is the release without the part that names a build. `threads` is 0 where they change nothing.
+    `micro_batches` is how many passes of forward and backward the step has, all alike; None when they are not.
+    `loop` is None in plans of earlier versions. `in_eval` are the paths of modules that the step calls in eval mode.
+    """
+
+    torch: str
+    device: str
+    device_type: str
+    threads: Count
+    autocast: str | None
+    optimizer: str
+    ops: Count
+    inputs: tuple[InputFacts, ...]
+    parameters: tuple[ParameterFacts, ...]
+    micro_batches: Annotated[int, Meta(ge=1)] | None = None
+    loop: LoopFacts | None = None
+    in_eval: tuple[str, ...] = ()

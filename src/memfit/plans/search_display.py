@@ -1,0 +1,159 @@
+"""A search for people: the answer first, how exact it is, then every value that was tried."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from memfit.plans.allocator import EXPANDABLE
+from memfit.units import display_bytes, display_ms
+
+if TYPE_CHECKING:
+    from memfit.plans.search_result import Over, Search, SearchPoint
+
+_WHAT: dict[Over, str] = {"batch": "batch size of a rank", "seq": "sequence length", "ranks": "number of ranks"}
+_LARGEST: dict[Over, str] = {"batch": "largest that fits", "seq": "longest that fits", "ranks": ""}
+
+
+def search_report(search: Search) -> Group:
+    """Everything that fits a screen of 80 columns."""
+    parts: list[RenderableType] = [_headline(search), Text(), _points(search)]
+    parts += [Text(), Text(_legend(search), style="dim")]
+    parts += [Text(f"note: {note}", style="dim") for note in search.notes]
+    return Group(*parts)
+
+
+def _headline(search: Search) -> Text:
+    where = search.target if search.ranks is None else f"{search.ranks} x {search.target}"
+    text = Text(f"{_WHAT[search.over]} for {where}, budget {display_bytes(search.budget_bytes)} a rank: ")
+    best, largest, smallest = search.best, search.largest, search.smallest
+    if not search.complete:
+        text.append("interrupted, up to here ", style="bold yellow")
+    if largest is None or smallest is None:
+        text.append("nothing fits", style="bold red")
+        text.append(_what_is_missing(search))
+        return text
+    if search.over == "batch" and best is not None:
+        text.append(*_answer(best, f"{best.value} is best"))
+    elif search.over == "ranks":
+        text.append(*_answer(smallest, f"{smallest.value} or more"))
+    else:
+        text.append(*_answer(largest, f"up to {largest.value}"))
+    if best is not None and search.over != "seq":
+        of_each = " a rank" if search.over == "ranks" else ""
+        text.append(f"\nfastest: {best.value}, {_number(search.rate(best))} {search.counts}/s{of_each} predicted")
+        text.append("" if best.recompute_ms else ", nothing recomputed")
+        if search.over == "batch" and search.grid and not search.tried_all:
+            tried = sum(point.fits for point in search.points)
+            text.append(f" (of {tried} tried among {largest.value} that fit)")
+    if search.over != "ranks":
+        text.append(f"\n{_LARGEST[search.over]}: {largest.value}{_exactness(search)}")
+        text.append(_care(search, largest))
+    return text
+
+
+def _answer(point: SearchPoint, words: str) -> tuple[str, str]:
+    """The answer in words, and their style."""
+    return (f"{words}, with care", "bold yellow") if point.with_care else (words, "bold green")
+
+
+def _care(search: Search, largest: SearchPoint) -> str:
+    """Up to where the caching allocator has room, when that is less."""
+    if not largest.with_care:
+        return ""
+    safe = search.largest_without_care
+    if safe is None:
+        return "\nwith room for the caching allocator: none of those tried (!)"
+    beside = search.grid > 0 and any(point.value == safe.value + search.grid for point in search.points)
+    how = "more need care" if beside else "of those tried; more need care"
+    return f"\nwith room for the caching allocator: up to {safe.value} ({how}, !)"
+
+
+def _what_is_missing(search: Search) -> str:
+    """What the value that comes nearest to fitting needs."""
+    needs = [point for point in search.points if point.minimum_budget_bytes is not None]
+    if not needs:
+        return "\nno smallest budget was found in the time limit"
+    least = min(needs, key=lambda point: point.minimum_budget_bytes or 0)
+    return (
+        f"\nthe smallest budget that works is {display_bytes(least.minimum_budget_bytes or 0)}, at "
+        f"{search.over} {least.value}; {_instead(search.over, least.value)}"
+    )
+
+
+def _instead(over: Over, value: int) -> str:
+    """What to try when nothing fits."""
+    if over == "ranks":
+        return "give a larger budget, more ranks or a smaller batch"
+    smaller = "a smaller batch" if over == "batch" else "a shorter sequence"
+    least = 1 if over == "batch" else 128
+    return f"give {f'{smaller}, ' if value > least else ''}a larger budget, more ranks or a smaller model"
+
+
+def _exactness(search: Search) -> str:
+    above = search.first_above
+    if above is None and search.exact:
+        return f", the last that there is a step for: {search.refused} has none"
+    if above is None:
+        return ", the last value that was tried"
+    missing = (above.minimum_budget_bytes or 0) - search.budget_bytes
+    needs = f", it needs {display_bytes(missing)} more" if missing > 0 else ""
+    if search.exact:
+        return f" (exact: {above.value} does not{needs})"
+    return f" (of those tried; {above.value} does not{needs})"
+
+
+def _points(search: Search) -> Table:
+    table = Table(show_edge=False, pad_edge=False)
+    care = any(point.with_care for point in search.points)
+    names = [search.over, "step", "recomputing", f"{search.counts}/s", "peak", "without a plan", "least budget"]
+    if care:
+        names.insert(5, "reserved")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    answer = search.largest if search.over == "seq" else search.best
+    for point in search.points:
+        cells = _cells(point)
+        if care:
+            reserved = "" if point.peak_reserved_bytes is None else display_bytes(point.peak_reserved_bytes)
+            cells.insert(5, f"{reserved} !" if point.with_care else reserved)
+        table.add_row(*cells, style="bold green" if point is answer else None if point.fits else "dim")
+    return table
+
+
+def _cells(point: SearchPoint) -> list[str]:
+    least = "" if point.minimum_budget_bytes is None else display_bytes(point.minimum_budget_bytes)
+    baseline = display_bytes(point.baseline_peak_bytes)
+    if point.step_ms is None or point.peak_bytes is None:
+        why = "no time" if point.status == "unknown" else "no plan"
+        return [str(point.value), why, "", "", "", baseline, least]
+    rate = "" if point.throughput_per_s is None else _number(point.throughput_per_s)
+    again = display_ms(point.recompute_ms) if point.recompute_ms else ""
+    return [str(point.value), display_ms(point.step_ms), again, rate, display_bytes(point.peak_bytes), baseline, least]
+
+
+def _legend(search: Search) -> str:
+    ranks = " of all ranks together" if search.ranks != 1 else ""
+    lines = f"{search.counts}/s: predicted{ranks}; least budget: the smallest that any plan works with"
+    if any(point.gap for point in search.points):
+        most = max(point.gap or 0.0 for point in search.points)
+        lines += f"; recomputing may be up to {most:.1%} above the least where a plan is not proven to be the fastest"
+    lowered = [point for point in search.points if point.fits and point.budget_bytes < search.budget_bytes]
+    if lowered:
+        least = display_bytes(min(point.budget_bytes for point in lowered))
+        lines += f"\nthe budget was lowered, to {least} at the lowest, where the caching allocator needs the room"
+    if any(point.with_care for point in search.points):
+        lines += (
+            "\n!: with care, the caching allocator would reserve more than the device has for tensors; "
+            f"memfit plan says what helps, or run with {EXPANDABLE}"
+        )
+    return lines
+
+
+def _number(rate: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{rate:,.{max(0, 2 - math.floor(math.log10(rate)))}f}"

@@ -1,0 +1,535 @@
+"""`search`: the best batch size, the longest sequence, what more ranks do; every value with its own fastest plan.
+
+Note [Few captures]: every value is a capture, so few are tried. Up to where values fit is found by growing eightfold,
+then by drawing a line through what two values need (the smallest budget of a value grows almost evenly with it) and
+trying where it meets the budget, halving every third time. It ends when neighbours on the grid differ. For the fastest
+batch the same is done with the peak without a plan, where recomputing begins; powers of two are tried, which kernels
+like, unless the line through their neighbours puts them well below the best, and the gaps beside the best are halved
+while its neighbours are slower. Few batch sizes are all tried. What fits is taken to fit at smaller values too.
+Throughput need not rise and fall once, so among many the best is the best of those tried. Where the largest fits only
+with care (the caching allocator would hold more than the device has), the gap to the largest that needs none is halved,
+to one part of `_NEAR_CARE`.
+
+Note [Proofs last]: most of the time of a solve goes into the proof that no plan is faster by a thousandth. While values
+are compared, a plan that is proven to add at most `_LOOSE_GAP` more than the least is enough. The best of them is then
+solved to the end, and so is every other that might be faster yet. Values that are given are all solved to the end.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
+
+import torch
+from rich.console import Console
+from torch.utils._pytree import tree_leaves
+
+from memfit.capture import Step, Trace, trace
+from memfit.cost import Cost, Runtime
+from memfit.errors import InputError
+from memfit.hardware import Target
+from memfit.plans.allocator import Room, held_under, with_room_held
+from memfit.plans.display import counted
+from memfit.plans.given import TargetLike, cost_given, options_given, target_given
+from memfit.plans.search_result import Over, PointStatus, Search, SearchInterrupted, SearchPoint
+from memfit.solve import Problem, SolveOptions, Status, minimum_budget_bytes, solve
+
+MakeStep = Callable[[int], Step | Trace]
+Watch = Callable[[SearchPoint], None]
+Measure = Callable[[SearchPoint], float | None]
+
+_GRID = {"batch": 1, "seq": 128}
+_FIRST = {"batch": 1, "seq": 1024}
+_LARGEST = {"batch": 1 << 16, "seq": 1 << 20, "ranks": 64}
+_GROWTH = 8
+_TRIES = 28
+_ALL = 8
+"""Batch sizes that are all tried when no more than these fit."""
+_NEAR = 32
+"""The best batch is known to one part of this many."""
+_NEAR_CARE = 16
+"""So is the largest that needs no care."""
+_LOOSE_GAP = 0.01
+"""Of the time that a plan adds, while values are compared (Note [Proofs last])."""
+_SLOWER = 0.95
+"""A batch size is not tried when the line through its neighbours gives it less than this part of the best rate."""
+_AS_FAST = 0.99
+"""Neighbours with at least this part of the best rate leave nothing to look for between."""
+_PROVEN = 4
+"""How many values are solved to the end at most, of those that may be the best."""
+_STATUS: dict[Status, PointStatus] = {
+    Status.OPTIMAL: "optimal",
+    Status.FEASIBLE: "feasible",
+    Status.INFEASIBLE: "infeasible",
+}
+
+
+def search(
+    make_step: MakeStep | Step | Trace,
+    *,
+    over: Over = "batch",
+    target: TargetLike,
+    ranks: int | None = None,
+    budget: str | int | float | None = None,
+    values: Iterable[int] | None = None,
+    largest: int | None = None,
+    cost: Cost | str | None = None,
+    options: SolveOptions | None = None,
+    progress: bool = True,
+    watch: Watch | None = None,
+) -> Search:
+    """The batch size with the highest throughput, the longest sequence, or what more ranks do, under a budget.
+
+    `make_step(value)` gives the step of a value; over ranks a step alone will do. Without `values`, every batch size or
+    every sequence length that 128 divides may be the answer, up to `largest`, and as few as needed are tried; ranks
+    double. `values` are tried in order until one does not fit. Nothing that fits is an answer too: `best` is None.
+
+    `watch` hears of every value when it has been tried, and of the best again when its plan is proven. A search that is
+    interrupted raises `SearchInterrupted`, a `KeyboardInterrupt` that has what was found so far as `found`.
+    """
+    given = _values(values)
+    end = _largest(over, largest, given)
+    aim = _aim(make_step, over, target, ranks)
+    solver = options_given(options)
+    if solver.optimizer:
+        raise InputError("search keeps the optimizer's step as it is; leave optimizer=True out of its options")
+    budget_bytes = min(aim.budget_bytes(budget), aim.usable_bytes)
+    tries = _Tries(
+        make_step=make_step,
+        over=over,
+        target=aim,
+        budget_bytes=budget_bytes,
+        lowers=budget is None,
+        cost=cost,
+        options=solver,
+        show=progress,
+        watch=watch,
+    )
+    grid = 0 if given is not None or over == "ranks" else _GRID[over]
+    try:
+        if given is not None:
+            _in_order(tries, given)
+        elif over == "ranks":
+            _in_order(tries, [1 << power for power in range(end.bit_length())], all_of_them=True)
+        else:
+            _search_grid(tries, grid, end)
+    except KeyboardInterrupt as interrupt:
+        tries.notes.append(f"interrupted after {counted(len(tries.points), 'value')}: the search had not ended")
+        raise SearchInterrupted(_found(tries, grid, complete=False)) from interrupt
+    return _found(tries, grid, complete=True)
+
+
+def _found(tries: _Tries, grid: int, *, complete: bool) -> Search:
+    if tries.refused is not None:
+        tries.notes.append(f"there is no step for {tries.over} {tries.refused}: {tries.refusal}")
+    return Search(
+        over=tries.over,
+        target=tries.target.device.title,
+        ranks=None if tries.over == "ranks" else tries.target.ranks,
+        budget_bytes=tries.budget_bytes,
+        counts="tokens" if tries.over == "seq" else "samples",
+        grid=grid,
+        complete=complete,
+        refused=tries.refused,
+        points=tuple(tries.points[value] for value in sorted(tries.points)),
+        notes=tuple(tries.notes),
+    )
+
+
+@dataclass(kw_only=True)
+class _Tries:
+    """The values that were tried. A value that cannot be made into a step ends the values, unless it is the first."""
+
+    make_step: MakeStep | Step | Trace
+    over: Over
+    target: Target
+    budget_bytes: int
+    lowers: bool
+    """Whether the budget is memfit's own, which leaves the caching allocator its room."""
+    cost: Cost | str | None
+    options: SolveOptions
+    show: bool
+    watch: Watch | None = None
+    loose: bool = False
+    """Whether plans need not be proven yet (Note [Proofs last])."""
+    points: dict[int, SearchPoint] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    refused: int | None = None
+    refusal: str = ""
+    _captured: Trace | None = None
+    _fastest: tuple[int, Problem, int | None] | None = None
+    """The value with the highest throughput so far, its problem and the samples or tokens of its step."""
+
+    def at(self, value: int) -> SearchPoint | None:
+        """The point of a value, None when there is no step for it."""
+        if value in self.points:
+            return self.points[value]
+        if self.refused is not None and value >= self.refused:
+            return None
+        try:
+            with self._working(f"{self.over} {value}: capturing and planning") as say:
+                self._try(value, say)
+        except InputError as error:
+            if not self.points:
+                raise
+            self.refused, self.refusal = value, str(error).splitlines()[0]
+            return None
+        return self._hear(value)
+
+    def prove(self, value: int) -> SearchPoint:
+        """Solve a value that was tried to the end."""
+        with self._working(f"{self.over} {value}: proving that no plan is faster") as say:
+            if self._fastest is None or self._fastest[0] != value:
+                self._fastest = (value, *self._problem(value))
+            self.points[value] = self._point(value, *self._fastest[1:], self.options, say)
+        return self._hear(value)
+
+    def _hear(self, value: int) -> SearchPoint:
+        if self.watch is not None:
+            self.watch(self.points[value])
+        return self.points[value]
+
+    def fits(self, value: int) -> bool:
+        """Whether a plan fits, for a value that has a step."""
+        point = self.at(value)
+        return point is not None and point.fits
+
+    def _try(self, value: int, say: Callable[[str], None]) -> None:
+        problem, amount = self._problem(value)
+        loose = replace(self.options, limits=replace(self.options.limits, gap=max(self.options.limits.gap, _LOOSE_GAP)))
+        say(f"{self.over} {value}: planning")
+        point = self._point(value, problem, amount, loose if self.loose else self.options, say)
+        self.points[value] = point
+        fastest = None if self._fastest is None else self.points[self._fastest[0]]
+        if point.fits and (fastest is None or _merit(point) > _merit(fastest)):
+            self._fastest = value, problem, amount
+
+    def _problem(self, value: int) -> tuple[Problem, int | None]:
+        captured, amount = self._capture(value)
+        target = Target.parse(self.target, ranks=value) if self.over == "ranks" else self.target
+        return Problem.of(Runtime.of(captured, cost_given(self.cost, target)), target, self.options), amount
+
+    def _point(
+        self, value: int, problem: Problem, amount: int | None, options: SolveOptions, say: Callable[[str], None]
+    ) -> SearchPoint:
+        problem, target = replace(problem, options=options), problem.target
+        least_bytes = minimum_budget_bytes(problem)  # first: no budget below it is tried in vain
+        solved = solve(problem, self.budget_bytes)
+        say(f"{self.over} {value}: simulating the caching allocator")
+        if self.lowers:
+            solved, held = with_room_held(problem, solved)
+        else:
+            held = held_under(problem, solved)
+        base_ms = problem.runtime.total_ms + problem.exposed_ms
+        step_ms = None if solved.replay is None else base_ms + solved.recompute_ms
+        rate = None
+        if step_ms and amount is not None:
+            rate = amount * target.ranks * 1e3 / step_ms
+        return SearchPoint(
+            value=value,
+            status=_STATUS.get(solved.status, "unknown"),
+            budget_bytes=solved.budget_bytes,
+            gap=None if solved.replay is None else solved.gap,
+            peak_bytes=None if solved.replay is None else solved.replay.peak_bytes,
+            peak_reserved_bytes=None if held is None else held.reserved_bytes,
+            with_care=held is not None and held.room is not Room.ENOUGH,
+            step_ms=step_ms,
+            recompute_ms=None if solved.replay is None else solved.recompute_ms,
+            throughput_per_s=rate,
+            baseline_peak_bytes=problem.baseline_bytes,
+            minimum_budget_bytes=least_bytes,
+            ranks=target.ranks,
+        )
+
+    def _capture(self, value: int) -> tuple[Trace, int | None]:
+        """The trace of a value, and the samples or tokens of one rank's step; None when they are not known."""
+        made = self.make_step if isinstance(self.make_step, Step | Trace) else self.make_step(value)
+        if not isinstance(made, Step | Trace):
+            raise InputError(
+                f"make_step({value}) returned a {type(made).__name__}, not a memfit.Step; write for example "
+                f"lambda {self.over}: memfit.Step(model, memfit.spec(({self.over}, 512)), loss=...)"
+            )
+        amount = None
+        if isinstance(made, Step):
+            samples = value if self.over == "batch" else _samples(made)
+            if samples is not None:
+                amount = samples * made.accumulation_steps * (value if self.over == "seq" else 1)
+        elif self.over == "batch":
+            amount = value
+        if isinstance(made, Trace):
+            return made, amount
+        if isinstance(self.make_step, Step):
+            self._captured = self._captured or trace(made, target=self.target)
+            return self._captured, amount
+        return trace(made, target=self.target), amount
+
+    @contextmanager
+    def _working(self, doing: str) -> Iterator[Callable[[str], None]]:
+        """Show on the terminal what is being done; gives what changes the words."""
+        console = Console(stderr=True)
+        if not (self.show and console.is_terminal):
+            yield lambda _: None
+            return
+        fit = [each for each, point in self.points.items() if point.fits]
+        so_far = f" ({len(self.points)} tried, up to {max(fit)} fits)" if fit else ""
+        with console.status(f"{doing}{so_far} …") as status:
+            yield lambda words: status.update(f"{words}{so_far} …")
+
+
+def _in_order(tries: _Tries, values: list[int], *, all_of_them: bool = False) -> None:
+    for place, value in enumerate(values):
+        if not tries.fits(value) and not all_of_them and tries.refused is None:
+            left = values[place + 1 :]
+            if left:
+                tries.notes.append(f"{_listed(left)} not tried: {tries.over} {value} does not fit")
+            return
+
+
+def _search_grid(tries: _Tries, grid: int, end: int) -> None:
+    tries.loose = True
+    first = max(grid, min(_FIRST[tries.over], end // grid * grid))
+    largest = _boundary(tries, first, grid, end // grid * grid, _least_budget)
+    if largest is None:
+        return
+    if largest == end // grid * grid and tries.refused is None:
+        tries.notes.append(f"the search ended at {tries.over} {largest}; largest= lets it go on")
+    _without_care(tries, grid)
+    if tries.over == "batch":
+        _fastest(tries, largest)
+        _prove_the_fastest(tries)
+    else:
+        tries.prove(max(value for value, point in tries.points.items() if point.fits))
+
+
+def _least_budget(point: SearchPoint) -> float | None:
+    return point.minimum_budget_bytes
+
+
+def _baseline_peak(point: SearchPoint) -> float | None:
+    return point.baseline_peak_bytes
+
+
+def _without_care(tries: _Tries, grid: int) -> None:
+    """Narrow the gap between the largest value that needs no care and the next that does."""
+    while len(tries.points) < _TRIES:
+        fit = {value: point.with_care for value, point in tries.points.items() if point.fits}
+        low = max((value for value, care in fit.items() if not care), default=0)
+        high = min((value for value in fit if value > low), default=low)
+        if high - low <= max(grid, low // _NEAR_CARE) or tries.at(_round_between(low, high, grid)) is None:
+            return
+
+
+def _round_between(low: int, high: int, grid: int) -> int:
+    """A value of the grid near the middle of two, as round as there is one: the search may come back to it."""
+    first, last = low + -(-(high - low) // 4), high - -(-(high - low) // 4)
+    step = grid
+    while first <= last // (2 * step) * (2 * step):
+        step *= 2
+    rounded = (low + high) // 2 // step * step
+    return rounded if first <= rounded <= last else max(grid, last // step * step)
+
+
+def _fastest(tries: _Tries, largest: int) -> None:
+    """Try the batch sizes that may be the fastest of those that fit."""
+    if largest > _ALL:
+        _boundary(tries, 1, 1, largest, _baseline_peak)
+    values = range(1, largest + 1) if largest <= _ALL else [1 << power for power in range(largest.bit_length())]
+    for value in values:
+        if len(tries.points) < _TRIES and (largest <= _ALL or _may_be_fast(tries, value)):
+            tries.at(value)
+    _narrow(tries)
+
+
+def _may_be_fast(tries: _Tries, value: int) -> bool:
+    """False where the line through the step times of its neighbours makes a value much slower than the best."""
+    times = {each: point.step_ms for each, point in tries.points.items() if point.step_ms and point.throughput_per_s}
+    below = max((each for each in times if each < value), default=None)
+    above = min((each for each in times if each > value), default=None)
+    best = max((point.throughput_per_s or 0.0 for point in tries.points.values()), default=0.0)
+    if value in times or below is None or above is None:
+        return True
+    step_ms = times[below] + (times[above] - times[below]) * (value - below) / (above - below)
+    samples_ms = (tries.points[above].throughput_per_s or 0.0) * times[above] / above  # of a batch of one
+    return step_ms <= 0 or value * samples_ms / step_ms >= _SLOWER * best
+
+
+def _prove_the_fastest(tries: _Tries) -> None:
+    """Solve the best to the end, and others while they may be faster (Note [Proofs last])."""
+    proven: set[int] = set()
+    for _ in range(_PROVEN):
+        able = [point for point in tries.points.values() if point.fits and point.throughput_per_s]
+        if not able:
+            return
+        best = max(able, key=lambda point: (*_merit(point), -point.value))
+        may = [point for point in able if _merit_at_most(point) > _merit(best) or point is best]
+        may = [point for point in may if point.value not in proven and point.gap]
+        if not may:
+            return
+        value = best.value if best in may else max(may, key=_merit_at_most).value
+        tries.prove(value)
+        proven.add(value)
+
+
+def _merit_at_most(point: SearchPoint) -> tuple[bool, float]:
+    """The merit of a value whose plan takes as little as is proven to be possible."""
+    care, rate = _merit(point)
+    step_ms = point.step_ms or 0.0
+    least_ms = step_ms - (point.recompute_ms or 0.0) * (point.gap or 0.0)
+    return care, rate * step_ms / least_ms if least_ms > 0 else rate
+
+
+def _boundary(tries: _Tries, first: int, grid: int, end: int, measure: Measure) -> int | None:
+    """The largest value whose measure is within the budget, None when none is; see Note [Few captures]."""
+
+    def within(value: int) -> bool:
+        point = tries.at(value)
+        if point is None or measure is _least_budget:
+            return point is not None and point.fits
+        needed = measure(point)
+        return needed is not None and needed <= tries.budget_bytes
+
+    low, high = 0, end + grid  # of each, nothing is known but that the answer lies between
+    known = sorted(tries.points)
+    for value in known:
+        if within(value):
+            low = max(low, value)
+    above = [value for value in known if value > low and not within(value)]
+    high = min([high, *above])
+    limit = tries.budget_bytes
+    value = first if not known else _guess(tries, low, high, grid, measure, limit, 0, bounded=high <= end)
+    turn = 0
+    while high - low > grid and len(tries.points) < _TRIES:
+        if within(value):
+            low = max(low, value)
+        else:
+            high = min(high, value, *([] if tries.refused is None else [tries.refused]))
+        turn += 1
+        value = _guess(
+            tries, low, high, grid, measure, limit, turn if high <= end else 0, bounded=high <= end or low == 0
+        )
+    return low or None
+
+
+def _guess(
+    tries: _Tries,
+    low: int,
+    high: int,
+    grid: int,
+    measure: Measure,
+    limit: float,
+    turn: int,
+    *,
+    bounded: bool = True,
+) -> int:
+    """The next value to try, between two: where the line through two points meets the limit, or half way (turn 2).
+
+    While nothing is known to lie above the limit (`bounded` is False), at most `_GROWTH` times the last.
+    """
+    lowest, highest = low + grid, high - grid
+    if low:
+        highest = min(highest, low * _GROWTH)
+    else:
+        lowest = grid
+    value = (low + high) // 2 if turn % 3 == 2 else None
+    line = [(point.value, measure(point)) for point in tries.points.values()]
+    line = sorted((at, needs) for at, needs in line if needs is not None)
+    if value is None and len(line) > 1:
+        near = sorted(line, key=lambda each: abs(each[1] - limit))[:2]
+        (first, needs), (second, more) = sorted(near)
+        if more > needs:
+            value = math.floor(first + (limit - needs) * (second - first) / (more - needs))
+    if value is None:
+        value = (low + high) // 2 if bounded else low * _GROWTH
+    return max(grid, min(max(value // grid * grid, lowest), max(highest, lowest)))
+
+
+def _narrow(tries: _Tries) -> None:
+    """Halve the gaps beside the fastest value, until they are narrow or what is beyond them is as fast."""
+    while len(tries.points) < _TRIES:
+        able = sorted(value for value, point in tries.points.items() if point.fits and point.throughput_per_s)
+        if not able:
+            return
+        place = max(range(len(able)), key=lambda index: (*_merit(tries.points[able[index]]), -index))
+        best = able[place]
+        rate = tries.points[best].throughput_per_s or 0.0
+        beside = [able[each] for each in (place - 1, place + 1) if 0 <= each < len(able)]
+        slower = [each for each in beside if (tries.points[each].throughput_per_s or 0.0) < _AS_FAST * rate]
+        wide = [(abs(each - best), each) for each in slower if abs(each - best) > max(1, best // _NEAR)]
+        if not wide:
+            return
+        _, other = max(wide)
+        if tries.at(_round_between(min(best, other), max(best, other), 1)) is None:
+            return
+
+
+def _merit(point: SearchPoint) -> tuple[bool, float]:
+    """What a better value has more of."""
+    return not point.with_care, point.throughput_per_s or 0.0
+
+
+def _aim(make_step: Any, over: Any, target: TargetLike, ranks: int | None) -> Target:
+    if over not in get_args(Over):
+        raise InputError(f"over is {over!r}; write 'batch', 'seq' or 'ranks'")
+    if not callable(make_step) and not isinstance(make_step, Step | Trace):
+        raise InputError(
+            f"make_step is a {type(make_step).__name__}; give a function of a value that returns a memfit.Step, such "
+            "as lambda batch: memfit.Step(model, memfit.spec((batch, 512)), loss=...)"
+        )
+    if isinstance(make_step, Step | Trace) and over != "ranks":
+        raise InputError(
+            f"a {type(make_step).__name__} has one {over}; give a function, lambda {over}: memfit.Step(...), that "
+            f"makes the step of any"
+        )
+    if isinstance(make_step, torch.nn.Module):
+        raise InputError("make_step is a model; give a function of a value that returns a memfit.Step")
+    if over == "ranks" and ranks is not None:
+        raise InputError(f"ranks={ranks} is what the search over ranks finds; leave it out, or give largest={ranks}")
+    return target_given(make_step, target, ranks)
+
+
+def _values(values: Iterable[int] | None) -> list[int] | None:
+    if values is None:
+        return None
+    try:
+        found = sorted(set(values))
+    except TypeError as error:
+        raise InputError(f"values is {values!r}; write whole numbers of at least 1, such as [1, 2, 4, 8]") from error
+    if not found:
+        raise InputError("values has nothing in it; write whole numbers of at least 1, such as [1, 2, 4, 8]")
+    for value in found:
+        _check_count("values has", value)
+    return found
+
+
+def _largest(over: Any, largest: int | None, values: list[int] | None) -> int:
+    if largest is None:
+        return _LARGEST.get(over, 1)
+    if values is not None:
+        raise InputError("values and largest were both given; the last of values is the largest, leave one out")
+    _check_count("largest is", largest)
+    grid = _GRID.get(over, 1)
+    if largest < grid:
+        raise InputError(f"largest is {largest}; sequences are searched in steps of {grid}: give more, or values")
+    return largest
+
+
+def _check_count(what: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise InputError(f"{what} {value!r}; write whole numbers of at least 1")
+
+
+def _samples(step: Step) -> int | None:
+    """How many samples a batch has: the first size of its first tensor."""
+    for leaf in tree_leaves(step.batch):
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return leaf.shape[0]
+    return None
+
+
+def _listed(values: list[int]) -> str:
+    shown = ", ".join(map(str, values[:4]))
+    return shown if len(values) <= 4 else f"{shown} and {len(values) - 4} more"

@@ -1,0 +1,150 @@
+"""What must hold of every plan beyond the types of its fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from memfit.errors import InputError
+from memfit.plans.record import Blocker, Checkpoint, Estimate
+
+if TYPE_CHECKING:
+    from memfit.plans.document import Plan
+
+_SLACK_MS = 1e-3
+_SLACK = 1e-3
+"""Times are rounded before they are compared."""
+_ROUNDING_BYTES = 4096
+"""An op's results are listed as they are and kept as the allocator rounds them: some blocks of 512 bytes to an op."""
+
+
+def check_content(plan: Plan, where: str) -> None:
+    """Raise `InputError` with the first rule that does not hold."""
+    for problem in _problems(plan):
+        raise InputError(f"{where} is inconsistent: {problem}; plan the step again")
+
+
+def _problems(plan: Plan) -> Iterator[str]:
+    for entry in plan.checkpoint:
+        yield from _checkpoint_problems(entry, plan.trace.ops)
+    yield from _overlap_problems(plan)
+    if plan.status == "infeasible":
+        yield from _infeasible_problems(plan)
+    else:
+        yield from _answer_problems(plan)
+    yield from _estimate_problems("baseline", plan.baseline)
+    if plan.predicted is not None:
+        yield from _estimate_problems("predicted", plan.predicted)
+    if plan.blocker is not None:
+        yield from _estimate_problems("blocker", plan.blocker)
+    yield from _shard_problems(plan)
+    for name in _twice(name for parameter in plan.trace.parameters for name in parameter.names):
+        yield f"parameter {name} is there twice"
+
+
+def _infeasible_problems(plan: Plan) -> Iterator[str]:
+    if plan.checkpoint:
+        yield f"status is infeasible, and {len(plan.checkpoint)} units are checkpointed"
+    for name in ("shard", "predicted", "gap", "bound_ms"):
+        if getattr(plan, name) is not None:
+            yield f"status is infeasible, and there is a value for {name}"
+    if plan.minimum_budget_bytes is None or plan.minimum_budget_bytes <= plan.budget_bytes:
+        yield (
+            f"status is infeasible for a budget of {plan.budget_bytes} bytes, "
+            f"and minimum_budget_bytes is {plan.minimum_budget_bytes}"
+        )
+
+
+def _answer_problems(plan: Plan) -> Iterator[str]:
+    for name in ("predicted", "gap", "bound_ms"):
+        if getattr(plan, name) is None:
+            yield f"status is {plan.status}, and {name} is missing"
+    if plan.blocker is not None:
+        yield f"status is {plan.status}, and there is a value for blocker"
+    if plan.predicted is None or plan.bound_ms is None:
+        return
+    if plan.predicted.peak_bytes > plan.budget_bytes:
+        yield f"predicted.peak_bytes {plan.predicted.peak_bytes} is above budget_bytes {plan.budget_bytes}"
+    if plan.minimum_budget_bytes is not None and plan.minimum_budget_bytes > plan.budget_bytes:
+        yield f"minimum_budget_bytes {plan.minimum_budget_bytes} is above budget_bytes {plan.budget_bytes}"
+    if plan.bound_ms > plan.predicted.step_ms * (1 + _SLACK) + _SLACK_MS:
+        yield f"bound_ms {plan.bound_ms} is above predicted.step_ms {plan.predicted.step_ms}"
+    summed_ms, recompute_ms = sum(entry.recompute_ms for entry in plan.checkpoint), plan.predicted.recompute_ms
+    if abs(summed_ms - recompute_ms) > _SLACK * recompute_ms + _SLACK_MS:
+        yield f"predicted.recompute_ms is {recompute_ms}, and that of the units adds up to {summed_ms:.6f}"
+
+
+def _estimate_problems(name: str, estimate: Estimate | Blocker) -> Iterator[str]:
+    categories = estimate.peak_by_category
+    if categories and sum(categories.values()) != estimate.peak_bytes:
+        yield (
+            f"{name}.peak_by_category adds up to {sum(categories.values())}, "
+            f"and {name}.peak_bytes is {estimate.peak_bytes}"
+        )
+
+
+def _checkpoint_problems(entry: Checkpoint, ops: int) -> Iterator[str]:
+    if not entry.begin < entry.end <= ops:
+        yield f"unit {entry.unit!r} is ops {entry.begin} up to {entry.end} of a step of {ops}"
+        return
+    saved = [op.offset for op in entry.saved_ops]
+    again = [op.offset for op in entry.recomputed_ops]
+    for name, offsets in (("saved_ops", saved), ("recomputed_ops", again)):
+        if any(first >= second for first, second in pairwise(offsets)):
+            yield f"{name} of unit {entry.unit!r} are not in the order of their offsets"
+    both = sorted(set(saved) & set(again))
+    if both:
+        yield f"op {both[0]} of unit {entry.unit!r} is in saved_ops and in recomputed_ops"
+    last = max(entry.stop, *saved, *again)
+    if last >= entry.end - entry.begin:
+        yield f"op {last} of unit {entry.unit!r} is beyond its {entry.end - entry.begin} ops"
+    if again and again[-1] > entry.stop:
+        yield f"op {again[-1]} of unit {entry.unit!r} runs again, and the second run stops at {entry.stop}"
+    listed = sum(op.bytes for op in entry.saved_ops)
+    if entry.cached_bytes > listed + _ROUNDING_BYTES * len(saved):
+        yield (
+            f"unit {entry.unit!r} keeps {entry.cached_bytes} bytes (cached_bytes), and its saved_ops have only {listed}"
+        )
+    known = {*saved, *again}
+    missing = next((op for op in range(entry.stop + 1) if op not in known), None)
+    if missing is not None:
+        yield f"op {missing} of unit {entry.unit!r} is neither in saved_ops nor in recomputed_ops"
+
+
+def _overlap_problems(plan: Plan) -> Iterator[str]:
+    for name in _twice(entry.unit for entry in plan.checkpoint):
+        yield f"unit {name!r} is checkpointed twice"
+    ordered = sorted(plan.checkpoint, key=lambda entry: entry.begin)
+    for first, second in pairwise(ordered):
+        if second.begin < first.end:
+            yield f"units {first.unit!r} and {second.unit!r} have ops in common"
+    if list(plan.checkpoint) != ordered:
+        yield "checkpoint is not in the order in which its units run"
+
+
+def _shard_problems(plan: Plan) -> Iterator[str]:
+    if plan.ddp is not None:
+        if plan.shard is not None:
+            yield "the model is both sharded (shard) and replicated (ddp)"
+        if plan.ddp.ranks != plan.ranks:
+            yield f"ddp.ranks is {plan.ddp.ranks}, and ranks is {plan.ranks}"
+        return
+    if plan.shard is None:
+        if plan.ranks > 1 and plan.status != "infeasible":
+            yield f"ranks is {plan.ranks}, and there is no shard that says how they divide the model"
+        return
+    if plan.ranks % plan.shard.ranks:
+        yield f"shard.ranks is {plan.shard.ranks}, which does not divide {plan.ranks} ranks"
+    if not plan.shard.units:
+        yield "shard has no units"
+    for name in _twice(unit.module for unit in plan.shard.units):
+        yield f"module {name!r} is sharded twice"
+
+
+def _twice(names: Iterable[str]) -> Iterator[str]:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            yield name
+        seen.add(name)

@@ -1,0 +1,224 @@
+"""A step of a transformers configuration: `hf:path/to/config.json`, or `hf:org/name` from the local cache.
+
+No weights, no download, no code of strangers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.capture import spec
+from memfit.errors import InputError
+from memfit.presets.hub_cache import cached_config, names_repository
+from memfit.presets.problems import NotTaken, WrongRequest
+from memfit.presets.training import BATCH, NO_BATCH, NamedStep, count_given, trained
+
+PREFIX = "hf:"
+_LONGEST_UNASKED = 8192
+"""A sequence is not longer than this unless asked for: many configurations name a limit that nobody trains with."""
+_IMAGE = 224
+_TASKS = {
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES": "causal language model",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES": "masked language model",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES": "sequence to sequence",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES": "image classification",
+}
+_LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_source_positions")
+_POSITIONS = re.compile("position|^wpe$")
+_OWN = "for any model at all write path/to/file.py:function, a function that returns a memfit.Step"
+
+
+@dataclass(frozen=True, slots=True)
+class _Class:
+    """A model class of transformers and what it is trained for."""
+
+    name: str
+    task: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configured:
+    """A configuration that was read, and the class of the model that it describes; `name` is how it was asked for."""
+
+    name: str
+    path: Path
+    raw: dict[str, Any]
+    transformers: ModuleType
+    config: Any
+    chosen: _Class
+
+    @classmethod
+    def at(cls, place: str) -> Configured:
+        """The one in the file that `hf:path` names, or that of the model `hf:org/name` in the local cache."""
+        name = place.removeprefix(PREFIX)
+        path = _config_file(name, place)
+        raw = _read(path)
+        transformers = _transformers(place)
+        return cls(
+            name=str(path) if Path(name).expanduser().exists() else name,
+            path=path,
+            raw=raw,
+            transformers=transformers,
+            config=_config(raw, path),
+            chosen=_class_of(raw, path),
+        )
+
+    def step(self, *, batch: int | None = None, seq: int | None = None) -> NamedStep:
+        """The training step of the model, built on meta in float32."""
+        chosen = self.chosen
+        size = count_given("batch", batch, BATCH)
+        notes = [NO_BATCH] if batch is None else []
+        build = partial(_build, self.transformers, chosen.name, self.config)
+        if chosen.task == "image classification":
+            if seq is not None:
+                raise NotTaken(
+                    f"seq={seq} (--seq) makes no sense for {chosen.name}, which takes images", "leave it out"
+                )
+            inputs, what = _images(self.config, size, notes)
+        else:
+            inputs, what = _tokens(self.config, size, seq, notes)
+            if seq is not None:
+                _check_positions(self.config, build, chosen.name, seq)
+        notes += _saved_dtype(self.raw)
+        step = trained(build, inputs)
+        return NamedStep(step=step, title=f"{chosen.name} of {self.name}, batch {size}, {what}", notes=tuple(notes))
+
+
+def _saved_dtype(raw: dict[str, Any]) -> list[str]:
+    """The dtype of a configuration is that of saved weights, which many take for the one of training."""
+    named = raw.get("dtype") or raw.get("torch_dtype")
+    if named in (None, "float32", "auto"):
+        return []
+    return [f"parameters in float32 and compute in bfloat16: {named} of the configuration is how weights were saved"]
+
+
+def _build(transformers: ModuleType, name: str, config: Any) -> nn.Module:
+    """The model itself; its constructor takes torch's default dtype, not the one that weights were saved in."""
+    model = getattr(transformers, name)(config)
+    model.register_forward_hook(_only_loss)
+    return model
+
+
+def _only_loss(module: nn.Module, given: Any, output: Any) -> torch.Tensor:
+    """The loss alone: logits are not held through backward, as in transformers' own training loop."""
+    return output.loss
+
+
+def _config_file(name: str, place: str) -> Path:
+    path = Path(name).expanduser()
+    if not path.exists() and names_repository(name):
+        return cached_config(name)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise WrongRequest(
+            f"there is no file {path}, which {place!r} names; give the config.json of a model, or the folder it is "
+            "in. Nothing is downloaded"
+        )
+    return path
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise InputError(f"{path} is no configuration of transformers: {error}") from error
+    if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
+        raise InputError(f"{path} has no model_type, which configurations of transformers have; {_OWN}")
+    return raw
+
+
+def _transformers(place: str) -> ModuleType:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise InputError(
+            f"{place!r} needs transformers, which is not installed: pip install transformers. Built-in shapes such "
+            "as llama3-8b do without"
+        ) from error
+
+
+def _config(raw: dict[str, Any], path: Path) -> Any:
+    known = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
+    kind = raw["model_type"]
+    if kind not in known:
+        near = difflib.get_close_matches(kind, list(known.keys()), n=1)
+        version = importlib.import_module("transformers").__version__
+        hint = f"did you mean {near[0]!r}?" if near else "a newer one may."
+        own = "Code that comes with a model is never run; " if "auto_map" in raw else ""
+        raise InputError(f"transformers {version} does not know the model_type {kind!r} of {path}; {hint} {own}{_OWN}")
+    try:
+        config = known[kind].from_dict({key: value for key, value in raw.items() if key != "auto_map"})
+    except Exception as error:  # its checks raise errors of many kinds
+        raise InputError(f"transformers refuses {path}: {error}") from error
+    config.use_cache = False  # it is for generation
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # some token; which does not matter
+    return config
+
+
+def _class_of(raw: dict[str, Any], path: Path) -> _Class:
+    """The class that the configuration names, if it is trained in a way that is known; else the one for its type."""
+    tables = importlib.import_module("transformers.models.auto.modeling_auto")
+    named = raw.get("architectures") or []
+    for table, task in _TASKS.items():
+        mapping = getattr(tables, table)
+        classes = mapping.get(raw["model_type"], ())
+        classes = (classes,) if isinstance(classes, str) else tuple(classes)
+        for name in named or classes[:1]:
+            if name in classes:
+                return _Class(name, task)
+    what = f"its architectures are {', '.join(map(str, named))}" if named else f"its type is {raw['model_type']}"
+    raise InputError(
+        f"memfit does not know how {path} is trained: {what}. It knows {', '.join(_TASKS.values())}; {_OWN}"
+    )
+
+
+def _tokens(config: Any, size: int, seq: int | None, notes: list[str]) -> tuple[dict[str, torch.Tensor], str]:
+    longest = _longest(config)
+    default = min(longest or _LONGEST_UNASKED, _LONGEST_UNASKED)
+    length = count_given("seq", seq, default)
+    if seq is None:
+        why = "the configuration's length" if default == longest else f"at most {_LONGEST_UNASKED}"
+        notes.append(f"{why} since no --seq was given")
+    ids = {name: spec((size, length), torch.int64) for name in ("input_ids", "labels")}
+    return ids, f"sequences of {length}"
+
+
+def _longest(config: Any) -> int | None:
+    """The length that the configuration names; only a model with a table of positions ends there."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return next((n for name in _LENGTHS if isinstance(n := getattr(text, name, None), int) and n > 0), None)
+
+
+def _check_positions(config: Any, build: Callable[[], nn.Module], name: str, seq: int) -> None:
+    """Refuse sequences longer than a table of positions: on meta nothing would notice that it ends."""
+    longest = _longest(config)
+    if longest is None or seq <= longest:
+        return
+    with torch.device("meta"):
+        model = build()
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and _POSITIONS.search(path.rpartition(".")[2]):
+            raise WrongRequest(f"seq={seq} (--seq) is more than {name} has positions for; give at most {longest}")
+
+
+def _images(config: Any, size: int, notes: list[str]) -> tuple[dict[str, torch.Tensor], str]:
+    given = getattr(config, "image_size", None)
+    if given is None:
+        notes.append(f"images of {_IMAGE} x {_IMAGE}, since the configuration has no image_size")
+    sides = tuple(given) if isinstance(given, list | tuple) else (given or _IMAGE,) * 2
+    pixels = spec((size, getattr(config, "num_channels", 3), *sides))
+    return {"pixel_values": pixels, "labels": spec((size,), torch.int64)}, f"images of {sides[0]} x {sides[1]}"

@@ -1,0 +1,7 @@
+"""Out of memory and drift, said in words: explain, replan, repeat."""
+
+from memfit.recovery.drift import Drift, PlanDrift
+from memfit.recovery.explanation import Explanation, OutOfMemory
+from memfit.recovery.guard import Guard, guard
+
+__all__ = ["Drift", "Explanation", "Guard", "OutOfMemory", "PlanDrift", "guard"]

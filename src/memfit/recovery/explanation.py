@@ -1,0 +1,327 @@
+"""Out of memory in words: where, how much was asked for, what fills the memory, what the plan expected, what helps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from memfit.capture import NEVER, Category, Phase, Trace
+from memfit.errors import MemfitError
+from memfit.plans import Plan
+from memfit.recovery.meter import Limit
+from memfit.solve import PlannedTimeline
+from memfit.units import display_bytes
+from memfit.verify.faults import FailedAt
+
+REST = "activations and temporaries"
+_SHOWN = 5
+_MADE = (Category.ACTIVATION, Category.TEMPORARY, Category.INPUT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What a plan expects at an instant. `op` is where that is; `at_failure` is False when it is the plan's peak, for
+    want of the place."""
+
+    at_failure: bool
+    op: str
+    total_bytes: int
+    by_category: Mapping[Category, int]
+    by_module: Mapping[str, int]
+    largest: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why a step did not fit. `by_category` and `by_module` are counted at the failure, where they can be.
+
+    What is none of what can be found by name is counted as one: activations and temporaries. `uncounted` is what no
+    figure has.
+    """
+
+    at: FailedAt
+    asked_bytes: int | None
+    limit: Limit | None
+    total_bytes: int | None
+    by_category: Mapping[str, int]
+    by_module: Mapping[str, int]
+    uncounted: tuple[str, ...]
+    expected: Expected
+    budget_bytes: int
+    planned_peak_bytes: int
+    inputs: tuple[str, ...]
+    levers: tuple[str, ...]
+    history: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [self._headline()]
+        if self.at.source:
+            lines.append(f"  at {self.at.source}")
+        lines += self._filled()
+        lines += self._planned()
+        if self.inputs:
+            lines.append("the inputs are not those of the plan:")
+            lines += [f"  {each}" for each in self.inputs]
+        if self.history:
+            lines.append("what was done:")
+            lines += [f"  {each}" for each in self.history]
+        lines.append("what would help:")
+        lines += [f"  {each}" for each in self.levers]
+        return "\n".join(lines)
+
+    def _headline(self) -> str:
+        asked = "an allocation" if self.asked_bytes is None else f"an allocation of {display_bytes(self.asked_bytes)}"
+        return f"out of memory: {asked} failed {place(self.at)}{self._op()}"
+
+    def _op(self) -> str:
+        return f", by all appearances in {self.expected.op}" if self.expected.at_failure and self.expected.op else ""
+
+    def _filled(self) -> list[str]:
+        whole = "" if self.total_bytes is None else f", about {display_bytes(self.total_bytes)}"
+        lines = [f"what filled the memory{whole}:", f"  {_list(self.by_category)}"]
+        if self.uncounted:
+            lines.append(f"  not counted here: {'; '.join(self.uncounted)}")
+        if self.by_module:
+            lines.append(f"  of these by module, without activations: {_list(self.by_module)}")
+        if self.limit is not None:
+            lines.append(f"  {self.limit}")
+        return lines
+
+    def _planned(self) -> list[str]:
+        found = self.expected
+        where = "there, this allocation included" if found.at_failure else "at the highest point of the step"
+        lines = [
+            f"what the plan expected {where}: {display_bytes(found.total_bytes)} "
+            f"(its peak is {display_bytes(self.planned_peak_bytes)}, its budget {display_bytes(self.budget_bytes)})"
+        ]
+        if found.by_category:
+            lines.append(f"  {_list({category.value: size for category, size in found.by_category.items()})}")
+        if found.by_module:
+            lines.append(f"  by module: {_list(found.by_module)}")
+        if found.largest:
+            lines.append("  largest: " + ", ".join(f"{name} {display_bytes(size)}" for name, size in found.largest))
+        return lines
+
+
+def place(at: FailedAt) -> str:
+    """Where a step failed, in words."""
+    if at.phase is None:
+        return "outside the training step"
+    if at.second_run_of is not None:
+        inside = f", in {at.module}" if at.module else ""
+        return f"in backward, in the second run of {at.second_run_of or 'the model'}{inside}"
+    inside = "" if at.module is None else f", in {at.module or 'the model itself'}"
+    return (
+        f"in the {at.phase.value}{inside}"
+        if at.phase in (Phase.LOSS, Phase.OPTIMIZER)
+        else f"in {at.phase.value}{inside}"
+    )
+
+
+def expected(
+    plan: Plan, timeline: PlannedTimeline | None, at: FailedAt, asked_bytes: int | None, graded: frozenset[str]
+) -> Expected:
+    """What the plan expected where a step failed. `graded` are the parameters whose gradients are there.
+
+    Without a timeline it is the plan's peak.
+    """
+    assert plan.predicted is not None
+    if timeline is None:
+        return Expected(
+            at_failure=False,
+            op=plan.predicted.peak_at.name,
+            total_bytes=plan.predicted.peak_bytes,
+            by_category=plan.predicted.peak_by_category,
+            by_module={},
+            largest=(),
+        )
+    found = _instant(timeline, at, asked_bytes, graded)
+    instant = timeline.peak_instant if found is None else found
+    op = int(timeline.op[instant])
+    module = timeline.module_of(instant)
+    name = timeline.trace.ops[op].name if op < len(timeline.trace.ops) else ""
+    return Expected(
+        at_failure=found is not None,
+        op=f"{name} of {module}" if module and name else name,
+        total_bytes=int(timeline.during_bytes[instant]),
+        by_category=timeline.by_category_during(instant),
+        by_module=_planned_modules(timeline, instant),
+        largest=tuple(
+            (
+                f"{each.name or each.category.value} ({each.category.value}, {each.module or 'the model itself'})",
+                each.size_bytes,
+            )
+            for each in timeline.largest_at(instant, 3)
+        ),
+    )
+
+
+def counted(
+    model: nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer],
+    *,
+    input_bytes: int = 0,
+    total_bytes: int | None = None,
+) -> tuple[dict[str, int], dict[str, int]]:
+    """What is there now by category, and what outlives a step by module."""
+    by_category: dict[str, int] = defaultdict(int)
+    by_module: dict[str, int] = defaultdict(int)
+    seen: set[int] = set()
+
+    def add(category: Category, path: str, tensor: torch.Tensor | None) -> None:
+        if tensor is None or tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in seen:
+            return
+        seen.add(tensor.untyped_storage()._cdata)
+        by_category[category.value] += tensor.untyped_storage().nbytes()
+        by_module[part_of(path)] += tensor.untyped_storage().nbytes()
+
+    states = [optimizer.state for optimizer in optimizers]
+    for path, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            add(Category.PARAMETER, path, parameter)
+            add(Category.GRADIENT, path, parameter.grad)
+            for values in (state.get(parameter) for state in states):
+                for value in values.values() if isinstance(values, dict) else ():
+                    if isinstance(value, torch.Tensor):
+                        add(Category.OPTIMIZER_STATE, path, value)
+        for buffer in module.buffers(recurse=False):
+            add(Category.BUFFER, path, buffer)
+    if input_bytes:
+        by_category[Category.INPUT.value] = input_bytes
+    rest = None if total_bytes is None else total_bytes - sum(by_category.values())
+    if rest is not None and rest > 0:
+        by_category[REST] = rest
+    return dict(by_category), dict(by_module)
+
+
+def levers_of(
+    plan: Plan, found: Expected, at: FailedAt, inputs: Sequence[str], *, replans: bool, least: bool
+) -> tuple[str, ...]:
+    """What would help, most bytes first; what costs nothing comes before. Nothing is lower than the `least` plan."""
+    sizes = found.by_category
+    first = []
+    if inputs:
+        first.append("plan the step for these inputs, or bring them back to the planned shapes")
+    if not replans:
+        first.append("give guard step= and optimizer=, and run steps with guard.step: it then plans tighter by itself")
+    elif at.phase is not Phase.OPTIMIZER and not least:
+        first.append("a lower budget: memfit.plan(..., budget=...)")
+    if plan.trace.device_type == "cuda":
+        first.append("PYTORCH_ALLOC_CONF=expandable_segments:True, if much is reserved and not allocated")
+    states = sum(sizes.get(each, 0) for each in (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE))
+    ranked = [
+        (sizes.get(Category.OPTIMIZER_STATE, 0), "keep the optimizer's state on the host"),
+        (states // 2, "shard parameters, gradients and optimizer state over two ranks"),
+    ]
+    if at.phase is Phase.OPTIMIZER:
+        ranked.append((sizes.get(Category.TEMPORARY, 0), "a fused optimizer (fused=True), or foreach=False"))
+    else:
+        batch = sum(sizes.get(each, 0) for each in _MADE)
+        ranked.append((batch // 2, "halve the micro-batch and accumulate two of them"))
+    ranked = sorted((each for each in ranked if each[0] > 0), key=lambda each: -each[0])
+    return (*first, *(f"{how}: about {display_bytes(size)} there" for size, how in ranked))
+
+
+def part_of(path: str) -> str:
+    """The part of a model that a module belongs to: `layers.3.mlp.up` belongs to `layers.3`."""
+    parts = path.split(".")
+    for index, each in enumerate(parts):
+        if each.isdecimal():
+            return ".".join(parts[: index + 1])
+    return parts[0] or "the model itself"
+
+
+def _planned_modules(timeline: PlannedTimeline, instant: int) -> dict[str, int]:
+    found: dict[str, int] = defaultdict(int)
+    for number in timeline.alive(instant).tolist():
+        each = timeline.allocation(number)
+        outside = "outside the model" if each.category is Category.INPUT else "the model itself"
+        found[part_of(each.module) if each.module else outside] += each.size_bytes
+    return dict(found)
+
+
+def _instant(timeline: PlannedTimeline, at: FailedAt, asked_bytes: int | None, graded: frozenset[str]) -> int | None:
+    """The instant that makes an allocation of this size where the step failed; the highest there when none does."""
+    instants = _candidates(timeline, at, graded)
+    if not len(instants):
+        return None
+    lives = timeline.lives
+    making = np.unique(lives.born[lives.size_bytes == (asked_bytes or -1)])
+    fitting = instants[np.isin(instants, making)]
+    if len(fitting):
+        return int(fitting[0])
+    return int(instants[timeline.during_bytes[instants].argmax()])
+
+
+def _candidates(timeline: PlannedTimeline, at: FailedAt, graded: frozenset[str]) -> np.ndarray:
+    trace = timeline.trace
+    if at.second_run_of is not None:
+        for number, unit in enumerate(timeline.units):
+            if unit.name == at.second_run_of:
+                again = timeline.second_run_instants(number)
+                inside = _of_module(trace, timeline.op[again], at.module)
+                return again[inside] if inside.any() else again
+    if at.phase is None:
+        return np.empty(0, np.int64)
+    step = timeline.step_instants[:-1]
+    ops = timeline.op[step]
+    right = np.fromiter((trace.ops[op].phase is at.phase for op in ops), bool, len(ops))
+    if at.phase is Phase.BACKWARD and at.module is None:
+        first, last = _between_gradients(trace, graded)
+        right &= (ops > first) & (ops <= last)
+    elif at.module is not None:
+        inside = right & _of_module(trace, ops, at.module)
+        right = inside if inside.any() else right
+    return step[right]
+
+
+def _of_module(trace: Trace, ops: Iterable[int], module: str | None) -> np.ndarray:
+    """Which ops run in a module, or in one inside it."""
+
+    def within(op: int) -> bool:
+        call = trace.ops[op].call if op < len(trace.ops) else NEVER
+        path = trace.calls[call].module if call != NEVER else None
+        return path is not None and (not module or path == module or path.startswith(f"{module}."))
+
+    return np.array([within(int(op)) for op in ops], bool)
+
+
+def _between_gradients(trace: Trace, graded: frozenset[str]) -> tuple[int, int]:
+    """Backward came past the gradients that are there, and not to those that are not."""
+    first, last = NEVER, len(trace.ops)
+    for each in trace.parameters:
+        if each.gradient == NEVER:
+            continue
+        birth = trace.storages[each.gradient].birth
+        if not graded.isdisjoint(each.names):
+            first = max(first, birth)
+        elif birth != NEVER:
+            last = min(last, birth)
+    return (first, last) if first < last else (NEVER, len(trace.ops))
+
+
+def _list(sizes: Mapping[str, int]) -> str:
+    ordered = sorted(sizes.items(), key=lambda each: -each[1])
+    shown = [f"{name} {display_bytes(size)}" for name, size in ordered[:_SHOWN]]
+    more = sum(size for _, size in ordered[_SHOWN:])
+    return ", ".join(shown) + (f", others {display_bytes(more)}" if more else "")
+
+
+class OutOfMemory(MemfitError, RuntimeError):
+    """A training step did not fit; `explanation` says why, and `__cause__` is the allocator's error.
+
+    `restored` says whether parameters, optimizer state, gradients, buffers and generators are as before the step.
+    """
+
+    def __init__(self, explanation: Explanation, *, restored: bool) -> None:
+        super().__init__(explanation)
+        self.explanation = explanation
+        self.restored = restored
+
+    def __str__(self) -> str:
+        return str(self.explanation)

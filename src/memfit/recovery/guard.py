@@ -1,0 +1,466 @@
+"""A guard for training: watches real steps, explains what does not fit, and plans tighter.
+
+Note [Watching]: a step begins with the model's first forward in training and ends with the optimizer's step. Its peak
+is what the allocator, or the kernel, counts anyway; hooks on the model and on the optimizer are all that is added, and
+they are gone when the guard is. Everything else happens when a step has failed.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
+
+from memfit.capture import Phase, Step, Trace
+from memfit.cost import Cost
+from memfit.engines import plan_of_model
+from memfit.errors import InputError, MissingFeatureError, StateError
+from memfit.plans import Plan
+from memfit.recovery.drift import Drift, PlanDrift
+from memfit.recovery.explanation import REST, Explanation, OutOfMemory, counted, expected, levers_of, place
+from memfit.recovery.inputs import Seen, different, seen
+from memfit.recovery.meter import NOISE_BYTES, limit_of, meter_of
+from memfit.recovery.replan import Replanner, optimizer_bytes, single_tensor, swap
+from memfit.recovery.rollback import Before, Keeper
+from memfit.solve import SolveOptions
+from memfit.units import display_bytes
+from memfit.verify.faults import FailedAt, asked_bytes, failed_at, is_out_of_memory, release
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+TOLERANCE = 0.05
+RETRIES = 3
+_AND_STATE = f"{REST}, and optimizer state that guard was not told of (optimizer=)"
+
+
+class Guard:
+    """Watches the steps of a model that runs a plan; made by `memfit.guard`.
+
+    `plan` is the plan that the model runs, after a replan the new one. `peak_bytes` is the peak of the last step on a
+    GPU, `growth_bytes` how far the process grew in it on a CPU, `drifts` the first of each kind.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: nn.Module,
+        *,
+        optimizer: torch.optim.Optimizer | None,
+        step: Step | Trace | Callable[[], Any] | None,
+        tolerance: float,
+        retries: int,
+        copies: bool,
+        accumulates: bool,
+        cost: Cost | str | None,
+        options: SolveOptions | None,
+    ) -> None:
+        _check(plan, model, optimizer, tolerance, retries)
+        self.plan = plan
+        self.steps = 0
+        self.peak_bytes: int | None = None
+        self.growth_bytes: int | None = None
+        self.drifts: tuple[Drift, ...] = ()
+        self._model = model
+        self._optimizer = optimizer
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet(
+            () if optimizer is None else (optimizer,)
+        )
+        self._tolerance = tolerance
+        self._retries = retries
+        self._copies = copies
+        self._replanner = None if step is None else Replanner(plan, step, model, cost=cost, options=options)
+        self._timeline = None if self._replanner is None else self._replanner.timeline(plan)
+        self._keeper = None if optimizer is None else Keeper(model, optimizer, accumulates=accumulates)
+        first = next(iter(model.parameters()), None)
+        self._device = torch.device("cpu") if first is None else first.device
+        self._meter = meter_of(self._device, self._resident_bytes)
+        self._hooks: list[Any] = []
+        self._before: Before | None = None
+        self._in_step = self._in_optimizer = False
+        self._seen: tuple[Seen, ...] = ()
+        self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._sizes: tuple[bool, list[int]] | None = None
+        self._switched = False
+        self._planning = False
+        self._captured = True
+        self._resident: tuple[tuple[int, bool], int] | None = None
+
+    def __repr__(self) -> str:
+        peak = "" if self.peak_bytes is None else f", the last with a peak of {display_bytes(self.peak_bytes)}"
+        if self.growth_bytes is not None:
+            peak = f", the process grew by {display_bytes(self.growth_bytes)} in the last"
+        state = "at work" if self._hooks else "not at work"
+        found = "".join(f"; {drift}" for drift in self.drifts)
+        return f"<guard {state}: {self.steps} {'step' if self.steps == 1 else 'steps'}{peak}{found}>"
+
+    # -- watching ---------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Guard:
+        if self._hooks:
+            raise StateError("this guard is at work already; make another with memfit.guard")
+        if any(isinstance(getattr(hook, "__self__", None), Guard) for hook in self._model._forward_pre_hooks.values()):
+            raise StateError("another guard watches this model; leave its `with` block first, one guard is enough")
+        applied = plan_of_model(self._model)
+        if applied is None or applied.plan.checkpoint != self.plan.checkpoint:
+            what = "does not run a plan" if applied is None else "runs another plan"
+            raise StateError(f"the model {what}; call plan.apply(model, optimizer) before the guard")
+        applied.leave_inputs()
+        self._hooks.append(self._model.register_forward_pre_hook(self._on_forward, with_kwargs=True))
+        if self._optimizer is not None:
+            self._hooks.append(self._optimizer.register_step_pre_hook(self._on_optimizer))
+            self._hooks.append(self._optimizer.register_step_post_hook(self._after_optimizer))
+        else:
+            self._hooks.append(register_optimizer_step_pre_hook(self._on_optimizer))
+            self._hooks.append(register_optimizer_step_post_hook(self._after_optimizer))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trail: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if error is None or isinstance(error, OutOfMemory) or not is_out_of_memory(error):
+            return
+        explanation = self._explain(error)
+        applied = plan_of_model(self._model)
+        if applied is not None:
+            applied.reset()
+        raise OutOfMemory(explanation, restored=False) from error
+
+    def _on_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        trained = model.training or bool(self.plan.trace.in_eval)
+        if self._in_step or self._planning or not trained or not torch.is_grad_enabled():
+            return
+        self._in_step, self._in_optimizer = True, False
+        call = (args, kwargs)
+        self._seen = seen(call)
+        self._call = None
+        if different(self._seen, self.plan.trace.inputs):
+            self._call = tree_map_only(torch.Tensor, lambda each: each.detach().to("meta"), call)
+        self._meter.begin()
+
+    def _on_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._in_step or not self._ours(optimizer):
+            return
+        self._optimizers.add(optimizer)
+        self._in_optimizer = True
+        if self._before is None:
+            return
+        if self._copies and not self._before.copied:
+            self._before.copy_all()
+        self._before.rehearse(self._needed(optimizer), self._device)
+        self._before.optimizer_began = True
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._in_step or not self._ours(optimizer):
+            return
+        self._in_step = self._in_optimizer = False
+        self.steps += 1
+        self.peak_bytes = self._meter.peak_bytes()
+        growth = self._meter.growth()
+        self.growth_bytes = None if growth is None else growth[0]
+        self._judge(0 if growth is None else growth[1])
+
+    def _ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        if self._optimizer is not None:
+            return optimizer is self._optimizer
+        first = next(iter(optimizer.param_groups[0]["params"]), None)
+        return any(each is first for each in self._model.parameters())
+
+    def _judge(self, there_bytes: int) -> None:
+        """Tell what differs. Pages that malloc keeps hide what a step takes: low growth of a process says nothing."""
+        assert self.plan.predicted is not None
+        planned, inputs = self.plan.predicted.peak_bytes, different(self._seen, self.plan.trace.inputs)
+        allowed = self._tolerance * planned
+        first = self.steps == 1  # libraries make their buffers, the optimizer its state
+        if self.peak_bytes is not None:
+            if self.peak_bytes > planned + allowed:
+                self._warn("higher", self.peak_bytes, planned, inputs)
+            elif self.peak_bytes < planned - allowed and not first:
+                self._warn("lower", self.peak_bytes, planned, inputs)
+            return
+        needed = max(0, planned - there_bytes)
+        if self.growth_bytes is not None and self.growth_bytes > needed + max(allowed, NOISE_BYTES) and not first:
+            self._warn("growth", self.growth_bytes, needed, inputs)
+        elif inputs and not any(each.inputs for each in self.drifts):
+            self._warn("inputs", None, planned, inputs)
+
+    def _warn(self, kind: str, measured: int | None, planned: int, inputs: tuple[str, ...]) -> None:
+        if any(each.kind == kind for each in self.drifts):
+            return
+        drift = Drift(kind=kind, step=self.steps, measured_bytes=measured, planned_bytes=planned, inputs=inputs)
+        self.drifts = (*self.drifts, drift)
+        warnings.warn(str(drift), PlanDrift, stacklevel=2)
+
+    def _resident_bytes(self) -> int:
+        """What is there when a step begins: inputs, and what outlives steps, counted anew when state appears."""
+        first = next(iter(self._model.parameters()), None)
+        states = sum(len(each.state) for each in self._optimizers)
+        key = states, first is not None and first.grad is not None
+        if self._resident is None or self._resident[0] != key:
+            self._resident = key, sum(counted(self._model, self._optimizers)[0].values())
+        return self._resident[1] + self._input_bytes
+
+    @property
+    def _input_bytes(self) -> int:
+        return sum(each.size_bytes for each in self._seen)
+
+    # -- steps that may be run again --------------------------------------------------------------------------------
+
+    def step(self, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Run one training step, `function(*args, **kwargs)`; out of memory it is taken back, planned tighter and run
+        again, with everything that it starts from as it was.
+
+        Raises `OutOfMemory` when no tighter plan is left, when the step could not be taken back, or after `retries`.
+        """
+        if not self._hooks:
+            raise StateError("the guard is not at work; write `with memfit.guard(...) as guard:` around the steps")
+        if self._keeper is None:
+            raise StateError("guard.step must know the optimizer to take steps back; give optimizer= to memfit.guard")
+        history: list[str] = []
+        while True:
+            self._before = before = self._keeper.before()
+            self._in_step = self._in_optimizer = False
+            try:
+                result = function(*args, **kwargs)
+                self._keeper.learn(before)
+                return result
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                cause, explanation = error, self._explain(error)
+            finally:
+                self._before = None
+                self._in_step = self._in_optimizer = False
+            release(cause)
+            restored = self._take_back(before, explanation, history)
+            if not restored or not self._tighten(explanation, history):
+                raise OutOfMemory(replace(explanation, history=tuple(history)), restored=restored) from cause
+            del before, cause
+
+    def replan(self, budget: str | int | float) -> Plan:
+        """Solve the step for another budget and make the model run that plan from its next step on."""
+        if self._replanner is None:
+            raise StateError("replan must know the step; give step= to memfit.guard")
+        if self._in_step:
+            raise StateError("a step is running; replan between steps")
+        found = self._replanner.plan(self.plan, budget)
+        self._run(found)
+        return found
+
+    def _take_back(self, before: Before, explanation: Explanation, history: list[str]) -> bool:
+        """Make everything as it was before the step that failed. False when something could not be."""
+        lost = before.restore()
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        if not lost:
+            history.append(f"the step failed {place(explanation.at)} and was taken back")
+            return True
+        names = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+        history.append(
+            f"the step could not be taken back, because it had written to {names}: go on from a checkpoint, and give "
+            "guard copies=True (accumulates=True for gradients that outlive steps)"
+        )
+        return False
+
+    def _tighten(self, explanation: Explanation, history: list[str]) -> bool:
+        """Make the next run of the step take less. False when that is not possible."""
+        if self._replanner is None:
+            return False
+        assert self._optimizer is not None
+        tries = len(history) // 2  # each that failed and what was done about it are two
+        if tries >= self._retries:
+            history.append(self._gave_up() if self._replanner.is_least(self.plan) else _all_allowed(self._retries))
+            return False
+        if explanation.at.phase is Phase.OPTIMIZER:
+            if single_tensor(self._optimizer):
+                self._switched, self._sizes = True, None
+                history.append("the optimizer now updates one parameter after the other (foreach=False)")
+                return True
+            history.append("no plan lowers what the optimizer's step takes: activations are gone by then")
+            return False
+        try:
+            found = self._tighter(explanation, last=tries == self._retries - 1)
+            if found is not None:
+                self._run(found)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            history.append("there was not enough memory left to plan the step anew")
+            return False
+        if found is None or found.predicted is None:
+            history.append(self._gave_up())
+            return False
+        history.append(
+            f"it was planned anew for {display_bytes(found.budget_bytes)}, peak "
+            f"{display_bytes(found.predicted.peak_bytes)}, and run again"
+        )
+        return True
+
+    def _tighter(self, explanation: Explanation, *, last: bool) -> Plan | None:
+        assert self._replanner is not None
+        self._captured = True
+        if self._call is not None:
+            self._planning = True
+            try:
+                self._captured = self._replanner.for_inputs(self.plan, *self._call)
+            finally:
+                self._planning = False
+        failed = min(explanation.expected.total_bytes, explanation.planned_peak_bytes)
+        return self._replanner.tighter(self.plan, failed, last=last)
+
+    def _gave_up(self) -> str:
+        """Why there is nothing left to try: the step ran with the plan with the lowest peak."""
+        assert self._replanner is not None
+        least = self._replanner.least(self.plan)
+        if least is None or least.predicted is None:
+            return "no plan of this step with a lower peak was found"
+        text = (
+            f"it ran with the lowest peak that any plan of this step has, {display_bytes(least.predicted.peak_bytes)}"
+        )
+        if self._captured:
+            return text
+        return (
+            f"{text} with the planned inputs (with these it could not be captured: give guard a Step that takes them)"
+        )
+
+    def _run(self, plan: Plan) -> None:
+        swap(self.plan, plan, self._model, self._optimizer)
+        self.plan = plan
+        self._timeline = None if self._replanner is None else self._replanner.timeline(plan)
+        self._sizes = None
+
+    def _needed(self, optimizer: torch.optim.Optimizer) -> list[int]:
+        """Sizes of what the optimizer's step allocates; with its state made, always the same."""
+        has_state = bool(optimizer.state)
+        if self._sizes is None or self._sizes[0] != has_state:
+            known = self._replanner is not None and not self._switched
+            trace = self._replanner.trace if known and self._replanner is not None else None
+            self._sizes = has_state, optimizer_bytes(optimizer, trace)
+        return self._sizes[1]
+
+    # -- explaining -------------------------------------------------------------------------------------------------
+
+    def _explain(self, error: BaseException) -> Explanation:
+        """Explaining takes memory too: when there is none, the frames of the failed step are let go first."""
+        at = failed_at(error, self._model, in_step=self._in_step, in_optimizer=self._in_optimizer)
+        total = self._meter.now_bytes() if self._in_step else None
+        try:
+            return self._explained(error, at, total)
+        except Exception as again:
+            if not is_out_of_memory(again):
+                raise
+        release(error)
+        gc.collect()
+        return self._explained(error, at, total)
+
+    def _explained(self, error: BaseException, at: FailedAt, total_bytes: int | None) -> Explanation:
+        assert self.plan.predicted is not None
+        asked = asked_bytes(error)
+        input_bytes = self._input_bytes if self._in_step else 0
+        by_category, by_module = counted(
+            self._model, self._optimizers, input_bytes=input_bytes, total_bytes=total_bytes
+        )
+        uncounted = []
+        if not self._optimizers and self._device.type == "cuda" and total_bytes is not None:
+            by_category = {_AND_STATE if name == REST else name: size for name, size in by_category.items()}
+        elif not self._optimizers:
+            uncounted.append("the optimizer's state (give guard optimizer=)")
+        if self._in_step and total_bytes is None:
+            uncounted.append("activations and temporaries, which nothing counts on this system")
+        graded = frozenset(name for name, each in self._model.named_parameters() if each.grad is not None)
+        found = expected(self.plan, self._timeline, at, asked, graded)
+        inputs = different(self._seen, self.plan.trace.inputs)
+        return Explanation(
+            at=at,
+            asked_bytes=asked,
+            limit=limit_of(self._device),
+            total_bytes=total_bytes,
+            by_category=by_category,
+            by_module=by_module,
+            uncounted=tuple(uncounted),
+            expected=found,
+            budget_bytes=self.plan.budget_bytes,
+            planned_peak_bytes=self.plan.predicted.peak_bytes,
+            inputs=inputs,
+            levers=levers_of(
+                self.plan,
+                found,
+                at,
+                inputs,
+                replans=self._replanner is not None,
+                least=self._replanner is not None and self._replanner.is_least(self.plan),
+            ),
+            history=(),
+        )
+
+
+def guard(
+    plan: Plan,
+    model: nn.Module,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    step: Step | Trace | Callable[[], Any] | None = None,
+    tolerance: float = TOLERANCE,
+    retries: int = RETRIES,
+    copies: bool = False,
+    accumulates: bool = False,
+    cost: Cost | str | None = None,
+    options: SolveOptions | None = None,
+) -> Guard:
+    """Watch the steps of a model that runs a plan: `with memfit.guard(plan, model): ...`.
+
+    Warns when peaks drift from the plan by more than `tolerance` and explains an out-of-memory error (`OutOfMemory`).
+    With `step`, what the plan was made of (a step, its trace or a function), it explains in full. With `optimizer` as
+    well, `guard.step(function)` takes a step that failed back, plans tighter and runs it again, `retries` times at
+    most. `copies` keeps parameters and optimizer state while the optimizer steps, `accumulates` gradients that outlive
+    a step; `cost` and `options` are those that the plan was made with.
+    """
+    return Guard(
+        plan,
+        model,
+        optimizer=optimizer,
+        step=step,
+        tolerance=tolerance,
+        retries=retries,
+        copies=copies,
+        accumulates=accumulates,
+        cost=cost,
+        options=options,
+    )
+
+
+def _all_allowed(retries: int) -> str:
+    often = f"{retries + 1} times" if retries else "once"
+    return f"it was run {often}, and that is all that was allowed (retries={retries})"
+
+
+def _check(
+    plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None, tolerance: float, retries: int
+) -> None:
+    if not isinstance(plan, Plan):
+        raise InputError(f"guard takes a plan first, not a {type(plan).__name__}: memfit.guard(plan, model)")
+    if not isinstance(model, nn.Module):
+        raise InputError(f"guard takes the model, an nn.Module, not a {type(model).__name__}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"optimizer is a {type(optimizer).__name__}; give the model's torch.optim.Optimizer")
+    if plan.predicted is None:
+        raise InputError("this plan is infeasible, so there is nothing to watch; plan with a larger budget")
+    if plan.shard is not None or plan.ddp is not None:
+        does = "shards" if plan.shard is not None else "replicates"
+        raise MissingFeatureError(f"this plan {does} the model, which the guard does not watch yet; plan with ranks=1")
+    if not tolerance > 0:
+        raise InputError(f"tolerance is {tolerance}; give a part of the peak above 0, such as {TOLERANCE}")
+    if retries < 0:
+        raise InputError(f"retries is {retries}; give 0 or more")

@@ -1,0 +1,219 @@
+"""A tighter plan for a step that did not fit, and what a plan expects at every instant of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from memfit.capture import NEVER, Category, Phase, Step, Trace
+from memfit.capture import trace as capture
+from memfit.cost import Cost
+from memfit.engines import unplanned
+from memfit.errors import MemfitError
+from memfit.plans import Plan
+from memfit.plans import plan as make_plan
+from memfit.solve import PlannedTimeline, SolveOptions
+from memfit.verify.faults import is_out_of_memory
+from memfit.verify.given import step_given
+from memfit.verify.prediction import replayed
+
+LOWER = 0.1
+"""The part of what did not fit by which the next budget is lower."""
+
+
+class Replanner:
+    """Knows the step of a plan op by op: says what a plan expects of it, and makes tighter ones.
+
+    `trace` is the step as it is now; other inputs make it another one.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        step: Step | Trace | Callable[[], Any],
+        model: nn.Module,
+        *,
+        cost: Cost | str | None = None,
+        options: SolveOptions | None = None,
+    ) -> None:
+        self._model = model
+        self._step = None if isinstance(step, Trace) else step_given(step, "guard")
+        self.trace = step if isinstance(step, Trace) else _captured(plan, step_given(step, "guard"), model)
+        plan.check(self.trace)
+        self._cost = cost
+        self._options = options
+        self._least: Plan | None = None
+        self._spare: tuple[Plan, Trace] | None = None
+        if plan.trace.device_type == "cpu":  # planning may find no memory when a step has not
+            least = self.least(plan)
+            self._spare = None if least is None else (least, self.trace)
+
+    def timeline(self, plan: Plan) -> PlannedTimeline:
+        """Memory at every instant of the step under a plan."""
+        return replayed(plan, self.trace)
+
+    def for_inputs(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Capture the step for other inputs of the model. False when it cannot be.
+
+        A trace does not allow that, nor a function that runs the step, nor a loss that holds labels of the old shape.
+        """
+        step = self._step
+        if step is None or step.run is not None or (args and kwargs):
+            return False
+        given = kwargs or (args[0] if len(args) == 1 and not isinstance(step.batch, tuple) else args)
+        if isinstance(given, dict) != isinstance(step.batch, dict):
+            return False
+        try:
+            with unplanned(self._model):
+                self.trace = capture(step.with_batch(given), target=plan.target.device)
+        except (MemfitError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
+            return False
+        return True
+
+    def tighter(self, plan: Plan, failed_bytes: int, *, last: bool = False) -> Plan | None:
+        """The fastest plan that stays well below what did not fit; where there is none, and at the last try, the one
+        with the lowest peak. None when that is what the step ran with."""
+        try:
+            found = (None if last else self._below(plan, failed_bytes)) or self.least(plan)
+        except Exception as error:
+            if not is_out_of_memory(error) or self._spare is None or same_decisions(self._spare[0], plan):
+                raise
+            found, self.trace = self._spare
+        return None if found is None or same_decisions(found, plan) else found
+
+    def _below(self, plan: Plan, failed_bytes: int) -> Plan | None:
+        """A plan that differs from the one that failed: under its budget if the step is another one now, else lower."""
+        if plan.fingerprint != self.trace.fingerprint:
+            found = self.plan(plan, plan.budget_bytes)
+            if found.predicted is None or not same_decisions(found, plan):
+                return None if found.predicted is None else found
+            failed_bytes = found.predicted.peak_bytes
+        found = self.plan(plan, max(1, int(failed_bytes * (1 - LOWER))))
+        return None if found.predicted is None or same_decisions(found, plan) else found
+
+    def least(self, plan: Plan) -> Plan | None:
+        """The plan of the step as it is now that has the lowest peak."""
+        if self._least is None or self._least.fingerprint != self.trace.fingerprint:
+            least = self.plan(plan, 1).minimum_budget_bytes
+            self._least = None if least is None else self.plan(plan, least)
+        return self._least
+
+    def is_least(self, plan: Plan) -> bool:
+        """Whether a plan is known to be that one."""
+        return self._least is not None and same_decisions(self._least, plan)
+
+    def plan(self, plan: Plan, budget: str | int | float) -> Plan:
+        """The fastest plan of the step under a budget, on the device of another plan."""
+        return make_plan(
+            self.trace,
+            target=plan.target.device,
+            budget=budget,
+            cost=self._cost,
+            options=self._options,
+            progress=False,
+        )
+
+
+def same_decisions(one: Plan, other: Plan) -> bool:
+    """Whether two plans do the same to the model, though their figures may be of other inputs."""
+    return _decisions(one) == _decisions(other)
+
+
+def _decisions(plan: Plan) -> tuple[Any, ...]:
+    return tuple((each.unit, each.stop, each.dropped, [op.offset for op in each.saved_ops]) for each in plan.checkpoint)
+
+
+def _captured(plan: Plan, step: Step, model: nn.Module) -> Trace:
+    """The step's trace. When the plan is for an optimizer that had no state yet, it is captured without."""
+    with unplanned(model):
+        found = capture(step, target=plan.target.device)
+    optimizer = step.optimizer
+    if found.fingerprint == plan.fingerprint or not isinstance(optimizer, torch.optim.Optimizer):
+        return found
+    kept = dict(optimizer.state)
+    optimizer.state.clear()
+    try:
+        with unplanned(model):
+            return capture(step, target=plan.target.device)
+    finally:
+        optimizer.state.clear()
+        optimizer.state.update(kept)
+
+
+def swap(old: Plan, new: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Make the model run another plan; it goes on with the old one when that is refused."""
+    old.remove(model)
+    try:
+        new.apply(model, optimizer)
+    except BaseException:
+        old.apply(model, optimizer)
+        raise
+
+
+def single_tensor(optimizer: torch.optim.Optimizer) -> bool:
+    """Let the optimizer update one parameter after the other, which makes temporaries of one instead of all of them.
+
+    Its state stays as it is. False when it does so already, or is fused and makes none.
+    """
+    changed = False
+    for group in optimizer.param_groups:
+        device = group["params"][0].device.type if group["params"] else "cpu"
+        usual = device == "cuda" and not group.get("fused")
+        if "foreach" in group and (group["foreach"] or (group["foreach"] is None and usual)):
+            group["foreach"], changed = False, True
+    return changed
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer, trace: Trace | None) -> list[int]:
+    """The sizes of what an optimizer's step will have allocated at its highest point.
+
+    Of a trace they are known. Otherwise two temporaries of the largest parameter, of all of them for a `foreach`
+    optimizer, none for a fused one; and two states of each parameter that has none.
+    """
+    groups = [[each for each in group["params"] if each.requires_grad] for group in optimizer.param_groups]
+    missing = [_bytes(each) for group in groups for each in group if not optimizer.state.get(each)]
+    if trace is not None:
+        states = _states(trace)
+        return (states if missing else []) + _temporaries(trace)
+    needed = 2 * missing
+    for group, members in zip(optimizer.param_groups, groups, strict=True):
+        sizes = [_bytes(each) for each in members]
+        many = group.get("foreach") or (group.get("foreach") is None and any(each.is_cuda for each in members))
+        if sizes and not group.get("fused"):
+            needed += 2 * (sizes if many else [max(sizes)])
+    return needed
+
+
+def _temporaries(trace: Trace) -> list[int]:
+    """Of the optimizer's storages, those that are there when most bytes are."""
+    ops = [index for index, op in enumerate(trace.ops) if op.phase is Phase.OPTIMIZER]
+    if not ops:
+        return []
+    first, last = ops[0], ops[-1]
+    kept = (Category.GRADIENT, Category.OPTIMIZER_STATE)
+    made = [each for each in trace.storages if first <= each.birth <= last and each.category not in kept]
+    change = np.zeros(last - first + 2, np.int64)
+    for each in made:
+        change[each.birth - first] += each.bytes
+        change[_end(each.death, last) + 1 - first] -= each.bytes
+    peak = first + int(np.cumsum(change).argmax())
+    return [each.bytes for each in made if each.bytes and each.birth <= peak <= _end(each.death, last)]
+
+
+def _end(death: int, last: int) -> int:
+    return last if death == NEVER else min(death, last)
+
+
+def _states(trace: Trace) -> list[int]:
+    found = {storage for each in trace.parameters for storage in each.state}
+    return [trace.storages[each].bytes for each in sorted(found) if trace.storages[each].bytes]
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -1,0 +1,5 @@
+"""What sharding adds to a step: units, schedule, bytes, streams and times of FSDP2 and DDP on several ranks."""
+
+from memfit.sharding.shard import Sharding, ShardOptions, ShardUnit, repeated_blocks, shard
+
+__all__ = ["ShardOptions", "ShardUnit", "Sharding", "repeated_blocks", "shard"]

@@ -1,0 +1,136 @@
+"""How parameters are sharded, and the dtypes that follow from the options and from how the step was captured."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from memfit.capture import Parameter, Trace
+from memfit.cost.work import item_bytes_of
+from memfit.errors import InputError
+
+Parallel = Literal["fsdp", "ddp"]
+FIRST_BUCKET_BYTES = 1 << 20
+"""DDP's first bucket is small, so that the first all-reduce begins soon (`dist._DEFAULT_FIRST_BUCKET_BYTES`)."""
+BUCKET_CAP_BYTES = 25 << 20
+ShardDtype = Literal["float64", "float32", "bfloat16", "float16"]
+_NAMES = ("float64", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardOptions:
+    """How several ranks divide the work; `units` are module paths, by default the repeated blocks, the root always.
+
+    `parallel` is `fsdp`, fully sharded, or `ddp`, replicated: DistributedDataParallel with buckets of up to
+    `bucket_cap_bytes` (its `bucket_cap_mb`), beside the gradients unless these are views of them
+    (`gradient_as_bucket_view`). Units and dtypes are for `fsdp` alone.
+
+    `shard_dtype` is that of shards, their gradients and optimizer state, `param_dtype` that of gathered parameters and
+    whole gradients, `reduce_dtype` that in which gradients are summed. Each is the parameter's own unless given; only
+    `param_dtype` of a step captured with autocast is autocast's. Write `param_dtype="float32"` to gather in that; a
+    dtype of torch is taken for its name.
+    """
+
+    units: tuple[str, ...] | None = None
+    shard_dtype: ShardDtype | None = None
+    param_dtype: ShardDtype | None = None
+    reduce_dtype: ShardDtype | None = None
+    parallel: Parallel = "fsdp"
+    bucket_cap_bytes: int = BUCKET_CAP_BYTES
+    gradient_as_bucket_view: bool = False
+
+    @property
+    def first_bucket_is_small(self) -> bool:
+        """DDP makes its first bucket small only where its cap is left as it is."""
+        return self.bucket_cap_bytes == BUCKET_CAP_BYTES
+
+    def __post_init__(self) -> None:
+        if self.parallel not in get_args(Parallel):
+            raise InputError(f"parallel is {self.parallel!r}; write 'fsdp' (sharded) or 'ddp' (replicated)")
+        if self.parallel == "ddp":
+            for name in ("units", "shard_dtype", "param_dtype", "reduce_dtype"):
+                if getattr(self, name) is not None:
+                    raise InputError(f"{name} is for sharded parameters, and parallel='ddp' has none; leave one out")
+        elif self.gradient_as_bucket_view or self.bucket_cap_bytes != BUCKET_CAP_BYTES:
+            raise InputError("bucket_cap_bytes and gradient_as_bucket_view are for parallel='ddp'; leave them out")
+        cap = self.bucket_cap_bytes
+        if isinstance(cap, bool) or not isinstance(cap, int) or cap < 1:
+            raise InputError(f"bucket_cap_bytes is {cap!r}; write bytes, such as {BUCKET_CAP_BYTES} (25 MiB)")
+        for name in ("shard_dtype", "param_dtype", "reduce_dtype"):
+            given = getattr(self, name)
+            if isinstance(given, torch.dtype):
+                object.__setattr__(self, name, str(given).removeprefix("torch."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardDtypes:
+    """The dtypes of a sharded step. None is the parameter's own."""
+
+    shard: str | None
+    param: str | None
+    reduce: str | None
+
+    @classmethod
+    def of(cls, trace: Trace, options: ShardOptions) -> ShardDtypes:
+        """Those that are given, else those of the capture.
+
+        With `param_dtype` the other two are named too, where all parameters agree: FSDP2 would reduce in `param_dtype`
+        if it were not told.
+        """
+        for name in ("shard_dtype", "param_dtype", "reduce_dtype"):
+            given = getattr(options, name)
+            if given is not None and given not in _NAMES:
+                raise InputError(f"{name} is {given!r}; give one of {', '.join(map(repr, _NAMES))}, or leave it out")
+        param = options.param_dtype or trace.autocast
+        own = {parameter.dtype for parameter in trace.parameters if _floats(parameter.dtype)}
+        only = own.pop() if param is not None and len(own) == 1 else None
+        return cls(shard=options.shard_dtype or only, param=param, reduce=options.reduce_dtype or only)
+
+    def kept(self, parameter: Parameter) -> str:
+        """The dtype of a parameter's shard, of its gradient's and of its optimizer state."""
+        return _chosen(self.shard, parameter)
+
+    def gathered(self, parameter: Parameter) -> str:
+        """The dtype of the gathered parameter and of its whole gradient."""
+        return _chosen(self.param, parameter)
+
+    def reduced(self, parameter: Parameter) -> str:
+        """The dtype in which the gradient is summed."""
+        return _chosen(self.reduce, parameter)
+
+
+def shard_bytes(parameter: Parameter, ranks: int, dtype: str | None = None) -> int:
+    """What one rank keeps of a parameter: whole rows of its first dimension, the last rank's padded."""
+    return padded_elements(parameter, ranks) // ranks * item_bytes(dtype or parameter.dtype)
+
+
+def padded_elements(parameter: Parameter, ranks: int) -> int:
+    """Elements with the padding that makes the first dimension a multiple of the ranks."""
+    shape = parameter.shape or (1,)
+    rows = -(-shape[0] // ranks) * ranks
+    return rows * math.prod(shape[1:])
+
+
+def elements(parameter: Parameter) -> int:
+    """Elements of the whole parameter."""
+    return math.prod(parameter.shape)
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element."""
+    try:
+        return item_bytes_of(dtype)
+    except AttributeError as error:
+        raise InputError(f"{dtype!r} is no dtype of torch; write for example 'float32' or 'bfloat16'") from error
+
+
+def _chosen(dtype: str | None, parameter: Parameter) -> str:
+    """Mixed precision is for floating point only."""
+    return dtype if dtype is not None and _floats(parameter.dtype) else parameter.dtype
+
+
+def _floats(dtype: str) -> bool:
+    return getattr(torch, dtype).is_floating_point

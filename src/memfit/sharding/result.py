@@ -1,0 +1,59 @@
+"""A step of one rank among many."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from memfit.capture import Trace
+from memfit.cost import Runtime
+from memfit.memory.intervals import Interval
+from memfit.memory.timeline import Bytes
+from memfit.sharding.runtime import Transfer
+from memfit.sharding.units import ShardUnit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """A step of one rank among many: its levels, its units and its communication.
+
+    `runtime` has the times and, as its `trace`, the step without casts of parameters that are gathered in their dtype:
+    it is the one to checkpoint units of, since such a cast makes nothing that could be dropped or made again. `removed`
+    are the storages that a rank does not have and `allocations` what it has instead. The dtypes are those that were
+    used; None is the parameter's own. `buckets` are the bytes of DDP's gradient buckets, where the step is replicated
+    and not sharded.
+    """
+
+    runtime: Runtime
+    before_by_row: Bytes
+    during_by_row: Bytes
+    units: tuple[ShardUnit, ...]
+    removed: frozenset[int]
+    allocations: tuple[Interval, ...]
+    transfers: tuple[Transfer, ...]
+    communication_ms: float
+    exposed_ms: float
+    shard_dtype: str | None
+    param_dtype: str | None
+    reduce_dtype: str | None
+    buckets: tuple[int, ...] = ()
+
+    @property
+    def trace(self) -> Trace:
+        """The step without casts of parameters."""
+        return self.runtime.trace
+
+    @cached_property
+    def before(self) -> Bytes:
+        """Bytes alive just before each op."""
+        return self.before_by_row.sum(axis=0)
+
+    @cached_property
+    def during(self) -> Bytes:
+        """Bytes alive while each op runs, and between it and the next."""
+        return self.during_by_row.sum(axis=0)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The highest point of the step when nothing is checkpointed."""
+        return int(self.during.max())

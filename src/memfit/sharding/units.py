@@ -1,0 +1,169 @@
+"""The modules that gather their parameters, every run of them in the step, and the passes of the step."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memfit.capture import NEVER, ModuleCall, Parameter, Phase, Trace
+from memfit.errors import InputError
+from memfit.paths import around
+from memfit.paths import repeated_blocks as blocks_among
+from memfit.sharding.options import ShardDtypes, ShardOptions, elements, item_bytes, padded_elements, shard_bytes
+
+_FORWARD = (Phase.FORWARD, Phase.LOSS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """A forward and its backward: ops `begin` up to (not including) `end`, its backward from `backward_begin` on.
+
+    `earliest` is the first forward op that has a gradient; what runs before it has inputs without one.
+    """
+
+    begin: int
+    backward_begin: int
+    end: int
+    earliest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardCall:
+    """One run of a unit; its backward is that of its own pass, `NEVER` when it has none.
+
+    `reduces` says whether its gradients are reduced when its backward ends. That of a run whose inputs need no gradient
+    is not seen to end, and its gradients wait for the end of the whole backward.
+    """
+
+    begin: int
+    end: int
+    backward_begin: int
+    backward_end: int
+    depth: int
+    reduces: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardUnit:
+    """A module whose parameters are gathered together, those of units inside it excepted, and its runs."""
+
+    module: str
+    parameters: int
+    shard_bytes: int
+    gathered_bytes: int
+    gradient_bytes: int
+    reduced_bytes: int
+    calls: tuple[ShardCall, ...]
+
+
+def repeated_blocks(trace: Trace) -> tuple[str, ...]:
+    """Modules that are alike and numbered in a row, the outermost such; what FSDP usually wraps."""
+    called = {call.module for call in trace.calls}
+    holding = {path for parameter in trace.parameters for name in parameter.names for path in around(name)}
+    return blocks_among(
+        {each.path: each.kind for each in trace.modules if each.path in called and each.path in holding}
+    )
+
+
+def passes_of(trace: Trace) -> tuple[Pass, ...]:
+    """The passes of a step, several with accumulation. What an optimizer does in the backward does not end it."""
+    spans: list[list[int]] = []  # begin, first and last backward op
+    begin, forward_since = 0, True
+    for index, op in enumerate(trace.ops):
+        if op.phase in _FORWARD:
+            if not forward_since:
+                begin = spans[-1][2] + 1
+            forward_since = True
+        elif op.phase is Phase.BACKWARD:
+            if forward_since:
+                spans.append([begin, index, index])
+            spans[-1][2] = index
+            forward_since = False
+    return tuple(
+        Pass(
+            begin=begin,
+            backward_begin=first,
+            end=last + 1,
+            earliest=min(
+                (op.forward_op for op in trace.ops[first : last + 1] if op.forward_op >= begin), default=last + 1
+            ),
+        )
+        for begin, first, last in spans
+    )
+
+
+def pass_of(passes: Sequence[Pass], op: int) -> int:
+    """The number of the pass that an op lies in; that after the last for what follows."""
+    return bisect_right([each.end for each in passes], op)
+
+
+def members_of(trace: Trace, options: ShardOptions) -> dict[str, list[int]]:
+    """The numbers of the parameters of every unit, the root's first."""
+    if isinstance(options.units, str):
+        raise InputError(f"units is {options.units!r}; give a tuple of module paths, ({options.units!r},)")
+    wanted = repeated_blocks(trace) if options.units is None else tuple(dict.fromkeys(options.units))
+    known = {module.path for module in trace.modules}
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise InputError(f"no module is called {unknown[0]!r}; give module paths such as {sorted(known)[1:4]}")
+    order = {module.path: place for place, module in enumerate(trace.modules)}
+    names = ("", *sorted((name for name in wanted if name), key=order.__getitem__))
+    members: dict[str, list[int]] = {name: [] for name in names}
+    for number, parameter in enumerate(trace.parameters):
+        members[_home(parameter, names)].append(number)
+    return members
+
+
+def units_of(
+    trace: Trace, members: dict[str, list[int]], passes: Sequence[Pass], ranks: int, dtypes: ShardDtypes
+) -> tuple[ShardUnit, ...]:
+    """Every unit with its sizes and its runs."""
+    found = []
+    for name, numbers in members.items():
+        calls = _calls(trace, name, passes)
+        if not calls:
+            raise InputError(f"module {name!r} is never called, so it cannot gather its parameters; leave it out")
+        held = [trace.parameters[number] for number in numbers]
+        trained = [parameter for parameter in held if parameter.trainable]
+        found.append(
+            ShardUnit(
+                module=name,
+                parameters=len(held),
+                shard_bytes=sum(shard_bytes(each, ranks, dtypes.kept(each)) for each in held),
+                gathered_bytes=sum(padded_elements(each, ranks) * item_bytes(dtypes.gathered(each)) for each in held),
+                gradient_bytes=sum(elements(each) * item_bytes(dtypes.gathered(each)) for each in trained),
+                reduced_bytes=sum(padded_elements(each, ranks) * item_bytes(dtypes.reduced(each)) for each in trained),
+                calls=calls,
+            )
+        )
+    return tuple(found)
+
+
+def _calls(trace: Trace, name: str, passes: Sequence[Pass]) -> tuple[ShardCall, ...]:
+    return tuple(
+        _call(trace, call, len(trace.ancestors(number)), passes)
+        for number, call in enumerate(trace.calls)
+        if call.module == name and call.phase in _FORWARD and call.begin < call.end
+    )
+
+
+def _call(trace: Trace, call: ModuleCall, depth: int, passes: Sequence[Pass]) -> ShardCall:
+    first, last, reduces = call.backward_begin, call.backward_end, False
+    if first != NEVER:
+        own = passes[pass_of(passes, first)]
+        reduces = own.earliest < call.begin
+        if last > own.end:  # a trace counts what later passes add to a gradient as backward of its first use
+            ops = range(own.end - 1, first, -1)
+            last = next((op for op in ops if call.begin <= trace.ops[op].forward_op < call.end), first) + 1
+    return ShardCall(
+        begin=call.begin, end=call.end, backward_begin=first, backward_end=last, depth=depth, reduces=reduces
+    )
+
+
+def _home(parameter: Parameter, names: Sequence[str]) -> str:
+    """The innermost unit that holds every name of a parameter; one that is tied across units belongs to the root."""
+    homes = {
+        max((name for name in names if not name or path.startswith(f"{name}.")), key=len) for path in parameter.names
+    }
+    return homes.pop() if len(homes) == 1 else ""
