@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._profiler import _EventType
+
+from memfit.torch_private.profiler import ALLOCATION, TORCH_OP
 
 _STDERR = 2
 _CHATTER = b"SyncActivityProfilerHandler"
@@ -55,9 +56,9 @@ def _collect(roots: list[Any]) -> list[AllocatorEvent]:
         event, ops = stack.pop()
         children = event.children
         if children:
-            inner = (*ops, event.name) if event.tag == _EventType.TorchOp else ops
+            inner = (*ops, event.name) if event.tag == TORCH_OP else ops
             stack.extend([(child, inner) for child in reversed(children)])
-        elif event.tag == _EventType.Allocation:  # has no children
+        elif event.tag == ALLOCATION:  # has no children
             fields = event.extra_fields
             if fields.device.type == "cpu":
                 record = AllocatorEvent(bytes=fields.alloc_size, address=fields.ptr or 0, ops=ops)

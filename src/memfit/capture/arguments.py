@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.utils._pytree import tree_leaves
 
 from memfit.capture.record import Op, TensorRef
+from memfit.torch_private.pytree import tree_leaves
 
 _ENCODER = msgspec.json.Encoder(enc_hook=str)
 _GENERATOR = "<torch._C.Generator object>"
@@ -82,19 +82,6 @@ def tensors_of(values: Any) -> list[torch.Tensor]:
         elif isinstance(value, (list, tuple)):
             found += tensors_of(value)
     return found
-
-
-def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor inside the wrappers of torch.func's transforms (`vmap`, `grad`), which have no storage."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
-
-
-def differentiates() -> bool:
-    """Whether a transform of torch.func that takes derivatives is at work."""
-    kinds = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
-    return any(level.key() in kinds for level in torch._C._functorch.get_interpreter_stack() or ())
 
 
 def is_wrapper(kind: type) -> bool:

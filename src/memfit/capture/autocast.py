@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from memfit.torch_private.autograd import is_view
+
 
 class Cast(enum.Enum):
     """What autocast does to an op's arguments."""
@@ -126,7 +128,7 @@ class Autocast:
             and tensor.dtype == torch.float32
             and tensor.requires_grad
             and tensor.is_leaf
-            and not tensor._is_view()
+            and not is_view(tensor)
             and torch.is_autocast_cache_enabled()
         )
         if not cacheable:

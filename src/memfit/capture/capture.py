@@ -17,11 +17,10 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit._version import __version__
 from memfit.capture.advice import Advice
-from memfit.capture.arguments import tensor_leaves, tensors_of, unwrapped, visit_tensors
+from memfit.capture.arguments import tensor_leaves, tensors_of, visit_tensors
 from memfit.capture.calls import CallTracker, module_calls
 from memfit.capture.chance import Chance, largest_path
 from memfit.capture.cuda_api import replaced
@@ -54,6 +53,17 @@ from memfit.capture.step_input import check_model
 from memfit.capture.storages import HOST, StorageDraft, StorageTable
 from memfit.errors import InputError, MemfitError
 from memfit.hardware import Device, Target
+from memfit.torch_private.autograd import (
+    checkpoint_checks,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    top_saved_tensor_hooks,
+)
+from memfit.torch_private.compiler import dynamo_is_loaded
+from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes
+from memfit.torch_private.functorch import unwrap
+from memfit.torch_private.modules import buffer_table, parameter_table
+from memfit.torch_private.wrappers import compiled_original, has_compiled_parts
 
 
 def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | Device | Target | None = None) -> Trace:
@@ -123,17 +133,10 @@ def _context(device: Device) -> RuleContext:
     )
 
 
-def _is_compiled(model: nn.Module) -> bool:
-    return any(
-        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
-
-
 def _eager(model: nn.Module, notes: list[str]) -> nn.Module:
     """The model behind `torch.compile`, which is captured as its eager original."""
-    original = getattr(model, "_orig_mod", None)
-    if _is_compiled(model):
+    original = compiled_original(model)
+    if has_compiled_parts(model):
         notes.append("the model is compiled; it was captured as its eager original")
     return original if isinstance(original, nn.Module) else model
 
@@ -207,7 +210,7 @@ class _Capture:
                 self._pass(step, made, before)
                 before.close()
             self.recorder.table.close()
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 left = {names[0]: parameter.grad for parameter, names in self.parameters.values()}
                 self.left_gradients = {name: gradient for name, gradient in left.items() if gradient is not None}
 
@@ -235,7 +238,7 @@ class _Capture:
                 place = ""
                 optimizers = optimizers_by_key(self.companions.optimizers, made)
                 if self.first_state and before is None:
-                    with torch._C.DisableTorchFunction(), _disable_current_modes():
+                    with DisableTorchFunction(), disable_current_modes():
                         self.states.begin_with(self.first_state, optimizers)
                 step.execute(self.model, made, self.context.device_type)
             except MemfitError:
@@ -245,7 +248,7 @@ class _Capture:
             finally:
                 self.chance.note_host(seeded, self.held)
                 self.leftovers += self.recorder.table.outliving()
-            with torch._C.DisableTorchFunction(), _disable_current_modes():
+            with DisableTorchFunction(), disable_current_modes():
                 self.left_state = self.states.left(optimizers)
         return made
 
@@ -259,7 +262,7 @@ class _Capture:
     def _outliving(self) -> set[int]:
         table = self.recorder.table
         known: set[int] = set()
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for parameter, _ in self.parameters.values():
                 known.add(table.number_of(parameter))
                 if parameter.grad is not None:
@@ -276,7 +279,7 @@ class _Capture:
         found: list[Any] = []
         for module in self.model.modules():
             found += [(name, each) for name, each in vars(module).items() if each is None or isinstance(each, bool)]
-            for name, buffer in module._buffers.items():
+            for name, buffer in buffer_table(module).items():
                 if buffer is not None and buffer.numel() == 1 and buffer.dtype in _SWITCHES and not buffer.is_meta:
                     found.append((name, int(buffer)))
         return found
@@ -313,7 +316,7 @@ class _Capture:
         if flex is not None:  # the op itself, and not through Dynamo
             stack.enter_context(replaced(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True))
         stack.enter_context(patched_item(_CHECKPOINT_CHECKS, "default", _shape_and_dtype))
-        if "torch._dynamo" in sys.modules:  # else nothing can have been compiled
+        if dynamo_is_loaded():  # else nothing can have been compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(module_calls(self._enter, self._leave, self._failed))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.recorder.pack, _same))
@@ -327,7 +330,7 @@ class _Capture:
         table = self.recorder.table
         for path, module in self.model.named_modules(remove_duplicate=False):
             owned: list[int] = []
-            for name, parameter in module._parameters.items():
+            for name, parameter in parameter_table(module).items():
                 if parameter is None:
                     continue
                 full_name = f"{path}.{name}" if path else name
@@ -345,7 +348,7 @@ class _Capture:
                     self.gradients[id(parameter)] = number
             buffers = [
                 table.adopt(buffer, Category.BUFFER, module=path, name=f"{path}.{name}" if path else name)
-                for name, buffer in module._buffers.items()
+                for name, buffer in buffer_table(module).items()
                 if buffer is not None
             ]
             self.modules.append(
@@ -387,7 +390,7 @@ class _Capture:
             return
         if self.calls.current == NEVER and recorder.phase is not Phase.BACKWARD:
             recorder.phase = Phase.FORWARD if self.calls.owns(module) else Phase.LOSS
-        given = (recorder.table.number_of(unwrapped(tensor)) for tensor in tensors_of((*args, *kwargs.values())))
+        given = (recorder.table.number_of(unwrap(tensor)) for tensor in tensors_of((*args, *kwargs.values())))
         inputs = tuple(dict.fromkeys(number for number in given if number != HOST))
         outermost = self.calls.current == NEVER
         if module is self.model and recorder.phase is Phase.FORWARD:
@@ -403,7 +406,7 @@ class _Capture:
         if recorder.table.paused:
             return
         if module is self.model and recorder.phase is Phase.FORWARD and self._model_inputs:
-            numbers = (recorder.table.number_of(unwrapped(each)) for each in tensor_leaves(result))
+            numbers = (recorder.table.number_of(unwrap(each)) for each in tensor_leaves(result))
             outputs = tuple(NEVER if number == HOST else number for number in numbers)
             self._model_calls.append(ModelCall(inputs=self._model_inputs.pop(), outputs=outputs))
         self.calls.exit(len(recorder.ops))
@@ -449,20 +452,19 @@ class _Capture:
 
         What autograd saves meanwhile is still seen to live; no unit holds it, because such a call is none.
         """
-        hooks = torch._C._autograd
 
         @contextlib.contextmanager
         def disable(message: str) -> Iterator[None]:
-            top = hooks._top_saved_tensors_default_hooks(True)
+            top = top_saved_tensor_hooks()
             ours = top is not None and top[0] == self.recorder.pack
             if ours:
-                hooks._pop_saved_tensors_default_hooks()
+                pop_saved_tensor_hooks()
             try:
                 with original(message):
                     yield
             finally:
                 if ours:
-                    hooks._push_saved_tensors_default_hooks(*top)
+                    push_saved_tensor_hooks(*top)
 
         return disable
 
@@ -476,7 +478,7 @@ class _Capture:
         return begin
 
     def _note_gradients(self) -> None:
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             for key, (parameter, names) in self.parameters.items():
                 number = HOST if parameter.grad is None else self.recorder.table.number_of(parameter.grad)
                 if number != HOST:
@@ -506,7 +508,7 @@ class _Capture:
 
         def get_rng_state() -> torch.Tensor:
             state = original()
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 self.recorder.adopt_fresh(state)
             return state
 
@@ -596,7 +598,7 @@ def _always_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _SWITCHES = (torch.bool, torch.uint8)
-_CHECKPOINT_CHECKS = torch.utils.checkpoint._allowed_determinism_checks_to_fns
+_CHECKPOINT_CHECKS = checkpoint_checks
 
 
 def _shape_and_dtype(tensor: torch.Tensor) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from memfit.torch_private.dispatch import schema_of
+
 _FEW = 8
 _FARTHEST = 6.0
 _EVEN = (0.0, 0.5, 1.0)
@@ -31,7 +33,7 @@ class Distribution:
     @classmethod
     def of(cls, func: Any, args: Any, kwargs: dict[str, Any], result: torch.Tensor) -> Distribution | None:
         """Return the distribution of a call; None when its op's is not known or it has no values to choose from."""
-        schema = func._schema
+        schema = schema_of(func)
         named = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
         make = _DISTRIBUTIONS.get(schema.name.partition("::")[2])
         return None if make is None or result.numel() == 0 else make(named, result)

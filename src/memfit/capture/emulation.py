@@ -13,16 +13,26 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._device import DeviceContext, _device_constructors
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.overrides import TorchFunctionMode
 
-from memfit.capture.arguments import map_tensors, tensors_of, unwrapped
+from memfit.capture.arguments import map_tensors, tensors_of
 from memfit.capture.autocast import Autocast
 from memfit.capture.errors import DATA_DEPENDENT, UnsupportedError
 from memfit.capture.kernels import inexact, note_on
 from memfit.capture.recorder import Recorder
 from memfit.capture.rules import Rule, RuleContext
+from memfit.torch_private.autograd import base_of
+from memfit.torch_private.dispatch import (
+    DeviceContext,
+    DisableTorchFunction,
+    TensorBase,
+    device_constructors,
+    disable_current_modes,
+    function_modes,
+    global_device_context,
+)
+from memfit.torch_private.functorch import unwrap
+from memfit.torch_private.storages import replay_view, storage_key, storage_use_count, swap_tensors
 
 _FINITE_TESTS = {"isfinite": True, "isnan": False, "isinf": False}
 """What these say of the tensors of a steady step."""
@@ -65,12 +75,12 @@ class Emulation(TorchFunctionMode):
             _getter("is_cpu"): lambda tensor: self.device_of(tensor).type == "cpu",
             torch.Tensor.get_device: lambda tensor: 0 if self.device_of(tensor).type == "cuda" else -1,
         }
-        self._factories = _device_constructors()
+        self._factories = device_constructors()
         self.stand_ins: dict[int, torch.Tensor] = {}
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
         """The device the tensor would be on in the real run."""
-        return self.device if self.recorder.table.on_device(unwrapped(tensor)) else torch.device("cpu")
+        return self.device if self.recorder.table.on_device(unwrap(tensor)) else torch.device("cpu")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -113,7 +123,7 @@ class Emulation(TorchFunctionMode):
                     return result
             result = func(*args, **kwargs)
             if name in _FINITE_TESTS and isinstance(result, torch.Tensor):
-                self.recorder.finite_tests[self.recorder.table.number_of(unwrapped(result))] = _FINITE_TESTS[name]
+                self.recorder.finite_tests[self.recorder.table.number_of(unwrap(result))] = _FINITE_TESTS[name]
             return result
         except Exception as error:
             self.recorder.note_failure(error, name)
@@ -148,19 +158,20 @@ class Emulation(TorchFunctionMode):
 
         So are the tensor that it is a view of and that one's other views, which share its gradients.
         """
-        if tensor.is_meta or unwrapped(tensor) is not tensor:
+        if tensor.is_meta or unwrap(tensor) is not tensor:
             return
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
-            base = tensor if tensor._base is None else tensor._base
+        with DisableTorchFunction(), disable_current_modes():
+            base = base_of(tensor)
+            base = tensor if base is None else base
             views = [] if tensor is base else [tensor]
-            pointer = base.untyped_storage()._cdata
-            if torch._C._storage_Use_Count(pointer) > len(views) + 2:  # more than these, and its Python object
+            pointer = storage_key(base)
+            if storage_use_count(pointer) > len(views) + 2:  # more than these, and its Python object
                 tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
-                views = [each for each in tensors if each._base is base]
+                views = [each for each in tensors if base_of(each) is base]
             stand_in = self._lift(base).detach()
             for view in views:
-                torch._C._swap_tensor_impl(view, view._view_func_unsafe(stand_in))
-            torch._C._swap_tensor_impl(base, stand_in)
+                swap_tensors(view, replay_view(view, stand_in))
+            swap_tensors(base, stand_in)
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """A factory: on the target it makes a meta or a small real tensor, on the host a real one."""
@@ -189,7 +200,7 @@ class Emulation(TorchFunctionMode):
         if device is None:
             return func(*args, **kwargs)
         place = "cpu" if not isinstance(device, int) and torch.device(device).type == "cpu" else "cuda"
-        if self._device_type == "cpu" or (place == "cuda") == self.recorder.table.on_device(unwrapped(tensor)):
+        if self._device_type == "cpu" or (place == "cuda") == self.recorder.table.on_device(unwrap(tensor)):
             return tensor.to(dtype or tensor.dtype, **options)
         previous, self.recorder.placing = self.recorder.placing, place
         try:
@@ -219,7 +230,7 @@ _WRITING = frozenset(
 )
 _TELLING = frozenset(("max", "min", "median", "nanmedian", "amax", "amin", "any", "all", "sum", "prod", "cumprod"))
 """What a step may branch on: of known values, these are known too."""
-_SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
+_SET_REQUIRES_GRAD = vars(TensorBase)["requires_grad"].__set__
 
 
 def _legacy_type(values: Any) -> tuple[str, torch.dtype] | None:
@@ -232,16 +243,16 @@ def _legacy_type(values: Any) -> tuple[str, torch.dtype] | None:
 
 def _default_device_type() -> str:
     """Return the type of the default device; `torch.get_default_device` makes a tensor on it to find out."""
-    for mode in reversed(_get_current_function_mode_stack()):
+    for mode in reversed(function_modes()):
         if isinstance(mode, DeviceContext):
             return mode.device.type
-    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    context = global_device_context()
     return "cpu" if context is None else context.device.type
 
 
 def _getter(name: str) -> Any:
     """What a function mode is called with when the attribute of a tensor is read."""
-    return vars(torch._C.TensorBase)[name].__get__
+    return vars(TensorBase)[name].__get__
 
 
 @contextlib.contextmanager

@@ -8,14 +8,16 @@ for a tensor subclass. The capture therefore sees `add` where a real run has `ad
 from __future__ import annotations
 
 import functools
-import sys
 import weakref
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memfit.capture.rules.layout import fills_its_memory
+from memfit.torch_private.autograd import current_autograd_node
+from memfit.torch_private.dispatch import TorchDispatchMode
+from memfit.torch_private.frames import frame_above
+from memfit.torch_private.storages import storage_key, storage_use_count, tensor_use_count
 
 _add = torch.ops.aten.add.Tensor
 
@@ -31,9 +33,9 @@ def adds_in_place(func: Any, args: Any, kwargs: dict[str, Any], depth: int) -> b
     """Whether this call in backward is the engine's addition of two gradients that a real run does in place."""
     if func is not _add or kwargs or len(args) != 2 or not isinstance(args[1], torch.Tensor):
         return False
-    if sys._getframe(depth + 1).f_code.co_name != "_engine_run_backward":
+    if frame_above(depth + 1).f_code.co_name != "_engine_run_backward":
         return False
-    node = torch._C._current_autograd_node()  # the engine adds what it has just returned, so its name is still there
+    node = current_autograd_node()  # the engine adds what it has just returned, so its name is still there
     if node is not None and node.name().startswith(_ADDING_NODES):
         return False
     return reference_counts(args[0]) == sole_owner_counts() and fills_its_memory(args[0])
@@ -41,7 +43,7 @@ def adds_in_place(func: Any, args: Any, kwargs: dict[str, Any], depth: int) -> b
 
 def reference_counts(tensor: torch.Tensor) -> tuple[int, int]:
     """How many references there are to the tensor and to its storage."""
-    return tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    return tensor_use_count(tensor), storage_use_count(storage_key(tensor))
 
 
 @functools.lru_cache(1)
@@ -106,7 +108,7 @@ def in_place_in_backward(func: Any, args: Any) -> tuple[Any, Any]:
     written = _WRITTEN_IN_PLACE.get(func)
     if written is None or torch.is_grad_enabled():
         return func, args
-    node = torch._C._current_autograd_node()
+    node = current_autograd_node()
     if node is None or not node.name().startswith(_SCATTERING_NODES):
         return func, args
     if written is _aten._index_put_impl_.default:

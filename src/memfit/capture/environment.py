@@ -16,6 +16,8 @@ import torch.utils.checkpoint
 
 from memfit.capture.cuda_api import cuda_answers, cuda_objects
 from memfit.hardware import Device
+from memfit.torch_private.compiler import function_from_graph
+from memfit.torch_private.storages import Generator
 
 LOCK = threading.RLock()
 """Held by the one capture that may run at a time: it changes torch for the whole process."""
@@ -128,7 +130,7 @@ def unoptimized_scripts() -> Iterator[None]:
 
     def as_written(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(function: Any, *args: Any, **kwargs: Any) -> Any:
-            anew = torch._C._create_function_from_graph(function.qualified_name, function.graph.copy())
+            anew = function_from_graph(function.qualified_name, function.graph.copy())
             return call(anew, *args, **kwargs)
 
         return run
@@ -160,11 +162,11 @@ class _AnyGenerator(type(torch.Generator)):
     """Lets `isinstance(value, torch.Generator)` hold for every generator while the name stands for another class."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, torch._C.Generator)
+        return isinstance(instance, Generator)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != cls.__dict__.get("_thread"):
-            return torch._C.Generator(*args, **kwargs)
+            return Generator(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
 

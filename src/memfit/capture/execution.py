@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
-from memfit.capture.arguments import differentiates, map_tensors, tensors_of, unwrapped
+from memfit.capture.arguments import map_tensors, tensors_of
 from memfit.capture.errors import MADE_IN_STEP, UnsupportedError
 from memfit.capture.kernels import MEASURED_LIMIT_BYTES, certified_ops, measure_call, operand_kind
 from memfit.capture.record import Phase
@@ -27,6 +26,10 @@ from memfit.capture.rules import Rule, RuleContext, Rules
 from memfit.capture.rules.flops import FLOPS
 from memfit.capture.rules.vendor import DEPENDS_ON_VALUES, is_slow_decomposition
 from memfit.capture.storages import StorageTable
+from memfit.torch_private.autograd import current_autograd_node
+from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes, schema_of
+from memfit.torch_private.functorch import differentiates, unwrap
+from memfit.torch_private.storages import key_of, storage_key
 
 _WRITTEN = object()
 """Stands for the result of an op that returns the tensor it wrote to."""
@@ -107,7 +110,7 @@ class Executor:
         return info
 
     def _describe(self, func: Any) -> OpInfo:
-        schema = func._schema
+        schema = schema_of(func)
         writes = tuple(
             argument.name if argument.kwarg_only else position
             for position, argument in enumerate(schema.arguments)
@@ -182,21 +185,21 @@ class Executor:
 
     def lift(self, tensor: torch.Tensor, module: str) -> torch.Tensor:
         """The meta tensor that stands for a real one from now on; its values are no longer known."""
-        if tensor.is_meta or unwrapped(tensor) is not tensor:
+        if tensor.is_meta or unwrap(tensor) is not tensor:
             return tensor
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
+        with DisableTorchFunction(), disable_current_modes():
             self.table.classify(tensor, module)
             return self._twin(tensor, aliasing=True)
 
     def has_value(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's values are known."""
-        if unwrapped(tensor) is not tensor:
+        if unwrap(tensor) is not tensor:
             return False  # inside torch.func's transforms it stands for several tensors, or for one that is followed
         return (
             not tensor.is_meta
             and tensor.device.type == "cpu"
             and tensor.numel() <= KNOWN_VALUE_LIMIT
-            and tensor.untyped_storage()._cdata not in self.table.valueless
+            and storage_key(tensor) not in self.table.valueless
         )
 
     # -- Note [Shapes] ----------------------------------------------------------------------------------------------
@@ -214,7 +217,7 @@ class Executor:
                     self._remembered[key] = (_WRITTEN, *price)
             return
         outputs = tensors_of((outcome.result,))
-        storages = [tensor.untyped_storage()._cdata for tensor in (*tensors, *outputs)]
+        storages = [storage_key(tensor) for tensor in (*tensors, *outputs)]
         if outputs and len({*storages}) == len({*storages[: len(tensors)]}) + len(outputs):
             self._remembered[key] = (map_tensors(outcome.result, _geometry), *price)
 
@@ -279,7 +282,7 @@ class Executor:
             raise UnsupportedError("a tensor made in the step takes gradients", MADE_IN_STEP)
         written = written_by(info, args, kwargs)
         keeps_values = all(map(self.has_value, tensors)) and not any(
-            tensor.untyped_storage()._cdata in self.table.foreign for tensor in written
+            storage_key(tensor) in self.table.foreign for tensor in written
         )
         real_kwargs = {**kwargs, "device": _CPU} if "device" in kwargs else kwargs
         if keeps_values and (written or info.name == "aten.lift_fresh.default"):
@@ -302,7 +305,7 @@ class Executor:
                 if self.context.device_type == "cpu":
                     raise
         result = self._call(func, info, meta_args, meta_kwargs)
-        self.table.valueless.update(tensor.untyped_storage()._cdata for tensor in written if not tensor.is_meta)
+        self.table.valueless.update(storage_key(tensor) for tensor in written if not tensor.is_meta)
         return result
 
     def _known_masks(self, indices: Any) -> list[Any]:
@@ -323,10 +326,10 @@ class Executor:
         if tensor.is_meta:
             return tensor
         # positions of a mask are made below the dispatcher: no op of the step has seen them
-        if not aliasing or tensor.untyped_storage()._cdata not in self.table.known:
+        if not aliasing or storage_key(tensor) not in self.table.known:
             return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
         storage = tensor.untyped_storage()
-        twin = self.table.twins.get(storage._cdata)
+        twin = self.table.twins.get(key_of(storage))
         if twin is None:
             twin = torch.empty(storage.nbytes(), dtype=torch.uint8, device=_META).untyped_storage()
             self.table.stand_in(storage, twin)
@@ -336,7 +339,7 @@ class Executor:
 
 def _in_gradient_formula() -> bool:
     """Whether one of torch's own gradient formulas runs, and not the backward of a function of the user's."""
-    node = torch._C._current_autograd_node()
+    node = current_autograd_node()
     return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 

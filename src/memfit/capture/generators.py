@@ -15,8 +15,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from memfit.torch_private.storages import Generator
+
 Held = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
-_HELD = (random.Random, np.random.Generator, np.random.RandomState, torch._C.Generator)
+_HELD = (random.Random, np.random.Generator, np.random.RandomState, Generator)
 _DEPTH = 3
 _MOST_VALUES = 10_000
 """How many values are looked at for each module: some hold all of a data set."""

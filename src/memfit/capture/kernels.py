@@ -19,6 +19,8 @@ import torch
 from memfit.capture.allocations import allocations
 from memfit.capture.arguments import map_tensors, tensors_of
 from memfit.capture.probe import filled, held_bytes, real_execution, real_like, remembered, signature
+from memfit.torch_private.dispatch import schema_of
+from memfit.torch_private.storages import storage_key
 
 MEASURED_LIMIT_BYTES = 1 << 28
 """Calls with more bytes of operands and results than this are not made for real."""
@@ -140,14 +142,14 @@ def _measure(func: Any, args: Any, kwargs: dict[str, Any]) -> MeasuredCall | str
     generator = torch.default_generator.get_state()
     try:
         with real_execution(), torch.no_grad():
-            writes = func._schema.is_mutable
+            writes = schema_of(func).is_mutable
             args, kwargs = _real(args, writes), _real(kwargs, writes)
             func(*args, **kwargs)  # libraries prepare themselves in the first call
             with allocations() as events:
                 result = func(*args, **kwargs)
             outputs = tensors_of((result,))
-            pointers = [output.untyped_storage()._cdata for output in outputs]
-            given = {tensor.untyped_storage()._cdata for tensor in tensors_of((*args, *kwargs.values()))}
+            pointers = [storage_key(output) for output in outputs]
+            given = {storage_key(tensor) for tensor in tensors_of((*args, *kwargs.values()))}
             own = len(set(pointers)) == len(pointers) and given.isdisjoint(pointers)
             results = tuple(map(_made, outputs)) if own else None
     except Exception as error:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from memfit.torch_private.storages import key_of, storage_key
+
 _DEPTH = 5
 """How many containers deep a tensor may lie in a cache."""
 _NO_HOLDERS = (types.FrameType, types.FunctionType, types.ModuleType)
@@ -25,16 +27,14 @@ def take_out(storages: Iterable[weakref.ref[Any]], error: BaseException | None =
     `functools.lru_cache` is cleared, which costs its owner time alone. What only the functions hold that an error came
     through goes with the error.
     """
-    pointers = {storage._cdata for storage in (each() for each in storages) if storage is not None}
+    pointers = {key_of(storage) for storage in (each() for each in storages) if storage is not None}
     if not pointers:
         return []
     gc.collect()  # what only cycles hold is gone; this is rare, and a cache is worth it
     tensors = [
         each
         for each in gc.get_objects()
-        if issubclass(type(each), torch.Tensor)
-        and each.layout is torch.strided
-        and each.untyped_storage()._cdata in pointers
+        if issubclass(type(each), torch.Tensor) and each.layout is torch.strided and storage_key(each) in pointers
     ]
     places: dict[str, None] = {}
     if tensors:

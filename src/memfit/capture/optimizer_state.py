@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.capture.arguments import is_wrapper, map_wrapper, visit_tensors
 from memfit.capture.placeholders import Placeholders
@@ -21,6 +20,8 @@ from memfit.capture.record import NEVER, Category
 from memfit.capture.recorder import Recorder
 from memfit.capture.storages import HOST
 from memfit.errors import InputError
+from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes
+from memfit.torch_private.storages import storage_key
 
 LeftState = dict[str, dict[str, Any]]
 """The state that a step leaves, by optimizer and then by the parameter's name; tensors have no data."""
@@ -63,7 +64,7 @@ class OptimizerStates:
         if not any(entries for entries in optimizer.state.values()):
             self._make_state(optimizer, args, kwargs)
         if optimizer not in self._registered:
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 self.register(optimizer)
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -80,15 +81,15 @@ class OptimizerStates:
         recorder = self._recorder
         phase = recorder.phase
         self._making_state = True
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
+        with DisableTorchFunction(), disable_current_modes():
             before = [(p, p.grad, p.data) for group in optimizer.param_groups for p in group["params"]]
         with recorder.table.pause(Category.OPTIMIZER_STATE):
             optimizer.step(*args[1:], **kwargs)
-            with torch._C.DisableTorchFunction(), _disable_current_modes():
+            with DisableTorchFunction(), disable_current_modes():
                 for parameter, gradient, data in before:
                     if parameter.grad is not gradient:
                         parameter.grad = gradient
-                    if parameter.untyped_storage()._cdata != data.untyped_storage()._cdata:
+                    if storage_key(parameter) != storage_key(data):
                         parameter.data = data
         self._making_state = False
         recorder.phase = phase

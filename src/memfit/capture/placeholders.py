@@ -16,6 +16,9 @@ from memfit.capture.arguments import is_wrapper, map_wrapper
 from memfit.capture.environment import same_attributes
 from memfit.capture.execution import KNOWN_VALUE_LIMIT
 from memfit.errors import InputError
+from memfit.torch_private.autograd import post_accumulate_hooks, tensor_hooks
+from memfit.torch_private.modules import buffer_table, parameter_table
+from memfit.torch_private.storages import key_of, make_subclass, storage_key
 
 _META = torch.device("meta")
 
@@ -37,11 +40,11 @@ class Placeholders:
         """The stand-in of a parameter, with its class, attributes and hooks."""
         known = self.of.get(id(tensor))
         if known is None:
-            known = torch.Tensor._make_subclass(type(tensor), self._empty(tensor), tensor.requires_grad)
+            known = make_subclass(type(tensor), self._empty(tensor), tensor.requires_grad)
             known.__dict__.update(tensor.__dict__)
-            for hook in (tensor._backward_hooks or {}).values():
+            for hook in (tensor_hooks(tensor) or {}).values():
                 known.register_hook(hook)
-            for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
+            for hook in (post_accumulate_hooks(tensor) or {}).values():
                 known.register_post_accumulate_grad_hook(hook)
             self._remember(tensor, known)
         return known  # type: ignore[return-value]
@@ -61,7 +64,7 @@ class Placeholders:
             small = tensor.device.type == "cpu" and tensor.numel() <= KNOWN_VALUE_LIMIT
             if telling and small and type(tensor) is torch.Tensor:
                 known = tensor.detach().clone() if self.compact else _same_layout(tensor.detach())
-            elif self.compact and tensor.untyped_storage()._cdata not in self._storages:
+            elif self.compact and storage_key(tensor) not in self._storages:
                 known = torch.empty_like(tensor, device=_META, requires_grad=False)
             else:
                 known = self._empty(tensor)
@@ -108,10 +111,10 @@ class Placeholders:
 
     def _empty(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        twin = self._storages.get(storage._cdata)
+        twin = self._storages.get(key_of(storage))
         if twin is None:
             twin = torch.empty(storage.nbytes(), dtype=torch.uint8, device=_META).untyped_storage()
-            self._storages[storage._cdata] = twin
+            self._storages[key_of(storage)] = twin
             self._kept.append(tensor)
         empty = torch.empty(0, dtype=tensor.dtype, device=_META)
         return empty.set_(twin, tensor.storage_offset(), tensor.size(), tensor.stride())
@@ -144,12 +147,12 @@ def on_meta(model: nn.Module, placeholders: Placeholders) -> Iterator[None]:
     modules = list(model.modules())
     with same_attributes(modules), _same_tables(modules):
         for module in modules:
-            for name, parameter in module._parameters.items():
+            for name, parameter in parameter_table(module).items():
                 if parameter is not None:
-                    module._parameters[name] = placeholders.parameter(parameter)
-            for name, buffer in module._buffers.items():
+                    parameter_table(module)[name] = placeholders.parameter(parameter)
+            for name, buffer in buffer_table(module).items():
                 if buffer is not None:
-                    module._buffers[name] = placeholders.buffer(buffer)
+                    buffer_table(module)[name] = placeholders.buffer(buffer)
         for module in modules:
             for name, value in list(vars(module).items()):
                 if name in _MODULE_TABLES:
@@ -165,7 +168,10 @@ def on_meta(model: nn.Module, placeholders: Placeholders) -> Iterator[None]:
 def _same_tables(modules: list[nn.Module]) -> Iterator[None]:
     """Parameters and buffers as they were, also where the table that holds them is a dict of a library's own kind."""
     tables: list[dict[str, Any]] = [
-        table for module in modules for table in (module._parameters, module._buffers) if isinstance(table, dict)
+        table
+        for module in modules
+        for table in (parameter_table(module), buffer_table(module))
+        if isinstance(table, dict)
     ]
     before = [dict(table) for table in tables]
     try:

@@ -11,16 +11,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memfit.capture.allocations import AllocatorEvent, allocations
 from memfit.capture.arguments import map_tensors, tensors_of
+from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes
+from memfit.torch_private.kernels import (
+    fp32_precisions,
+    has_onednn,
+    onednn_deterministic,
+    onednn_enabled,
+    onednn_has_bfloat16,
+    onednn_has_float16,
+)
 
 
 @contextlib.contextmanager
 def real_execution() -> Iterator[None]:
     """No mode of the capture applies: ops run for real, in the grad mode of the moment."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with disable_current_modes(), DisableTorchFunction():
         yield
 
 
@@ -63,24 +71,23 @@ def remembered(key: Any, probe: Callable[[], _Measurement]) -> _Measurement:
 
 def _kernel_choices() -> tuple[Any, ...]:
     """Settings of torch by which CPU kernels are chosen; the instruction set cannot change within a process."""
-    precision = getattr(torch._C, "_get_fp32_precision_getter", None)
     return (
-        torch._C._get_mkldnn_enabled(),
-        torch._C._get_mkldnn_deterministic(),
+        onednn_enabled(),
+        onednn_deterministic(),
         torch.are_deterministic_algorithms_enabled(),
-        *(precision("mkldnn", op) if precision else None for op in ("matmul", "conv", "rnn")),
+        *fp32_precisions("matmul", "conv", "rnn"),
     )
 
 
 def vendor_has(dtype: torch.dtype) -> bool:
     """Ask torch whether oneDNN is used for this floating point dtype on this machine (mkldnn/Utils.h)."""
-    if not torch._C._has_mkldnn or not torch._C._get_mkldnn_enabled():
+    if not has_onednn or not onednn_enabled():
         return False
     with real_execution():
         if dtype == torch.bfloat16:
-            return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+            return onednn_has_bfloat16()
         if dtype == torch.float16:
-            return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+            return onednn_has_float16()
     return dtype == torch.float32
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memfit.capture.arguments import GENERATOR, ArgumentTable, generators_of, is_wrapper, map_tensors, tensors_of
 from memfit.capture.calls import CallTracker
@@ -24,6 +23,9 @@ from memfit.capture.record import NEVER, Category, Op, Phase, Storage, TensorRef
 from memfit.capture.rules import RuleContext, Rules
 from memfit.capture.source import SourceTable
 from memfit.capture.storages import BATCH, HOST, StorageDraft, StorageTable
+from memfit.torch_private.autograd import current_autograd_node, next_sequence_number, sequence_number
+from memfit.torch_private.dispatch import DisableTorchFunction, TorchDispatchMode, disable_current_modes, schema_of
+from memfit.torch_private.storages import storage_key
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
@@ -154,7 +156,7 @@ class Recorder(TorchDispatchMode):
         """A leaf that takes gradients must be the model's: its own could not be told from the user's real one."""
         for tensor in tensors:
             takes_gradient = tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled()
-            if takes_gradient and tensor.untyped_storage()._cdata in self.table.foreign:
+            if takes_gradient and storage_key(tensor) in self.table.foreign:
                 raise CaptureError(
                     f"a tensor of shape {tuple(tensor.shape)} takes gradients but is no parameter of the model",
                     op=op,
@@ -172,7 +174,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if types and any(map(is_wrapper, types)):
             return NotImplemented  # the wrapper comes first: the ops on the tensors inside are the ones that run
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             if id(func) in SEEN_DIFFERENTLY and self.table.phase is Phase.BACKWARD:
                 if adds_in_place(func, args, kwargs, 1):
                     func = _aten.add_.Tensor
@@ -191,7 +193,7 @@ class Recorder(TorchDispatchMode):
             elif func is _aten._local_scalar_dense.default and (answer := self._answer(tensors[0])) is not None:
                 return answer
             elif func is _aten._to_copy.default and tensors and self._stays_in_place(tensors[0], kwargs):
-                with _disable_current_modes():
+                with disable_current_modes():
                     return self.executor.lift(tensors[0], self.calls.path).detach()
             leaves = _leaves_device(func, tensors, kwargs)
             inputs = [self._input(tensor) for tensor in tensors]
@@ -239,18 +241,18 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         """Follow values that random numbers or the batch gave, to results that have their shape from some."""
         origins = self.table.origins
-        lines = frozenset[str]().union(*(origins.get(each.untyped_storage()._cdata, ()) for each in tensors))
+        lines = frozenset[str]().union(*(origins.get(storage_key(each), ()) for each in tensors))
         known = [each for each in results if not each.is_meta]
         if drawn and known:
             line = self.sources.sources[self.sources.here(3)]
-            with _disable_current_modes():  # an op in place also returns what it has written to
-                once = {each.untyped_storage()._cdata: each for each in known}
+            with disable_current_modes():  # an op in place also returns what it has written to
+                once = {storage_key(each): each for each in known}
                 self.chance.force(func, args, kwargs, list(once.values()), line)
             lines |= {line}
         if not lines:
             return
         for each in known:
-            pointer = each.untyped_storage()._cdata
+            pointer = storage_key(each)
             origins[pointer] = origins.get(pointer, frozenset()) | lines
         if info.name in INDEXING:  # positions only choose; masks also say how many
             self.note_read(*(each for each in tensors if each.dtype is torch.bool))
@@ -260,7 +262,7 @@ class Recorder(TorchDispatchMode):
     def note_read(self, *tensors: torch.Tensor) -> None:
         """Remember that the step has read these values, if they come from random numbers or the batch."""
         for tensor in tensors:
-            lines = self.table.origins.get(tensor.untyped_storage()._cdata)
+            lines = self.table.origins.get(storage_key(tensor))
             if lines:
                 here = self.sources.sources[self.sources.here(2)]
                 self.chance.note_read(sorted(lines - {BATCH}), here)
@@ -288,7 +290,7 @@ class Recorder(TorchDispatchMode):
             return 1.0 if tensors[0].is_floating_point() else 1
         written = written_by(info, args, kwargs) if info.writes else []
         if info.in_place and all(tensor.is_meta for tensor in tensors):
-            return written[0] if func._schema.returns else None
+            return written[0] if schema_of(func).returns else None
         inputs = [self._input(tensor) for tensor in tensors]
         geometry = self._call_geometry(func, inputs, arguments)
         leaves = _leaves_device(func, tensors, kwargs)
@@ -303,7 +305,7 @@ class Recorder(TorchDispatchMode):
         """Remember what the step's own generators were before they were first used."""
         for generator in generators_of((*args, *kwargs.values())):
             if generator not in self._generators:
-                with _disable_current_modes():
+                with disable_current_modes():
                     self._generators[generator] = generator.get_state()
 
     def put_generators_back(self) -> None:
@@ -317,7 +319,7 @@ class Recorder(TorchDispatchMode):
         return (id(func), arguments, *[id(geometry_of[id(ref)]) for ref in inputs])
 
     def _input(self, tensor: torch.Tensor) -> TensorRef:
-        number = self.table.known.get(tensor.untyped_storage()._cdata)
+        number = self.table.known.get(storage_key(tensor))
         if number is None:
             number = self.table.classify(tensor, self.calls.path)
         return self._ref(tensor, number)
@@ -335,7 +337,7 @@ class Recorder(TorchDispatchMode):
         line = self.sources.sources[self.sources.here(3)]
 
         def meet(tensor: torch.Tensor) -> torch.Tensor:
-            pointer = tensor.untyped_storage()._cdata
+            pointer = storage_key(tensor)
             if tensor.dim() == 0 or self.table.known.get(pointer) != HOST:
                 return tensor
             if tensor.is_meta and pointer not in self.table.foreign:
@@ -482,10 +484,10 @@ class Recorder(TorchDispatchMode):
         phase = self.table.phase
         if phase is not Phase.BACKWARD or current != NEVER:
             if torch.is_grad_enabled() or phase is not Phase.BACKWARD:
-                self._op_of_sequence.setdefault(torch.autograd._get_sequence_nr() - 1, index)
+                self._op_of_sequence.setdefault(next_sequence_number() - 1, index)
             return current, NEVER
         forward_op = NEVER
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         if node is not None:
             if self._inexact and (note := self._inexact.get(node.name())) is not None:
                 self.notes.add(note)
@@ -493,7 +495,7 @@ class Recorder(TorchDispatchMode):
             if variable is not None:
                 forward_op = self._first_use.get(self.table.number_of(variable), NEVER)
             else:
-                forward_op = self._op_of_sequence.get(node._sequence_nr(), NEVER)
+                forward_op = self._op_of_sequence.get(sequence_number(node), NEVER)
         if forward_op == NEVER or forward_op >= index:
             return (self.ops[-1].call if self.ops and self.ops[-1].phase is Phase.BACKWARD else NEVER), NEVER
         number = self._saved_numbers.get(forward_op)
@@ -535,22 +537,22 @@ class Recorder(TorchDispatchMode):
         """Hook for tensors that autograd saves."""
         if self.table.paused:
             return tensor
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             ref = self._input(tensor)
             number = ref.storage
             if number == HOST:
                 return tensor
-            sequence = torch.autograd._get_sequence_nr() - 1
+            sequence = next_sequence_number() - 1
             self.table.drafts[number].save(sequence)
             self._note_node(sequence, number)
             producer = self._producer(ref)
             if producer != NEVER:
                 self.saved_ops.add(producer)
-            with _disable_current_modes():  # kept as it is, a node's own result would hold the node in a cycle
+            with disable_current_modes():  # kept as it is, a node's own result would hold the node in a cycle
                 if self.table.phase is not Phase.BACKWARD:
                     return self.table.saved(tensor)
                 node = tensor.grad_fn
-                return tensor if node is None or node._sequence_nr() != sequence else tensor.detach()
+                return tensor if node is None or sequence_number(node) != sequence else tensor.detach()
 
     def _note_node(self, sequence: int, number: int) -> None:
         """Remember a node that packs a storage later than a single op would, as a custom autograd function does.
@@ -567,7 +569,7 @@ class Recorder(TorchDispatchMode):
         """`x * 2.0` keeps the number for its backward, as a tensor of eight bytes that no hook sees."""
         if len(inputs) == 1 and needs_grad and torch.is_grad_enabled():
             self._saved_numbers[index] = len(self.table.drafts)
-            saved_by = {torch.autograd._get_sequence_nr() - 1}
+            saved_by = {next_sequence_number() - 1}
             self.table.drafts.append(StorageDraft(8, index, call, self.phase, saved_by=saved_by))
 
     # -- the result -------------------------------------------------------------------------------------------------
@@ -629,7 +631,7 @@ def _first_line(error: Exception) -> str:
 
 def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether an op that may take random numbers does: attention and recurrent ops without dropout take none."""
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.name in ("dropout_p", "dropout"):
             value = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
             return value != 0

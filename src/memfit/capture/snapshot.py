@@ -24,6 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from memfit.torch_private.autograd import post_accumulate_hooks, tensor_hooks
+from memfit.torch_private.modules import parameter_table
+
 _MISSING = object()
 _DEPTH = 10
 """How many objects lie between the model and what is still looked at."""
@@ -86,10 +89,10 @@ class Snapshot:
             for name, value in vars(module).items():
                 if name not in _MODULE_ATTRIBUTES or (value and name.endswith("_hooks")):
                     yield value
-            for parameter in module._parameters.values():
+            for parameter in parameter_table(module).values():
                 if parameter is not None:
-                    yield parameter._backward_hooks
-                    yield getattr(parameter, "_post_accumulate_grad_hooks", None)
+                    yield tensor_hooks(parameter)
+                    yield post_accumulate_hooks(parameter)
         yield from functions
         for kind in kinds:
             if _home(kind).partition(".")[0] not in _NOT_USERS:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from types import CodeType
 
 import torch
+
+from memfit.torch_private.frames import frame_above
 
 _COMMAND = os.path.join(os.path.dirname(os.path.dirname(__file__)), "cli", "command.py")
 """What is further out than the command is the program that started it, and no line of the user's."""
@@ -23,7 +24,7 @@ class SourceTable:
 
     def here(self, depth: int) -> int:
         """The index of the user's line that is running now, seen from `depth` frames up."""
-        frame = sys._getframe(depth)
+        frame = frame_above(depth)
         foreign = self._foreign
         while frame is not None:
             code = frame.f_code

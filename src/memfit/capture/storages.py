@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from memfit.capture.record import NEVER, Category, Phase
+from memfit.torch_private.storages import key_of, storage_key
 
 BATCH = "the batch"
 HOST = -1
@@ -78,13 +79,13 @@ class StorageTable:
 
     def number_of(self, tensor: torch.Tensor) -> int:
         """The number of the tensor's storage, or `HOST`."""
-        return self.known.get(tensor.untyped_storage()._cdata, HOST)
+        return self.known.get(storage_key(tensor), HOST)
 
     def on_device(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is, or stands for, one on the target device."""
         if self.device_type == "cpu":
             return True
-        pointer = tensor.untyped_storage()._cdata
+        pointer = storage_key(tensor)
         number = self.known.get(pointer)
         if number is None:
             return tensor.device.type != "cpu"
@@ -93,7 +94,7 @@ class StorageTable:
     def adopt(self, tensor: torch.Tensor, category: Category, *, module: str = "", name: str = "") -> int:
         """Register a storage that exists before the step; gives its number."""
         storage = tensor.untyped_storage()
-        number = self.known.get(storage._cdata)
+        number = self.known.get(key_of(storage))
         if number is None:
             number = self.new(storage, NEVER, NEVER)
             draft = self.drafts[number]
@@ -104,23 +105,23 @@ class StorageTable:
         """Register a tensor of the batch, whose values other steps do not have."""
         self.adopt(tensor, Category.INPUT, name="batch")
         if not tensor.is_meta:
-            self.origins[tensor.untyped_storage()._cdata] = frozenset({BATCH})
+            self.origins[storage_key(tensor)] = frozenset({BATCH})
 
     def in_host_memory(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor was seen, and is not on the target device."""
-        return self.known.get(tensor.untyped_storage()._cdata) == HOST and not self.on_device(tensor)
+        return self.known.get(storage_key(tensor)) == HOST and not self.on_device(tensor)
 
     def hold_host(self, storage: torch.UntypedStorage) -> int:
         """Register a storage in host memory that the capture may write to."""
-        self.known[storage._cdata] = HOST
+        self.known[key_of(storage)] = HOST
         self._watch(storage, HOST)
         return HOST
 
     def move_to_device(self, tensor: torch.Tensor, module: str) -> int:
         """Count a tensor in host memory as resident on the device from the start."""
         storage = tensor.untyped_storage()
-        del self.known[storage._cdata]
-        return self.adopt(tensor, self.foreign.get(storage._cdata, Category.INPUT), module=module)
+        del self.known[key_of(storage)]
+        return self.adopt(tensor, self.foreign.get(key_of(storage), Category.INPUT), module=module)
 
     def classify(self, tensor: torch.Tensor, module: str) -> int:
         """The number of an op's input. One never seen before is not the capture's own.
@@ -129,10 +130,10 @@ class StorageTable:
         outside the dispatcher.
         """
         storage = tensor.untyped_storage()
-        number = self.known.get(storage._cdata)
+        number = self.known.get(key_of(storage))
         if number is not None:
             return number
-        self.foreign[storage._cdata] = Category.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Category.INPUT
+        self.foreign[key_of(storage)] = Category.PARAMETER if isinstance(tensor, torch.nn.Parameter) else Category.INPUT
         if self.device_type != "cpu" and tensor.device.type == "cpu":
             return self.hold_host(storage)
         if self.paused:  # counted if it outlives the pause
@@ -146,7 +147,7 @@ class StorageTable:
 
     def made(self, storage: torch.UntypedStorage, call: int, *, on_device: bool) -> int:
         """The number of an op's result."""
-        number = self.known.get(storage._cdata)
+        number = self.known.get(key_of(storage))
         if number is not None:
             return number
         if not on_device:
@@ -156,33 +157,33 @@ class StorageTable:
     def _hold(self, storage: torch.UntypedStorage) -> int:
         """Register a storage of the device while paused: it gets its number at the end of the pause, if it lives."""
         self.hold_host(storage)
-        self._held[storage._cdata] = self._refs[storage._cdata]
+        self._held[key_of(storage)] = self._refs[key_of(storage)]
         return HOST
 
     def new(self, storage: torch.UntypedStorage, birth: int, call: int) -> int:
         """Number a storage of the device."""
         number = len(self.drafts)
         self.drafts.append(StorageDraft(storage.nbytes(), birth, call, self.phase))
-        self.known[storage._cdata] = number
+        self.known[key_of(storage)] = number
         self._watch(storage, number)
         return number
 
     def stand_in(self, storage: torch.UntypedStorage, twin: torch.UntypedStorage) -> None:
         """Let a second storage stand for one already known: that one lives as long as either."""
-        number = self.known[storage._cdata]
-        self.twins[storage._cdata] = twin
-        self.known[twin._cdata] = number
+        number = self.known[key_of(storage)]
+        self.twins[key_of(storage)] = twin
+        self.known[key_of(twin)] = number
         if number != HOST:
             self.drafts[number].lives += 1
         ref = self._watch(twin, number)
-        if storage._cdata in self._held:
-            self._held[twin._cdata] = ref
+        if key_of(storage) in self._held:
+            self._held[key_of(twin)] = ref
 
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
         """What autograd is given to hold for a tensor: one on a storage of its own, so that it is seen when nobody
         else holds the tensor any more."""
         storage = tensor.untyped_storage()
-        number = self.known[storage._cdata]
+        number = self.known[key_of(storage)]
         if self.drafts[number].birth == NEVER or tensor.is_conj() or tensor.is_neg():
             return tensor.detach()
         ref = self._saved.get(number)
@@ -194,11 +195,11 @@ class StorageTable:
                 twin = torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta").untyped_storage()
             else:
                 twin = storage.clone()
-                if storage._cdata in self.valueless:
-                    self.valueless.add(twin._cdata)
-                if storage._cdata in self.origins:
-                    self.origins[twin._cdata] = self.origins[storage._cdata]
-            self.known[twin._cdata] = number
+                if key_of(storage) in self.valueless:
+                    self.valueless.add(key_of(twin))
+                if key_of(storage) in self.origins:
+                    self.origins[key_of(twin)] = self.origins[key_of(storage)]
+            self.known[key_of(twin)] = number
             self.drafts[number].lives += 1
             self.drafts[number].saved += 1
             self._saved[number] = self._watch(twin, number, saved=True)
@@ -267,7 +268,7 @@ class StorageTable:
 
     def _watch(self, storage: torch.UntypedStorage, number: int, *, saved: bool = False) -> _StorageRef:
         ref = _StorageRef(storage, self._on_death)
-        ref.number, ref.pointer, ref.saved = number, storage._cdata, saved
+        ref.number, ref.pointer, ref.saved = number, key_of(storage), saved
         self._refs[ref.pointer] = ref
         return ref
 

@@ -10,6 +10,7 @@ import torch
 
 from memfit.capture import Op, Phase
 from memfit.hardware import Family
+from memfit.torch_private.dispatch import OpOverload, schema_of
 
 _NAMES: dict[Family, str] = {
     Family.NORM: (
@@ -139,12 +140,12 @@ def is_causal(op: Op) -> bool:
 @cache
 def _place_of_causal(name: str) -> int | None:
     overload = _overload(name)
-    names = [argument.name for argument in overload._schema.arguments] if overload is not None else []
+    names = [argument.name for argument in schema_of(overload).arguments] if overload is not None else []
     return names.index("is_causal") if "is_causal" in names else None
 
 
 @cache
-def _overload(name: str) -> torch._ops.OpOverload | None:
+def _overload(name: str) -> OpOverload | None:
     namespace, packet, overload = name.split(".")
     try:
         return getattr(getattr(getattr(torch.ops, namespace), packet), overload)

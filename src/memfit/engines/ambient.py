@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from memfit.torch_private.kernels import ATTENTION_SWITCHES
+
 Generators = tuple[bytes, list[int], list[torch.Tensor]]
 """The state of the CPU's generator, devices, and the states of their generators."""
 
@@ -43,13 +45,6 @@ def _states(devices: list[int], device_type: str) -> list[torch.Tensor]:
     return [module.get_rng_state(device) for device in devices] if module is not None and devices else []
 
 
-_ATTENTION = tuple(
-    (getattr(torch._C, f"_get_{kind}_enabled"), getattr(torch._C, f"_set_sdp_use_{kind.removesuffix('_sdp')}"))
-    for kind in ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
-)
-"""Which kernels attention may use, as `sdpa_kernel` sets it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Ambient:
     """Autocast on the CPU and on the device, and the kernels that attention may use."""
@@ -64,7 +59,7 @@ class Ambient:
         return cls(
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
             torch.is_autocast_cache_enabled(),
-            tuple(enabled() for enabled, _ in _ATTENTION),
+            tuple(enabled() for enabled, _ in ATTENTION_SWITCHES),
         )
 
     @contextlib.contextmanager
@@ -74,7 +69,7 @@ class Ambient:
             for kind, enabled, dtype in self.kinds:
                 if enabled or torch.is_autocast_enabled(kind):
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self.cached))
-            for (enabled, enable), wanted in zip(_ATTENTION, self.attention, strict=True):
+            for (enabled, enable), wanted in zip(ATTENTION_SWITCHES, self.attention, strict=True):
                 if enabled() != wanted:
                     stack.callback(enable, enabled())
                     enable(wanted)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from memfit.capture.generators import held_generators
+from memfit.torch_private.modules import buffer_table, parameter_table
 
 _NONE = object()
 
@@ -33,10 +34,10 @@ class Bindings:
         self._slots: list[tuple[dict[str, Any], str]] = []
         self._buffers: list[tuple[dict[str, Any], str]] = []
         for module in unit.modules():
-            if not isinstance(module._parameters, dict):  # a ScriptModule's are not Python's
+            if not isinstance(parameter_table(module), dict):  # a ScriptModule's are not Python's
                 continue
-            self._buffers += [(module._buffers, name) for name in module._buffers]
-            self._slots += [(module._parameters, name) for name in module._parameters]
+            self._buffers += [(buffer_table(module), name) for name in buffer_table(module)]
+            self._slots += [(parameter_table(module), name) for name in parameter_table(module)]
         self._slots += self._buffers
         self.generators = held_generators(unit.modules())
 

@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
 
 from memfit.engines.policy import RunPolicy, not_counted, same_op
 from memfit.engines.recipe import FromPack, Gap, OpKey, OpKind, Recipe, op_kind
@@ -21,6 +19,9 @@ from memfit.engines.tape import EMPTY
 from memfit.engines.tour import Learner, Visit, Way
 from memfit.engines.windows import Window, plain, window_of
 from memfit.engines.writes import gathered_parameters, written
+from memfit.torch_private.dispatch import DisableTorchDispatch, TorchDispatchMode
+from memfit.torch_private.pytree import tree_flatten, tree_map_only
+from memfit.torch_private.storages import storage_key
 
 Maker = tuple[int, int]
 
@@ -60,7 +61,7 @@ class Learning(TorchDispatchMode):
     def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recipe | None]:
         """Run the forward; the recipe is None when the plan knows other ops than ran."""
         self._run.surround(args, kwargs)
-        self._inputs = {each.untyped_storage()._cdata for each in tree_flatten((args, kwargs))[0] if _strided(each)}
+        self._inputs = {storage_key(each) for each in tree_flatten((args, kwargs))[0] if _strided(each)}
         with saved_tensors_hooks(self._pack, unpack), self:
             result = self._tour.run(self._run._forward, args, kwargs)
         if self._ops <= max(self.policy.names, default=-1):
@@ -98,19 +99,19 @@ class Learning(TorchDispatchMode):
         in_place = name != expected and same_op(name, expected)
         if name != expected and not in_place:
             self._differ(f"its op {offset} is {name} and {expected} in the plan")
-        before = {each.untyped_storage()._cdata for each in tree_flatten((args, kwargs))[0] if _strided(each)}
+        before = {storage_key(each) for each in tree_flatten((args, kwargs))[0] if _strided(each)}
         result = func(*args, **kwargs)
         outputs = tree_flatten(result)[0]
         self._note_writes(func, args, kwargs, offset)
         place = 0
         for output in outputs:
-            if _strided(output) and (key := output.untyped_storage()._cdata) not in before:
+            if _strided(output) and (key := storage_key(output)) not in before:
                 before.add(key)
                 self._known.append(StorageWeakRef(output.untyped_storage()))
                 self._maker[key] = (offset, place)
                 place += 1
-                if in_place and _strided(args[0]) and args[0].untyped_storage()._cdata in self._maker:
-                    self._maker[key] = self._maker[args[0].untyped_storage()._cdata]
+                if in_place and _strided(args[0]) and storage_key(args[0]) in self._maker:
+                    self._maker[key] = self._maker[storage_key(args[0])]
         if func in EMPTY:
             self._unwritten.add(offset)
         visit, gap = self._tour.place
@@ -128,8 +129,8 @@ class Learning(TorchDispatchMode):
         for output in outputs:
             if output is None:
                 tensors.append(None)
-            elif plain(output) and output.untyped_storage()._cdata in self._maker:
-                tensors.append((self._maker[output.untyped_storage()._cdata], window_of(output)))
+            elif plain(output) and storage_key(output) in self._maker:
+                tensors.append((self._maker[storage_key(output)], window_of(output)))
             else:
                 tensors.append(((-1, -1), None))
         if overwrites:
@@ -146,10 +147,10 @@ class Learning(TorchDispatchMode):
                 self._results[place] = (*earlier[:3], None, earlier[4])
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
-        guard = torch._C._DisableTorchDispatch()
+        guard = DisableTorchDispatch()
         try:
             index = len(self._packs)
-            maker = self._maker.get(tensor.untyped_storage()._cdata) if _strided(tensor) else None
+            maker = self._maker.get(storage_key(tensor)) if _strided(tensor) else None
             saved = Saved(self._run, index, tensor.detach() if tensor.grad_fn is not None else tensor)
             self._packs.append((maker, saved))
             if tensor.grad_fn is not None:
@@ -163,7 +164,7 @@ class Learning(TorchDispatchMode):
 
     def _note_writes(self, func: Any, args: Any, kwargs: Any, offset: int) -> None:
         for target in written(func, args, kwargs):
-            key = target.untyped_storage()._cdata
+            key = storage_key(target)
             if key in self._maker or key in gathered_parameters(self._unit):
                 continue
             self.writes_older = True

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import tree_leaves
 
 from memfit.capture.calls import is_container
 from memfit.capture.optimizers import implementations, set_flags, set_implementation
@@ -33,6 +32,7 @@ from memfit.plans import Checkpoint, Plan, PlanMismatch, model_differences
 from memfit.plans.mismatch import optimizer_differences
 from memfit.plans.uses import use
 from memfit.plans.wrappers import named_modules, unwrap, wrappers_of
+from memfit.torch_private.pytree import tree_leaves
 from memfit.units import display_bytes
 
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()

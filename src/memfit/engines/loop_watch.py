@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import sysconfig
 import warnings
 import weakref
@@ -23,7 +22,6 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import tree_leaves
 
 from memfit.engines.attachment import Handler
 from memfit.engines.mode import Mode
@@ -31,6 +29,10 @@ from memfit.engines.rerun import running_again
 from memfit.errors import PlanDrift
 from memfit.plans import Plan
 from memfit.plans.record import LoopFacts, ModelCallFacts, OutputFacts
+from memfit.torch_private.autograd import in_backward, top_saved_tensor_hooks
+from memfit.torch_private.frames import frame_above
+from memfit.torch_private.pytree import tree_leaves
+from memfit.torch_private.storages import key_of
 from memfit.units import display_bytes
 
 _MATERIAL = 0.005
@@ -123,7 +125,7 @@ class LoopWatch:
         if not all(_is_plain(each) for each in gradients):  # sharded, sparse: counted otherwise than planned
             return
         storages = [each.untyped_storage() for each in gradients]
-        here = sum({each._cdata: each.nbytes() for each in storages}.values())
+        here = sum({key_of(each): each.nbytes() for each in storages}.values())
         planned = self._loop.gradients_in_forward_bytes
         if self._material(here - planned):
             self._found.append(
@@ -224,15 +226,15 @@ class LoopWatch:
 
 def checkpointed_by_itself() -> bool:
     """Whether a forward runs inside `torch.utils.checkpoint`, in its first run or, the reentrant kind, its second."""
-    if torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
+    if in_backward():
         return True
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    hooks = top_saved_tensor_hooks()
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 def user_level() -> int:
     """The stacklevel, for a warning of the caller, of the innermost frame that is no library's."""
-    frame, level = sys._getframe(1), 1
+    frame, level = frame_above(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
     return level

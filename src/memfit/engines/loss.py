@@ -12,8 +12,6 @@ for modes must be there if, and only if, there are modes.
 
 from __future__ import annotations
 
-import os
-import sys
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -21,15 +19,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from memfit.engines.attachment import Handler
 from memfit.engines.mode import Mode
-from memfit.engines.phase import Calls, in_backward
+from memfit.engines.phase import Calls
 from memfit.engines.policy import RunPolicy
 from memfit.engines.rerun import running_again
 from memfit.engines.tape import Saved, Tape
 from memfit.plans.wrappers import named_modules
+from memfit.torch_private.autograd import (
+    in_backward,
+    pop_saved_tensor_hooks,
+    saved_tensor_hooks_enabled,
+    top_saved_tensor_hooks,
+)
+from memfit.torch_private.dispatch import current_dispatch_mode, pop_mode, push_mode
+from memfit.torch_private.frames import frame_above
+from memfit.torch_private.functorch import FOLDER
 
 if TYPE_CHECKING:
     from memfit.engines.local import Applied
@@ -39,7 +45,6 @@ LossPolicy = tuple[RunPolicy, str | None, int]
 """The policy, the module after which the region begins, and after which call of it."""
 
 _LEAVING = "memfit_leaving"
-_TRANSFORMS = os.path.join(os.path.dirname(torch.__file__), "_functorch", "")
 
 
 class LossRegion:
@@ -146,8 +151,8 @@ class LossTape(Tape):
 
     def begin(self) -> None:
         """Write down what this thread runs from now on, unless somebody else looks at its ops."""
-        if _get_current_dispatch_mode() is None and _hooks_are_free() and not _keys_are_held():
-            _push_mode(self)  # not __enter__: its flags are right only if modes go in the order in which they came
+        if current_dispatch_mode() is None and _hooks_are_free() and not _keys_are_held():
+            push_mode(self)  # not __enter__: its flags are right only if modes go in the order in which they came
 
     def end(self) -> None:
         super().end()
@@ -155,11 +160,11 @@ class LossTape(Tape):
 
     def leave(self) -> None:
         """Be taken off this thread's modes and hooks, where that can be done."""
-        if _get_current_dispatch_mode() is self and not _keys_are_held():
-            _pop_mode()
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if current_dispatch_mode() is self and not _keys_are_held():
+            pop_mode()
+        hooks = top_saved_tensor_hooks()
         if hooks is not None and getattr(hooks[0], "__self__", None) is self:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+            pop_saved_tensor_hooks()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {} if kwargs is None else kwargs
@@ -207,8 +212,8 @@ class _Leaving:
 
 def _hooks_are_free() -> bool:
     """Whether nobody else has hooks for saved tensors here, or forbids them."""
-    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
-    return enabled and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    enabled = saved_tensor_hooks_enabled()
+    return enabled and top_saved_tensor_hooks() is None
 
 
 def _keys_are_held() -> bool:
@@ -216,10 +221,10 @@ def _keys_are_held() -> bool:
     calls of what torch.compile gave."""
     if torch.is_inference_mode_enabled():
         return True
-    frame = sys._getframe(1)
+    frame = frame_above(1)
     while frame is not None:
         code = frame.f_code
-        if code.co_filename.startswith(_TRANSFORMS) or "saved_include_set" in code.co_varnames:
+        if code.co_filename.startswith(FOLDER) or "saved_include_set" in code.co_varnames:
             return True
         frame = frame.f_back
     return False

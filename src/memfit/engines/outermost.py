@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from memfit.engines.attachment import Handler
+from memfit.torch_private.compiler import COMPILE_WRAPPER
+from memfit.torch_private.frames import frame_above
 
 if TYPE_CHECKING:
     from memfit.engines.local import Applied
@@ -37,9 +38,9 @@ class Outermost:
 
 def called_by_compiler() -> bool:
     """Whether this runs in a call of what torch.compile returned."""
-    frame = sys._getframe(1)
+    frame = frame_above(1)
     while frame is not None:
-        if frame.f_code.co_name == "compile_wrapper" and frame.f_globals.get("__name__") == "torch._dynamo.eval_frame":
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == COMPILE_WRAPPER:
             return True
         frame = frame.f_back
     return False

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from memfit.engines.policy import RunPolicy
 from memfit.plans import Checkpoint, Plan
+from memfit.torch_private.pytree import tree_leaves
 
 Warn = Callable[[str, str], None]
 """Takes the kind of a warning, which is given once, and its text."""
@@ -190,8 +190,3 @@ def needs_step(plan: Plan) -> str | None:
         if period_of(members[0].calls, plan.trace.micro_batches, members) is None:
             return name or "(model)"
     return None
-
-
-def in_backward() -> bool:
-    """Whether autograd runs a backward on this thread: what is called there is recomputed, and no new call."""
-    return torch._C._current_graph_task_id() != -1

@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import PyTree, TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from memfit.capture.generators import host_state, with_host_state
 from memfit.engines.ambient import Ambient, generators_of, with_generators
@@ -31,6 +29,10 @@ from memfit.engines.samples import difference, sample
 from memfit.engines.tour import Tour
 from memfit.engines.windows import Window, window_of
 from memfit.errors import StateError
+from memfit.torch_private.autograd import version_of
+from memfit.torch_private.dispatch import DisableTorchDispatch, TorchDispatchMode
+from memfit.torch_private.pytree import PyTree, TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+from memfit.torch_private.storages import storage_key
 
 _here = threading.local()
 
@@ -117,7 +119,7 @@ class Rerun:
         self._bound = self._bindings.here()
         tensors = [each for each in inputs.leaves if isinstance(each, torch.Tensor)]
         self._versions = [
-            (each, each._version) for each in (*tensors, *self._bindings.buffers()) if not each.is_inference()
+            (each, version_of(each)) for each in (*tensors, *self._bindings.buffers()) if not each.is_inference()
         ]
 
     def note(self, index: int, tensor: torch.Tensor) -> None:
@@ -178,14 +180,14 @@ class Rerun:
         """Run the forward and drop all that it makes: for a unit that the plan does not know as it is now."""
         self.surround(args, kwargs)
         assert self._inputs is not None
-        inputs = {each.untyped_storage()._cdata for each in self._inputs.leaves if _strided(each)}
+        inputs = {storage_key(each) for each in self._inputs.leaves if _strided(each)}
         count = 0
 
         def pack(tensor: torch.Tensor) -> Saved:
             nonlocal count
             index = count
             count = index + 1
-            if tensor.grad_fn is None or not _strided(tensor) or tensor.untyped_storage()._cdata in inputs:
+            if tensor.grad_fn is None or not _strided(tensor) or storage_key(tensor) in inputs:
                 return Saved(self, index, _detached(tensor) if tensor.grad_fn is not None else tensor)
             if self.watched:
                 self.note(index, tensor)
@@ -261,7 +263,7 @@ class Rerun:
 
     def _check_unwritten(self) -> None:
         """Refuse to run whole what would read other values than the first time."""
-        if any(tensor._version != version for tensor, version in self._versions):
+        if any(version_of(tensor) != version for tensor, version in self._versions):
             raise StateError(
                 f"unit {self._name!r} did not run as it was planned, and an input or a buffer of it was written to "
                 "after it had been read: it cannot be run again. Run the step as it was planned, or plan it as it is"
@@ -402,7 +404,7 @@ def _strided(value: Any) -> bool:
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    guard = torch._C._DisableTorchDispatch()
+    guard = DisableTorchDispatch()
     try:
         return tensor.detach()
     finally:

@@ -15,6 +15,7 @@ import math
 import torch
 
 from memfit.engines.windows import plain
+from memfit.torch_private.dispatch import DisableTorchDispatch
 
 _MOST = 64
 _PRIME = 2654435761
@@ -39,7 +40,7 @@ def sample(tensor: torch.Tensor) -> list[float] | None:
         return None
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    guard = torch._C._DisableTorchDispatch()
+    guard = DisableTorchDispatch()
     try:
         with torch.no_grad():
             values = tensor.detach()[_places(tensor.shape)] if tensor.dim() else tensor.detach().reshape(1)

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memfit.engines.ambient import Generators, generators_of, with_generators
 from memfit.engines.policy import RunPolicy, not_counted, same_op
 from memfit.engines.windows import Window, plain, window_of
 from memfit.engines.writes import written
+from memfit.torch_private.dispatch import DisableAutocast, DisableTorchDispatch, TorchDispatchMode
+from memfit.torch_private.pytree import tree_flatten, tree_unflatten
+from memfit.torch_private.storages import storage_key
 
 _aten = torch.ops.aten
 EMPTY = {
@@ -108,7 +109,7 @@ class Tape(TorchDispatchMode):
         generators = None
         if not saved and torch.Tag.nondeterministic_seeded in func.tags:
             generators = self._generators(leaves)
-        before = {each.untyped_storage()._cdata for each in leaves if _strided(each)} if leaves else set()
+        before = {storage_key(each) for each in leaves if _strided(each)} if leaves else set()
         slots = [self._slot(leaf) for leaf in leaves]
         result = func(*args, **kwargs)
         outputs = tree_flatten(result)[0]
@@ -120,7 +121,7 @@ class Tape(TorchDispatchMode):
             if not plain(output):
                 self.followed = False
                 continue
-            key = output.untyped_storage()._cdata
+            key = storage_key(output)
             if key in before:
                 continue
             if key not in places:
@@ -144,7 +145,7 @@ class Tape(TorchDispatchMode):
         if not plain(leaf):
             self.followed = False
             return None
-        number = self._numbers.get(leaf.untyped_storage()._cdata)
+        number = self._numbers.get(storage_key(leaf))
         return leaf.detach() if number is None else _Slot(number, window_of(leaf))
 
     def _generators(self, leaves: list[Any]) -> Generators:
@@ -160,7 +161,7 @@ class Tape(TorchDispatchMode):
             self._unwritten.update(made.values())
             return
         for target in targets:
-            number = self._numbers.get(target.untyped_storage()._cdata)
+            number = self._numbers.get(storage_key(target))
             if number is not None:
                 self._unwritten.discard(number)
             elif not saved:
@@ -168,9 +169,9 @@ class Tape(TorchDispatchMode):
 
     def pack(self, tensor: torch.Tensor) -> Saved:
         """Hook for what autograd saves."""
-        guard = torch._C._DisableTorchDispatch()
+        guard = DisableTorchDispatch()
         try:
-            number = self._numbers.get(tensor.untyped_storage()._cdata, -1) if plain(tensor) else -1
+            number = self._numbers.get(storage_key(tensor), -1) if plain(tensor) else -1
             if (
                 self.followed
                 and number >= 0
@@ -220,7 +221,7 @@ class Tape(TorchDispatchMode):
             leaf.number: index for index, line in enumerate(lines) for leaf in line.leaves if isinstance(leaf, _Slot)
         }
         storages: dict[int, torch.UntypedStorage] = {}
-        with torch.no_grad(), torch._C._DisableAutocast():
+        with torch.no_grad(), DisableAutocast():
             for index, line in enumerate(lines):
                 if line.kept is not None:
                     storages.update(line.kept)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from memfit.torch_private.dispatch import TorchDispatchMode
 
 Look = Callable[[Any], TorchDispatchMode | None]
 """Makes what looks at the ops of a gap, None where nothing has to."""

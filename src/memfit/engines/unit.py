@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -16,12 +15,14 @@ from memfit.engines.inputs import Changing, kind_of_call
 from memfit.engines.learning import Learning
 from memfit.engines.mode import Mode
 from memfit.engines.outermost import called_by_compiler
-from memfit.engines.phase import Calls, in_backward
+from memfit.engines.phase import Calls
 from memfit.engines.policy import RunPolicy
 from memfit.engines.recipe import Recipe
 from memfit.engines.rerun import Rerun, running_again
 from memfit.engines.shapes import Family, Sizes, structure_of_call
 from memfit.engines.tape import Tape
+from memfit.torch_private.autograd import in_backward
+from memfit.torch_private.functorch import transform_active
 
 if TYPE_CHECKING:
     from memfit.engines.local import Applied
@@ -196,4 +197,4 @@ class PlannedUnit:
 
 def _in_transform() -> bool:
     """Whether torch.func is at work, which knows no hooks for saved tensors."""
-    return torch._C._functorch.maybe_current_level() is not None
+    return transform_active()

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from memfit.plans.wrappers import is_fully_sharded
+from memfit.torch_private.dispatch import schema_of
+from memfit.torch_private.storages import storage_key
+from memfit.torch_private.wrappers import fully_shard_parameters
 from memfit.tradeoff.facts import UPDATES
 
 
 def written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The tensors that an op writes to, running statistics included."""
     found: list[Any] = []
-    if func._schema.is_mutable:
-        for position, argument in enumerate(func._schema.arguments):
+    if schema_of(func).is_mutable:
+        for position, argument in enumerate(schema_of(func).arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[position] if position < len(args) else kwargs.get(argument.name)
                 found += value if isinstance(value, list | tuple) else [value]
@@ -34,9 +37,6 @@ def gathered_parameters(unit: nn.Module) -> set[int]:
     found: set[int] = set()
     for module in unit.modules():
         if is_fully_sharded(module):
-            state = cast(Any, module)._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)  # one group, or none, up to torch 2.11
-            for group in [state._fsdp_param_group] if groups is None else groups:
-                for parameter in () if group is None else group.fsdp_params:
-                    found.update(each.untyped_storage()._cdata for each in parameter.all_gather_outputs)
+            for parameter in fully_shard_parameters(module):
+                found.update(storage_key(each) for each in parameter.all_gather_outputs)
     return found

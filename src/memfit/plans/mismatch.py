@@ -16,6 +16,7 @@ from memfit.paths import alike, folded, numbered
 from memfit.plans.facts import release, trace_facts
 from memfit.plans.record import InputFacts, ParameterFacts, TraceFacts
 from memfit.plans.wrappers import named_modules, named_parameters
+from memfit.torch_private.wrappers import is_wrapped_by_fsdp1, own_class
 
 if TYPE_CHECKING:
     from memfit.plans.document import Plan
@@ -122,13 +123,12 @@ def _parameters(model: nn.Module) -> tuple[ParameterFacts, ...]:
 
 def _flattened(model: nn.Module) -> bool:
     """Whether FSDP1 holds the model's parameters, in pieces that say nothing of their shapes."""
-    return any("_fsdp_wrapped_module" in module._modules for module in model.modules())
+    return is_wrapped_by_fsdp1(model)
 
 
 def _kind(module: nn.Module) -> str:
     """Name a module's class, its own one where `fully_shard` has swapped it."""
-    kind = type(module)
-    return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 0)].__name__
+    return own_class(module).__name__
 
 
 def _part_of_several(here: Sequence[ParameterFacts], there: Sequence[ParameterFacts]) -> str | None:

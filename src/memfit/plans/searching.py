@@ -26,7 +26,6 @@ from typing import Any, get_args
 
 import torch
 from rich.console import Console
-from torch.utils._pytree import tree_leaves
 
 from memfit.capture import Step, Trace, trace
 from memfit.cost import Cost, Runtime
@@ -37,6 +36,7 @@ from memfit.plans.display import counted
 from memfit.plans.given import TargetLike, cost_given, options_given, target_given
 from memfit.plans.search_result import Over, PointStatus, Search, SearchInterrupted, SearchPoint
 from memfit.solve import Problem, SolveOptions, Status, minimum_budget_bytes, solve
+from memfit.torch_private.pytree import tree_leaves
 
 MakeStep = Callable[[int], Step | Trace]
 Watch = Callable[[SearchPoint], None]

@@ -7,21 +7,22 @@ from collections.abc import Iterator
 
 from torch import nn
 
-_INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
-"""Where `torch.compile`, FSDP1, `checkpoint_wrapper` and Lightning's Fabric keep the module that they wrap."""
+from memfit.torch_private.modules import module_table, parameter_table
+from memfit.torch_private.wrappers import INNER_NAMES
+
 _INNER_OF = {"DistributedDataParallel": "module", "DataParallel": "module", "DeepSpeedEngine": "module"}
-"""The same by class, where the name is one that a model may use itself."""
+"""Where a wrapper keeps its module by class, for names that a model may use itself."""
 
 
 def wrapped_module(module: nn.Module) -> nn.Module | None:
     """Return the module that this one wraps, None when it is no wrapper."""
-    for name in _INNER:
-        inner = module._modules.get(name)
+    for name in INNER_NAMES:
+        inner = module_table(module).get(name)
         if inner is not None:
             return inner
     for kind in type(module).__mro__:
         if kind.__name__ in _INNER_OF:
-            return module._modules.get(_INNER_OF[kind.__name__])
+            return module_table(module).get(_INNER_OF[kind.__name__])
     return None
 
 
@@ -36,7 +37,7 @@ def named_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
     """Yield every module inside its wrappers by its path without them; a module that has several, under each."""
     module = unwrap(model)
     yield prefix, module
-    for name, child in module._modules.items():
+    for name, child in module_table(module).items():
         if child is not None:
             yield from named_modules(child, f"{prefix}.{name}" if prefix else name)
 
@@ -44,7 +45,7 @@ def named_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield every parameter by its name without wrappers; one that has several, under each."""
     for path, module in named_modules(model):
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameter_table(module).items():
             if parameter is not None:
                 yield f"{path}.{name}" if path else name, parameter
 

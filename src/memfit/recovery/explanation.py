@@ -15,6 +15,7 @@ from memfit.errors import MemfitError
 from memfit.plans import Plan
 from memfit.recovery.meter import Limit
 from memfit.solve import PlannedTimeline
+from memfit.torch_private.storages import storage_key
 from memfit.units import display_bytes
 from memfit.verify.faults import FailedAt
 
@@ -174,9 +175,9 @@ def counted(
     seen: set[int] = set()
 
     def add(category: Category, path: str, tensor: torch.Tensor | None) -> None:
-        if tensor is None or tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in seen:
+        if tensor is None or tensor.layout is not torch.strided or storage_key(tensor) in seen:
             return
-        seen.add(tensor.untyped_storage()._cdata)
+        seen.add(storage_key(tensor))
         by_category[category.value] += tensor.untyped_storage().nbytes()
         by_module[part_of(path)] += tensor.untyped_storage().nbytes()
 

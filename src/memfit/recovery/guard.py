@@ -18,7 +18,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_map_only
 
 from memfit.capture import Phase, Step, Trace
 from memfit.cost import Cost
@@ -32,6 +31,8 @@ from memfit.recovery.meter import NOISE_BYTES, limit_of, meter_of
 from memfit.recovery.replan import Replanner, optimizer_bytes, single_tensor, swap
 from memfit.recovery.rollback import Before, Keeper
 from memfit.solve import SolveOptions
+from memfit.torch_private.modules import forward_pre_hooks
+from memfit.torch_private.pytree import tree_map_only
 from memfit.units import display_bytes
 from memfit.verify.faults import FailedAt, asked_bytes, failed_at, is_out_of_memory, release
 
@@ -107,7 +108,7 @@ class Guard:
     def __enter__(self) -> Guard:
         if self._hooks:
             raise StateError("this guard is at work already; make another with memfit.guard")
-        if any(isinstance(getattr(hook, "__self__", None), Guard) for hook in self._model._forward_pre_hooks.values()):
+        if any(isinstance(getattr(hook, "__self__", None), Guard) for hook in forward_pre_hooks(self._model).values()):
             raise StateError("another guard watches this model; leave its `with` block first, one guard is enough")
         applied = plan_of_model(self._model)
         if applied is None or applied.plan.checkpoint != self.plan.checkpoint:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from memfit.plans.record import InputFacts
+from memfit.torch_private.pytree import tree_leaves
 
 
 class Seen(NamedTuple):

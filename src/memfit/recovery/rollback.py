@@ -27,6 +27,8 @@ import torch
 from torch import nn
 
 from memfit.engines import plan_of_model
+from memfit.torch_private.autograd import version_of
+from memfit.torch_private.modules import buffer_table
 from memfit.verify.generators import generators, set_generators
 
 _COUNTED_FUSED = (torch.optim.Adam, torch.optim.AdamW)
@@ -47,7 +49,7 @@ class _Tensor:
 
     @property
     def written(self) -> bool:
-        return self.tensor._version != self.version
+        return version_of(self.tensor) != self.version
 
     @property
     def changed(self) -> bool:
@@ -135,7 +137,7 @@ class Before:
             before = None if each.before is None else each.before()
             if each.copy is not None:
                 each.parameter.grad = each.copy
-            elif before is not None and before._version != each.version:
+            elif before is not None and version_of(before) != each.version:
                 lost.append(f"gradient of {each.name}")
             else:
                 each.parameter.grad = before
@@ -144,7 +146,7 @@ class Before:
     def _restore_buffers(self) -> list[str]:
         lost = []
         for module, name, tensor, kept in self.buffers:
-            module._buffers[name] = tensor
+            buffer_table(module)[name] = tensor
             if kept is not None and kept.changed and not kept.put_back():
                 lost.append(kept.name)
         return lost
@@ -172,7 +174,7 @@ class Keeper:
                     name,
                     parameter,
                     None if grad is None else weakref.ref(grad),
-                    0 if grad is None else grad._version,
+                    0 if grad is None else version_of(grad),
                     grad.detach().clone() if grad is not None and self._accumulates else None,
                 )
             )
@@ -186,11 +188,11 @@ class Keeper:
 
     def _note_buffers(self, made: Before) -> None:
         for path, module in self._model.named_modules():
-            for name, buffer in module._buffers.items():
+            for name, buffer in buffer_table(module).items():
                 kept = None
                 if buffer is not None:
                     full = f"{path}.{name}" if path else name
-                    kept = _Tensor(f"buffer {full}", buffer, buffer._version)
+                    kept = _Tensor(f"buffer {full}", buffer, version_of(buffer))
                     if self._changing is None or kept.name in self._changing or buffer.nbytes <= _SMALL_BYTES:
                         kept.copy = buffer.detach().clone()
                 made.buffers.append((module, name, buffer, kept))
@@ -201,9 +203,11 @@ class Keeper:
         for group in optimizer.param_groups:
             made.groups.append({key: value for key, value in group.items() if key != "params"})
             known.update(map(id, group["params"]))
-            made.parameters += [_Tensor(self._name(each), each, each._version) for each in group["params"]]
+            made.parameters += [_Tensor(self._name(each), each, version_of(each)) for each in group["params"]]
         made.parameters += [
-            _Tensor(name, each, each._version) for name, each in self._model.named_parameters() if id(each) not in known
+            _Tensor(name, each, version_of(each))
+            for name, each in self._model.named_parameters()
+            if id(each) not in known
         ]
         for key, values in optimizer.state.items():
             if not isinstance(values, dict):
@@ -212,7 +216,7 @@ class Keeper:
             made.state[key] = dict(values)
             for name, value in values.items():
                 if isinstance(value, torch.Tensor):
-                    made.states.append(_Tensor(f"{name} of {self._name(key)}", value, value._version))
+                    made.states.append(_Tensor(f"{name} of {self._name(key)}", value, version_of(value)))
 
     def _name(self, parameter: Any) -> str:
         return self._names.get(id(parameter), "a parameter of the optimizer")

@@ -12,6 +12,7 @@ from memfit.errors import InputError
 from memfit.paths import around, repeated_blocks
 from memfit.sharded.flat import Member, Place
 from memfit.sharded.options import UnitOptions
+from memfit.torch_private.modules import parameter_table
 
 Units = (
     Mapping[str, UnitOptions]
@@ -126,7 +127,7 @@ def _parameters(
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
     places: dict[nn.Parameter, list[Place]] = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=False):
-        for attribute, parameter in module._parameters.items():
+        for attribute, parameter in parameter_table(module).items():
             if parameter is None or parameter in ignored:
                 continue
             names[parameter].append(f"{path}.{attribute}" if path else attribute)

@@ -14,6 +14,8 @@ from memfit.sharded.layout import Layout, Part
 from memfit.sharded.links import Link, Transfer
 from memfit.sharded.streams import Streams
 from memfit.sharded.whole import Whole
+from memfit.torch_private.autograd import version_of
+from memfit.torch_private.modules import parameter_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +28,7 @@ class Place:
     def put(self, parameter: nn.Parameter) -> None:
         """Hold another parameter; modules that keep lists of theirs, such as nn.LSTM, are told."""
         if type(self.module).__setattr__ is nn.Module.__setattr__:
-            self.module._parameters[self.attribute] = parameter
+            parameter_table(self.module)[self.attribute] = parameter
         else:
             setattr(self.module, self.attribute, parameter)
 
@@ -83,7 +85,7 @@ class FlatShard:
     @property
     def changes(self) -> int:
         """How often the parameters were changed in place."""
-        return sum(parameter._version for parameter in self.parameters)
+        return sum(version_of(parameter) for parameter in self.parameters)
 
     def local(self, number: int, flat: torch.Tensor) -> torch.Tensor:
         """The part of one parameter in a tensor that lies as the shard does."""
@@ -156,7 +158,7 @@ class FlatShard:
         """Make the modules hold the gathered parameters."""
         for number, (places, parameter) in enumerate(zip(self.places, whole.parameters, strict=True)):
             for place in places:
-                held = place.module._parameters.get(place.attribute)
+                held = parameter_table(place.module).get(place.attribute)
                 if held is not self.parameters[number] and held is not parameter and not self._gathers(number, held):
                     raise StateError(
                         f"module parameter {self.layout.slots[number].names[0]!r} was replaced after shard, by "

@@ -25,6 +25,7 @@ from memfit.sharded.layout import Slot
 from memfit.sharded.links import Link, SumTransfer, Transfer, joined
 from memfit.sharded.options import Precision, Reduction
 from memfit.sharded.streams import Streams
+from memfit.torch_private.autograd import post_accumulate_hooks
 
 
 class Gradients:
@@ -300,7 +301,7 @@ class Gradients:
             if parameter.dtype != gradient.dtype:
                 parameter.grad_dtype = gradient.dtype
             parameter.grad = gradient
-        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+        for hook in (post_accumulate_hooks(parameter) or {}).values():
             hook(parameter)
 
     @property

@@ -10,6 +10,8 @@ from torch import nn
 
 from memfit.sharded.runtime import Runtime
 from memfit.sharded.unit import Run, Unit
+from memfit.torch_private.compiler import disable_dynamo
+from memfit.torch_private.modules import forward_hooks
 
 
 def attach(runtime: Runtime, unit: Unit) -> None:
@@ -22,7 +24,7 @@ def attach(runtime: Runtime, unit: Unit) -> None:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         run = Run(unit) if torch.is_grad_enabled() else None
         entered.append((run, sys.exc_info()[1]))
-        hooks = module._forward_hooks
+        hooks = forward_hooks(module)
         hooks[last.id] = hooks.pop(last.id)
         args, kwargs = runtime.before_forward(unit, args, kwargs)
         return (args, kwargs) if run is None else runtime.mark_inputs(run, args, kwargs)
@@ -34,5 +36,5 @@ def attach(runtime: Runtime, unit: Unit) -> None:
             return None
         return runtime.after_forward(unit, run, (args, kwargs), output)
 
-    module.register_forward_pre_hook(torch._disable_dynamo(before), prepend=True, with_kwargs=True)
-    last = module.register_forward_hook(torch._disable_dynamo(after), with_kwargs=True, always_call=True)
+    module.register_forward_pre_hook(disable_dynamo(before), prepend=True, with_kwargs=True)
+    last = module.register_forward_hook(disable_dynamo(after), with_kwargs=True, always_call=True)

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from memfit.sharded.errors import CollectiveError
 from memfit.sharded.notices import Notices
+from memfit.torch_private.autograd import base_of
 
 TELL_TAG = 1 << 29
 """Apart from the tags of units and of state."""
@@ -126,7 +127,8 @@ class ReplicaSum(Transfer):
 def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """The flat tensor that parts make up, without a copy where they are views of one."""
     first = parts[0]
-    whole = first._base if first._base is not None else first
+    base = base_of(first)
+    whole = first if base is None else base
     return whole if whole.numel() == sum(part.numel() for part in parts) else torch.cat(list(parts))
 
 

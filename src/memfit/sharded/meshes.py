@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memfit.errors import InputError
 from memfit.sharded.links import Link
+from memfit.torch_private.wrappers import default_group
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
@@ -61,7 +62,7 @@ def nearby(mesh: DeviceMesh, ranks: int | None, device: torch.device, timeout: t
     if every % ranks or ranks >= every:
         raise InputError(f"reshard_ranks is {ranks}; give a divisor of the {every} ranks that shard, smaller than it")
     row = next(row for row in mesh.mesh.reshape(-1, ranks).tolist() if dist.get_rank() in row)
-    made = _groups.setdefault(dist.distributed_c10d._get_default_group(), {})
+    made = _groups.setdefault(default_group(), {})
     group = made.get(tuple(row))
     if group is None:
         new = dist.new_group(row, use_local_synchronization=True)

@@ -21,7 +21,7 @@ Which gradients came on a rank decides nothing: other ranks may have others.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
@@ -38,10 +38,11 @@ from memfit.sharded.order import Order
 from memfit.sharded.states import State
 from memfit.sharded.unit import Run, RunHook, Unit
 from memfit.sharded.values import mapped, tensors_in
+from memfit.torch_private.autograd import base_of, current_graph_task_id, in_backward, queue_callback
+from memfit.torch_private.frames import frame_above
+from memfit.torch_private.modules import CALL_CODE
 
 _ASKED = "all-reduce of which parameters were used in backward"
-
-_queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
 class Runtime:
@@ -128,7 +129,7 @@ class Runtime:
                 return tensor
             marked = tensor.view_as(tensor)
             marked.register_hook(hook)
-            for each in (tensor, tensor._base):
+            for each in (tensor, base_of(tensor)):
                 if each is not None and each.requires_grad and not each.is_leaf:
                     each.register_hook(hook)
             return marked
@@ -194,7 +195,7 @@ class Runtime:
                     "backward() after the forward"
                 )
             self._in_backward = True
-            _queue_callback(self._end_backward)
+            queue_callback(self._end_backward)
         if run.began:
             return
         unit = run.unit
@@ -212,7 +213,7 @@ class Runtime:
         if unit.gathered:
             unit.show_whole()
         unit.go(State.BACKWARD)
-        if run.passed == torch._C._current_graph_task_id():  # an output that is an input
+        if run.passed == current_graph_task_id():  # an output that is an input
             self.after_backward(run)
 
     def after_backward(self, run: Run) -> None:
@@ -220,7 +221,7 @@ class Runtime:
         if run.ended:
             return
         if not run.began:
-            run.passed = torch._C._current_graph_task_id()
+            run.passed = current_graph_task_id()
             return
         run.ended = True
         unit = run.unit
@@ -241,7 +242,7 @@ class Runtime:
 
     def settle(self) -> None:
         """Forget a backward that an exception ended, or a forward that an interrupt did."""
-        in_vain = self._in_backward and torch._C._current_graph_task_id() == -1
+        in_vain = self._in_backward and not in_backward()
         interrupted = bool(self._active) and self._caller is not None and not _runs(self._caller)
         if in_vain or interrupted:
             self.recover()
@@ -252,7 +253,7 @@ class Runtime:
         Gradients of earlier passes that were not to be sent stay, unless the exception was in a backward. A collective
         that fails here is not told: its group is given up, which the next pass tells.
         """
-        in_backward, self._in_backward = self._in_backward, False
+        was_in_backward, self._in_backward = self._in_backward, False
         self._active.clear()
         self._caller = None
         self._summing.clear()
@@ -262,7 +263,7 @@ class Runtime:
             with suppress(CollectiveError):
                 unit.wait()
             unit.rest()
-            for gradients in unit.gradients if in_backward else ():
+            for gradients in unit.gradients if was_in_backward else ():
                 with suppress(CollectiveError):
                     gradients.drop()
 
@@ -353,8 +354,8 @@ class Runtime:
     def _watch(self, run: Run, inputs: Any, outputs: Sequence[torch.Tensor]) -> None:
         """Hook outputs and what the unit made that they are views of: a view changed in place loses its hook."""
         hook = RunHook(self.before_backward, run)
-        bases = [tensor._base for tensor in outputs if tensor._base is not None and not tensor._base.is_leaf]
-        given = {tensor._base for tensor in tensors_in(inputs)} if bases else set()
+        bases = [base for each in outputs if (base := base_of(each)) is not None and not base.is_leaf]
+        given = {base_of(tensor) for tensor in tensors_in(inputs)} if bases else set()
         for tensor in (*outputs, *{base for base in bases if base.requires_grad and base not in given}):
             tensor.register_hook(hook)
 
@@ -399,15 +400,15 @@ class Runtime:
 
 def _module_call() -> FrameType | None:
     """The frame of the innermost call of a module; without one nothing is known."""
-    here: FrameType | None = sys._getframe(1)
-    while here is not None and here.f_code is not nn.Module._call_impl.__code__:
+    here: FrameType | None = frame_above(1)
+    while here is not None and here.f_code is not CALL_CODE:
         here = here.f_back
     return here
 
 
 def _runs(frame: FrameType) -> bool:
     """Whether a frame is among those that run in this thread."""
-    here: FrameType | None = sys._getframe(1)
+    here: FrameType | None = frame_above(1)
     while here is not None and here is not frame:
         here = here.f_back
     return here is not None

@@ -13,6 +13,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from memfit.errors import StateError
 from memfit.sharded.layout import Box, Layout, Slot, boxes
 from memfit.sharded.links import Link
+from memfit.torch_private.dispatch import disabled_torch_function
+from memfit.torch_private.storages import make_wrapper_subclass
 
 _TAG = (1 << 28) + 1
 _aten = torch.ops.aten
@@ -31,13 +33,13 @@ class ShardedValue(torch.Tensor):
     end: int
     _home: tuple[Layout, Link, torch.device]
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyrefly: ignore[bad-override]
+    __torch_function__ = disabled_torch_function  # pyrefly: ignore[bad-override]
 
     @staticmethod
     def __new__(
         cls, local: torch.Tensor, slot: Slot, layout: Layout, link: Link, gathered_on: torch.device
     ) -> ShardedValue:
-        value = torch.Tensor._make_wrapper_subclass(cls, slot.shape, dtype=local.dtype, device=local.device)
+        value = make_wrapper_subclass(cls, slot.shape, dtype=local.dtype, device=local.device)
         part = layout.part(slot, link.rank)
         value.local, value.slot, value._home = local, slot, (layout, link, gathered_on)
         value.begin, value.end = part.begin, part.end

@@ -26,6 +26,7 @@ from memfit.sharded.starting import Init, check_init, check_source, prepare_buff
 from memfit.sharded.state_hooks import attach_state
 from memfit.sharded.streams import Streams
 from memfit.sharded.unit import Unit
+from memfit.torch_private.wrappers import has_compiled_parts
 
 _RUNTIME = "_memfit_runtime"
 
@@ -145,7 +146,7 @@ def _check(model: nn.Module) -> None:
         raise InputError(f"this model is wrapped in {type(model).__name__}; shard model.module instead")
     if any(_RUNTIME in module.__dict__ for module in model.modules()):
         raise StateError("this model, or a part of it, is sharded already; shard it once, with all its units")
-    if hasattr(model, "_orig_mod") or any(module._compiled_call_impl is not None for module in model.modules()):
+    if has_compiled_parts(model):
         raise InputError(
             "this model is compiled, and its parameters would be gathered inside of compiled code; shard it first, "
             "then compile the forwards of its units: unit.forward = torch.compile(unit.forward)"

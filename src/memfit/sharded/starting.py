@@ -12,6 +12,7 @@ from memfit.errors import InputError
 from memfit.sharded.finding import FoundUnit
 from memfit.sharded.flat import Member
 from memfit.sharded.links import Link
+from memfit.torch_private.modules import buffer_table, parameter_table
 
 Init = Callable[[nn.Module], object]
 """Gives the parameters and buffers that a module itself holds their values, as `reset_parameters` does."""
@@ -67,7 +68,7 @@ def check_init(model: nn.Module, init: Init | None) -> None:
     if init is not None:
         return
     for path, module in model.named_modules():
-        held = [*module._parameters.values(), *module._buffers.values()]
+        held = [*parameter_table(module).values(), *buffer_table(module).values()]
         if any(each is not None and each.is_meta for each in held) and not hasattr(module, "reset_parameters"):
             raise InputError(
                 f"module {path!r} ({type(module).__name__}) is on the meta device and has no reset_parameters(); give "
@@ -81,11 +82,11 @@ def prepare_buffers(
 ) -> None:
     """Move buffers to the device, in their dtype; with `links`, give them rank 0's values."""
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in buffer_table(module).items():
             if buffer is None:
                 continue
             moved = buffer if links is None else _from_rank_0(buffer, device, links)
-            module._buffers[name] = moved.to(device=device, dtype=dtype if buffer.is_floating_point() else None)
+            buffer_table(module)[name] = moved.to(device=device, dtype=dtype if buffer.is_floating_point() else None)
 
 
 def _from_rank_0(tensor: torch.Tensor, device: torch.device, links: Sequence[Link]) -> torch.Tensor:
@@ -107,8 +108,8 @@ def _initialise(module: nn.Module, init: Init | None) -> None:
 def _buffers_made(module: nn.Module, device: torch.device) -> bool:
     """Give buffers on meta memory; whether there were any."""
     found = False
-    for name, buffer in module._buffers.items():
+    for name, buffer in buffer_table(module).items():
         if buffer is not None and buffer.is_meta:
-            module._buffers[name] = torch.empty_like(buffer, device=device)
+            buffer_table(module)[name] = torch.empty_like(buffer, device=device)
             found = True
     return found

@@ -14,6 +14,7 @@ from memfit.sharded.runtime import Runtime
 from memfit.sharded.sharding import runtime_of
 from memfit.sharded.states import State, check_transition
 from memfit.sharded.unit import Unit
+from memfit.torch_private.autograd import in_backward
 
 STATE_TAG = 1 << 28
 """Apart from the tags of units, so that a rank which gathers state never meets one that trains."""
@@ -83,7 +84,7 @@ def _chosen(runtime: Runtime, names: Sequence[str] | None) -> list[Unit]:
 
 def _recover(runtime: Runtime) -> None:
     """Forget a backward that an exception ended; nothing has told the runtime of it yet."""
-    running = torch._C._current_graph_task_id() != -1 or any(unit.state is State.FORWARD for unit in runtime.units)
+    running = in_backward() or any(unit.state is State.FORWARD for unit in runtime.units)
     if not runtime.idle and not running:
         runtime.recover()
 

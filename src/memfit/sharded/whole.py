@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from memfit.sharded.layout import Layout
-
-_set_versions = torch._C._autograd._unsafe_set_version_counter
+from memfit.torch_private.autograd import set_version_counters, version_of
 
 
 class Whole:
@@ -34,7 +33,7 @@ class Whole:
                 for slot in layout.slots
             ]
         self._tensors = tuple(self.parameters)
-        self._versions = tuple(parameter._version for parameter in self.parameters)
+        self._versions = tuple(version_of(parameter) for parameter in self.parameters)
         self.changes = 0
         """How often the shards had been changed when they were gathered for a forward."""
         self.free()
@@ -67,12 +66,12 @@ class Whole:
 
     def hide(self) -> None:
         """Make autograd refuse to read the parameters."""
-        _set_versions(self._tensors, tuple(version + 1 for version in self._versions))
+        set_version_counters(self._tensors, tuple(version + 1 for version in self._versions))
 
     def reveal(self) -> None:
         """Let autograd read the parameters, which are gathered."""
         if self._owned:
-            _set_versions(self._tensors, self._versions)
+            set_version_counters(self._tensors, self._versions)
 
     def require_gradients(self, wanted: Sequence[bool]) -> None:
         """Make the same parameters need gradients as of the shards."""

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from memfit.capture.environment import patched
+from memfit.torch_private.autograd import in_backward, post_accumulate_hooks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +79,7 @@ def _watched(name: str, parameter: nn.Parameter, outcome: Outcome) -> Iterator[N
         if parameter.grad is not None:
             outcome.gradients[name] = host_copy(parameter.grad)
 
-    had_hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) is not None
+    had_hooks = post_accumulate_hooks(parameter) is not None
     handle = parameter.register_post_accumulate_grad_hook(note)
     try:
         yield
@@ -92,7 +93,7 @@ def _noting(backward: Callable[..., Any], outcome: Outcome) -> Callable[..., Any
     """Backward, with the numbers that it begins from written down; those inside another backward are none."""
 
     def noting(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+        if not in_backward():
             roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
             outcome.losses += [host_copy(root) for root in roots if root.numel() == 1]
         return backward(tensors, *args, **kwargs)

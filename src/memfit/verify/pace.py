@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from memfit.capture import NEVER, Phase, Trace
 from memfit.cost import Roofline, Runtime
+from memfit.torch_private.autograd import in_backward
 
 
 def step_ms(run: Callable[[], None], device: torch.device) -> float:
@@ -51,14 +52,14 @@ def _timed_modules(model: nn.Module, device: torch.device) -> Iterator[dict[str,
     stack: list[tuple[int, float, float]] = []  # module, when it began, what the modules inside it took
 
     def before(module: nn.Module, _: Any) -> None:
-        if torch._C._current_graph_task_id() == -1:  # type: ignore[attr-defined]
+        if not in_backward():
             _settle(device)
             stack.append((id(module), time.perf_counter(), 0.0))
 
     def after(module: nn.Module, _: Any, __: Any) -> None:
         while stack and stack[-1][0] != id(module):
             stack.pop()
-        if not stack or torch._C._current_graph_task_id() != -1:  # type: ignore[attr-defined]
+        if not stack or in_backward():
             return
         _settle(device)
         _, began, inside = stack.pop()

@@ -19,6 +19,8 @@ from torch import nn
 from memfit.capture import Step
 from memfit.capture.discovery import Companions
 from memfit.capture.environment import same_attributes
+from memfit.torch_private.autograd import preserve_version_counters
+from memfit.torch_private.storages import storage_key
 from memfit.verify.generators import same_generators
 
 _DEPTH = 8
@@ -36,7 +38,7 @@ class Found:
         self._leaves = list({id(t): t for t in tensors if t.requires_grad and t.is_leaf}.values())
         strided = [tensor for tensor in tensors if tensor.layout is torch.strided]
         self._counted = tuple({id(t): t for t in strided if not t.is_inference()}.values())
-        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in strided}
+        storages = {storage_key(tensor): tensor.untyped_storage() for tensor in strided}
         self._copies = [(storage, _copy(storage)) for storage in storages.values()]
 
     @contextlib.contextmanager
@@ -44,7 +46,7 @@ class Found:
         """Inside the block gradients are None at first; after it everything is as it was found."""
         gradients = [(leaf, leaf.grad) for leaf in self._leaves]
         with (
-            torch.autograd._unsafe_preserve_version_counter(self._counted),
+            preserve_version_counters(self._counted),
             same_generators(),
             same_attributes(self._objects),
         ):

@@ -27,6 +27,7 @@ from memfit.engines import plan_of_model, unplanned
 from memfit.errors import InputError
 from memfit.plans import Plan
 from memfit.plans.uses import use
+from memfit.torch_private.storages import storage_key
 from memfit.units import display_bytes
 from memfit.verify.attribution import Filling, Places, filled
 from memfit.verify.available import free_bytes
@@ -234,7 +235,7 @@ class _Verifier:
     def _allocated_bytes(self, tensors: list[torch.Tensor]) -> int:
         rounding = self.places.timeline.rounding_bytes
         here = [each for each in tensors if each.device.type == self.device_type and each.layout is torch.strided]
-        storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in here}
+        storages = {storage_key(each): each.untyped_storage().nbytes() for each in here}
         return sum(-(-n_bytes // rounding) * rounding for n_bytes in storages.values())
 
     def _plain(self) -> tuple[_Observed | None, str | None]:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from memfit.analysis.levers.case import Case
 from memfit.analysis.levers.lever import Lever
+from memfit.torch_private.pytree import tree_flatten, tree_unflatten
 
 _ADVICE = "what has a row for each sample must be halved too: take labels from the batch, or write labels[:len(output)]"
 _PLAIN = (int, float, bool, str, type(None))

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from memfit.analysis.levers.case import Case
 from memfit.analysis.levers.lever import Lever
 from memfit.capture import Step
 from memfit.errors import InputError
 from memfit.sharding.options import ShardDtypes
+from memfit.torch_private.pytree import tree_map_only
 
 
 def precision(case: Case) -> Iterator[Lever]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from memfit.capture.rules import RuleContext
+from memfit.torch_private.dispatch import below_autograd
 
 _aten = torch.ops.aten
 
@@ -21,13 +22,13 @@ class _Mish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> Tensor:
         ctx.save_for_backward(input)
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return _aten.mish(input)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (input,) = ctx.saved_tensors
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return _aten.mish_backward(grads[0], input)
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from memfit.capture.probe import filled, probe_workspace, real_execution, remembered
 from memfit.capture.rules import RuleContext
 from memfit.capture.rules.layout import contiguous_copy
+from memfit.torch_private.dispatch import disable_current_modes
+from memfit.torch_private.kernels import fused_sdp_choice
 
 _aten = torch.ops.aten
 _LOW = (torch.float16, torch.bfloat16)
@@ -88,8 +90,8 @@ def _cpu_attention(
         empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
         return empty.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else empty
 
-    with torch.utils._python_dispatch._disable_current_modes():
-        choice = torch._fused_sdp_choice(
+    with disable_current_modes():
+        choice = fused_sdp_choice(
             stand_in(query),
             stand_in(key),
             stand_in(value),

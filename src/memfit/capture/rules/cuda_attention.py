@@ -16,6 +16,7 @@ from torch import Tensor
 from memfit.capture.rules import RuleContext
 from memfit.capture.rules.attention import float_mask, math_attention, scale_of
 from memfit.capture.rules.layout import bytes_of
+from memfit.torch_private.kernels import attention_priority
 
 _aten = torch.ops.aten
 _MATH, _FLASH, _EFFICIENT, _CUDNN = 0, 1, 2, 3
@@ -59,7 +60,7 @@ def priority_order(capability: tuple[int, int]) -> list[int]:
 
     An order that the user has set with `sdpa_kernel(..., set_priority=True)` stays as it is.
     """
-    order = [backend for backend in torch._C._get_sdp_priority_order() if backend <= _CUDNN]
+    order = [backend for backend in attention_priority() if backend <= _CUDNN]
     if order == _DEFAULT_ORDER and capability[0] in (9, 10):
         return _CUDNN_ORDER
     return order

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from memfit.capture.rules import RuleContext
 from memfit.capture.rules.layout import contiguous_copy
+from memfit.torch_private.dispatch import below_autograd
 
 _aten = torch.ops.aten
 _CUDNN_MIN_EPSILON = 0.0
@@ -58,7 +59,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, shape: tuple[int, ...], weight: Tensor | None, eps: float | None) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             output, factor = _aten._fused_rms_norm(input, shape, weight, eps)
         ctx.save_for_backward(input, weight, factor)
         ctx.shape = shape
@@ -68,7 +69,7 @@ class _FusedRmsNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         input, weight, factor = ctx.saved_tensors
         mask = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             gradients = _aten._fused_rms_norm_backward(grads[0], input, ctx.shape, factor, weight, mask)
         return gradients[0], None, gradients[1], None
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from memfit.capture.rules import Rule, RuleContext
+from memfit.torch_private.dispatch import schema_of
 
 _PROMOTING = """add sub rsub mul div remainder fmod atan2 maximum minimum fmax fmin eq ne lt le gt ge where
 logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor hypot floor_divide
@@ -27,12 +28,12 @@ def _promoted_operands(context: RuleContext, func: Any, args: Any, kwargs: dict[
     A Python number is first a tensor of its own.
     """
     operands = _operands(args)
-    if func._schema.name == "aten::where":
+    if schema_of(func).name == "aten::where":
         operands = operands[1:]
     types = [value for value in operands if not isinstance(value, Tensor)]
     tensors = [value for value in operands if isinstance(value, Tensor)]
     common = _common_dtype(tensors, types)
-    divides = func._schema.name.startswith(("aten::div", "aten::true_divide", "aten::atan2"))
+    divides = schema_of(func).name.startswith(("aten::div", "aten::true_divide", "aten::atan2"))
     if divides and not common.is_floating_point and "rounding_mode" not in kwargs:
         common = torch.get_default_dtype()
     size = torch.empty((), dtype=common, device="meta").element_size()
@@ -44,7 +45,7 @@ def _promoted_operands(context: RuleContext, func: Any, args: Any, kwargs: dict[
     for tensor in tensors:
         if tensor.dtype != common:
             held += tensor.numel() * size
-    if func._schema.name.endswith("_") and isinstance(result, Tensor) and result.dtype not in (common, torch.bool):
+    if schema_of(func).name.endswith("_") and isinstance(result, Tensor) and result.dtype not in (common, torch.bool):
         held += result.numel() * size
     return held
 
@@ -88,7 +89,7 @@ def _foreach(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any])
 
     Torch's meta kernels say the same, tensor by tensor, a hundred times slower.
     """
-    return [torch.empty_like(tensor) for tensor in args[0]] if func._schema.returns else None
+    return [torch.empty_like(tensor) for tensor in args[0]] if schema_of(func).returns else None
 
 
 _FOREACH_SAME_DTYPE = """add sub mul div addcmul addcdiv lerp sqrt neg reciprocal maximum minimum clamp_max clamp_min

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from memfit.capture.rules import Rule, RuleContext
+from memfit.torch_private.dispatch import below_autograd
 
 _aten = torch.ops.aten
 
@@ -27,7 +28,7 @@ class _Extreme(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, name: str) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             value = getattr(_aten, name)(input)
         ctx.save_for_backward(input, value)
         return value
@@ -35,7 +36,7 @@ class _Extreme(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         input, value = ctx.saved_tensors
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             value.isnan()
             mask = input == value
             spread = grads[0].new_zeros(input.shape, dtype=input.dtype)

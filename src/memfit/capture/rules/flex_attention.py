@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from memfit.capture.rules import RuleContext
+from memfit.torch_private.kernels import flex_attention_backward, flex_attention_forward
 
 _NOTE = (
     "flex_attention is captured as it runs without torch.compile: with whole matrices of scores. A compiled "
@@ -28,7 +29,7 @@ class _Dense(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, call: _Call
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        from torch._higher_order_ops.flex_attention import sdpa_dense
+        sdpa_dense = flex_attention_forward()
 
         out, logsumexp, max_scores = sdpa_dense(
             query, key, value, call.score_mod, call.block_mask, call.scale, call.kernel_options
@@ -42,7 +43,7 @@ class _Dense(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        from torch._higher_order_ops.flex_attention import sdpa_dense_backward
+        sdpa_dense_backward = flex_attention_backward()
 
         query, key, value, out, logsumexp, *_ = ctx.saved_tensors
         call: Any = ctx.call

@@ -11,6 +11,7 @@ from torch import Tensor
 from memfit.capture.rules import RuleContext
 from memfit.capture.rules.layout import bytes_of, contiguous_copy, suggested_format
 from memfit.capture.rules.vendor import probed
+from memfit.torch_private.dispatch import below_autograd
 
 _aten = torch.ops.aten
 _LARGE_MAP, _LARGE_MAP_BACKWARD = 1024, 2048
@@ -55,7 +56,7 @@ class _ChannelsLastGroupNorm(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float) -> Tensor:
         samples, channels = input.shape[:2]
         ctx.sizes = (samples, channels, math.prod(input.shape[2:]), groups)
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             output, mean, deviation = _aten.native_group_norm(input, weight, bias, *ctx.sizes, eps)
         ctx.save_for_backward(input, weight, mean, deviation)
         return output
@@ -65,7 +66,7 @@ class _ChannelsLastGroupNorm(torch.autograd.Function):
         input, weight, mean, deviation = ctx.saved_tensors
         grad = grads[0].contiguous(memory_format=suggested_format(input))
         mask = list(ctx.needs_input_grad[:3])
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             gradients = _aten.native_group_norm_backward(grad, input, mean, deviation, weight, *ctx.sizes, mask)
         return *gradients, None, None
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from memfit.capture.rules import RuleContext
+from memfit.torch_private.dispatch import below_autograd
 
 _aten = torch.ops.aten
 
@@ -48,7 +49,7 @@ class _Prod(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None) -> Tensor:
         ctx.dim, ctx.keepdim = dim, keepdim
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             if dim is None:
                 result = _aten.prod(input, dtype=dtype)
             else:
@@ -76,7 +77,7 @@ class _Cumprod(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, dim: int, dtype: torch.dtype | None) -> Tensor:
         ctx.dim = dim
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             result = _aten.cumprod(input, dim, dtype=dtype)
         ctx.save_for_backward(input, result)
         return result

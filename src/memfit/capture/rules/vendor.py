@@ -13,6 +13,7 @@ from memfit.capture.arguments import map_tensors, tensors_of
 from memfit.capture.probe import probe_workspace, remembered, signature, vendor_has
 from memfit.capture.rules import RuleContext
 from memfit.capture.rules.layout import bytes_of
+from memfit.torch_private.dispatch import schema_of
 
 _PROBE_LIMIT_BYTES = 1 << 28
 _PROBE_LIMIT_FLOPS = 1 << 35
@@ -62,11 +63,11 @@ def _with_samples(func: Any, args: Any, count: int) -> tuple[Any, ...]:
     samples, sizes = args[0].size(0), args[0].dim()
 
     def fewer(position: int, value: Any) -> Any:
-        if position == _WEIGHTS.get(func._schema.name):
+        if position == _WEIGHTS.get(schema_of(func).name):
             return value
         if isinstance(value, Tensor) and value.dim() > 0 and value.size(0) == samples:
             return value[:count]
-        whole_size = func._schema.arguments[position].name == "input_size" and len(value) == sizes
+        whole_size = schema_of(func).arguments[position].name == "input_size" and len(value) == sizes
         return [count, *value[1:]] if whole_size else value
 
     return tuple(fewer(position, value) for position, value in enumerate(args))
@@ -80,7 +81,7 @@ def _not_counted(context: RuleContext, func: Any, args: Any, kwargs: dict[str, A
 def _decomposition(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     context.note(DEPENDS_ON_VALUES.format(func))
     args = map_tensors(args, _valid_pivots)
-    dims = 0 if "fft" in func._schema.name else 2
+    dims = 0 if "fft" in schema_of(func).name else 2
     return _probed(context, func, args, kwargs, result, _decomposition_flops(func, args), dims)
 
 
@@ -90,7 +91,7 @@ def is_slow_decomposition(func: Any, args: Any) -> bool:
 
 
 def _decomposition_flops(func: Any, args: Any) -> int:
-    if "fft" in func._schema.name:
+    if "fft" in schema_of(func).name:
         return 0
     matrices = (each for each in tensors_of(args) if each.dim() >= 2)
     return max((_SVD_FLOPS * each.numel() * min(each.shape[-2:]) for each in matrices), default=0)

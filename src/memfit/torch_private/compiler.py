@@ -1,0 +1,23 @@
+"""torch.compile and TorchScript: keep out of graphs, and know their frames and functions."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+disable_dynamo: Any = torch._disable_dynamo
+"""Keep a function out of compiled graphs without importing dynamo (torch/_compile.py and torch/__init__.py)."""
+
+function_from_graph: Any = torch._C._create_function_from_graph
+"""A TorchScript function made anew from its graph (torch/csrc/jit/python/script_init.cpp),
+without its optimised plan."""
+
+COMPILE_WRAPPER = ("torch._dynamo.eval_frame", "compile_wrapper")
+"""Module and name of the function that a compiled call goes through (torch/_dynamo/eval_frame.py)."""
+
+
+def dynamo_is_loaded() -> bool:
+    """Return whether anything can have been compiled in this process."""
+    return "torch._dynamo" in sys.modules

@@ -1,0 +1,44 @@
+"""Modules: the tables in which `nn.Module` keeps what belongs to it (torch/nn/modules/module.py).
+
+Public methods give copies or iterators; memfit swaps entries, as `torch.func.functional_call` does.
+"""
+
+from __future__ import annotations
+
+from types import CodeType
+from typing import Any
+
+from torch import Tensor, nn
+
+CALL_CODE: CodeType = nn.Module._call_impl.__code__
+"""The code of a module's call, by which a frame of it is known (torch/nn/modules/module.py)."""
+
+
+def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the parameters of a module by name, to be changed in place (`Module._parameters`)."""
+    return module._parameters
+
+
+def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the buffers of a module by name, to be changed in place (`Module._buffers`)."""
+    return module._buffers
+
+
+def module_table(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the children of a module by name, those that are None too (`Module._modules`)."""
+    return module._modules
+
+
+def forward_hooks(module: nn.Module) -> Any:
+    """Return the hooks after a module's forward, in order (`Module._forward_hooks`)."""
+    return module._forward_hooks
+
+
+def forward_pre_hooks(module: nn.Module) -> Any:
+    """Return the hooks before a module's forward, in order (`Module._forward_pre_hooks`)."""
+    return module._forward_pre_hooks
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether `module.compile()` was called (`Module._compiled_call_impl`)."""
+    return module._compiled_call_impl is not None

@@ -1,0 +1,58 @@
+"""What wraps a model: torch.compile, FSDP1, `fully_shard`, checkpoint wrappers; and the default process group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from memfit.torch_private.modules import is_compiled, module_table
+
+INNER_NAMES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module")
+"""The attributes under which wrappers keep a module: torch.compile (torch/_dynamo/eval_frame.py), FSDP1
+(torch/distributed/fsdp/_common_utils.py), checkpoint_wrapper
+(torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py) and Lightning's Fabric. Where one is gone, a plan's
+names are not found in such a model, and `apply` says so."""
+
+
+def compiled_original(model: nn.Module) -> Any:
+    """Return the module that torch.compile wrapped, None where it is no such wrapper (torch/_dynamo/eval_frame.py)."""
+    return getattr(model, "_orig_mod", None)
+
+
+def has_compiled_parts(model: nn.Module) -> bool:
+    """Return whether a model or a part of it is compiled (torch/_dynamo/eval_frame.py, torch/nn/modules/module.py)."""
+    return any(hasattr(module, "_orig_mod") or is_compiled(module) for module in model.modules())
+
+
+def is_wrapped_by_fsdp1(model: nn.Module) -> bool:
+    """Return whether FSDP1 holds parameters of a model (torch/distributed/fsdp/_common_utils.py)."""
+    return any("_fsdp_wrapped_module" in module_table(module) for module in model.modules())
+
+
+def own_class(module: nn.Module) -> type:
+    """Return a module's class, its own one where `fully_shard` has swapped it.
+
+    `_orig_cls_mro_index` (torch/distributed/fsdp/_fully_shard/_fully_shard.py); without it the swapped class is taken.
+    """
+    kind = type(module)
+    return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 0)]
+
+
+def fully_shard_parameters(module: Any) -> Iterator[Any]:
+    """Yield what `fully_shard` knows of each parameter that a module's own group holds.
+
+    `FSDPState._fsdp_param_groups` (torch/distributed/fsdp/_fully_shard/_fsdp_state.py); up to torch 2.11 there is one
+    group, or none.
+    """
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    for group in [state._fsdp_param_group] if groups is None else groups:
+        yield from () if group is None else group.fsdp_params
+
+
+def default_group() -> Any:
+    """Return the default process group (`_get_default_group`, torch/distributed/distributed_c10d.py)."""
+    return dist.distributed_c10d._get_default_group()
