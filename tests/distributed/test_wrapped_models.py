@@ -114,6 +114,23 @@ def test_sharded_models_are_refused_and_train_on(name: str, target: str) -> None
     assert train() < first
 
 
+@pytest.mark.parametrize("build", [of_fully_shard, of_first_fsdp])
+def test_a_sharded_model_beside_the_model_is_refused_and_works_on(build: Callable[[], nn.Module]) -> None:
+    """A teacher that only the loss knows of: its hooks would gather parameters in the capture and lose them."""
+    teacher, student, batch = build(), plain(), torch.randn(4, 16)
+    expected = teacher(batch)
+    step = Step(student, batch, loss=lambda output, x: (output - teacher(x).detach()).square().mean())
+    with pytest.raises(InputError, match="that the step calls is sharded by"):
+        memfit.trace(step, target="h100-sxm")
+    assert torch.equal(teacher(batch), expected)
+
+
+def test_a_distributed_batch_is_refused() -> None:
+    batch = distribute_tensor(torch.randn(4, 16), init_device_mesh("cpu", (1,)), [Shard(0)])
+    with pytest.raises(InputError, match=r"batch\['x'\] is a DTensor"):
+        memfit.trace(Step(plain(), {"x": batch}), target="cpu")
+
+
 def gradient_bytes(model: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
 

@@ -52,7 +52,7 @@ from memfit.trace.rules import RuleContext, rules_for
 from memfit.trace.snapshot import Snapshot
 from memfit.trace.source import SourceTable
 from memfit.trace.step import Step
-from memfit.trace.step_input import check_model
+from memfit.trace.step_input import check_batch_tensors, check_model, refuse_sharded_module
 from memfit.trace.storages import HOST, StorageDraft, StorageTable
 
 
@@ -73,6 +73,7 @@ def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | D
         notes: list[str] = []
         model = _eager(step.build_model(), notes)
         check_model(model)
+        check_batch_tensors(step.batch)
         held = held_generators(model.modules(), variables_of(step.run))
         snapshot = Snapshot(model, (step.run, step.loss, step.optimizer, step.model))
         leftovers: list[weakref.ref[Any]] = []
@@ -383,6 +384,8 @@ class _Capture:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder = self.recorder
+        if not self.calls.owns(module):  # a teacher or a reference model beside the model: its hooks must not begin
+            refuse_sharded_module(module, f"a {type(module).__name__} that the step calls")
         if recorder.table.paused:
             return
         if self.calls.current == NEVER and recorder.phase is not Phase.BACKWARD:
