@@ -178,6 +178,15 @@ STEPS: dict[str, Callable[[], Step]] = {
     "cumprod": lambda: linear_step(lambda output, _: output.sigmoid().cumprod(-1).sum(), 32),
     "max pool, sum": lambda: image_step(nn.MaxPool2d(2), loss=lambda output, _: output.sum()),
     "average pool, mean": lambda: image_step(nn.AdaptiveAvgPool2d(1), loss=lambda output, _: output.mean()),
+    "binary cross-entropy": lambda: linear_step(
+        lambda output, _: F.binary_cross_entropy_with_logits(output, torch.ones_like(output)), 32
+    ),
+    "binary cross-entropy, weights": lambda: linear_step(
+        lambda output, _: F.binary_cross_entropy_with_logits(
+            output * 2, torch.ones(32, 64), weight=torch.ones(64), pos_weight=torch.ones(64)
+        ),
+        32,
+    ),
     "upsampling, sum": lambda: image_step(
         nn.Upsample(scale_factor=2, mode="bilinear"), loss=lambda output, _: output.sum()
     ),

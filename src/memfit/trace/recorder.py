@@ -177,7 +177,9 @@ class Recorder(TorchDispatchMode):
                 if adds_in_place(func, args, kwargs, 1):
                     func = _aten.add_.Tensor
                 else:
-                    func, args = in_place_in_backward(func, args)
+                    func, args = in_place_in_backward(func, args, self._made_in_backward)
+                    if func is _aten.mul_.Tensor and args[1].is_meta:  # a gradient has no known values
+                        args = (self.executor.lift(args[0], self.calls.path), args[1])
                 info = self.executor.describe(func)
             tensors, arguments = self._arguments.split(args, kwargs)
             if GENERATOR in arguments:
@@ -224,6 +226,10 @@ class Recorder(TorchDispatchMode):
             if len(written) == 1 and info.returns_written:
                 return written[0]
             return outcome.result
+
+    def _made_in_backward(self, tensor: torch.Tensor) -> bool:
+        number = self.table.number_of(tensor)
+        return number != HOST and self.table.drafts[number].birth >= self.backward_began[-1]
 
     # -- Note [Chance] ----------------------------------------------------------------------------------------------
 
