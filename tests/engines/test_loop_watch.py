@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memfit
 from memfit.errors import PlanDrift
+from memfit.solve import SolveOptions
 from memfit.trace import Step
 
 _CLASSES, _WIDTH, _ROWS = 512, 48, 64
@@ -192,6 +193,30 @@ def test_checkpointing_that_was_switched_on_after_planning_is_told_once(reentran
 
     found = [each for each in seen(train) if "torch.utils.checkpoint" in str(each.message)]
     assert len(found) == 1
+
+
+class Around(nn.Module):
+    """Saves tensors of one shape before, in and after its block, so that one can be taken for another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(self.block(torch.sin(x)))
+
+
+def test_units_inside_what_the_model_checkpoints_give_the_same_gradients() -> None:
+    _, model, _, batch = make()
+    model.blocks = nn.ModuleList(Around() for _ in range(3))  # type: ignore[assignment]
+    options = SolveOptions(force=("blocks.0.block", "blocks.1.block"))
+    plan = plan_for(Step(model, batch, loss=loss_of), options=options)
+    model.checkpointing = False  # type: ignore[assignment]
+    plain = torch.autograd.grad(loss_of(model(batch)), list(model.parameters()))
+    plan.apply(model)
+    with pytest.warns(PlanDrift, match=r"torch\.utils\.checkpoint"):
+        planned = torch.autograd.grad(loss_of(model(batch)), list(model.parameters()))
+    assert all(map(torch.equal, planned, plain))
 
 
 def test_checkpointing_that_was_planned_is_no_difference() -> None:

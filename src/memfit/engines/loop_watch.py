@@ -207,8 +207,9 @@ class LoopWatch:
         self.warn(
             "checkpointing",
             f"a {type(unit).__name__} of the plan runs inside torch.utils.checkpoint (gradient_checkpointing_enable "
-            "and its like), and did not when the step was planned: it is recomputed once by each, and memory is not "
-            "what was predicted. Switch the model's own checkpointing off, or plan the step with it",
+            "and its like), and did not when the step was planned: it is recomputed as that does, without its "
+            "policy, and memory is not what was predicted. Switch the model's own checkpointing off, or plan the step "
+            "with it",
         )
 
     def leave_inputs(self) -> None:

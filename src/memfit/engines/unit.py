@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memfit.engines.bindings import Bindings
 from memfit.engines.inputs import Changing, kind_of_call
 from memfit.engines.learning import Learning
+from memfit.engines.loop_watch import checkpointed_by_itself
 from memfit.engines.mode import Mode
 from memfit.engines.outermost import called_by_compiler
 from memfit.engines.phase import Calls, in_backward
@@ -103,7 +104,7 @@ class PlannedUnit:
             return forward(*args, **kwargs)
         phase = self._applied.phase
         policy = self._calls.next()
-        if policy is None:
+        if policy is None or checkpointed_by_itself():  # which counts what is saved in both of its runs
             return phase.leave_after(forward(*args, **kwargs))
         device_type = self._applied.device_type
         try:
