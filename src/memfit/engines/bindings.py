@@ -49,6 +49,11 @@ class Bindings:
         found = [table.get(name) for table, name in self._buffers]
         return [each for each in found if each is not None]
 
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters that there are now, but for those that FSDP keeps sharded."""
+        found = [table.get(name) for table, name in self._slots[: len(self._slots) - len(self._buffers)]]
+        return [each for each in found if each is not None and not _fully_sharded(each)]
+
     @contextlib.contextmanager
     def bound(self, then: list[Any]) -> Iterator[None]:
         """Inside the block the names stand for what they did then; afterwards for what they do now."""

@@ -72,7 +72,7 @@ class Learning(TorchDispatchMode):
                     if maker[1] == 0 and maker[0] not in self._unwritten:
                         self._run.note(saved.index, saved.tensor)
                     self._run.drop(saved, saved.tensor.shape)
-        self._run.recipe = recipe
+        self._run.settle(recipe)
         self._results.clear()  # autograd keeps the hook, and the hook this object
         self._known.clear()
         self._packs.clear()

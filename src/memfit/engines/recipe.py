@@ -69,3 +69,6 @@ class Recipe:
     """Past the gaps that they are made in."""
     answering: Way | None
     """Past the gaps in which a second run answers for saved ops; None when there are none."""
+    rewritten: bool = False
+    """Whether inputs or parameters are written to between forward and backward, and what is recomputed is the same all
+    the same: the ops that read them are saved."""
