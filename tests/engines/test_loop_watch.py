@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import warnings
@@ -176,6 +177,51 @@ def test_larger_shapes_are_told_once_and_smaller_ones_never() -> None:
     assert len(found) == 1
     assert f"({_ROWS + 16}, {_WIDTH}) where the plan has ({_ROWS}, {_WIDTH}), 1.25 times" in str(found[0].message)
     assert found[0].filename == __file__
+
+
+class Masked(Net):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x if mask is None else x * mask)
+
+
+def test_larger_shapes_are_told_where_another_number_of_tensors_is_given() -> None:
+    model, batch = Masked(), torch.randn(_ROWS, _WIDTH)
+    plan_for(Step(model, batch, loss=loss_of), 0.3).apply(model)
+    model(batch, torch.ones(_ROWS, 1))
+    with pytest.warns(PlanDrift, match=r"where the plan has \(64, 48\), 2\.00 times"):
+        model(torch.cat([batch, batch]), torch.ones(2 * _ROWS, 1))
+
+
+def test_larger_shapes_are_told_where_only_parts_of_the_model_are_in_train_mode() -> None:
+    step, model, optimizer, batch = make()
+    plan_for(step, 0.3).apply(model, optimizer)
+    model.training = False
+    with pytest.warns(PlanDrift, match=r"where the plan has \(64, 48\), 2\.00 times"):
+        model(torch.cat([batch, batch]))
+
+
+def test_larger_shapes_are_told_once_for_several_models() -> None:
+    first, second, batch = nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block()), torch.randn(_ROWS, _WIDTH)
+    models = {"first": first, "second": second}
+
+    def train(x: torch.Tensor = batch) -> None:
+        second(first(x)).square().mean().backward()
+
+    plan = plan_for(
+        Step(nn.ModuleDict(models), batch, run=lambda each: each["second"](each["first"](batch)).sum().backward())
+    )
+    plan.apply(nn.ModuleDict(models))
+    assert not seen(train, 1)
+    found = seen(lambda: train(torch.cat([batch, batch])), 2)
+    assert len([each for each in found if "where the plan has" in str(each.message)]) == 1
+
+
+def test_units_that_are_replaced_after_apply_are_told_once() -> None:
+    step, model, optimizer, batch = make()
+    plan_for(step).apply(model, optimizer)
+    model.blocks[1] = copy.deepcopy(model.blocks[1])  # type: ignore[index, operator]
+    found = [each for each in seen(lambda: dropped(model, batch), 2) if "no longer part" in str(each.message)]
+    assert len(found) == 1 and "'blocks.1" in str(found[0].message)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

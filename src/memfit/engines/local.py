@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from memfit.engines.attachment import Handler, attach, attached, detach
-from memfit.engines.loop_watch import LoopWatch, user_level
+from memfit.engines.loop_watch import LoopWatch, WatchedUnit, user_level
 from memfit.engines.loss import LossRegion
 from memfit.engines.mode import Mode
 from memfit.engines.optimizers import OptimizerLike, given_optimizers
@@ -219,13 +219,26 @@ class Applied:
             self._watch.leave_inputs()
 
     def _watched(self, found: list[tuple[nn.Module, Handler]]) -> list[tuple[nn.Module, Handler]]:
-        """Put what compares the loop with the plan around the calls of the model itself."""
-        model, loop = self._paths[""], self.plan.trace.loop
-        inner = next((handler for module, handler in found if module is model), None)
-        if inner is None or loop is None or self.plan.shard is not None or self.plan.predicted is None:
+        """Put what compares the loop with the plan around the calls of the model itself, or of those in a container."""
+        loop = self.plan.trace.loop
+        names = dict.fromkeys("" if entry.is_loss else entry.module for entry in self.plan.checkpoint)
+        if not found or loop is None or self.plan.shard is not None or self.plan.predicted is None:
             return found  # nothing is carried out, or by other means than those of one device
-        self._watch = LoopWatch(self.plan, loop, model, self._mode(""), inner)
-        return [*(each for each in found if each[0] is not model), (model, self._watch)]
+        units = [WatchedUnit(name, weakref.ref(self._paths[name]), self._mode(name)) for name in names]
+        watched: list[tuple[nn.Module, Handler]] = []
+        for module, handler in found:
+            if not isinstance(handler, Outermost):
+                watched.append((module, handler))
+                continue
+            inside = {id(each) for each in module.modules()}
+            own = [unit for unit in units if id(unit.module()) in inside]
+            itself = WatchedUnit("", weakref.ref(module), Mode([module]))
+            watch = LoopWatch(self.plan, loop, module, own or [itself], handler)
+            if self._watch is not None:
+                watch.follow(self._watch)
+            self._watch = watch
+            watched.append((module, watch))
+        return watched
 
     def see_checkpointing(self, unit: nn.Module) -> None:
         """Look, when a unit is called, whether the model checkpoints by itself."""

@@ -15,9 +15,9 @@ import sys
 import sysconfig
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -41,23 +41,40 @@ _LIBRARIES = tuple(
 )
 
 
+class WatchedUnit(NamedTuple):
+    """A unit of the plan, where it was when the plan was applied."""
+
+    name: str
+    module: weakref.ref[nn.Module]
+    mode: Mode
+
+
 class LoopWatch:
     """Sees every call of a planned model, around what else handles its calls."""
 
-    def __init__(self, plan: Plan, loop: LoopFacts, model: nn.Module, mode: Mode, inner: Handler) -> None:
+    def __init__(
+        self, plan: Plan, loop: LoopFacts, model: nn.Module, units: Sequence[WatchedUnit], inner: Handler
+    ) -> None:
         assert plan.predicted is not None
-        self._plan, self._loop, self._mode, self._inner = plan, loop, mode, inner
+        self._plan, self._loop, self._units, self._inner = plan, loop, units, inner
         self._peak_bytes = plan.predicted.peak_bytes
         self._model = weakref.ref(model)
         self._calls = 0
         self._stepped = False
         self._looking = True
+        self._seen = False
         self._found: list[str] = []
         self._known: set[Any] = set()
         self._told: set[str] = set()
         self._highest_bytes: int | None = None
         self._hook = register_optimizer_step_post_hook(_weak_hook(self))
         self._release = weakref.finalize(model, self._hook.remove)
+
+    def follow(self, other: LoopWatch) -> None:
+        """Be one of several models of a step: calls are compared and nothing else, and each thing is told once."""
+        self.stop()
+        other.stop()
+        self._told = other._told
 
     def stop(self) -> None:
         """Look no more at what the loop holds."""
@@ -75,12 +92,28 @@ class LoopWatch:
 
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Compare what is there before a forward of a training step. True for the first that is looked at."""
-        if running_again() or not self._mode.training:
+        if running_again() or not any(unit.mode.training for unit in self._units):
             return False
+        if not self._seen:
+            self._seen = True
+            self._see_units()
         self._compare_inputs(args, kwargs)
         if self._looking:
             self._begin()
         return self._looking and self._calls == 1
+
+    def _see_units(self) -> None:
+        """Say which units are no longer there: what was put in their place has no plan."""
+        model = self._model()
+        here = set() if model is None else {id(each) for each in model.modules()}
+        gone = [unit.name for unit in self._units if id(unit.module()) not in here]
+        if gone:
+            self.warn(
+                "gone",
+                f"{len(gone)} of {len(self._units)} units of the plan are no longer part of the model, {gone[0]!r} for "
+                "one: what took their place since apply runs without the plan, and the budget of "
+                f"{display_bytes(self._plan.budget_bytes)} may not be kept. Call plan.remove(model), then apply again",
+            )
 
     # -- what the loop holds ----------------------------------------------------------------------------------------
 
@@ -187,8 +220,8 @@ class LoopWatch:
             return
         self._known.add(shapes)
         alike = [call for call in self._loop.calls if len(call.inputs) == len(shapes)]
-        larger = [_larger(shapes, call) for call in alike]
-        if not larger or not all(larger):
+        larger = [_larger(shapes, call) for call in alike] or [_largest(shapes, self._loop)]
+        if not all(larger):
             return
         here, planned = larger[0][0]
         ratio = math.prod(here) / max(1, math.prod(planned))
@@ -249,6 +282,13 @@ def _larger(shapes: tuple[torch.Size, ...], call: ModelCallFacts) -> list[tuple[
         for here, planned in zip(shapes, call.inputs, strict=True)
         if math.prod(here) > math.prod(planned.shape)
     ]
+
+
+def _largest(shapes: tuple[torch.Size, ...], loop: LoopFacts) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Compare the largest tensors of a call that has another number of them than any that was planned."""
+    here = max(shapes, key=math.prod, default=torch.Size([0]))
+    planned = max((each.shape for call in loop.calls for each in call.inputs), key=math.prod, default=())
+    return [(tuple(here), planned)] if planned and math.prod(here) > math.prod(planned) else []
 
 
 def _highest_cuda_bytes(model: nn.Module | None) -> int | None:

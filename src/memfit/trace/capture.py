@@ -24,7 +24,7 @@ from memfit.errors import InputError, MemfitError
 from memfit.hardware import Device, Target
 from memfit.trace.advice import Advice
 from memfit.trace.arguments import tensor_leaves, tensors_of, unwrapped, visit_tensors
-from memfit.trace.calls import CallTracker, module_calls
+from memfit.trace.calls import CallTracker, is_container, module_calls
 from memfit.trace.chance import Chance, largest_path
 from memfit.trace.cuda_api import replaced
 from memfit.trace.discovery import Companions, step_of, variables_of
@@ -393,7 +393,7 @@ class _Capture:
         given = (recorder.table.number_of(unwrapped(tensor)) for tensor in tensors_of((*args, *kwargs.values())))
         inputs = tuple(dict.fromkeys(number for number in given if number != HOST))
         outermost = self.calls.current == NEVER
-        if module is self.model and recorder.phase is Phase.FORWARD:
+        if (module is self.model or (outermost and is_container(self.model))) and recorder.phase is Phase.FORWARD:
             leaves = tensor_leaves((args, kwargs))
             self._model_inputs.append(tuple((tuple(each.shape), str(each.dtype)[6:]) for each in leaves))
         self.calls.enter(module, recorder.phase, len(recorder.ops), inputs)
@@ -405,7 +405,9 @@ class _Capture:
         recorder = self.recorder
         if recorder.table.paused:
             return
-        if module is self.model and recorder.phase is Phase.FORWARD and self._model_inputs:
+        outermost = self.calls.calls[self.calls.current].parent == NEVER
+        called = module is self.model or (outermost and is_container(self.model))
+        if called and recorder.phase is Phase.FORWARD and self._model_inputs:
             numbers = (recorder.table.number_of(unwrapped(each)) for each in tensor_leaves(result))
             outputs = tuple(NEVER if number == HOST else number for number in numbers)
             self._model_calls.append(ModelCall(inputs=self._model_inputs.pop(), outputs=outputs))
