@@ -179,6 +179,22 @@ def test_larger_shapes_are_told_once_and_smaller_ones_never() -> None:
     assert found[0].filename == __file__
 
 
+def test_an_output_that_is_held_until_the_next_one_takes_its_place_is_told() -> None:
+    step, model, optimizer, batch = make()
+    plan_for(step, 0.3).apply(model, optimizer)
+    outputs: dict[str, torch.Tensor] = {}
+
+    def train() -> None:
+        outputs["last"] = model(batch)
+        loss_of(outputs["last"]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = seen(train)
+    assert len(found) == 1
+    assert "output of the step before is there while forward runs: 128.00 KiB more" in str(found[0].message)
+
+
 class Masked(Net):
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         return super().forward(x if mask is None else x * mask)

@@ -2,9 +2,9 @@
 
 Note [What is looked at]: from the first forward under a plan to the first forward after an optimizer step, what the
 loop holds is compared with the trace: gradients of the step before while forward runs (where `zero_grad` is called),
-the model's output while backward runs, on CUDA also the peak where it is the highest that the process has seen. What
-differs is said in one warning, at a forward, where the user's line is on the stack. After that only the shapes that the
-model is called with are looked at, and whether it checkpoints by itself.
+the model's output while backward runs and in the next forward, on CUDA also the peak where it is the highest that the
+process has seen. What differs is said in one warning, at a forward, where the user's line is on the stack. After that
+only the shapes that the model is called with are looked at, and whether it checkpoints by itself.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class LoopWatch:
         self._looking = True
         self._seen = False
         self._found: list[str] = []
+        self._last_output: list[tuple[StorageWeakRef, int]] = []
         self._known: set[Any] = set()
         self._told: set[str] = set()
         self._highest_bytes: int | None = None
@@ -127,6 +128,7 @@ class LoopWatch:
             return
         if self._stepped and model is not None:
             self._compare_gradients(model)
+            self._compare_last_output()
         self.stop()
         if self._found:
             self.warn(
@@ -174,6 +176,8 @@ class LoopWatch:
     def _compare_output(self, output: Any) -> None:
         """Ask, when backward comes to the output, which of its tensors are still held."""
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        made = [leaf.untyped_storage() for leaf in leaves if leaf.grad_fn is not None and _is_plain(leaf)]
+        self._last_output = [(StorageWeakRef(each), each.nbytes()) for each in made]
         planned = next((call for call in self._loop.calls if len(call.outputs) == len(leaves)), None)
         if planned is None:
             return
@@ -193,6 +197,18 @@ class LoopWatch:
         for leaf in leaves:
             if leaf.grad_fn is not None:
                 leaf.grad_fn.register_prehook(ask)
+
+    def _compare_last_output(self) -> None:
+        """Ask, in the forward of the second step, whether the output of the first is still held."""
+        held = sum({ref.cdata: size for ref, size in self._last_output if not ref.expired()}.values())
+        self._last_output = []
+        if len(self._loop.calls) > 1 or self._peak_bytes + held <= self._plan.budget_bytes:
+            return  # the outputs of earlier micro-batches are planned to be there; or there is room for it
+        if self._material(held):
+            self._found.append(
+                f"the output of the step before is there while forward runs: {display_bytes(held)} more than planned. "
+                "Let it go before the next forward (del output), or run the step in a function of its own"
+            )
 
     def _compare_held(self, tensors: list[tuple[OutputFacts, StorageWeakRef, int]]) -> None:
         more = {ref.cdata: size for fact, ref, size in tensors if fact.held == "nothing" and not ref.expired()}
