@@ -115,6 +115,15 @@ class Applied:
             "steps are like this one, run them as planned, or plan again",
         )
 
+    def warn_loss(self, differs: str) -> None:
+        """Say once that the loss is another than planned, or something else is computed before it."""
+        self._warn_once(
+            "other loss",
+            f"the plan recomputes the loss, and what follows the model is not the planned loss: {differs}. It runs "
+            "without its policy: exact, but larger than planned. Compute metrics after the loss, or plan the step as "
+            "it is",
+        )
+
     def warn_evaluated(self, unit: str, result: Any) -> None:
         """Say once, when backward comes to its result, that a unit ran without the plan because of its mode."""
         if "eval mode" in self._warned:

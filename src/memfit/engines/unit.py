@@ -112,7 +112,10 @@ class PlannedUnit:
         except Changing:
             tape = Tape(policy, device_type, phase.leave)
             with saved_tensors_hooks(tape.pack, Tape.unpack), tape:
-                return forward(*args, **kwargs)
+                result = forward(*args, **kwargs)
+            if tape.differs is not None:
+                self._applied.warn(policy.unit, tape.differs)
+            return result
         recipe = self._recipes.get(kind)
         if recipe is None:
             recipe = self._predict(kind, args, kwargs)
