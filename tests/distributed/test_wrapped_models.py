@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import memfit
-from memfit.errors import InputError
+from memfit.errors import InputError, PlanDrift
 from memfit.memory import Timeline
+from memfit.solve import SolveOptions
 from memfit.trace import Category, Step
 
 pytestmark = pytest.mark.distributed
@@ -151,3 +153,19 @@ def test_the_buckets_of_data_parallelism_are_resident(options: dict[str, bool], 
     assert any("buckets" in note for note in trace.notes)
     for _ in range(2):
         step.execute(model, optimizer, "cpu")
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
+def test_what_wraps_a_planned_model_afterwards_is_told_once(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model, batch = nn.Sequential(plain(), plain()), torch.randn(4, 16)
+    step = Step(model, batch, loss=lambda output, _: output.sum())
+    plan = memfit.plan(step, target="cpu", budget="1GiB", options=SolveOptions(force=("0",)), progress=False)
+    plan.apply(model)
+    wrapped = wrap(model)
+    with pytest.warns(PlanDrift, match=f"the model is in {wrap.__name__} since the plan was applied"):
+        loss = wrapped(batch).sum()
+    loss.backward()
+    model.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanDrift)
+        wrapped(batch)

@@ -227,6 +227,11 @@ class Applied:
         if self._watch is not None:
             self._watch.leave_inputs()
 
+    def leave_wrappers(self) -> None:
+        """Let `apply` be the one that tells of what the model is in."""
+        if self._watch is not None:
+            self._watch.leave_wrappers()
+
     def _watched(self, found: list[tuple[nn.Module, Handler]]) -> list[tuple[nn.Module, Handler]]:
         """Put what compares the loop with the plan around the calls of the model itself, or of those in a container."""
         loop = self.plan.trace.loop
@@ -285,6 +290,7 @@ def apply(
     for module in (model, root, *(root.children() if is_container(root) else ())):
         _applied[module] = applied
     if wrappers:
+        applied.leave_wrappers()
         _warn_policies_only(plan, wrappers)
     return model, optimizer
 

@@ -31,10 +31,12 @@ from memfit.engines.rerun import running_again
 from memfit.errors import PlanDrift
 from memfit.plan import Plan
 from memfit.plan.record import LoopFacts, ModelCallFacts, OutputFacts
+from memfit.plan.wrappers import wrappers_of
 from memfit.units import display_bytes
 
 _MATERIAL = 0.005
 """Part of the planned peak below which a difference is not worth a word."""
+_SHARDS = ("FullyShardedDataParallel", "fully_shard")
 _LIBRARIES = tuple(
     f"{os.path.abspath(folder)}{os.sep}"
     for folder in (Path(__file__).parents[1], sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
@@ -98,6 +100,7 @@ class LoopWatch:
         if not self._seen:
             self._seen = True
             self._see_units()
+            self._see_wrappers()
         self._compare_inputs(args, kwargs)
         if self._looking:
             self._begin()
@@ -115,6 +118,24 @@ class LoopWatch:
                 "one: what took their place since apply runs without the plan, and the budget of "
                 f"{display_bytes(self._plan.budget_bytes)} may not be kept. Call plan.remove(model), then apply again",
             )
+
+    def _see_wrappers(self) -> None:
+        """Say that the model has been wrapped or sharded since the plan was applied."""
+        model = self._model()
+        found = [] if model is None else [each for each in wrappers_of(model) if each in _SHARDS]
+        replicas = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)  # while its forward runs
+        if replicas is not None and self._plan.ddp is None:
+            found.insert(0, "DistributedDataParallel")
+        if found:
+            self.warn(
+                "wrapped",
+                f"the model is in {', '.join(found)} since the plan was applied: its checkpoint policies are carried "
+                "out, and its memory was predicted without what the wrapper shards, gathers or buckets",
+            )
+
+    def leave_wrappers(self) -> None:
+        """Say nothing of wrappers: it has been said."""
+        self._told.add("wrapped")
 
     # -- what the loop holds ----------------------------------------------------------------------------------------
 
