@@ -169,3 +169,38 @@ def test_what_a_unit_read_and_was_written_to_before_backward_is_an_error(
     write(model, x)
     with pytest.raises(StateError, match=r"written to between its forward|computes something else"):
         loss.backward()
+
+
+class Normed(nn.Module):
+    """Reads a buffer that each forward changes, and has statistics that it only writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)), nn.BatchNorm1d(16), nn.Tanh(), nn.Tanh()
+            )
+            for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore::memfit.errors.PlanDrift")
+def test_a_further_forward_that_writes_to_buffers_is_an_error_where_they_are_read() -> None:
+    model = Normed()
+    plan_for(Step(model, X), options=SolveOptions(force=("blocks.0",))).apply(model)
+    for _ in range(2):
+        model(X).backward()
+    loss = model(X)
+    model.blocks[0][1](X)  # statistics, which are not read
+    loss.backward()
+    model(X).backward()
+    loss = model(X)
+    model(X * 2)
+    with pytest.raises(StateError, match="a further forward in train mode"):
+        loss.backward()

@@ -42,6 +42,8 @@ class Learning(TorchDispatchMode):
         self.differs = ""
         self.writes_older = False
         self._inputs: set[int] = set()
+        self._buffers: dict[int, int] = {}
+        self._reads: set[int] = set()
         self._overwrites_inputs = False
         self._run = run
         self._unit = unit
@@ -60,6 +62,9 @@ class Learning(TorchDispatchMode):
     def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recipe | None]:
         """Run the forward; the recipe is None when the plan knows other ops than ran."""
         self._run.surround(args, kwargs)
+        self._buffers = {
+            each.untyped_storage()._cdata: number for number, each in self._run.buffers() if _strided(each)
+        }
         self._inputs = {each.untyped_storage()._cdata for each in tree_flatten((args, kwargs))[0] if _strided(each)}
         with saved_tensors_hooks(self._pack, unpack), self:
             result = self._tour.run(self._run._forward, args, kwargs)
@@ -99,6 +104,8 @@ class Learning(TorchDispatchMode):
         if name != expected and not in_place:
             self._differ(f"its op {offset} is {name} and {expected} in the plan")
         before = {each.untyped_storage()._cdata for each in tree_flatten((args, kwargs))[0] if _strided(each)}
+        if offset <= self.policy.stop and offset not in self.policy.saved:
+            self._reads.update(self._buffers[key] for key in before if key in self._buffers)
         result = func(*args, **kwargs)
         outputs = tree_flatten(result)[0]
         self._note_writes(func, args, kwargs, offset)
@@ -228,6 +235,7 @@ class Learning(TorchDispatchMode):
             fresh=fresh,
             keeping=Way.through(root, lambda gap: bool(gap.fresh)),
             answering=Way.through(root, lambda gap: True) if answers else None,
+            reads=frozenset(self._reads),
         )
 
 

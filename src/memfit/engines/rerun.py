@@ -9,8 +9,8 @@ The recipe is learnt by a run that looks at every op, once for each kind of inpu
 
 A run that packs other tensors than its recipe says is made again by running the whole forward, and learnt anew after
 several in a row. That is right only if inputs, parameters and buffers have not been written to since; if they have, it
-is an error. Under a recipe, too, inputs and parameters must be what they were, unless a run whose values were compared
-has shown that nothing recomputed reads what is written. Hooks for saved tensors end autograd's own check of this.
+is an error. Under a recipe, too, what it reads must be what it was, unless a run whose values were compared has shown
+that nothing recomputed depends on it. Hooks for saved tensors end autograd's own check of this.
 """
 
 from __future__ import annotations
@@ -119,12 +119,18 @@ class Rerun:
         self._generators = generators_of(self.device_type, *inputs.leaves)
         self._host_state = host_state(self._bindings.generators)
         self._bound = self._bindings.here()
-        self._versions = self._versions_now(self._bindings.buffers())
+        self._versions = self._versions_now([each for _, each in self.buffers()])
+
+    def buffers(self) -> list[tuple[int, torch.Tensor]]:
+        """The buffers of the unit, by number."""
+        return self._bindings.buffers()
 
     def settle(self, recipe: Recipe | None) -> None:
         """Note how the first run ended: under this recipe, or None."""
         self.recipe = recipe
-        self._read = [] if recipe is None else self._versions_now()
+        if recipe is not None:
+            read = [each for number, each in self.buffers() if number in recipe.reads] if recipe.reads else []
+            self._read = self._versions_now(read)
 
     def _versions_now(self, others: Sequence[torch.Tensor] = ()) -> list[tuple[torch.Tensor, int]]:
         assert self._inputs is not None
@@ -286,9 +292,9 @@ class Rerun:
             )
         if not (recipe.rewritten or self.watched or self.samples):
             raise StateError(
-                f"an input or a parameter of unit {self._name!r} was written to between its forward and its backward "
-                "(an optimizer step, an in-place op), and was not so far: recomputed, the unit would give other "
-                "gradients. Call backward first, write to a copy, or plan the step as it is"
+                f"an input, a parameter or a buffer of unit {self._name!r} was written to between its forward and its "
+                "backward (an optimizer step, an in-place op, a further forward in train mode), and was not so far: "
+                "recomputed, the unit would give other gradients. Call backward first, or plan the step as it is"
             )
         return not recipe.rewritten
 
