@@ -95,7 +95,9 @@ class LoopWatch:
 
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Compare what is there before a forward of a training step. True for the first that is looked at."""
-        if running_again() or not any(unit.mode.training for unit in self._units):
+        if running_again() or torch._C._functorch.maybe_current_level() is not None:  # torch.func: tensors of its own
+            return False
+        if not any(unit.mode.training for unit in self._units):
             return False
         if not self._seen:
             self._seen = True
