@@ -44,7 +44,7 @@ from memfit.trace.environment import (
 )
 from memfit.trace.generators import Held, held_generators, same_generators
 from memfit.trace.leftovers import take_out
-from memfit.trace.optimizer_state import LeftState, OptimizerStates, optimizers_by_key
+from memfit.trace.optimizer_state import LeftState, OptimizerStates, optimizers_by_key, pointers_of_state
 from memfit.trace.placeholders import Placeholders, on_meta, optimizer_on_meta
 from memfit.trace.record import NEVER, SCHEMA, Category, ModelCall, Module, Parameter, Phase, Trace
 from memfit.trace.recorder import Recorder
@@ -220,9 +220,8 @@ class _Capture:
             stack.callback(self.recorder.put_generators_back)
             self._register(step)
             if before is not None:
-                for optimizer in optimizers_by_key(self.companions.optimizers, made).values():
-                    self.states.register(optimizer)
-                self.recorder.table.inherit(before)
+                optimizers = optimizers_by_key(self.companions.optimizers, made)
+                self.recorder.table.inherit(before, later=pointers_of_state(optimizers))
             self.placeholders.settle()
             if step.run is not None:
                 self.emulation.stand_ins = self.placeholders.of
@@ -353,8 +352,6 @@ class _Capture:
                 Module(path=path, kind=type(module).__name__, parameters=tuple(owned), buffers=tuple(buffers))
             )
             self._register_buckets(path, module)
-        for tensor in self.placeholders.attributes:
-            table.adopt(tensor, Category.BUFFER)
         visit_tensors(step.batch, table.adopt_batch)
         held: dict[int, int] = {}
         visit_tensors(
@@ -368,6 +365,8 @@ class _Capture:
     def _register_buckets(self, path: str, module: nn.Module) -> None:
         """Count the buckets in which `DistributedDataParallel` keeps a copy of all gradients from step to step."""
         if not isinstance(module, DistributedDataParallel):
+        for tensor in self.placeholders.attributes:  # last, like those that a first step makes: `inherit`
+            table.adopt(tensor, Category.BUFFER)
             return
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         n_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
