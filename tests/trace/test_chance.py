@@ -84,6 +84,25 @@ def test_no_layer_is_dropped_in_what_is_captured(name: str, target: str) -> None
     assert np.random.get_state(legacy=False)["state"]["key"].tolist() == states[2]
 
 
+@pytest.mark.parametrize(
+    "skips", [lambda _: bool(np.random.default_rng().random() < 0.5), lambda _: random.Random().random() < 0.5]
+)
+def test_generators_that_a_step_makes_without_a_seed_are_said(skips: Skips) -> None:
+    try:
+        notes = " ".join(capture(LayerDrop(skips)).notes)
+    except CaptureError as error:  # no draw that was tried runs all layers
+        notes = str(error)
+    assert "at random" in notes or "could not be chosen" in notes
+    assert "test_chance.py" in notes
+
+
+def test_a_generator_that_a_module_holds_adds_no_op() -> None:
+    model = LayerDrop(lambda _: False)
+    ops = capture(model).ops
+    model.generator = torch.Generator()
+    assert len(capture(model).ops) == len(ops)
+
+
 def test_a_step_without_random_reads_is_captured_once_and_without_a_note() -> None:
     calls = itertools.count()  # a number would be put back as it was
 
@@ -236,6 +255,7 @@ def test_paths_that_exclude_each_other_are_refused() -> None:
     with pytest.raises(CaptureError, match="does not contain the others") as raised:
         capture(Either())
     assert "probability" in raised.value.advice
+    assert "at test_chance.py" not in raised.value.source and "test_chance.py" in raised.value.source
 
 
 def smallest(model: nn.Module) -> memfit.Plan:

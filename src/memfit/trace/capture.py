@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import random
 import sys
 import warnings
 import weakref
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import torch.utils.checkpoint
 from torch import nn
@@ -301,6 +303,8 @@ class _Capture:
             (torch.utils.checkpoint, "check_backward_validity", self._checkpoint),
             (torch, "clear_autocast_cache", self._clear_autocast_cache),
             (torch, "get_rng_state", self._get_rng_state),
+            (random.Random, "seed", self._seeded),
+            (np.random, "default_rng", self._generator),
             (torch.amp.GradScaler, "_maybe_opt_step", _always_step),
             (torch, "compile", self._not_compiled),
             (torch.Tensor, "_make_wrapper_subclass", _wrapper_without_device),
@@ -361,12 +365,12 @@ class _Capture:
             for size_bytes in held.values():
                 self._more_batches.append(torch.empty(size_bytes, dtype=torch.uint8, device="meta"))
                 table.adopt(self._more_batches[-1], Category.INPUT, name="batch")
+        for tensor in self.placeholders.attributes:  # last, like those that a first step makes: `inherit`
+            table.adopt(tensor, Category.BUFFER)
 
     def _register_buckets(self, path: str, module: nn.Module) -> None:
         """Count the buckets in which `DistributedDataParallel` keeps a copy of all gradients from step to step."""
         if not isinstance(module, DistributedDataParallel):
-        for tensor in self.placeholders.attributes:  # last, like those that a first step makes: `inherit`
-            table.adopt(tensor, Category.BUFFER)
             return
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         n_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
@@ -515,6 +519,26 @@ class _Capture:
             return state
 
         return get_rng_state
+
+    def _seeded(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Note that the step makes a `random.Random()`, which nobody can put back to a state that it had."""
+
+        def seed(generator: random.Random, a: Any = None, *args: Any, **kwargs: Any) -> None:
+            if a is None:
+                self.chance.note_unseeded(self.sources.sources[self.sources.here(4)])  # what called its __init__
+            original(generator, a, *args, **kwargs)
+
+        return seed
+
+    def _generator(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Note that the step makes a `np.random.default_rng()`."""
+
+        def default_rng(seed: Any = None) -> Any:
+            if seed is None:
+                self.chance.note_unseeded(self.sources.sources[self.sources.here(2)])
+            return original(seed)
+
+        return default_rng
 
     def _grouped_on_target(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Groups of tensors by device, which C++ asks of the stand-ins, named after the target's device."""
