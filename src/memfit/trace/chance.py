@@ -50,6 +50,8 @@ _IN_TURN = (Draw(0.0, seed=4, alternating=True), Draw(1.0, seed=5, alternating=T
 _BETWEEN = tuple(Draw((2 * part + 1) / 16, seed=5 + part) for part in range(1, 7))
 """With the lowest and the highest, each value of a range of up to eight."""
 
+SEVERAL_PATHS = "the step depends on random values"
+"""Begins the note of a trace that is the largest of several paths."""
 HOST_LINE = "Python's or numpy's generators"
 _MOST_TURNED = 8
 _MOST_OPS = 200_000
@@ -245,7 +247,7 @@ def largest_path(capture: Callable[[Chance], Trace]) -> Trace:
     _check_covered(trace, peak, [each for *_, each in tried], everything)
     least = min(each[0] for each in tried)
     note = (
-        f"the step depends on random values ({lines}): the largest of {len(tried)} that were tried was captured, with "
+        f"{SEVERAL_PATHS} ({lines}): the largest of {len(tried)} that were tried was captured, with "
         f"a peak of {display_bytes(peak)} (the smallest has {display_bytes(least)})"
         f"{rest or '; steps on other paths need less'}"
     )

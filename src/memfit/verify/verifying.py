@@ -25,6 +25,7 @@ from memfit.errors import InputError
 from memfit.plan import Plan
 from memfit.plan.uses import use
 from memfit.trace import NEVER, Category, Step, Trace
+from memfit.trace.chance import SEVERAL_PATHS
 from memfit.trace.environment import cheap_collections, neutral_modes
 from memfit.trace.optimizers import set_flags
 from memfit.units import display_bytes
@@ -151,6 +152,7 @@ class _Verifier:
             skipped=skipped,
             memory_tolerance=memory_tolerance,
             time_tolerance=time_tolerance,
+            random_path=any(note.startswith(SEVERAL_PATHS) for note in self.plan.notes),
         )
 
     @contextlib.contextmanager
