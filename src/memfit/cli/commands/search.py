@@ -64,7 +64,8 @@ class Search:
         if self.over == "ranks" or any(names):
             first = self._step_at(steps, min(values) if values else _FIRST[self.over])
         target = target_given(self.hardware, first)
-        options = solve_options(self.solver, None if first is None or not any(names) else captured(first, target))
+        trace = None if first is None or not any(names) else captured(first, target)
+        options = solve_options(self.solver, trace, several_ranks=self.over == "ranks" or target.ranks > 1)
         code = 0
         try:
             found = search(
