@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from memfit.errors import InputError, MemfitError
+from memfit.shapes.hub_cache import names_repository
 from memfit.shapes.problems import NotTaken, StepRaised, WrongRequest
 from memfit.trace import Step
 
@@ -38,7 +39,9 @@ class Place:
         """Run the file, or import the module, and find what the text names in it."""
         where, colon, name = text.rpartition(":")
         if not colon or not where or not name:
-            raise WrongRequest(f"{text!r} names no function; {HOW}")
+            hub = "/" in text and not text.endswith(".py") and names_repository(text)
+            model = f"; for a model in the cache of Hugging Face write hf:{text}" if hub else ""
+            raise WrongRequest(f"{text!r} names no function; {HOW}{model}")
         with _users(where):
             module = _file(Path(where), text) if where.endswith(".py") or os.sep in where else _module(where, text)
         found = getattr(module, name, None)

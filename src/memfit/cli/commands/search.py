@@ -92,6 +92,7 @@ class Search:
 
     def _tell(self, began: float, point: SearchPoint) -> None:
         """Say what was found for one value."""
+        from memfit.plan.search_display import display_rate
         from memfit.units import display_bytes, display_ms
 
         seconds = f"{time.monotonic() - began:.0f} s"
@@ -101,7 +102,7 @@ class Search:
             say(f"{self.over} {point.value}: no plan fits{needs} ({seconds})")
             return
         counts = "tokens" if self.over == "seq" else "samples"
-        rate = "" if point.throughput_per_s is None else f", {point.throughput_per_s:,.3g} {counts}/s"
+        rate = "" if point.throughput_per_s is None else f", {display_rate(point.throughput_per_s)} {counts}/s"
         care = ", with care" if point.with_care else ""
         say(
             f"{self.over} {point.value}: {display_ms(point.step_ms)} a step{rate}, peak "
