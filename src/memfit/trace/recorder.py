@@ -17,7 +17,15 @@ from memfit.trace.arguments import GENERATOR, ArgumentTable, generators_of, is_w
 from memfit.trace.calls import CallTracker
 from memfit.trace.chance import Chance
 from memfit.trace.engine import SEEN_DIFFERENTLY, adds_in_place, in_place_in_backward, sole_owner_counts
-from memfit.trace.errors import BAD_SHAPES, DATA_DEPENDENT, NO_META_KERNEL, RAISED_BY_STEP, SPARSE, CaptureError
+from memfit.trace.errors import (
+    BAD_SHAPES,
+    DATA_DEPENDENT,
+    NO_KERNEL,
+    NO_META_KERNEL,
+    RAISED_BY_STEP,
+    SPARSE,
+    CaptureError,
+)
 from memfit.trace.execution import INDEXING, Executor, OpInfo, Outcome, written_by
 from memfit.trace.kernels import inexact
 from memfit.trace.record import NEVER, Category, Op, Phase, Storage, TensorRef
@@ -131,7 +139,8 @@ class Recorder(TorchDispatchMode):
         op, module, source = getattr(error, _PLACE, ("", place or self._place(), 0))
         said = _first_line(error)
         if op and isinstance(error, (RuntimeError, ValueError, IndexError, TypeError)):
-            advice = getattr(error, "advice", SPARSE if "parse" in str(error) else BAD_SHAPES)
+            usual = SPARSE if "parse" in str(error) else BAD_SHAPES
+            advice = getattr(error, "advice", NO_KERNEL if "not implemented for '" in said else usual)
             problem = said or type(error).__name__
         else:
             op, problem, advice = "", f"{type(error).__name__}{f': {said}' if said else ''}", RAISED_BY_STEP
