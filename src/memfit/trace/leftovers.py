@@ -117,9 +117,11 @@ def dataclass_like(value: Any) -> bool:
 
 
 def _lru_cache_of(names: dict[Any, Any]) -> Any:
-    """Return the `functools.lru_cache` whose results these are."""
-    found = (each for each in gc.get_referrers(names) if isinstance(each, functools._lru_cache_wrapper))
-    return next((each for each in found if vars(each) is not names), None)
+    """Return the `functools.cache` whose table this is; one with a limit refers to its results, and not by a table."""
+    for each in gc.get_referrers(names):
+        if isinstance(each, functools._lru_cache_wrapper) and vars(each) is not names:
+            return each if each.cache_parameters()["maxsize"] is None else None  # type: ignore[attr-defined]
+    return None
 
 
 def _owner_of(names: dict[Any, Any]) -> Any:
