@@ -250,11 +250,10 @@ def test_an_lru_cache_is_cleared_without_a_note(name: str) -> None:
     forget()
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("name", ["attribute", "buffer"])
-def test_a_model_that_has_filled_its_cache_is_the_same_step(name: str, optimizer: type[torch.optim.Optimizer]) -> None:
+def test_a_model_that_has_filled_its_cache_is_the_same_step(name: str) -> None:
     model = Masked(CACHES[name])
-    step = Step(model, torch.randn(4, SIZE), optimizer=optimizer)
+    step = Step(model, torch.randn(4, SIZE), optimizer=torch.optim.SGD)
     before = memfit.trace(step, target="cpu").fingerprint
     model(step.batch)
     assert memfit.trace(step, target="cpu").fingerprint == before

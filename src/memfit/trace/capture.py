@@ -46,7 +46,7 @@ from memfit.trace.environment import (
 )
 from memfit.trace.generators import Held, held_generators, same_generators
 from memfit.trace.leftovers import take_out
-from memfit.trace.optimizer_state import LeftState, OptimizerStates, optimizers_by_key, pointers_of_state
+from memfit.trace.optimizer_state import LeftState, OptimizerStates, optimizers_by_key
 from memfit.trace.placeholders import Placeholders, on_meta, optimizer_on_meta
 from memfit.trace.record import NEVER, SCHEMA, Category, ModelCall, Module, Parameter, Phase, Trace
 from memfit.trace.recorder import Recorder
@@ -222,8 +222,9 @@ class _Capture:
             stack.callback(self.recorder.put_generators_back)
             self._register(step)
             if before is not None:
-                optimizers = optimizers_by_key(self.companions.optimizers, made)
-                self.recorder.table.inherit(before, later=pointers_of_state(optimizers))
+                for optimizer in optimizers_by_key(self.companions.optimizers, made).values():
+                    self.states.register(optimizer)
+                self.recorder.table.inherit(before)
             self.placeholders.settle()
             if step.run is not None:
                 self.emulation.stand_ins = self.placeholders.of

@@ -184,15 +184,6 @@ def optimizers_by_key(
     return found
 
 
-def pointers_of_state(optimizers: dict[str, torch.optim.Optimizer]) -> set[int]:
-    """Return the storages of the optimizers' state, by address."""
-    found: set[int] = set()
-    for optimizer in optimizers.values():
-        for entries in optimizer.state.values():
-            visit_tensors(entries, lambda tensor: found.add(tensor.untyped_storage()._cdata))
-    return found
-
-
 def _map_entries(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """Copy an optimizer's entries with the function applied to every tensor."""
     if isinstance(value, torch.Tensor):

@@ -234,11 +234,8 @@ class StorageTable:
             found.append(ref)
         return found
 
-    def inherit(self, before: StorageTable, later: set[int]) -> None:
-        """Begin with what is alive of an earlier pass and not yet known here.
-
-        Storages in `later`, the optimizers' state, are numbered when these step, as those of a single pass are.
-        """
+    def inherit(self, before: StorageTable) -> None:
+        """Begin with what is alive of an earlier pass and not yet known here."""
         numbers: dict[int, int] = {}
         for pointer, ref in before._refs.items():
             storage = ref()
@@ -256,7 +253,7 @@ class StorageTable:
                 number = self.known[pointer] = numbers[ref.number]
                 self.drafts[number].lives += 1
                 self._watch(storage, number)
-            elif pointer not in later:
+            else:
                 draft = before.drafts[ref.number]
                 number = numbers[ref.number] = self.new(storage, NEVER, NEVER)
                 self.drafts[number].category = draft.category or Category.BUFFER
