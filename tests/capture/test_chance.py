@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import random
 from collections.abc import Callable
@@ -82,6 +83,35 @@ def test_no_layer_is_dropped_in_what_is_captured(name: str, target: str) -> None
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
     assert np.random.get_state(legacy=False)["state"]["key"].tolist() == states[2]
+
+
+@pytest.mark.parametrize(
+    "skips", [lambda _: bool(np.random.default_rng().random() < 0.5), lambda _: random.Random().random() < 0.5]
+)
+def test_generators_that_a_step_makes_without_a_seed_are_said(skips: Skips) -> None:
+    try:
+        notes = " ".join(capture(LayerDrop(skips)).notes)
+    except CaptureError as error:  # no draw that was tried runs all layers
+        notes = str(error)
+    assert "at random" in notes or "could not be chosen" in notes
+    assert "test_chance.py" in notes
+
+
+def test_a_measured_step_on_a_smaller_path_is_no_fault_of_the_plan() -> None:
+    model = LayerDrop(lambda _: bool(torch.rand([]) < 0.999))
+    step = Step(model, X, optimizer=None)
+    plan = memfit.plan(memfit.trace(step, target="cpu"), budget="1GiB", progress=False)
+    check = plan.verify(step, steps=1, time_tolerance=None)
+    assert check.peak.error < -check.memory_tolerance
+    assert check.ok and "paths at random" in str(check)
+    assert not dataclasses.replace(check, random_path=False).ok
+
+
+def test_a_generator_that_a_module_holds_adds_no_op() -> None:
+    model = LayerDrop(lambda _: False)
+    ops = capture(model).ops
+    model.generator = torch.Generator()
+    assert len(capture(model).ops) == len(ops)
 
 
 def test_a_step_without_random_reads_is_captured_once_and_without_a_note() -> None:
@@ -236,6 +266,7 @@ def test_paths_that_exclude_each_other_are_refused() -> None:
     with pytest.raises(CaptureError, match="does not contain the others") as raised:
         capture(Either())
     assert "probability" in raised.value.advice
+    assert "at test_chance.py" not in raised.value.source and "test_chance.py" in raised.value.source
 
 
 def smallest(model: nn.Module) -> memfit.Plan:

@@ -176,8 +176,22 @@ STEPS: dict[str, Callable[[], Step]] = {
         lambda output, _: output.sigmoid().prod(1, dtype=torch.float64).sum(), 32
     ),
     "cumprod": lambda: linear_step(lambda output, _: output.sigmoid().cumprod(-1).sum(), 32),
+    "quantile": lambda: linear_step(lambda output, _: output.quantile(0.3, dim=-1).sum(), 32),
+    "quantiles": lambda: linear_step(lambda output, _: output.nanquantile(torch.tensor([0.1, 0.9])).sum(), 32),
+    "known places": lambda: linear_step(
+        lambda output, _: output.take_along_dim(torch.arange(32).view(32, 1), dim=1).sum(), 32
+    ),
     "max pool, sum": lambda: image_step(nn.MaxPool2d(2), loss=lambda output, _: output.sum()),
     "average pool, mean": lambda: image_step(nn.AdaptiveAvgPool2d(1), loss=lambda output, _: output.mean()),
+    "binary cross-entropy": lambda: linear_step(
+        lambda output, _: F.binary_cross_entropy_with_logits(output, torch.ones_like(output)), 32
+    ),
+    "binary cross-entropy, weights": lambda: linear_step(
+        lambda output, _: F.binary_cross_entropy_with_logits(
+            output * 2, torch.ones(32, 64), weight=torch.ones(64), pos_weight=torch.ones(64)
+        ),
+        32,
+    ),
     "upsampling, sum": lambda: image_step(
         nn.Upsample(scale_factor=2, mode="bilinear"), loss=lambda output, _: output.sum()
     ),

@@ -13,6 +13,7 @@ from torch import nn
 
 import memfit
 from memfit.capture import Phase, Step
+from memfit.capture.environment import torch_threads
 from memfit.capture.probe import probe_workspace
 from memfit.capture.rules import RuleContext, rules_for
 from memfit.capture.rules.layout import suggested_format
@@ -145,6 +146,16 @@ def workspace(func: Any, args: tuple[Any, ...]) -> int:
 @pytest.mark.parametrize(("func", "args"), CALLS, ids=[f"{i}-{func}" for i, (func, _) in enumerate(CALLS)])
 def test_workspace_is_what_the_kernel_allocates(func: Any, args: tuple[Any, ...]) -> None:
     assert workspace(func, args) == probe_workspace(func, args, {})
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("elements", [32767, 32768])
+@pytest.mark.parametrize("name", ["sum", "amax", "amin", "nansum", "prod"])
+def test_a_reduction_to_one_number_has_a_partial_result_for_each_thread(name: str, elements: int, threads: int) -> None:
+    with torch_threads(threads):
+        values = rand(elements) > 0.5 if name == "sum" else rand(elements)
+        func = getattr(aten, name).default
+        assert workspace(func, (values,)) == probe_workspace(func, (values,), {})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

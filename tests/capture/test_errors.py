@@ -264,3 +264,8 @@ def test_a_model_factory_that_raises() -> None:
     with pytest.raises(InputError, match="the model factory raised KeyError: 'hidden'") as caught:
         memfit.trace(Step(lambda: {}["hidden"], torch.randn(2, 4)), target="cpu")
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_a_dtype_without_a_kernel_is_no_fault_of_the_batch() -> None:
+    error = refused(lambda x: x * torch.histc(torch.arange(4), bins=4))
+    assert error.op == "aten.histc.default" and "convert the tensor" in error.advice

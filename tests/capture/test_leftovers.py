@@ -36,6 +36,11 @@ def cached_pair(device: torch.device) -> tuple[torch.Tensor, dict[str, torch.Ten
     return torch.ones(SIZE, SIZE, device=device).tril(), {"scale": torch.ones(SIZE, device=device)}
 
 
+@functools.cache
+def cached_without_limit(device: torch.device) -> torch.Tensor:
+    return torch.ones(SIZE, SIZE, device=device).tril()
+
+
 class Helper:
     """No module."""
 
@@ -127,6 +132,7 @@ def initialized(self: Masked, x: torch.Tensor) -> torch.Tensor:
 CACHES: dict[str, Callable[[Masked, torch.Tensor], torch.Tensor]] = {
     "lru_cache": lambda self, x: cached_table(SIZE, x.device),
     "cache of tuples": lambda self, x: cached_pair(x.device)[0],
+    "cache without a limit": lambda self, x: cached_without_limit(x.device),
     "lru_cache of a method": lambda self, x: self.cached(x.device),
     "attribute": attribute,
     "buffer": buffer,
@@ -146,7 +152,7 @@ def forget() -> None:
     CACHE.clear()
     RESULTS.clear()
     Masked.by_size.clear()
-    for each in (cached_table, cached_pair, Masked.cached):
+    for each in (cached_table, cached_pair, cached_without_limit, Masked.cached):
         each.cache_clear()
 
 
@@ -161,7 +167,7 @@ def held(model: Masked) -> list[Any]:
         *CACHE.values(),
         *Masked.by_size.values(),
     ]
-    sizes = [each.cache_info().currsize for each in (cached_table, cached_pair, Masked.cached)]
+    sizes = [each.cache_info().currsize for each in (cached_table, cached_pair, cached_without_limit, Masked.cached)]
     switches = [model.started, bool(model.initialized), len(RESULTS)]
     return [value for value in values if value is not None] + [each for each in (*sizes, *switches) if each]
 
@@ -235,6 +241,22 @@ def test_a_plan_of_a_model_with_a_lazy_mask_is_verified() -> None:
     assert plan.status == "optimal" and plan.checkpoint
     check = plan.verify(step, time_tolerance=None)
     assert check.ok, str(check)
+
+
+@pytest.mark.parametrize("name", ["lru_cache", "cache without a limit"])
+def test_an_lru_cache_is_cleared_without_a_note(name: str) -> None:
+    forget()
+    assert not memfit.trace(Step(Masked(CACHES[name]), torch.randn(4, SIZE), optimizer=None), target="cpu").notes
+    forget()
+
+
+@pytest.mark.parametrize("name", ["attribute", "buffer"])
+def test_a_model_that_has_filled_its_cache_is_the_same_step(name: str) -> None:
+    model = Masked(CACHES[name])
+    step = Step(model, torch.randn(4, SIZE), optimizer=torch.optim.SGD)
+    before = memfit.trace(step, target="cpu").fingerprint
+    model(step.batch)
+    assert memfit.trace(step, target="cpu").fingerprint == before
 
 
 def test_variables_of_a_step_that_fails_are_nobodys_cache() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import memfit
@@ -165,3 +167,40 @@ def test_a_frozen_model_is_captured_where_its_input_has_a_gradient() -> None:
     batch = torch.randn(2, 4, requires_grad=True)
     step = Step(nn.Linear(4, 4).requires_grad_(False), batch, loss=lambda out, _: out.sum(), optimizer=None)
     assert any(op.phase.value == "backward" for op in memfit.trace(step, target="cpu").ops)
+
+
+def with_tensor(**tensors: torch.Tensor) -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.__dict__.update(tensors)
+    return model
+
+
+def fake(build: Callable[[], Any]) -> Any:
+    with FakeTensorMode():
+        return build()
+
+
+UNCAPTURABLE: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+    "sparse batch": (
+        lambda: nn.Linear(4, 4),
+        lambda: torch.eye(4).to_sparse(),
+        "batch has the layout torch.sparse_coo",
+    ),
+    "nested batch": (lambda: nn.Linear(4, 4), lambda: torch.nested.nested_tensor([torch.rand(2, 4)]), "nested"),
+    "fake batch": (lambda: nn.Linear(4, 4), lambda: fake(lambda: torch.rand(4, 4)), "batch is a FakeTensor"),
+    "fake model": (lambda: fake(lambda: nn.Linear(4, 4)), lambda: torch.rand(4, 4), "'weight' is a FakeTensor"),
+    "lazy model": (lambda: nn.LazyLinear(4), lambda: torch.rand(4, 4), "'weight' has no shape yet"),
+    "sparse attribute": (
+        lambda: with_tensor(adjacency=torch.eye(4).to_sparse_csr()),
+        lambda: torch.rand(4, 4),
+        "attribute 'adjacency' has the layout",
+    ),
+}
+
+
+@pytest.mark.parametrize("target", ["cpu", "h100-sxm"])
+@pytest.mark.parametrize("name", UNCAPTURABLE)
+def test_tensors_without_plain_memory_are_refused(name: str, target: str) -> None:
+    model, batch, says = UNCAPTURABLE[name]
+    with pytest.raises(InputError, match=says):
+        memfit.trace(Step(model(), batch(), loss=lambda output, _: output.sum()), target=target)

@@ -91,8 +91,13 @@ def test_search_tells_of_every_value_as_it_is_tried(run: Runner) -> None:
     assert lines[0].startswith("searching for the best batch size of command_steps:step")
     told = [line for line in lines if line.startswith("batch ")]
     assert [line.partition(":")[0] for line in told] == ["batch 64", "batch 256", "batch 1024"]
-    assert "samples/s" in told[0] and "no plan fits, which needs" in told[2]
+    assert "samples/s" in told[0] and "e+" not in told[0] and "no plan fits, which needs" in told[2]
     assert json.loads(ran.out)["complete"] is True
+
+
+def test_a_search_that_ended_at_its_limit_names_the_option(run: Runner) -> None:
+    ran = run("search", STEP, *CPU, "--budget", "90%", "--largest", "2")
+    assert ran.code == 0 and "--largest" in ran.out
 
 
 def test_an_interrupted_search_shows_what_it_has(run: Runner) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memfit
 from memfit.capture import Category, Step
-from memfit.errors import InputError
+from memfit.errors import InputError, PlanDrift
 from memfit.memory import Timeline
+from memfit.solve import SolveOptions
 
 pytestmark = pytest.mark.distributed
 
@@ -114,6 +116,23 @@ def test_sharded_models_are_refused_and_train_on(name: str, target: str) -> None
     assert train() < first
 
 
+@pytest.mark.parametrize("build", [of_fully_shard, of_first_fsdp])
+def test_a_sharded_model_beside_the_model_is_refused_and_works_on(build: Callable[[], nn.Module]) -> None:
+    """A teacher that only the loss knows of: its hooks would gather parameters in the capture and lose them."""
+    teacher, student, batch = build(), plain(), torch.randn(4, 16)
+    expected = teacher(batch)
+    step = Step(student, batch, loss=lambda output, x: (output - teacher(x).detach()).square().mean())
+    with pytest.raises(InputError, match="that the step calls is sharded by"):
+        memfit.trace(step, target="h100-sxm")
+    assert torch.equal(teacher(batch), expected)
+
+
+def test_a_distributed_batch_is_refused() -> None:
+    batch = distribute_tensor(torch.randn(4, 16), init_device_mesh("cpu", (1,)), [Shard(0)])
+    with pytest.raises(InputError, match=r"batch\['x'\] is a DTensor"):
+        memfit.trace(Step(plain(), {"x": batch}), target="cpu")
+
+
 def gradient_bytes(model: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
 
@@ -134,3 +153,19 @@ def test_the_buckets_of_data_parallelism_are_resident(options: dict[str, bool], 
     assert any("buckets" in note for note in trace.notes)
     for _ in range(2):
         step.execute(model, optimizer, "cpu")
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
+def test_what_wraps_a_planned_model_afterwards_is_told_once(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    model, batch = nn.Sequential(plain(), plain()), torch.randn(4, 16)
+    step = Step(model, batch, loss=lambda output, _: output.sum())
+    plan = memfit.plan(step, target="cpu", budget="1GiB", options=SolveOptions(force=("0",)), progress=False)
+    plan.apply(model)
+    wrapped = wrap(model)
+    with pytest.warns(PlanDrift, match=f"the model is in {wrap.__name__} since the plan was applied"):
+        loss = wrapped(batch).sum()
+    loss.backward()
+    model.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanDrift)
+        wrapped(batch)

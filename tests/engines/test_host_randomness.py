@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -23,6 +23,8 @@ RNG = np.random.default_rng(5)
 
 class Block(nn.Module):
     """Scales what it returns, before the last saved tensor, with a number that a function draws."""
+
+    of_class: ClassVar[list[np.random.Generator]] = [np.random.default_rng(4)]
 
     def __init__(self, draw: Callable[[Block], float]) -> None:
         super().__init__()
@@ -66,6 +68,7 @@ DRAWS: dict[str, Callable[[Block], float]] = {
     "a RandomState of its own": lambda block: float(block.generators["state"].randn()),
     "a torch.Generator of its own": lambda block: torch.rand((), generator=block.generators["torch"]).item(),
     "a Generator of the file": lambda _: float(RNG.random()),
+    "a Generator of the class": lambda block: float(block.of_class[0].random()),
 }
 
 
@@ -73,7 +76,8 @@ def train(model: nn.Module) -> list[Any]:
     """Run some steps; return gradients, and numbers that are drawn after each."""
     random.seed(7)
     np.random.seed(7)
-    RNG.bit_generator.state = np.random.default_rng(7).bit_generator.state
+    for generator in (RNG, *Block.of_class):
+        generator.bit_generator.state = np.random.default_rng(7).bit_generator.state
     found: list[Any] = []
     for number in range(4):
         torch.manual_seed(number)

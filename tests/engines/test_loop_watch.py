@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import warnings
@@ -19,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import memfit
 from memfit.capture import Step
 from memfit.errors import PlanDrift
+from memfit.solve import SolveOptions
 
 _CLASSES, _WIDTH, _ROWS = 512, 48, 64
 _LABELS = torch.arange(_ROWS)
@@ -177,6 +179,67 @@ def test_larger_shapes_are_told_once_and_smaller_ones_never() -> None:
     assert found[0].filename == __file__
 
 
+def test_an_output_that_is_held_until_the_next_one_takes_its_place_is_told() -> None:
+    step, model, optimizer, batch = make()
+    plan_for(step, 0.3).apply(model, optimizer)
+    outputs: dict[str, torch.Tensor] = {}
+
+    def train() -> None:
+        outputs["last"] = model(batch)
+        loss_of(outputs["last"]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = seen(train)
+    assert len(found) == 1
+    assert "output of the step before is there while forward runs: 128.00 KiB more" in str(found[0].message)
+
+
+class Masked(Net):
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x if mask is None else x * mask)
+
+
+def test_larger_shapes_are_told_where_another_number_of_tensors_is_given() -> None:
+    model, batch = Masked(), torch.randn(_ROWS, _WIDTH)
+    plan_for(Step(model, batch, loss=loss_of), 0.3).apply(model)
+    model(batch, torch.ones(_ROWS, 1))
+    with pytest.warns(PlanDrift, match=r"where the plan has \(64, 48\), 2\.00 times"):
+        model(torch.cat([batch, batch]), torch.ones(2 * _ROWS, 1))
+
+
+def test_larger_shapes_are_told_where_only_parts_of_the_model_are_in_train_mode() -> None:
+    step, model, optimizer, batch = make()
+    plan_for(step, 0.3).apply(model, optimizer)
+    model.training = False
+    with pytest.warns(PlanDrift, match=r"where the plan has \(64, 48\), 2\.00 times"):
+        model(torch.cat([batch, batch]))
+
+
+def test_larger_shapes_are_told_once_for_several_models() -> None:
+    first, second, batch = nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block()), torch.randn(_ROWS, _WIDTH)
+    models = {"first": first, "second": second}
+
+    def train(x: torch.Tensor = batch) -> None:
+        second(first(x)).square().mean().backward()
+
+    plan = plan_for(
+        Step(nn.ModuleDict(models), batch, run=lambda each: each["second"](each["first"](batch)).sum().backward())
+    )
+    plan.apply(nn.ModuleDict(models))
+    assert not seen(train, 1)
+    found = seen(lambda: train(torch.cat([batch, batch])), 2)
+    assert len([each for each in found if "where the plan has" in str(each.message)]) == 1
+
+
+def test_units_that_are_replaced_after_apply_are_told_once() -> None:
+    step, model, optimizer, batch = make()
+    plan_for(step).apply(model, optimizer)
+    model.blocks[1] = copy.deepcopy(model.blocks[1])  # type: ignore[index, operator]
+    found = [each for each in seen(lambda: dropped(model, batch), 2) if "no longer part" in str(each.message)]
+    assert len(found) == 1 and "'blocks.1" in str(found[0].message)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_that_was_switched_on_after_planning_is_told_once(reentrant: bool) -> None:
     step, model, optimizer, batch = make()
@@ -192,6 +255,30 @@ def test_checkpointing_that_was_switched_on_after_planning_is_told_once(reentran
 
     found = [each for each in seen(train) if "torch.utils.checkpoint" in str(each.message)]
     assert len(found) == 1
+
+
+class Around(nn.Module):
+    """Saves tensors of one shape before, in and after its block, so that one can be taken for another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(self.block(torch.sin(x)))
+
+
+def test_units_inside_what_the_model_checkpoints_give_the_same_gradients() -> None:
+    _, model, _, batch = make()
+    model.blocks = nn.ModuleList(Around() for _ in range(3))  # type: ignore[assignment]
+    options = SolveOptions(force=("blocks.0.block", "blocks.1.block"))
+    plan = plan_for(Step(model, batch, loss=loss_of), options=options)
+    model.checkpointing = False  # type: ignore[assignment]
+    plain = torch.autograd.grad(loss_of(model(batch)), list(model.parameters()))
+    plan.apply(model)
+    with pytest.warns(PlanDrift, match=r"torch\.utils\.checkpoint"):
+        planned = torch.autograd.grad(loss_of(model(batch)), list(model.parameters()))
+    assert all(map(torch.equal, planned, plain))
 
 
 def test_checkpointing_that_was_planned_is_no_difference() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -181,6 +182,20 @@ def test_half_a_loss_is_over_with_the_next_op(pair: Pair) -> None:
         pair.plain(VECTORS)
     assert nothing_is_left()
     del scaled
+
+
+def test_a_loss_that_comes_after_something_else_is_told_once(pair: Pair) -> None:
+    def run(model: nn.Module) -> None:
+        for _ in range(2):
+            output = model(VECTORS)
+            output.argmax(-1)
+            loss_of(output).backward()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert pair.is_exact(run)
+    found = [each for each in caught if "not the planned loss: its op 0 is aten.argmax" in str(each.message)]
+    assert len(found) == 1 and found[0].filename == __file__
 
 
 def test_a_loss_that_fails_is_over_with_the_next_op(pair: Pair) -> None:

@@ -144,3 +144,63 @@ def test_samples_are_the_same_for_all_layouts_and_see_scales_masks_and_orders() 
     assert difference([1.0], [0.0], torch.bool) == (1.0, 0.0)
     assert sample(torch.empty(0, 3)) is None and sample(torch.tensor(2.0)) == [2.0]
     assert sample(torch.empty(2, device="meta")) is None and sample(torch.tensor([1j])) is None
+
+
+def _add_to_input(model: nn.Module, x: torch.Tensor) -> None:
+    x.add_(1.0)
+
+
+def _add_to_parameter(model: nn.Module, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        model.get_parameter("blocks.0.a.bias").mul_(1.0 + 1e-5)  # within rounding, which an optimizer step may be too
+
+
+@pytest.mark.parametrize("write", [_add_to_input, _add_to_parameter])
+@pytest.mark.parametrize("run", [0, 2])
+def test_what_a_unit_read_and_was_written_to_before_backward_is_an_error(
+    write: Callable[[nn.Module, torch.Tensor], None], run: int
+) -> None:
+    model = Blocks(lambda: lambda: 2.0)
+    plan_for(Step(model, X), options=FORCED).apply(model)
+    for _ in range(run):
+        model(X).backward()
+    x = X * 2
+    loss = model(x)
+    write(model, x)
+    with pytest.raises(StateError, match=r"written to between its forward|computes something else"):
+        loss.backward()
+
+
+class Normed(nn.Module):
+    """Reads a buffer that each forward changes, and has statistics that it only writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)), nn.BatchNorm1d(16), nn.Tanh(), nn.Tanh()
+            )
+            for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore::memfit.errors.PlanDrift")
+def test_a_further_forward_that_writes_to_buffers_is_an_error_where_they_are_read() -> None:
+    model = Normed()
+    plan_for(Step(model, X), options=SolveOptions(force=("blocks.0",))).apply(model)
+    for _ in range(2):
+        model(X).backward()
+    loss = model(X)
+    model.blocks[0][1](X)  # statistics, which are not read
+    loss.backward()
+    model(X).backward()
+    loss = model(X)
+    model(X * 2)
+    with pytest.raises(StateError, match="a further forward in train mode"):
+        loss.backward()

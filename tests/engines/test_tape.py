@@ -16,6 +16,7 @@ import memfit
 from memfit.capture import Step
 from memfit.engines.policy import RunPolicy
 from memfit.engines.tape import Tape
+from memfit.errors import PlanDrift
 from memfit.plans import Plan
 from memfit.solve import SolveOptions
 
@@ -153,3 +154,42 @@ def test_a_second_run_does_not_cast_what_the_first_did_not(autocast: bool) -> No
         assert x.grad is not None
         found.append(x.grad)
     assert torch.equal(*found)
+
+
+class Cache:
+    """What a unit writes to while it runs, so that its code cannot be run again."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+
+class Cached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.extra = nn.Linear(16, 16), False
+
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        cache.kept.append(x)
+        return torch.tanh(torch.tanh(self.inner(torch.sin(x) if self.extra else x)))
+
+
+class WithCache(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Cached() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cache = Cache()
+        for block in self.blocks:
+            x = block(x, cache)
+        return x.square().mean()
+
+
+def test_a_unit_on_a_tape_that_runs_other_ops_than_planned_is_told() -> None:
+    model = WithCache()
+    trace = memfit.trace(Step(model, VECTORS), target="cpu")
+    plan = memfit.plan(trace, budget="1GiB", options=SolveOptions(force=("blocks.0",)), progress=False)
+    plan.apply(model)
+    model.blocks[0].extra = True  # type: ignore[assignment]
+    with pytest.warns(PlanDrift, match=r"'blocks.0' does not run as planned: its op 0 is aten\.sin"):
+        model(VECTORS).backward()

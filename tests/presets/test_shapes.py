@@ -155,7 +155,7 @@ def test_every_token_goes_through_its_experts_and_no_other() -> None:
 def test_a_step_needs_nothing_but_memfit_and_torch() -> None:
     """No other modelling package is imported, and nothing is allocated whatever the size."""
     code = (
-        "import sys, resource; from memfit.shapes import step_at; import memfit\n"
+        "import sys, resource; from memfit.presets import step_at; import memfit\n"
         "memfit.trace(step_at('llama3-8b', batch=2, seq=8192), target='h100-sxm')\n"
         "assert 'transformers' not in sys.modules and 'torchvision' not in sys.modules\n"
         "assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 3 << 20\n"

@@ -107,6 +107,7 @@ def test_what_cannot_be_passed_is_refused(train: str, name: str, options: dict[s
     ("text", "message"),
     [
         ("train.py", "'train.py' names no function"),
+        ("org/name", "for a model in the cache of Hugging Face write hf:org/name"),
         ("", "a step is named by a text"),
         (None, "a step is named by a text"),
         ("no_such_file.py:step", "there is no file no_such_file.py"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import random
 import sys
 import warnings
 import weakref
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import torch.utils.checkpoint
 from torch import nn
@@ -21,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from memfit._version import __version__
 from memfit.capture.advice import Advice
 from memfit.capture.arguments import tensor_leaves, tensors_of, visit_tensors
-from memfit.capture.calls import CallTracker, module_calls
+from memfit.capture.calls import CallTracker, is_container, module_calls
 from memfit.capture.chance import Chance, largest_path
 from memfit.capture.cuda_api import replaced
 from memfit.capture.discovery import Companions, step_of, variables_of
@@ -49,7 +51,7 @@ from memfit.capture.rules import RuleContext, rules_for
 from memfit.capture.snapshot import Snapshot
 from memfit.capture.source import SourceTable
 from memfit.capture.step import Step
-from memfit.capture.step_input import check_model
+from memfit.capture.step_input import check_batch_tensors, check_model, refuse_sharded_module
 from memfit.capture.storages import HOST, StorageDraft, StorageTable
 from memfit.errors import InputError, MemfitError
 from memfit.hardware import Device, Target
@@ -83,6 +85,7 @@ def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | D
         notes: list[str] = []
         model = _eager(step.build_model(), notes)
         check_model(model)
+        check_batch_tensors(step.batch)
         held = held_generators(model.modules(), variables_of(step.run))
         snapshot = Snapshot(model, (step.run, step.loss, step.optimizer, step.model))
         leftovers: list[weakref.ref[Any]] = []
@@ -304,6 +307,8 @@ class _Capture:
             (torch.utils.checkpoint, "check_backward_validity", self._checkpoint),
             (torch, "clear_autocast_cache", self._clear_autocast_cache),
             (torch, "get_rng_state", self._get_rng_state),
+            (random.Random, "seed", self._seeded),
+            (np.random, "default_rng", self._generator),
             (torch.amp.GradScaler, "_maybe_opt_step", _always_step),
             (torch, "compile", self._not_compiled),
             (torch.Tensor, "_make_wrapper_subclass", _wrapper_without_device),
@@ -355,8 +360,6 @@ class _Capture:
                 Module(path=path, kind=type(module).__name__, parameters=tuple(owned), buffers=tuple(buffers))
             )
             self._register_buckets(path, module)
-        for tensor in self.placeholders.attributes:
-            table.adopt(tensor, Category.BUFFER)
         visit_tensors(step.batch, table.adopt_batch)
         held: dict[int, int] = {}
         visit_tensors(
@@ -366,6 +369,8 @@ class _Capture:
             for size_bytes in held.values():
                 self._more_batches.append(torch.empty(size_bytes, dtype=torch.uint8, device="meta"))
                 table.adopt(self._more_batches[-1], Category.INPUT, name="batch")
+        for tensor in self.placeholders.attributes:  # last, like those that a first step makes: `inherit`
+            table.adopt(tensor, Category.BUFFER)
 
     def _register_buckets(self, path: str, module: nn.Module) -> None:
         """Count the buckets in which `DistributedDataParallel` keeps a copy of all gradients from step to step."""
@@ -386,6 +391,8 @@ class _Capture:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recorder = self.recorder
+        if not self.calls.owns(module):  # a teacher or a reference model beside the model: its hooks must not begin
+            refuse_sharded_module(module, f"a {type(module).__name__} that the step calls")
         if recorder.table.paused:
             return
         if self.calls.current == NEVER and recorder.phase is not Phase.BACKWARD:
@@ -393,7 +400,7 @@ class _Capture:
         given = (recorder.table.number_of(unwrap(tensor)) for tensor in tensors_of((*args, *kwargs.values())))
         inputs = tuple(dict.fromkeys(number for number in given if number != HOST))
         outermost = self.calls.current == NEVER
-        if module is self.model and recorder.phase is Phase.FORWARD:
+        if (module is self.model or (outermost and is_container(self.model))) and recorder.phase is Phase.FORWARD:
             leaves = tensor_leaves((args, kwargs))
             self._model_inputs.append(tuple((tuple(each.shape), str(each.dtype)[6:]) for each in leaves))
         self.calls.enter(module, recorder.phase, len(recorder.ops), inputs)
@@ -405,7 +412,9 @@ class _Capture:
         recorder = self.recorder
         if recorder.table.paused:
             return
-        if module is self.model and recorder.phase is Phase.FORWARD and self._model_inputs:
+        outermost = self.calls.calls[self.calls.current].parent == NEVER
+        called = module is self.model or (outermost and is_container(self.model))
+        if called and recorder.phase is Phase.FORWARD and self._model_inputs:
             numbers = (recorder.table.number_of(unwrap(each)) for each in tensor_leaves(result))
             outputs = tuple(NEVER if number == HOST else number for number in numbers)
             self._model_calls.append(ModelCall(inputs=self._model_inputs.pop(), outputs=outputs))
@@ -513,6 +522,26 @@ class _Capture:
             return state
 
         return get_rng_state
+
+    def _seeded(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Note that the step makes a `random.Random()`, which nobody can put back to a state that it had."""
+
+        def seed(generator: random.Random, a: Any = None, *args: Any, **kwargs: Any) -> None:
+            if a is None:
+                self.chance.note_unseeded(self.sources.sources[self.sources.here(4)])  # what called its __init__
+            original(generator, a, *args, **kwargs)
+
+        return seed
+
+    def _generator(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Note that the step makes a `np.random.default_rng()`."""
+
+        def default_rng(seed: Any = None) -> Any:
+            if seed is None:
+                self.chance.note_unseeded(self.sources.sources[self.sources.here(2)])
+            return original(seed)
+
+        return default_rng
 
     def _grouped_on_target(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Groups of tensors by device, which C++ asks of the stand-ins, named after the target's device."""

@@ -50,6 +50,8 @@ _IN_TURN = (Draw(0.0, seed=4, alternating=True), Draw(1.0, seed=5, alternating=T
 _BETWEEN = tuple(Draw((2 * part + 1) / 16, seed=5 + part) for part in range(1, 7))
 """With the lowest and the highest, each value of a range of up to eight."""
 
+SEVERAL_PATHS = "the step depends on random values"
+"""Begins the note of a trace that is the largest of several paths."""
 HOST_LINE = "Python's or numpy's generators"
 _MOST_TURNED = 8
 _MOST_OPS = 200_000
@@ -86,6 +88,11 @@ class Chance:
         """Remember that values drawn at these lines are read."""
         for line in lines:
             self.read.setdefault(line, where)
+
+    def note_unseeded(self, line: str) -> None:
+        """Remember that a line makes a generator without a seed: its numbers can only be drawn."""
+        self.note_read([line], line)
+        self.drawn.setdefault(line, []).append(DrawnValues(chosen=False, count=None, value=None))
 
     def force(self, func: Any, args: Any, kwargs: dict[str, Any], results: list[torch.Tensor], line: str) -> None:
         """Replace what an op has drawn, where its distribution is known."""
@@ -237,10 +244,10 @@ def largest_path(capture: Callable[[Chance], Trace]) -> Trace:
         )
         note = f"random values are read in the step ({lines}); {tries} lead through the same ops{rest}"
         return msgspec.structs.replace(trace, notes=(*trace.notes, note))
-    _check_covered(trace, peak, [each for *_, each in tried], lines)
+    _check_covered(trace, peak, [each for *_, each in tried], everything)
     least = min(each[0] for each in tried)
     note = (
-        f"the step depends on random values ({lines}): the largest of {len(tried)} that were tried was captured, with "
+        f"{SEVERAL_PATHS} ({lines}): the largest of {len(tried)} that were tried was captured, with "
         f"a peak of {display_bytes(peak)} (the smallest has {display_bytes(least)})"
         f"{rest or '; steps on other paths need less'}"
     )
@@ -312,7 +319,7 @@ def _path(trace: Trace) -> tuple[Any, ...]:
     return tuple((op.name, modules[op.call], op.phase, tuple(ref.shape for ref in op.outputs)) for op in trace.ops)
 
 
-def _check_covered(largest: Trace, peak: int, others: list[Trace], lines: str) -> None:
+def _check_covered(largest: Trace, peak: int, others: list[Trace], chance: Chance) -> None:
     """Refuse a step whose largest path leaves out modules that hold memory in others: no plan would cover those."""
     covered = {call.module for call in largest.calls}
     for other in others:
@@ -326,11 +333,12 @@ def _check_covered(largest: Trace, peak: int, others: list[Trace], lines: str) -
                 groups.setdefault(alike(module), []).append(module)
             names = ", ".join(map(folded, groups.values()))
             raise CaptureError(
-                f"the step takes one of several paths at random, and the largest does not contain the others: "
-                f"{names} hold {display_bytes(sum(held.values()))} in another, which a plan would leave as it is",
+                f"the step takes one of several paths at random ({_lines(chance)}), and the largest does not contain "
+                f"the others: {names} {'hold' if len(held) > 1 else 'holds'} {display_bytes(sum(held.values()))} in "
+                "another, which a plan would leave as it is",
                 op="a random draw",
                 module=next(iter(held)),
-                source=lines,
+                source=next(filter(None, chance.read.values()), ""),
                 advice="plan with the choice made, for example with its probability set to 0 or to 1, the larger way",
             )
 

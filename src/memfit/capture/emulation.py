@@ -228,7 +228,9 @@ class Emulation(TorchFunctionMode):
 _WRITING = frozenset(
     ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__")
 )
-_TELLING = frozenset(("max", "min", "median", "nanmedian", "amax", "amin", "any", "all", "sum", "prod", "cumprod"))
+_TELLING = frozenset(
+    ("max", "min", "median", "nanmedian", "amax", "amin", "any", "all", "sum", "prod", "cumprod")
+).union(("quantile", "nanquantile"))
 """What a step may branch on: of known values, these are known too."""
 _SET_REQUIRES_GRAD = vars(TensorBase)["requires_grad"].__set__
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -85,7 +86,8 @@ _WRITTEN_IN_PLACE = {
     _aten.masked_scatter.default: _aten.masked_scatter_.default,
     _aten.logical_and.default: _aten.logical_and_.default,
 }
-SEEN_DIFFERENTLY = frozenset(map(id, (_add, *_WRITTEN_IN_PLACE)))
+_CHAINED = {_aten.sub.Tensor: _aten.sub_.Tensor, _aten.mul.Tensor: _aten.mul_.Tensor}
+SEEN_DIFFERENTLY = frozenset(map(id, (_add, *_WRITTEN_IN_PLACE, *_CHAINED)))
 """Ops, by identity, that a mode may see in backward in place of those of a real run."""
 
 SCATTERS = {str(func): str(written) for func, written in _WRITTEN_IN_PLACE.items()}
@@ -95,21 +97,30 @@ _SCATTERING_NODES = (
     *("IndexBackward", "IndexSelect", "Gather", "Topk", "Sort", "Max", "Min", "Kthvalue", "Median", "Mode"),
     *("Cummax", "Cummin", "MaskedSelect", "Clamp"),
 )
+_BCE_NODE = "BinaryCrossEntropyWithLogits"
 
 
-def in_place_in_backward(func: Any, args: Any) -> tuple[Any, Any]:
-    """The call that a gradient formula makes when no mode is looking.
+def in_place_in_backward(func: Any, args: Any, is_fresh: Callable[[torch.Tensor], bool]) -> tuple[Any, Any]:
+    """The call that a gradient formula makes when no mode is looking; `is_fresh` says what the backward has made.
 
     Gradients of indexing are scattered into fresh zeros in place, unless any dispatch mode is active
     (FunctionsManual.cpp, `areAnyTensorSubclassLike` in `index_backward`, `gather_backward` and
     `value_selecting_reduction_backward`; `cummaxmin_backward`,
-    `masked_select_backward` and, with masks, `clamp_backward` likewise).
+    `masked_select_backward` and, with masks, `clamp_backward` likewise). That of a binary cross-entropy is computed in
+    one tensor (Loss.cpp, `binary_cross_entropy_with_logits_backward`), but for the first product with `pos_weight`.
     """
-    written = _WRITTEN_IN_PLACE.get(func)
+    written = _WRITTEN_IN_PLACE.get(func) or _CHAINED.get(func)
     if written is None or torch.is_grad_enabled():
         return func, args
     node = current_autograd_node()
-    if node is None or not node.name().startswith(_SCATTERING_NODES):
+    if node is None:
+        return func, args
+    if func in _CHAINED:
+        if not node.name().startswith(_BCE_NODE):
+            return func, args
+        first = func is _aten.mul.Tensor and not (is_fresh(args[0]) and args[0].numel() >= args[1].numel())
+        return (func, args) if first else (written, args)
+    if not node.name().startswith(_SCATTERING_NODES):
         return func, args
     if written is _aten._index_put_impl_.default:
         args = (*args, *(False,) * (4 - len(args)), True)

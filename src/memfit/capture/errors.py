@@ -33,6 +33,10 @@ DATA_DEPENDENT = (
 NO_META_KERNEL = (
     "register a shape function for it with torch.library.register_fake, or capture a version of the model without it"
 )
+NO_KERNEL = (
+    "PyTorch has no kernel of this op for this dtype on the target, and the step would fail there too; convert the "
+    "tensor first, for example with .float(), or choose another target"
+)
 SPARSE = "sparse tensors cannot be captured; give the layer dense gradients (for an embedding: sparse=False)"
 MADE_IN_STEP = "make parameters and modules before the step, as parts of the model"
 PACKED = "packed sequences cannot be captured; give the padded sequence and its mask"

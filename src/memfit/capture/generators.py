@@ -27,19 +27,21 @@ _OWN = ("torch", "builtins", "numpy", "random")
 
 
 def held_generators(modules: Iterable[nn.Module], values: Iterable[Any] = ()) -> list[Held]:
-    """Return the generators among the modules' attributes, the globals of the files they are written in, and values.
+    """Return the generators among the attributes of modules and their classes, the globals of their files, and values.
 
     Objects, containers and functions among them are looked into to a small depth.
     """
     found: dict[int, Held] = {}
     _Search(found).all_of(values)
-    files: dict[str, None] = {}
+    classes: dict[type, None] = {}
     for module in modules:
         _Search(found).all_of(vars(module).values())
-        files.update(dict.fromkeys(each.__module__ for each in type(module).__mro__))
-    for name in files:
-        if name.partition(".")[0] not in _OWN:
-            _Search(found).all_of(list(vars(sys.modules.get(name, object)).values()), depth=1)
+        classes.update(dict.fromkeys(type(module).__mro__))
+    own = [each for each in classes if each.__module__.partition(".")[0] not in _OWN]
+    for kind in own:
+        _Search(found).all_of(list(vars(kind).values()), depth=1)
+    for name in dict.fromkeys(each.__module__ for each in own):
+        _Search(found).all_of(list(vars(sys.modules.get(name, object)).values()), depth=1)
     return [each for each in found.values() if not any(each is known for known in _global_generators())]
 
 
@@ -105,7 +107,7 @@ def state_of(generator: Held) -> Any:
         return generator.bit_generator.state
     if isinstance(generator, np.random.RandomState):
         return generator.get_state(legacy=False)
-    return generator.get_state().clone()
+    return generator.get_state()  # a copy of its own; another op would be part of a captured step
 
 
 def set_state(generator: Held, state: Any) -> None:

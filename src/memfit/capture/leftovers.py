@@ -55,7 +55,9 @@ def _release(held: list[Any], places: dict[str, None], depth: int, own: set[int]
     for holder in referrers:
         if id(holder) in own or isinstance(holder, _NO_HOLDERS) or (raised and _held_by(raised, holder, own)):
             continue
-        if isinstance(holder, dict):
+        if isinstance(holder, dict) and (cache := _lru_cache_of(holder)) is not None:
+            cache.cache_clear()
+        elif isinstance(holder, dict):
             _empty_names(_owner_of(holder) or holder, holder, wanted, places)
         elif isinstance(holder, list):
             places[f"a list ({_named(holder, own)})"] = None
@@ -114,6 +116,14 @@ def dataclass_like(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) and not hasattr(value, "__dict__") and hasattr(type(value), "__slots__")
 
 
+def _lru_cache_of(names: dict[Any, Any]) -> Any:
+    """Return the `functools.cache` whose table this is; one with a limit refers to its results, and not by a table."""
+    for each in gc.get_referrers(names):
+        if isinstance(each, functools._lru_cache_wrapper) and vars(each) is not names:
+            return each if each.cache_parameters()["maxsize"] is None else None  # type: ignore[attr-defined]
+    return None
+
+
 def _owner_of(names: dict[Any, Any]) -> Any:
     """Return the class or the object whose names these are; those of a class may not be written behind its back."""
     for each in gc.get_referrers(names):
@@ -141,7 +151,7 @@ def _empty_names(owner: Any, names: dict[Any, Any], wanted: set[int], places: di
         if id(value) not in wanted:
             continue
         if attributes:
-            home = owner.__qualname__ if isinstance(owner, type) else type(owner).__qualname__
+            home = getattr(owner, "__qualname__", type(owner).__qualname__)
             places[f"{home}.{name}"] = None
             delattr(owner, name)
         else:

@@ -16,7 +16,15 @@ from memfit.capture.arguments import GENERATOR, ArgumentTable, generators_of, is
 from memfit.capture.calls import CallTracker
 from memfit.capture.chance import Chance
 from memfit.capture.engine import SEEN_DIFFERENTLY, adds_in_place, in_place_in_backward, sole_owner_counts
-from memfit.capture.errors import BAD_SHAPES, DATA_DEPENDENT, NO_META_KERNEL, RAISED_BY_STEP, SPARSE, CaptureError
+from memfit.capture.errors import (
+    BAD_SHAPES,
+    DATA_DEPENDENT,
+    NO_KERNEL,
+    NO_META_KERNEL,
+    RAISED_BY_STEP,
+    SPARSE,
+    CaptureError,
+)
 from memfit.capture.execution import INDEXING, Executor, OpInfo, Outcome, written_by
 from memfit.capture.kernels import inexact
 from memfit.capture.record import NEVER, Category, Op, Phase, Storage, TensorRef
@@ -133,7 +141,8 @@ class Recorder(TorchDispatchMode):
         op, module, source = getattr(error, _PLACE, ("", place or self._place(), 0))
         said = _first_line(error)
         if op and isinstance(error, (RuntimeError, ValueError, IndexError, TypeError)):
-            advice = getattr(error, "advice", SPARSE if "parse" in str(error) else BAD_SHAPES)
+            usual = SPARSE if "parse" in str(error) else BAD_SHAPES
+            advice = getattr(error, "advice", NO_KERNEL if "not implemented for '" in said else usual)
             problem = said or type(error).__name__
         else:
             op, problem, advice = "", f"{type(error).__name__}{f': {said}' if said else ''}", RAISED_BY_STEP
@@ -179,7 +188,9 @@ class Recorder(TorchDispatchMode):
                 if adds_in_place(func, args, kwargs, 1):
                     func = _aten.add_.Tensor
                 else:
-                    func, args = in_place_in_backward(func, args)
+                    func, args = in_place_in_backward(func, args, self._made_in_backward)
+                    if func is _aten.mul_.Tensor and args[1].is_meta:  # a gradient has no known values
+                        args = (self.executor.lift(args[0], self.calls.path), args[1])
                 info = self.executor.describe(func)
             tensors, arguments = self._arguments.split(args, kwargs)
             if GENERATOR in arguments:
@@ -226,6 +237,10 @@ class Recorder(TorchDispatchMode):
             if len(written) == 1 and info.returns_written:
                 return written[0]
             return outcome.result
+
+    def _made_in_backward(self, tensor: torch.Tensor) -> bool:
+        number = self.table.number_of(tensor)
+        return number != HOST and self.table.drafts[number].birth >= self.backward_began[-1]
 
     # -- Note [Chance] ----------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from memfit.errors import InputError
 
@@ -109,6 +110,14 @@ def check_batch(batch: Any) -> None:
             )
 
 
+def check_batch_tensors(batch: Any) -> None:
+    """Refuse a batch with a tensor that the capture cannot follow."""
+    for path, value in _leaves(batch, "batch"):
+        problem = _uncapturable(value) if isinstance(value, torch.Tensor) else None
+        if problem is not None:
+            raise InputError(f"{path} {problem}")
+
+
 def check_model(model: nn.Module) -> None:
     """Refuse a model whose tensors cannot be replaced by stand-ins, before anything of it is touched."""
     _refuse_scripted(model)
@@ -128,13 +137,7 @@ _WHOLE = (
 
 def _refuse_sharded(model: nn.Module) -> None:
     for path, module in model.named_modules():
-        kinds = {kind.__name__: kind for kind in type(module).__mro__ if kind.__module__.startswith("torch.")}
-        for name, how in _SHARDED.items():
-            if name in kinds:
-                raise InputError(
-                    f"{_named(path)} is sharded by {how}, and a sharded model cannot be captured: its parameters are "
-                    f"this rank's parts, gathered by hooks. {_WHOLE}"
-                )
+        refuse_sharded_module(module, _named(path))
         devices: Any = getattr(module, "device_ids", ())
         if isinstance(module, nn.DataParallel) and len(devices) > 1:
             raise InputError(
@@ -143,23 +146,67 @@ def _refuse_sharded(model: nn.Module) -> None:
             )
 
 
-def _refuse_wrapped_tensors(model: nn.Module) -> None:
-    """Refuse parameters and buffers that are made of other tensors; a stand-in would lose those."""
-    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        for name, tensor in named:
-            if not hasattr(type(tensor), "__tensor_flatten__"):
-                continue
-            if any(base.__name__ == "DTensor" for base in type(tensor).__mro__):
-                raise InputError(
-                    f"the {kind} {name!r} is a DTensor (placements {getattr(tensor, 'placements', '')}), distributed "
-                    f"over a mesh of devices, and cannot be captured. {_WHOLE}. Tensor parallelism is not planned: "
-                    "give memfit the shapes that one rank has, as plain tensors"
-                )
+def refuse_sharded_module(module: nn.Module, name: str) -> None:
+    """Refuse a module that `fully_shard` or FSDP has sharded, itself and not one inside it."""
+    kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")}
+    for kind, how in _SHARDED.items():
+        if kind in kinds:
             raise InputError(
-                f"the {kind} {name!r} is a {type(tensor).__name__} (a tensor subclass that is made of other tensors, "
-                "as quantization libraries make them), which cannot be captured; give the model from before it was "
-                "converted, or one with plain tensors of the same bytes"
+                f"{name} is sharded by {how}, and a sharded model cannot be captured: its parameters are "
+                f"this rank's parts, gathered by hooks. {_WHOLE}"
             )
+
+
+def _refuse_wrapped_tensors(model: nn.Module) -> None:
+    """Refuse tensors of the model that have no memory of their own, or one that a stand-in would lose."""
+    for kind, named in (
+        ("parameter", model.named_parameters()),
+        ("buffer", model.named_buffers()),
+        ("attribute", _tensor_attributes(model)),
+    ):
+        for name, tensor in named:
+            problem = _uncapturable(tensor)
+            if problem is not None:
+                raise InputError(f"the {kind} {name!r} {problem}")
+            if kind != "attribute" and hasattr(type(tensor), "__tensor_flatten__"):
+                raise InputError(
+                    f"the {kind} {name!r} is a {type(tensor).__name__} (a tensor subclass that is made of other "
+                    "tensors, as quantization libraries make them), which cannot be captured; give the model from "
+                    "before it was converted, or one with plain tensors of the same bytes"
+                )
+
+
+def _tensor_attributes(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{path}.{name}".lstrip("."), value
+
+
+def _uncapturable(tensor: torch.Tensor) -> str | None:
+    """Say why the capture cannot follow a tensor, and what to give instead; None for one that it can."""
+    kind = type(tensor)
+    if is_lazy(tensor):
+        return "has no shape yet; call the model once on a batch, so that its lazy modules make their parameters"
+    if any(base.__name__ == "DTensor" for base in kind.__mro__):
+        return (
+            f"is a DTensor (placements {getattr(tensor, 'placements', '')}), distributed over a mesh of devices, and "
+            f"cannot be captured. {_WHOLE}. Tensor parallelism is not planned: give memfit the shapes that one rank "
+            "has, as plain tensors"
+        )
+    if any(base.__name__ == "FakeTensor" for base in kind.__mro__):
+        return (
+            "is a FakeTensor, which follows a mode of its own; make it without FakeTensorMode: a model as a function "
+            "that builds it (memfit does so on the meta device), a batch with memfit.spec(shape, dtype)"
+        )
+    if tensor.is_nested:
+        return "is a nested tensor, which cannot be captured; give a padded tensor and its mask"
+    if tensor.layout is not torch.strided:
+        return f"has the layout {tensor.layout}, which cannot be captured; give a dense tensor, or capture without it"
+    plain = kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    if not plain and not hasattr(kind, "__tensor_flatten__"):
+        return f"is a {kind.__name__}, which handles ops by itself and cannot be captured; give a plain tensor"
+    return None
 
 
 def _named(path: str) -> str:

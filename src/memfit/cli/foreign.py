@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 from collections.abc import Iterator
 from typing import Any, get_type_hints
 
@@ -14,6 +15,7 @@ _PLANNED = (
     "--parallel ddp; for a model that is cut up in other ways, give the step of what one rank computes, with its part "
     "of the layers"
 )
+_SIZE_UNITS = ("kb", "mb", "gb", "tb", "kib", "mib", "gib", "tib")
 _PARALLEL = {
     "tensor parallelism": ("tp", "tp-size", "tensor-parallel", "tensor-parallel-size", "tensor-model-parallel-size"),
     "pipeline parallelism": ("pp", "pp-size", "pipeline-parallel", "pipeline-parallel-size", "pipeline-stages"),
@@ -41,9 +43,11 @@ _INSTEAD = {
 def check_options(name: str, kind: type[Any], arguments: list[str]) -> None:
     """Refuse an option that the command does not have, when something better than its nearest neighbour can be said."""
     known = set(_option_names(kind)) | {"--help", "-h"}
-    for argument in arguments:
+    for before, argument in itertools.pairwise(("", *arguments)):
         if argument == "--":
             return
+        if before.replace(".", "", 1).isdecimal() and argument.lower() in _SIZE_UNITS:
+            raise UsageError(f"{before} {argument} are two words; write {before}{argument}")
         option = argument.partition("=")[0].replace("_", "-")
         if not option.startswith("--") or option in known or option.replace("--no-", "--", 1) in known:
             continue

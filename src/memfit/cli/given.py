@@ -217,7 +217,9 @@ def captured(step: Step | Trace, target: Target) -> Trace:
         return trace(step, target=target)
 
 
-def solve_options(options: SolverOptions, trace: Trace | None, *, optimizer: bool = False) -> SolveOptions:
+def solve_options(
+    options: SolverOptions, trace: Trace | None, *, several_ranks: bool, optimizer: bool = False
+) -> SolveOptions:
     """What the library's solver is asked; names with a star stand for all units that they fit.
 
     Names are looked up in the trace, which may be left out when there are none.
@@ -237,8 +239,7 @@ def solve_options(options: SolverOptions, trace: Trace | None, *, optimizer: boo
     if options.time_limit is not None and not options.time_limit > 0:
         raise UsageError(f"--time-limit is {options.time_limit:g}; write seconds, more than 0")
     limits = Limits() if options.time_limit is None else Limits(time_limit_s=options.time_limit)
-    if options.parallel == "ddp":
-        _check_no_shards(options)
+    _check_sharding(options, several_ranks)
     with about("--force and --forbid"):
         return SolveOptions(
             force=named["force"],
@@ -256,10 +257,15 @@ def solve_options(options: SolverOptions, trace: Trace | None, *, optimizer: boo
         )
 
 
-def _check_no_shards(options: SolverOptions) -> None:
+def _check_sharding(options: SolverOptions, several_ranks: bool) -> None:
+    """Refuse options of several ranks that would change nothing."""
+    replicated = options.parallel == "ddp"
+    if replicated and not several_ranks:
+        raise UsageError("--parallel ddp is for several ranks, and there is one; add --ranks 8, or leave it out")
     for name in ("shard_units", "param_dtype", "reduce_dtype", "shard_dtype"):
-        if getattr(options, name):
-            raise UsageError(f"--{name.replace('_', '-')} is for sharded parameters, and --parallel ddp has none")
+        if getattr(options, name) and (replicated or not several_ranks):
+            why = "--parallel ddp has none" if replicated else "one rank has none; add --ranks 8, or leave it out"
+            raise UsageError(f"--{name.replace('_', '-')} is for sharded parameters, and {why}")
 
 
 def _expanded(option: str, given: tuple[str, ...], names: list[str]) -> tuple[str, ...]:

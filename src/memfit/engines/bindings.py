@@ -45,10 +45,15 @@ class Bindings:
         """What the names stand for now."""
         return [table.get(name, _NONE) for table, name in self._slots]
 
-    def buffers(self) -> list[torch.Tensor]:
-        """The buffers that there are now."""
+    def buffers(self) -> list[tuple[int, torch.Tensor]]:
+        """The buffers that there are now, by number."""
         found = [table.get(name) for table, name in self._buffers]
-        return [each for each in found if each is not None]
+        return [(number, each) for number, each in enumerate(found) if each is not None]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters that there are now, but for those that FSDP keeps sharded."""
+        found = [table.get(name) for table, name in self._slots[: len(self._slots) - len(self._buffers)]]
+        return [each for each in found if each is not None and not _fully_sharded(each)]
 
     @contextlib.contextmanager
     def bound(self, then: list[Any]) -> Iterator[None]:

@@ -43,6 +43,8 @@ class Learning(TorchDispatchMode):
         self.differs = ""
         self.writes_older = False
         self._inputs: set[int] = set()
+        self._buffers: dict[int, int] = {}
+        self._reads: set[int] = set()
         self._overwrites_inputs = False
         self._run = run
         self._unit = unit
@@ -61,6 +63,7 @@ class Learning(TorchDispatchMode):
     def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recipe | None]:
         """Run the forward; the recipe is None when the plan knows other ops than ran."""
         self._run.surround(args, kwargs)
+        self._buffers = {storage_key(each): number for number, each in self._run.buffers() if _strided(each)}
         self._inputs = {storage_key(each) for each in tree_flatten((args, kwargs))[0] if _strided(each)}
         with saved_tensors_hooks(self._pack, unpack), self:
             result = self._tour.run(self._run._forward, args, kwargs)
@@ -73,7 +76,7 @@ class Learning(TorchDispatchMode):
                     if maker[1] == 0 and maker[0] not in self._unwritten:
                         self._run.note(saved.index, saved.tensor)
                     self._run.drop(saved, saved.tensor.shape)
-        self._run.recipe = recipe
+        self._run.settle(recipe)
         self._results.clear()  # autograd keeps the hook, and the hook this object
         self._known.clear()
         self._packs.clear()
@@ -100,6 +103,8 @@ class Learning(TorchDispatchMode):
         if name != expected and not in_place:
             self._differ(f"its op {offset} is {name} and {expected} in the plan")
         before = {storage_key(each) for each in tree_flatten((args, kwargs))[0] if _strided(each)}
+        if offset <= self.policy.stop and offset not in self.policy.saved:
+            self._reads.update(self._buffers[key] for key in before if key in self._buffers)
         result = func(*args, **kwargs)
         outputs = tree_flatten(result)[0]
         self._note_writes(func, args, kwargs, offset)
@@ -229,6 +234,7 @@ class Learning(TorchDispatchMode):
             fresh=fresh,
             keeping=Way.through(root, lambda gap: bool(gap.fresh)),
             answering=Way.through(root, lambda gap: True) if answers else None,
+            reads=frozenset(self._reads),
         )
 
 

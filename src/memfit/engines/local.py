@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from memfit.capture.calls import is_container
 from memfit.capture.optimizers import implementations, set_flags, set_implementation
 from memfit.engines.attachment import Handler, attach, attached, detach
-from memfit.engines.loop_watch import LoopWatch, user_level
+from memfit.engines.loop_watch import LoopWatch, WatchedUnit, user_level
 from memfit.engines.loss import LossRegion
 from memfit.engines.mode import Mode
 from memfit.engines.optimizers import OptimizerLike, given_optimizers
@@ -113,6 +113,15 @@ class Applied:
             f"unit {unit!r} does not run as planned: {reason}. Such calls are recomputed whole, or, where "
             "they write to buffers or inputs, run as without a plan: exact, but slower or larger than planned; if all "
             "steps are like this one, run them as planned, or plan again",
+        )
+
+    def warn_loss(self, differs: str) -> None:
+        """Say once that the loss is another than planned, or something else is computed before it."""
+        self._warn_once(
+            "other loss",
+            f"the plan recomputes the loss, and what follows the model is not the planned loss: {differs}. It runs "
+            "without its policy: exact, but larger than planned. Compute metrics after the loss, or plan the step as "
+            "it is",
         )
 
     def warn_evaluated(self, unit: str, result: Any) -> None:
@@ -218,14 +227,32 @@ class Applied:
         if self._watch is not None:
             self._watch.leave_inputs()
 
+    def leave_wrappers(self) -> None:
+        """Let `apply` be the one that tells of what the model is in."""
+        if self._watch is not None:
+            self._watch.leave_wrappers()
+
     def _watched(self, found: list[tuple[nn.Module, Handler]]) -> list[tuple[nn.Module, Handler]]:
-        """Put what compares the loop with the plan around the calls of the model itself."""
-        model, loop = self._paths[""], self.plan.trace.loop
-        inner = next((handler for module, handler in found if module is model), None)
-        if inner is None or loop is None or self.plan.shard is not None or self.plan.predicted is None:
+        """Put what compares the loop with the plan around the calls of the model itself, or of those in a container."""
+        loop = self.plan.trace.loop
+        names = dict.fromkeys("" if entry.is_loss else entry.module for entry in self.plan.checkpoint)
+        if not found or loop is None or self.plan.shard is not None or self.plan.predicted is None:
             return found  # nothing is carried out, or by other means than those of one device
-        self._watch = LoopWatch(self.plan, loop, model, self._mode(""), inner)
-        return [*(each for each in found if each[0] is not model), (model, self._watch)]
+        units = [WatchedUnit(name, weakref.ref(self._paths[name]), self._mode(name)) for name in names]
+        watched: list[tuple[nn.Module, Handler]] = []
+        for module, handler in found:
+            if not isinstance(handler, Outermost):
+                watched.append((module, handler))
+                continue
+            inside = {id(each) for each in module.modules()}
+            own = [unit for unit in units if id(unit.module()) in inside]
+            itself = WatchedUnit("", weakref.ref(module), Mode([module]))
+            watch = LoopWatch(self.plan, loop, module, own or [itself], handler)
+            if self._watch is not None:
+                watch.follow(self._watch)
+            self._watch = watch
+            watched.append((module, watch))
+        return watched
 
     def see_checkpointing(self, unit: nn.Module) -> None:
         """Look, when a unit is called, whether the model checkpoints by itself."""
@@ -263,6 +290,7 @@ def apply(
     for module in (model, root, *(root.children() if is_container(root) else ())):
         _applied[module] = applied
     if wrappers:
+        applied.leave_wrappers()
         _warn_policies_only(plan, wrappers)
     return model, optimizer
 

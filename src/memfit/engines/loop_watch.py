@@ -2,9 +2,9 @@
 
 Note [What is looked at]: from the first forward under a plan to the first forward after an optimizer step, what the
 loop holds is compared with the trace: gradients of the step before while forward runs (where `zero_grad` is called),
-the model's output while backward runs, on CUDA also the peak where it is the highest that the process has seen. What
-differs is said in one warning, at a forward, where the user's line is on the stack. After that only the shapes that the
-model is called with are looked at, and whether it checkpoints by itself.
+the model's output while backward runs and in the next forward, on CUDA also the peak where it is the highest that the
+process has seen. What differs is said in one warning, at a forward, where the user's line is on the stack. After that
+only the shapes that the model is called with are looked at, and whether it checkpoints by itself.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import os
 import sysconfig
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,37 +29,58 @@ from memfit.engines.rerun import running_again
 from memfit.errors import PlanDrift
 from memfit.plans import Plan
 from memfit.plans.record import LoopFacts, ModelCallFacts, OutputFacts
+from memfit.plans.wrappers import wrappers_of
 from memfit.torch_private.autograd import in_backward, top_saved_tensor_hooks
 from memfit.torch_private.frames import frame_above
+from memfit.torch_private.functorch import transform_active
 from memfit.torch_private.pytree import tree_leaves
 from memfit.torch_private.storages import key_of
 from memfit.units import display_bytes
 
 _MATERIAL = 0.005
 """Part of the planned peak below which a difference is not worth a word."""
+_SHARDS = ("FullyShardedDataParallel", "fully_shard")
 _LIBRARIES = tuple(
     f"{os.path.abspath(folder)}{os.sep}"
     for folder in (Path(__file__).parents[1], sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 )
 
 
+class WatchedUnit(NamedTuple):
+    """A unit of the plan, where it was when the plan was applied."""
+
+    name: str
+    module: weakref.ref[nn.Module]
+    mode: Mode
+
+
 class LoopWatch:
     """Sees every call of a planned model, around what else handles its calls."""
 
-    def __init__(self, plan: Plan, loop: LoopFacts, model: nn.Module, mode: Mode, inner: Handler) -> None:
+    def __init__(
+        self, plan: Plan, loop: LoopFacts, model: nn.Module, units: Sequence[WatchedUnit], inner: Handler
+    ) -> None:
         assert plan.predicted is not None
-        self._plan, self._loop, self._mode, self._inner = plan, loop, mode, inner
+        self._plan, self._loop, self._units, self._inner = plan, loop, units, inner
         self._peak_bytes = plan.predicted.peak_bytes
         self._model = weakref.ref(model)
         self._calls = 0
         self._stepped = False
         self._looking = True
+        self._seen = False
         self._found: list[str] = []
+        self._last_output: list[tuple[StorageWeakRef, int]] = []
         self._known: set[Any] = set()
         self._told: set[str] = set()
         self._highest_bytes: int | None = None
         self._hook = register_optimizer_step_post_hook(_weak_hook(self))
         self._release = weakref.finalize(model, self._hook.remove)
+
+    def follow(self, other: LoopWatch) -> None:
+        """Be one of several models of a step: calls are compared and nothing else, and each thing is told once."""
+        self.stop()
+        other.stop()
+        self._told = other._told
 
     def stop(self) -> None:
         """Look no more at what the loop holds."""
@@ -77,12 +98,49 @@ class LoopWatch:
 
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Compare what is there before a forward of a training step. True for the first that is looked at."""
-        if running_again() or not self._mode.training:
+        if running_again() or transform_active():  # torch.func: tensors of its own
             return False
+        if not any(unit.mode.training for unit in self._units):
+            return False
+        if not self._seen:
+            self._seen = True
+            self._see_units()
+            self._see_wrappers()
         self._compare_inputs(args, kwargs)
         if self._looking:
             self._begin()
         return self._looking and self._calls == 1
+
+    def _see_units(self) -> None:
+        """Say which units are no longer there: what was put in their place has no plan."""
+        model = self._model()
+        here = set() if model is None else {id(each) for each in model.modules()}
+        gone = [unit.name for unit in self._units if id(unit.module()) not in here]
+        if gone:
+            self.warn(
+                "gone",
+                f"{len(gone)} of {len(self._units)} units of the plan are no longer part of the model, {gone[0]!r} for "
+                "one: what took their place since apply runs without the plan, and the budget of "
+                f"{display_bytes(self._plan.budget_bytes)} may not be kept. Call plan.remove(model), then apply again",
+            )
+
+    def _see_wrappers(self) -> None:
+        """Say that the model has been wrapped or sharded since the plan was applied."""
+        model = self._model()
+        found = [] if model is None else [each for each in wrappers_of(model) if each in _SHARDS]
+        replicas = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)  # while its forward runs
+        if replicas is not None and self._plan.ddp is None:
+            found.insert(0, "DistributedDataParallel")
+        if found:
+            self.warn(
+                "wrapped",
+                f"the model is in {', '.join(found)} since the plan was applied: its checkpoint policies are carried "
+                "out, and its memory was predicted without what the wrapper shards, gathers or buckets",
+            )
+
+    def leave_wrappers(self) -> None:
+        """Say nothing of wrappers: it has been said."""
+        self._told.add("wrapped")
 
     # -- what the loop holds ----------------------------------------------------------------------------------------
 
@@ -96,6 +154,7 @@ class LoopWatch:
             return
         if self._stepped and model is not None:
             self._compare_gradients(model)
+            self._compare_last_output()
         self.stop()
         if self._found:
             self.warn(
@@ -143,6 +202,8 @@ class LoopWatch:
     def _compare_output(self, output: Any) -> None:
         """Ask, when backward comes to the output, which of its tensors are still held."""
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        made = [leaf.untyped_storage() for leaf in leaves if leaf.grad_fn is not None and _is_plain(leaf)]
+        self._last_output = [(StorageWeakRef(each), each.nbytes()) for each in made]
         planned = next((call for call in self._loop.calls if len(call.outputs) == len(leaves)), None)
         if planned is None:
             return
@@ -162,6 +223,18 @@ class LoopWatch:
         for leaf in leaves:
             if leaf.grad_fn is not None:
                 leaf.grad_fn.register_prehook(ask)
+
+    def _compare_last_output(self) -> None:
+        """Ask, in the forward of the second step, whether the output of the first is still held."""
+        held = sum({ref.cdata: size for ref, size in self._last_output if not ref.expired()}.values())
+        self._last_output = []
+        if len(self._loop.calls) > 1 or self._peak_bytes + held <= self._plan.budget_bytes:
+            return  # the outputs of earlier micro-batches are planned to be there; or there is room for it
+        if self._material(held):
+            self._found.append(
+                f"the output of the step before is there while forward runs: {display_bytes(held)} more than planned. "
+                "Let it go before the next forward (del output), or run the step in a function of its own"
+            )
 
     def _compare_held(self, tensors: list[tuple[OutputFacts, StorageWeakRef, int]]) -> None:
         more = {ref.cdata: size for fact, ref, size in tensors if fact.held == "nothing" and not ref.expired()}
@@ -189,8 +262,8 @@ class LoopWatch:
             return
         self._known.add(shapes)
         alike = [call for call in self._loop.calls if len(call.inputs) == len(shapes)]
-        larger = [_larger(shapes, call) for call in alike]
-        if not larger or not all(larger):
+        larger = [_larger(shapes, call) for call in alike] or [_largest(shapes, self._loop)]
+        if not all(larger):
             return
         here, planned = larger[0][0]
         ratio = math.prod(here) / max(1, math.prod(planned))
@@ -209,8 +282,9 @@ class LoopWatch:
         self.warn(
             "checkpointing",
             f"a {type(unit).__name__} of the plan runs inside torch.utils.checkpoint (gradient_checkpointing_enable "
-            "and its like), and did not when the step was planned: it is recomputed once by each, and memory is not "
-            "what was predicted. Switch the model's own checkpointing off, or plan the step with it",
+            "and its like), and did not when the step was planned: it is recomputed as that does, without its "
+            "policy, and memory is not what was predicted. Switch the model's own checkpointing off, or plan the step "
+            "with it",
         )
 
     def leave_inputs(self) -> None:
@@ -250,6 +324,13 @@ def _larger(shapes: tuple[torch.Size, ...], call: ModelCallFacts) -> list[tuple[
         for here, planned in zip(shapes, call.inputs, strict=True)
         if math.prod(here) > math.prod(planned.shape)
     ]
+
+
+def _largest(shapes: tuple[torch.Size, ...], loop: LoopFacts) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Compare the largest tensors of a call that has another number of them than any that was planned."""
+    here = max(shapes, key=math.prod, default=torch.Size([0]))
+    planned = max((each.shape for call in loop.calls for each in call.inputs), key=math.prod, default=())
+    return [(tuple(here), planned)] if planned and math.prod(here) > math.prod(planned) else []
 
 
 def _highest_cuda_bytes(model: nn.Module | None) -> int | None:

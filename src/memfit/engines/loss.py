@@ -85,7 +85,7 @@ class LossRegion:
         if found is None:
             return run()
         policy, after, call = found
-        tape = LossTape(policy, self._applied.device_type, self._applied.phase.leave)
+        tape = LossTape(policy, self._applied.device_type, self._applied.phase.leave, self._applied.warn_loss)
         if after is not None:
             return _inside(self._last(model, after), call, tape, run)
         result = run()
@@ -143,8 +143,15 @@ class LossTape(Tape):
     def _should_skip_dynamo(cls) -> bool:
         return True  # compiled, this code would keep what it leaves in the keyword arguments
 
-    def __init__(self, policy: RunPolicy, device_type: str, on_backward: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        policy: RunPolicy,
+        device_type: str,
+        on_backward: Callable[[], None] | None = None,
+        on_differing: Callable[[str], None] | None = None,
+    ) -> None:
         super().__init__(policy, device_type, on_backward)
+        self._on_differing = on_differing
         self._hooked = False
         self._awaited = sum(op == policy.ops - 1 for op, _ in policy.dropped)
         """Results of the last op that are dropped: autograd packs them when the op is over."""
@@ -183,6 +190,8 @@ class LossTape(Tape):
             self.followed = False
         if not self.followed:
             kwargs[_LEAVING] = _Leaving(self)
+            if self.differs is not None and self._on_differing is not None:
+                self._on_differing(self.differs)
         return result
 
     def pack(self, tensor: torch.Tensor) -> Saved:

@@ -69,3 +69,8 @@ class Recipe:
     """Past the gaps that they are made in."""
     answering: Way | None
     """Past the gaps in which a second run answers for saved ops; None when there are none."""
+    reads: frozenset[int] = frozenset()
+    """Buffers of the unit, by number, that its recomputation reads: not the running statistics of a normalisation."""
+    rewritten: bool = False
+    """Whether inputs, parameters or such buffers are written to between forward and backward, and what is recomputed is
+    the same all the same: the ops that read them are saved."""

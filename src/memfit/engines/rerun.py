@@ -8,13 +8,15 @@ run it answers with what was kept; in the first it is there only for results tha
 The recipe is learnt by a run that looks at every op, once for each kind of input.
 
 A run that packs other tensors than its recipe says is made again by running the whole forward, and learnt anew after
-several in a row. That is right only if inputs and buffers have not been written to since; if they have, it is an error.
+several in a row. That is right only if inputs, parameters and buffers have not been written to since; if they have, it
+is an error. Under a recipe, too, what it reads must be what it was, unless a run whose values were compared has shown
+that nothing recomputed depends on it. Hooks for saved tensors end autograd's own check of this.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +73,7 @@ class Rerun:
         "_inputs",
         "_name",
         "_on_backward",
+        "_read",
         "_shapes",
         "_unit",
         "_versions",
@@ -109,6 +112,7 @@ class Rerun:
         self._again: dict[int, torch.Tensor] | None = None
         self._bound: list[Any] = []
         self._versions: list[tuple[torch.Tensor, int]] = []
+        self._read: list[tuple[torch.Tensor, int]] = []
 
     def surround(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember what the run starts from."""
@@ -117,10 +121,24 @@ class Rerun:
         self._generators = generators_of(self.device_type, *inputs.leaves)
         self._host_state = host_state(self._bindings.generators)
         self._bound = self._bindings.here()
-        tensors = [each for each in inputs.leaves if isinstance(each, torch.Tensor)]
-        self._versions = [
-            (each, version_of(each)) for each in (*tensors, *self._bindings.buffers()) if not each.is_inference()
-        ]
+        self._versions = self._versions_now([each for _, each in self.buffers()])
+
+    def buffers(self) -> list[tuple[int, torch.Tensor]]:
+        """The buffers of the unit, by number."""
+        return self._bindings.buffers()
+
+    def settle(self, recipe: Recipe | None) -> None:
+        """Note how the first run ended: under this recipe, or None."""
+        self.recipe = recipe
+        if recipe is not None:
+            read = [each for number, each in self.buffers() if number in recipe.reads] if recipe.reads else []
+            self._read = self._versions_now(read)
+
+    def _versions_now(self, others: Sequence[torch.Tensor] = ()) -> list[tuple[torch.Tensor, int]]:
+        assert self._inputs is not None
+        tensors = [each for each in self._inputs.leaves if isinstance(each, torch.Tensor)]
+        tensors += [*self._bindings.parameters(), *others]
+        return [(each, version_of(each)) for each in tensors if not each.is_inference()]
 
     def note(self, index: int, tensor: torch.Tensor) -> None:
         """Take some values of a tensor that is dropped, to compare them (Note [Samples])."""
@@ -173,7 +191,7 @@ class Rerun:
             else:
                 result = self._forward(*args, **kwargs)
         same = same and count == expected
-        self.recipe = recipe if same else None
+        self.settle(recipe if same else None)
         return result, same
 
     def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -213,16 +231,15 @@ class Rerun:
                         "nothing but its inputs, or forbid it: SolveOptions(forbid=(...,))"
                     )
                 if index in self.samples:
-                    self._compare(index, tensor)
+                    self._compare(index, tensor, exactly=rewritten)
                 found[index] = _detached(tensor)
                 if index == last:
                     raise _Stop
 
         assert self._inputs is not None
-        if self.recipe is None:
-            self._check_unwritten()
+        rewritten = self._check_unwritten()
         args, kwargs = self._inputs.again(aliases=self.recipe is None or self.recipe.overwrites_inputs)
-        bound, self._inputs, self._bound, self._versions = self._bound, None, [], []
+        bound, self._inputs, self._bound, self._versions, self._read = self._bound, None, [], [], []
         with (
             with_generators(self._generators, self.device_type),
             with_host_state(self._host_state, self._bindings.generators),
@@ -243,15 +260,17 @@ class Rerun:
                 f"unit {self._name!r} ran differently the second time: it packed {count} tensors, and number {last} "
                 "was needed; make its forward depend on nothing but its inputs, or forbid it: SolveOptions(forbid=...)"
             )
+        if rewritten and self.recipe is not None:
+            self.recipe.rewritten = True
         self.held.clear()  # autograd keeps the hook, and the hook this dictionary
         self.kept.clear()
         self.samples.clear()
         return found
 
-    def _compare(self, index: int, tensor: torch.Tensor) -> None:
+    def _compare(self, index: int, tensor: torch.Tensor, *, exactly: bool) -> None:
         """Refuse a recomputation that makes other values than the forward did."""
         again = sample(tensor)
-        differs = None if again is None else difference(self.samples[index], again, tensor.dtype)
+        differs = None if again is None else difference(self.samples[index], again, tensor.dtype, exactly=exactly)
         if differs is not None:
             raise StateError(
                 f"unit {self._name!r} computes something else when it is recomputed: the tensor that it saves as "
@@ -261,13 +280,25 @@ class Rerun:
                 f"SolveOptions(forbid=({self._name!r},))"
             )
 
-    def _check_unwritten(self) -> None:
-        """Refuse to run whole what would read other values than the first time."""
-        if any(version_of(tensor) != version for tensor, version in self._versions):
+    def _check_unwritten(self) -> bool:
+        """Refuse to recompute what would read other values than the first time. True where a comparison will tell."""
+        recipe = self.recipe
+        versions = self._versions if recipe is None else self._read
+        if all(version_of(tensor) == version for tensor, version in versions):
+            return False
+        if recipe is None:
             raise StateError(
-                f"unit {self._name!r} did not run as it was planned, and an input or a buffer of it was written to "
-                "after it had been read: it cannot be run again. Run the step as it was planned, or plan it as it is"
+                f"unit {self._name!r} did not run as it was planned, and an input, a parameter or a buffer of it was "
+                "written to after it had been read: it cannot be run again. Run the step as it was planned, or plan it "
+                "as it is"
             )
+        if not (recipe.rewritten or self.watched or self.samples):
+            raise StateError(
+                f"an input, a parameter or a buffer of unit {self._name!r} was written to between its forward and its "
+                "backward (an optimizer step, an in-place op, a further forward in train mode), and was not so far: "
+                "recomputed, the unit would give other gradients. Call backward first, or plan the step as it is"
+            )
+        return not recipe.rewritten
 
     def _forward_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         recipe = self.recipe

@@ -49,9 +49,11 @@ def sample(tensor: torch.Tensor) -> list[float] | None:
         del guard
 
 
-def difference(before: list[float], after: list[float], dtype: torch.dtype) -> tuple[float, float] | None:
-    """Return the first two values that differ by more than rounding, None when there are none."""
-    relative = max(4 * torch.finfo(dtype).eps, 1e-3) if dtype.is_floating_point else 0.0
+def difference(
+    before: list[float], after: list[float], dtype: torch.dtype, *, exactly: bool = False
+) -> tuple[float, float] | None:
+    """Return the first two values that differ by more than rounding, or at all, None when there are none."""
+    relative = max(4 * torch.finfo(dtype).eps, 1e-3) if dtype.is_floating_point and not exactly else 0.0
     scale = max((abs(each) for each in before if math.isfinite(each)), default=0.0)
     for one, other in zip(before, after, strict=True):
         if one == other or (math.isnan(one) and math.isnan(other)):

@@ -83,6 +83,8 @@ class Tape(TorchDispatchMode):
         self.followed = True
         """Whether the ops so far are those that the plan knows, and all of them can be run again. Once they are not,
         or have been run again, nothing is written down."""
+        self.differs: str | None = None
+        """What ran where the plan has something else."""
         self._lines: list[_Line] = []
         self._ops = 0
         self._numbers: dict[int, int] = {}
@@ -102,6 +104,8 @@ class Tape(TorchDispatchMode):
         offset = self._ops
         self._ops += 1
         if offset >= self.policy.ops or not same_op(str(func), self.policy.names.get(offset)):
+            planned = self.policy.names.get(offset, "not there")
+            self.differs = f"its op {offset} is {func} and {planned} in the plan"
             self.followed = False
             return func(*args, **kwargs)
         saved = offset in self.policy.saved

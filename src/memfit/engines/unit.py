@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memfit.engines.bindings import Bindings
 from memfit.engines.inputs import Changing, kind_of_call
 from memfit.engines.learning import Learning
+from memfit.engines.loop_watch import checkpointed_by_itself
 from memfit.engines.mode import Mode
 from memfit.engines.outermost import called_by_compiler
 from memfit.engines.phase import Calls
@@ -104,7 +105,7 @@ class PlannedUnit:
             return forward(*args, **kwargs)
         phase = self._applied.phase
         policy = self._calls.next()
-        if policy is None:
+        if policy is None or checkpointed_by_itself():  # which counts what is saved in both of its runs
             return phase.leave_after(forward(*args, **kwargs))
         device_type = self._applied.device_type
         try:
@@ -112,7 +113,10 @@ class PlannedUnit:
         except Changing:
             tape = Tape(policy, device_type, phase.leave)
             with saved_tensors_hooks(tape.pack, Tape.unpack), tape:
-                return forward(*args, **kwargs)
+                result = forward(*args, **kwargs)
+            if tape.differs is not None:
+                self._applied.warn(policy.unit, tape.differs)
+            return result
         recipe = self._recipes.get(kind)
         if recipe is None:
             recipe = self._predict(kind, args, kwargs)

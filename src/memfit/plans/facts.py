@@ -39,7 +39,9 @@ def trace_facts(trace: Trace) -> TraceFacts:
 
 def loop_facts(trace: Trace) -> LoopFacts:
     """How the step goes through its model, to compare a real loop with."""
-    roots = [call for call in trace.calls if call.module == "" and call.phase is Phase.FORWARD]
+    forward = [call for call in trace.calls if call.phase is Phase.FORWARD]
+    roots = [call for call in forward if call.module == ""]
+    roots = roots or [call for call in forward if call.parent == NEVER]  # several models in a container
     start = roots[0].begin if roots else 0
     return LoopFacts(
         calls=tuple(

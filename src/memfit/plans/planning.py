@@ -175,7 +175,9 @@ def _document(answer: Answer, given: Problem, notes: list[str], asked_bytes: int
         notes.append(f"the replay sent the solver back {solved.tightened} times")
     if solved.status in (Status.INFEASIBLE, Status.UNKNOWN):
         if solved.minimum_budget_bytes is None:
-            raise InputError("no plan was found within the time limit; give more, options=SolveOptions(limits=...)")
+            raise InputError(
+                "no plan was found within the time limit; give more: SolveOptions(limits=...), or --time-limit"
+            )
         return plan_of(
             captured,
             target=target,

@@ -45,7 +45,7 @@ def _headline(search: Search) -> Text:
         text.append(*_answer(largest, f"up to {largest.value}"))
     if best is not None and search.over != "seq":
         of_each = " a rank" if search.over == "ranks" else ""
-        text.append(f"\nfastest: {best.value}, {_number(search.rate(best))} {search.counts}/s{of_each} predicted")
+        text.append(f"\nfastest: {best.value}, {display_rate(search.rate(best))} {search.counts}/s{of_each} predicted")
         text.append("" if best.recompute_ms else ", nothing recomputed")
         if search.over == "batch" and search.grid and not search.tried_all:
             tried = sum(point.fits for point in search.points)
@@ -131,7 +131,7 @@ def _cells(point: SearchPoint) -> list[str]:
     if point.step_ms is None or point.peak_bytes is None:
         why = "no time" if point.status == "unknown" else "no plan"
         return [str(point.value), why, "", "", "", baseline, least]
-    rate = "" if point.throughput_per_s is None else _number(point.throughput_per_s)
+    rate = "" if point.throughput_per_s is None else display_rate(point.throughput_per_s)
     again = display_ms(point.recompute_ms) if point.recompute_ms else ""
     return [str(point.value), display_ms(point.step_ms), again, rate, display_bytes(point.peak_bytes), baseline, least]
 
@@ -154,6 +154,6 @@ def _legend(search: Search) -> str:
     return lines
 
 
-def _number(rate: float) -> str:
+def display_rate(rate: float) -> str:
     """Three digits, or all before the point."""
     return f"{rate:,.{max(0, 2 - math.floor(math.log10(rate)))}f}"

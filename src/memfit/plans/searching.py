@@ -296,7 +296,7 @@ def _search_grid(tries: _Tries, grid: int, end: int) -> None:
     if largest is None:
         return
     if largest == end // grid * grid and tries.refused is None:
-        tries.notes.append(f"the search ended at {tries.over} {largest}; largest= lets it go on")
+        tries.notes.append(f"the search ended at {tries.over} {largest}; a larger limit lets it go on (--largest)")
     _without_care(tries, grid)
     if tries.over == "batch":
         _fastest(tries, largest)

@@ -20,6 +20,7 @@ from typing import Any
 
 from memfit.capture import Step
 from memfit.errors import InputError, MemfitError
+from memfit.presets.hub_cache import names_repository
 from memfit.presets.problems import NotTaken, StepRaised, WrongRequest
 
 _NOT_THE_USERS = (str(Path(__file__).parents[1]) + os.sep, importlib.__path__[0] + os.sep, "<frozen")
@@ -38,7 +39,9 @@ class Place:
         """Run the file, or import the module, and find what the text names in it."""
         where, colon, name = text.rpartition(":")
         if not colon or not where or not name:
-            raise WrongRequest(f"{text!r} names no function; {HOW}")
+            hub = "/" in text and not text.endswith(".py") and names_repository(text)
+            model = f"; for a model in the cache of Hugging Face write hf:{text}" if hub else ""
+            raise WrongRequest(f"{text!r} names no function; {HOW}{model}")
         with _users(where):
             module = _file(Path(where), text) if where.endswith(".py") or os.sep in where else _module(where, text)
         found = getattr(module, name, None)

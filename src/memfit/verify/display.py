@@ -40,6 +40,11 @@ def _headline(found: Verification) -> Text:
     text.append(f" on {found.device}")
     for finding in found.findings:
         text.append(f"\n  - {finding}")
+    if found.on_smaller_path:
+        text.append(
+            f"\nthe step takes one of several paths at random: the plan is for the largest, and the one that was "
+            f"measured needs {-found.peak.error:.1%} less"
+        )
     exactness = found.exactness
     if found.skipped is not None:
         text.append(f"\nthe step without the plan was not run: {found.skipped}", style="yellow")

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from memfit.capture import NEVER, Category, Step, Trace
+from memfit.capture.chance import SEVERAL_PATHS
 from memfit.capture.environment import cheap_collections, neutral_modes
 from memfit.capture.optimizers import set_flags
 from memfit.engines import plan_of_model, unplanned
@@ -152,6 +153,7 @@ class _Verifier:
             skipped=skipped,
             memory_tolerance=memory_tolerance,
             time_tolerance=time_tolerance,
+            random_path=any(note.startswith(SEVERAL_PATHS) for note in self.plan.notes),
         )
 
     @contextlib.contextmanager

@@ -1,4 +1,5 @@
-"""Extremes and medians of a whole tensor, whose gradient on CPU depends on a value."""
+"""Extremes and medians of a whole tensor, whose gradient on CPU depends on a value; quantiles and picked elements, for
+which C++ compares the devices of their operands: all of them are meta tensors when a rule is called."""
 
 from __future__ import annotations
 
@@ -43,4 +44,20 @@ class _Extreme(torch.autograd.Function):
             return spread.masked_fill_(mask, grads[0] / mask.sum()), None
 
 
-FUNCTIONS = {"cpu": {name: _of_all(name) for name in ("max", "min", "median", "nanmedian")}}
+def _quantile(name: str) -> Rule:
+    def rule(context: RuleContext, input: Tensor, q: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """A number is made a tensor, as in C++ (ATen/native/Sorting.cpp), beside the input and without a value."""
+        return getattr(torch, name)(input, q if isinstance(q, Tensor) else input.new_full((), q), *args, **kwargs)
+
+    return rule
+
+
+def _as_it_is(context: RuleContext, *args: Any, **kwargs: Any) -> Any:
+    return NotImplemented
+
+
+_COMPARING = {**{name: _quantile(name) for name in ("quantile", "nanquantile")}, "take_along_dim": _as_it_is}
+FUNCTIONS = {
+    "cpu": {**_COMPARING, **{name: _of_all(name) for name in ("max", "min", "median", "nanmedian")}},
+    "cuda": _COMPARING,
+}

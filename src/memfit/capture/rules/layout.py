@@ -127,9 +127,20 @@ def _embedding(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any
     return contiguous_copy(args[1])
 
 
+_PARALLEL_ELEMENTS = 32768
+"""From how many elements on kernels use several threads (ATen/Parallel.h, `internal::GRAIN_SIZE`)."""
+
+
+def _whole(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
+    """One partial result for each thread (ATen/native/TensorIteratorReduce.cpp, `two_pass_reduction`)."""
+    several = context.threads > 1 and result.numel() == 1 and args[0].numel() >= _PARALLEL_ELEMENTS
+    return context.threads * result.element_size() if several else 0
+
+
 def _sum(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
     """The input in the dtype of the result (ATen/native/ReduceOps.cpp through ReduceOpsUtils.h, `make_reduction`)."""
-    return args[0].numel() * result.element_size() if args[0].dtype != result.dtype else 0
+    cast = args[0].numel() * result.element_size() if args[0].dtype != result.dtype else 0
+    return cast + _whole(context, func, args, kwargs, result)
 
 
 def _embedding_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
@@ -147,6 +158,7 @@ _POOLS = (
     "aten.adaptive_max_pool2d.default",
     "aten.avg_pool2d.default",
 )
+_WHOLE = tuple(f"aten.{name}.default" for name in ("amax", "amin", "nansum", "prod"))
 _SOFTMAX_BACKWARDS = ("aten._softmax_backward_data.default", "aten._log_softmax_backward_data.default")
 
 KERNELS = {device: dict.fromkeys(_SHRUNK_LOSSES, _reduced_loss) for device in ("cpu", "cuda")}
@@ -168,6 +180,7 @@ WORKSPACES = {
         "aten.embedding.default": _embedding,
         "aten.sum.default": _sum,
         "aten.sum.dim_IntList": _sum,
+        **dict.fromkeys(_WHOLE, _whole),
         "aten.cumsum.default": _cumulative,
         "aten.cumprod.default": _cumulative,
         "aten.embedding_dense_backward.default": _embedding_backward,

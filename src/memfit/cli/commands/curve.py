@@ -45,7 +45,7 @@ class Curve:
         step = given.step
         given.show()
         trace = captured(step, target)
-        options = solve_options(self.solver, trace)
+        options = solve_options(self.solver, trace, several_ranks=target.ranks > 1)
         found = curve(trace, target=target, points=self.points, cost=self.step.cost, options=options)
         budget = self.hardware.budget
         budget_bytes = None if budget is None else target.budget_bytes(budget)

@@ -62,7 +62,7 @@ class Plan:
             raise UsageError("--optimizer-lever captures the step in other ways; give the step, not its trace")
         given.show()
         trace = captured(step, target)
-        options = solve_options(self.solver, trace, optimizer=self.optimizer_lever)
+        options = solve_options(self.solver, trace, several_ranks=target.ranks > 1, optimizer=self.optimizer_lever)
         found = plan(
             step if self.optimizer_lever else trace,
             target=target,

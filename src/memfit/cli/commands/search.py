@@ -64,7 +64,8 @@ class Search:
         if self.over == "ranks" or any(names):
             first = self._step_at(steps, min(values) if values else _FIRST[self.over])
         target = target_given(self.hardware, first)
-        options = solve_options(self.solver, None if first is None or not any(names) else captured(first, target))
+        trace = None if first is None or not any(names) else captured(first, target)
+        options = solve_options(self.solver, trace, several_ranks=self.over == "ranks" or target.ranks > 1)
         code = 0
         try:
             found = search(
@@ -91,6 +92,7 @@ class Search:
 
     def _tell(self, began: float, point: SearchPoint) -> None:
         """Say what was found for one value."""
+        from memfit.plans.search_display import display_rate
         from memfit.units import display_bytes, display_ms
 
         seconds = f"{time.monotonic() - began:.0f} s"
@@ -100,7 +102,7 @@ class Search:
             say(f"{self.over} {point.value}: no plan fits{needs} ({seconds})")
             return
         counts = "tokens" if self.over == "seq" else "samples"
-        rate = "" if point.throughput_per_s is None else f", {point.throughput_per_s:,.3g} {counts}/s"
+        rate = "" if point.throughput_per_s is None else f", {display_rate(point.throughput_per_s)} {counts}/s"
         care = ", with care" if point.with_care else ""
         say(
             f"{self.over} {point.value}: {display_ms(point.step_ms)} a step{rate}, peak "
