@@ -31,7 +31,7 @@ from memfit.capture import Trace
 from memfit.compat import module_info, parse_module_info
 from memfit.cost import Roofline, Runtime
 from memfit.memory import Timeline
-from memfit.tradeoff import frontiers
+from memfit.tradeoff import build_frontiers
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from llama import Shape, training_step
@@ -64,7 +64,7 @@ def estimate_from(trace: Trace) -> None:
     timeline = Timeline.of(trace)
     runtime = Runtime.of(trace, Roofline())
     graph = parse_module_info(module_info(runtime, timeline=timeline))
-    found = frontiers(trace, runtime.op_ms)
+    found = build_frontiers(trace, runtime.op_ms)
     assert timeline.peak_bytes and runtime.total_ms and graph.nodes and found
 
 

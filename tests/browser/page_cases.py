@@ -11,7 +11,7 @@ from torch import nn
 
 import memfit
 from memfit.analysis.facts import Report
-from memfit.analysis.levers import Case, levers_of
+from memfit.analysis.levers import Case, find_levers
 from memfit.cost import Roofline
 from memfit.hardware import Target
 from memfit.report.page import write_page
@@ -73,5 +73,5 @@ def write_case(case: str, path: Path) -> Path:
     if report.plan is None or report.plan.predicted is not None:
         return write_page(report, path)
     cost = Roofline.of(report.target)
-    levers = levers_of(Case(report=report, step=None, cost=cost, budget_bytes=report.plan.budget_bytes))
+    levers = find_levers(Case(report=report, step=None, cost=cost, budget_bytes=report.plan.budget_bytes))
     return write_page(report, path, levers=levers)

@@ -127,5 +127,5 @@ def test_a_weight_used_twice_is_cast_once() -> None:
     assert len(cast) == 1
     copy = result.storages[cast[0].outputs[0].storage]
     assert copy.bytes == 8 * 8 * 2
-    assert copy.death > max(i for i, op in enumerate(result.ops) if op.phase.value == "forward")
+    assert copy.free_after > max(i for i, op in enumerate(result.ops) if op.phase.value == "forward")
     assert only(result, "sum.default").outputs[0].dtype == "float32"

@@ -92,7 +92,7 @@ def test_categories_of_a_linear_layer() -> None:
     assert total[Category.GRADIENT] == parameters
     assert total[Category.OPTIMIZER_STATE] == 2 * parameters + 2 * 4, "two moments and a counter for each parameter"
     assert total[Category.INPUT] == 4 * 2 * 8
-    assert all(storage.birth == NEVER for storage in trace.storages if storage.category is Category.OPTIMIZER_STATE)
+    assert all(storage.alloc_at == NEVER for storage in trace.storages if storage.category is Category.OPTIMIZER_STATE)
 
 
 def test_what_autograd_saves_is_marked() -> None:
@@ -174,9 +174,9 @@ def test_clipping_is_captured() -> None:
 def test_gradients_may_outlive_the_step() -> None:
     options = {"loss": lambda output, _: output.sum(), "optimizer": None}
     kept = traced(nn.Linear(4, 4), torch.randn(2, 4), zero_grad=False, **options)
-    assert all(s.death == NEVER for s in kept.storages if s.category is Category.GRADIENT)
+    assert all(s.free_after == NEVER for s in kept.storages if s.category is Category.GRADIENT)
     freed = traced(nn.Linear(4, 4), torch.randn(2, 4), **options)
-    assert all(s.death != NEVER for s in freed.storages if s.category is Category.GRADIENT)
+    assert all(s.free_after != NEVER for s in freed.storages if s.category is Category.GRADIENT)
 
 
 def test_recomputation_of_a_checkpointed_block_is_in_backward() -> None:

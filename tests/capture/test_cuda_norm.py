@@ -40,7 +40,7 @@ def test_rms_norm_is_one_kernel_that_keeps_a_float32_factor_per_row() -> None:
 def test_what_rms_norm_keeps_for_backward() -> None:
     """tools/autograd/derivatives.yaml, `_fused_rms_norm`: input, weight and the factor, not the result."""
     trace = captured(lambda x, w: F.rms_norm(x * 2, (32,), w).sum(), (4, 32), (32,))
-    kept = sorted(s.bytes for s in trace.storages if s.saved_by and s.birth >= 0)
+    kept = sorted(s.bytes for s in trace.storages if s.saved_by and s.alloc_at >= 0)
     assert kept == [4 * 4, 4 * 32 * 2]
 
 

@@ -42,7 +42,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def step_of(function: Callable[[Tensor, Tensor], Tensor]) -> Step:
+def find_step(function: Callable[[Tensor, Tensor], Tensor]) -> Step:
     def run(model: nn.Module, *_: object) -> None:
         function(model.a, model.b).backward()
         model.zero_grad()
@@ -66,20 +66,20 @@ def captured_peak(trace: Trace) -> int:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_peak_is_that_of_a_real_step(name: str) -> None:
     torch.manual_seed(0)
-    step = step_of(FUNCTIONS[name])
+    step = find_step(FUNCTIONS[name])
     trace = memfit.trace(step, target="cpu")
     assert captured_peak(trace) == measured_peak(step)
 
 
 def test_a_call_too_large_to_be_measured_has_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution_module, "MEASURED_LIMIT_BYTES", 0)
-    trace = memfit.trace(step_of(FUNCTIONS["gelu of an expanded gradient"]), target="cpu")
+    trace = memfit.trace(find_step(FUNCTIONS["gelu of an expanded gradient"]), target="cpu")
     assert any(note.startswith("aten.gelu_backward.default: too large") for note in trace.notes)
 
 
 def test_a_decomposition_is_run_for_one_measurement_only() -> None:
     known = set(probe._PROBED)
-    trace = memfit.trace(step_of(lambda a, b: torch.linalg.svdvals(a[:, :23] * b[:, :23]).sum()), target="cpu")
+    trace = memfit.trace(find_step(lambda a, b: torch.linalg.svdvals(a[:, :23] * b[:, :23]).sum()), target="cpu")
     measurements = [key for key in set(probe._PROBED) - known if "_linalg_svd" in str(key)]
     assert len(measurements) == 1
     assert any("_linalg_svd" in note and "may depend on values" in note for note in trace.notes)
@@ -117,7 +117,7 @@ def test_writing_to_the_rows_of_a_mask_is_measured(value: float | None) -> None:
 
 def test_a_call_that_fails_on_made_up_values_has_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution_module, "measure_call", lambda *_: "RuntimeError: not these")
-    trace = memfit.trace(step_of(FUNCTIONS["gelu of an expanded gradient"]), target="cpu")
+    trace = memfit.trace(find_step(FUNCTIONS["gelu of an expanded gradient"]), target="cpu")
     assert any("could not be run once here (RuntimeError: not these)" in note for note in trace.notes)
 
 
@@ -126,7 +126,7 @@ def test_measuring_leaves_the_random_state_alone() -> None:
         first = F.rrelu(a.t(), training=True)
         return (first * torch.rand(())).sum()
 
-    step = step_of(drawn)
+    step = find_step(drawn)
     before = torch.get_rng_state()
     memfit.trace(step, target="cpu")
     assert torch.equal(before, torch.get_rng_state())
@@ -138,7 +138,7 @@ def test_a_capture_for_a_gpu_measures_nothing(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(execution_module, "measure_call", measure)
     for function in FUNCTIONS.values():
-        assert memfit.trace(step_of(function), target="h100-sxm").ops
+        assert memfit.trace(find_step(function), target="h100-sxm").ops
 
 
 def test_kinds_of_operands() -> None:

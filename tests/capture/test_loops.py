@@ -68,9 +68,9 @@ def test_zero_grad_before_backward_keeps_gradients_through_forward() -> None:
         train()
     trace = captured(train)
     timeline = Timeline.of(trace)
-    gradients = sum(s.bytes for s in trace.storages if s.category is Category.GRADIENT and s.birth == -1)
+    gradients = sum(s.bytes for s in trace.storages if s.category is Category.GRADIENT and s.alloc_at == -1)
     assert timeline.peak_bytes - (timeline.start_bytes - gradients) == truth.peak_bytes
-    resident = [s for s in trace.storages if s.category is Category.GRADIENT and s.birth == -1]
+    resident = [s for s in trace.storages if s.category is Category.GRADIENT and s.alloc_at == -1]
     assert len(resident) == len(list(model.parameters()))
 
 
@@ -111,7 +111,7 @@ def test_what_a_loop_holds_is_captured_as_it_runs(zero_grad: Any, keep_output: b
         step.execute(model, optimizer, "cpu")
         step.execute(model, optimizer, "cpu")
     timeline = Timeline.of(captured(step))
-    resident = sum(s.bytes for s in timeline.trace.storages if s.category is Category.GRADIENT and s.birth == -1)
+    resident = sum(s.bytes for s in timeline.trace.storages if s.category is Category.GRADIENT and s.alloc_at == -1)
     assert timeline.peak_bytes - (timeline.start_bytes - resident) == truth.peak_bytes
 
 
@@ -524,8 +524,8 @@ def test_a_queue_that_is_replaced_dies() -> None:
     model = Queue()
     trace = captured(Step(model, torch.randn(8, 64), optimizer=None))
     queues = [storage for storage in trace.storages if storage.bytes == 4096 * 64 * 4]
-    assert [storage.birth for storage in queues] == [-1, queues[1].birth]
-    assert queues[0].death == queues[1].birth, "the old queue dies when the new one takes its place"
+    assert [storage.alloc_at for storage in queues] == [-1, queues[1].alloc_at]
+    assert queues[0].free_after == queues[1].alloc_at, "the old queue dies when the new one takes its place"
     assert torch.equal(model.memory, torch.zeros(4096, 64))
 
 

@@ -15,9 +15,9 @@ import memfit
 from memfit import Step, spec
 from memfit.capture import Op, Phase, TensorRef, Trace
 from memfit.cost import Roofline, Runtime
-from memfit.cost.families import Product, family_of, is_causal
+from memfit.cost.families import Product, classify_op, is_causal
 from memfit.cost.roofline import kernel_ms, with_host
-from memfit.cost.work import Precision, index_bound, moved_bytes, peak_ms, work_of
+from memfit.cost.work import Precision, estimate_work, index_bound, moved_bytes, peak_ms
 from memfit.errors import InputError
 from memfit.hardware import Family, HostTimes, load_device
 
@@ -106,7 +106,7 @@ def test_an_elementwise_op_takes_its_bytes_at_the_reached_bandwidth() -> None:
 )
 def test_ops_belong_to_families(recorded: Op, family: Family) -> None:
     item_bytes = BYTES[recorded.inputs[0].dtype]
-    assert family_of(recorded, multiprocessors=132, item_bytes=item_bytes) is family
+    assert classify_op(recorded, multiprocessors=132, item_bytes=item_bytes) is family
 
 
 def test_every_device_has_figures_for_every_family() -> None:
@@ -123,7 +123,9 @@ def test_an_embedding_does_not_read_its_whole_table() -> None:
 def test_a_product_with_few_tiles_leaves_multiprocessors_idle() -> None:
     one, many = mm(128, 1 << 10, 128), mm(128 * 66, 1 << 10, 128)
     assert Product.of(one).tiles == 1 and Product.of(many).tiles == 66
-    assert work_of(one, H100, Precision()).compute_ms == pytest.approx(work_of(many, H100, Precision()).compute_ms)
+    assert estimate_work(one, H100, Precision()).compute_ms == pytest.approx(
+        estimate_work(many, H100, Precision()).compute_ms
+    )
 
 
 def test_causal_attention_counts_half() -> None:
@@ -211,7 +213,7 @@ def test_attention_and_recurrent_ops_of_the_cpu_count_their_flops() -> None:
 
 
 def test_a_deep_product_with_few_tiles_is_split_to_fill_the_device() -> None:
-    deep = work_of(mm(768, 65536, 768), H100, Precision()).compute_ms
+    deep = estimate_work(mm(768, 65536, 768), H100, Precision()).compute_ms
     assert deep == pytest.approx(peak_ms(mm(768, 65536, 768), H100, Precision()))
 
 

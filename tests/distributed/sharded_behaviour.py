@@ -16,7 +16,7 @@ from torch import nn
 from memfit.sharded import shard
 from memfit.sharded.links import Link
 from memfit.sharded.runtime import Runtime
-from memfit.sharded.sharding import runtime_of
+from memfit.sharded.sharding import get_runtime
 
 Built = Callable[[], nn.Module]
 
@@ -72,7 +72,7 @@ def check_gradients(ours: nn.Module, theirs: nn.Module) -> None:
 @contextmanager
 def watched(model: nn.Module) -> Iterator[list[str]]:
     """What a sharded model does, in order: gathers by unit and phase, and units that run."""
-    runtime = runtime_of(model)
+    runtime = get_runtime(model)
     seen: list[str] = []
     links = {id(link): link for link in (*runtime.links, *(unit.nearby for unit in runtime.units if unit.nearby))}
     for link in links.values():

@@ -19,7 +19,7 @@ from torch import nn
 from memfit.errors import StateError
 from memfit.sharded import RankMismatch, Schedule, shard
 from memfit.sharded.accumulation import no_sync
-from memfit.sharded.sharding import runtime_of
+from memfit.sharded.sharding import get_runtime
 from memfit.sharded.summon import full_parameters
 
 
@@ -98,8 +98,8 @@ def exception_leaves_a_usable_model(name: str) -> None:
         with pytest.raises(Fault):
             FAULTS[name](ours.model)
         if name == "fault_in_backward":
-            assert runtime_of(ours.model).idle
-            assert states(runtime_of(ours.model)) == {"idle"}
+            assert get_runtime(ours.model).idle
+            assert states(get_runtime(ours.model)) == {"idle"}
         ours.optimizer.zero_grad()
         for number in range(2, 4):
             assert ours.step(number) == theirs.step(number)

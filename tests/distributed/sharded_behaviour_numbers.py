@@ -14,7 +14,7 @@ from torch import nn
 
 from memfit.errors import InputError
 from memfit.sharded import Precision, Reduction, Schedule, shard
-from memfit.sharded.sharding import runtime_of
+from memfit.sharded.sharding import get_runtime
 
 BF16 = torch.bfloat16
 
@@ -173,7 +173,7 @@ def hooks_sum_gradients() -> None:
     (2 * loss_of(theirs.model, 0)).backward()
     average(theirs.model)
     check_gradients(ours.model, theirs.model)
-    units = runtime_of(ours.model).units
+    units = get_runtime(ours.model).units
     assert sorted(seen) == sorted(flat.layout.elements for unit in units for flat in unit.flats)
 
 

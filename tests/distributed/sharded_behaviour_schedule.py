@@ -15,7 +15,7 @@ from sharded_parity import check_freed
 from torch import nn
 
 from memfit.sharded import OrderError, Schedule, UnitOptions, shard
-from memfit.sharded.sharding import runtime_of
+from memfit.sharded.sharding import get_runtime
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
 Deep = partial(GPT, layers=4)
@@ -60,12 +60,12 @@ def backward_prefetch_begins(at: str) -> None:
 
 def bytes_in_flight(units: float) -> None:
     """No more is gathered ahead than the bound allows, and at least what fits."""
-    probe = runtime_of(shard(Deep()))
+    probe = get_runtime(shard(Deep()))
     one = probe.units[1].bytes
     limit = int(units * one)
     ours = Trained(Deep, schedule=Schedule(forward_prefetch=3, backward_prefetch=3, in_flight_bytes=limit))
     theirs = Trained(Deep, plain=True)
-    runtime = runtime_of(ours.model)
+    runtime = get_runtime(ours.model)
     most = 0
 
     def look(*_: Any) -> None:
@@ -220,7 +220,7 @@ def resharded_gathers() -> None:
     options = {name: UnitOptions(reshard_ranks=2) for name in BLOCKS}
     ours = Trained(Deep, units=options)
     ours.step(0)
-    runtime = runtime_of(ours.model)
+    runtime = get_runtime(ours.model)
     sizes: list[tuple[str, int]] = []
     links = {id(unit.nearby): unit.nearby for unit in runtime.units if unit.nearby is not None}
     for link in (*runtime.links, *links.values()):

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memfit.sharded import UnitOptions, shard
 from memfit.sharded.accumulation import no_sync
 from memfit.sharded.flat import FlatShard
-from memfit.sharded.sharding import runtime_of
+from memfit.sharded.sharding import get_runtime
 
 Gradients = dict[str, torch.Tensor | None]
 
@@ -48,7 +48,7 @@ class Case:
     loss: Callable[[nn.Module, int], torch.Tensor] | None = None
 
 
-def mesh_of(shape: tuple[int, int] | None) -> DeviceMesh | None:
+def resolve_mesh(shape: tuple[int, int] | None) -> DeviceMesh | None:
     """A mesh of replicas and shards, made once."""
     if shape is None:
         return None
@@ -115,7 +115,7 @@ def check_equal(what: str, ours: Gradients, theirs: Gradients, *, exact: bool = 
 
 def check_freed(model: nn.Module) -> None:
     """Fail if gathered memory is left, or gradients are not those of the shards."""
-    for unit in runtime_of(model).units:
+    for unit in get_runtime(model).units:
         for flat in unit.flats:
             left = [whole for whole in flat._wholes.values() if whole.bytes and whole.allocated]
             assert not left, f"{unit} is still gathered"
@@ -124,7 +124,7 @@ def check_freed(model: nn.Module) -> None:
             assert flat._kept is None, unit
         assert not unit.in_flight, unit
         assert all(not gradients.waiting and not gradients.under_way for gradients in unit.gradients), unit
-    shards = {parameter for unit in runtime_of(model).units for flat in unit.flats for parameter in flat.parameters}
+    shards = {parameter for unit in get_runtime(model).units for flat in unit.flats for parameter in flat.parameters}
     assert {parameter for parameter in model.parameters() if parameter in shards} == shards
 
 
@@ -176,11 +176,13 @@ def _gathered(flat: FlatShard, own: Sequence[torch.Tensor | None]) -> Gradients:
 
 def _wrapped(kind: str, model: nn.Module, case: Case) -> nn.Module:
     if kind == "memfit":
-        return shard(model, mesh=mesh_of(case.mesh), **({"units": case.units} if case.units else {}), **case.options)
+        return shard(
+            model, mesh=resolve_mesh(case.mesh), **({"units": case.units} if case.units else {}), **case.options
+        )
     if kind == "fsdp2":
         paths = case.units or [name for name, _ in model.named_modules() if name.rpartition(".")[0].endswith("blocks")]
         for path in sorted(paths, key=len, reverse=True):
-            fully_shard(model.get_submodule(path), mesh=mesh_of(None), mp_policy=case.policy)
+            fully_shard(model.get_submodule(path), mesh=resolve_mesh(None), mp_policy=case.policy)
         return fully_shard(model, mp_policy=case.policy)
     if kind == "plain":
         return model

@@ -19,7 +19,7 @@ from torch import nn
 
 from memfit.errors import StateError
 from memfit.sharded import full_parameters, full_state_dict, load, no_sync, save, shard
-from memfit.sharded.sharding import runtime_of
+from memfit.sharded.sharding import get_runtime
 
 _WIDTH = 16
 
@@ -302,7 +302,7 @@ def model_is_collected(how: str) -> None:
         loss_of(ours.model, 0).backward()
     else:
         loss_of(ours.model, 0)
-    left = [weakref.ref(ours.model), *(weakref.ref(unit.flats[0]) for unit in runtime_of(ours.model).units)]
+    left = [weakref.ref(ours.model), *(weakref.ref(unit.flats[0]) for unit in get_runtime(ours.model).units)]
     del ours
     gc.collect()
     assert [each() for each in left] == [None] * len(left)
@@ -327,7 +327,7 @@ def gathered_in_backward(inplace: bool) -> int:
         return Chain(*(_Rectified(inplace=inplace) for _ in range(8)))
 
     ours, theirs = Trained(build), Trained(build, plain=True)
-    units = [unit for unit in runtime_of(ours.model).units if unit.name]
+    units = [unit for unit in get_runtime(ours.model).units if unit.name]
     assert len(units) == 8
     seen: list[int] = []
 

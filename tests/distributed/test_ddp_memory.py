@@ -54,7 +54,7 @@ def predicted(case: Any) -> tuple[Trace, Sharding]:
 
 
 def resident_bytes(trace: Trace, sharding: Sharding) -> int:
-    kept = sum(s.bytes for n, s in enumerate(trace.storages) if s.birth == NEVER and n not in sharding.removed)
+    kept = sum(s.bytes for n, s in enumerate(trace.storages) if s.alloc_at == NEVER and n not in sharding.removed)
     return kept + sum(each.size_bytes for each in sharding.allocations if each.begin == NEVER)
 
 

@@ -78,7 +78,7 @@ def test_damage_is_told_on_all_ranks_with_file_and_piece(two_ranks: Ranks, tmp_p
 
 def test_a_rank_that_fails_in_a_save_leaves_the_save_before(two_ranks: Ranks, tmp_path: Path) -> None:
     told = two_ranks.run(cases.save_then_one_rank_fails, str(tmp_path), "raise")
-    assert told[0].startswith("CrewError: the writing of a save failed on rank 1: InputError: a save in")
+    assert told[0].startswith("RankError: the writing of a save failed on rank 1: InputError: a save in")
     assert told[1].startswith("InputError: a save in") and "No space left" in told[1]
     assert two_ranks.run(cases.load_extra, str(tmp_path)) == [1, 1]
 

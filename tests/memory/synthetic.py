@@ -48,8 +48,8 @@ def op(
 
 def storage(
     size: int,
-    birth: int = NEVER,
-    death: int = NEVER,
+    alloc_at: int = NEVER,
+    free_after: int = NEVER,
     category: Category = Category.ACTIVATION,
     *,
     call: int = NEVER,
@@ -57,11 +57,11 @@ def storage(
     module: str = "",
 ) -> Storage:
     return Storage(
-        released=death,
+        released=free_after,
         bytes=size,
         category=category,
-        birth=birth,
-        death=death,
+        alloc_at=alloc_at,
+        free_after=free_after,
         call=call,
         module=module,
         name=name,
@@ -135,12 +135,12 @@ def traces(draw: st.DrawFn) -> Trace:
     backward_from = draw(st.integers(0, count))
     storages = []
     for _ in range(draw(st.integers(0, 16))):
-        birth = draw(st.integers(NEVER, count))
+        alloc_at = draw(st.integers(NEVER, count))
         # From birth - 1 on: a storage may be noted after the op before its birth and die at once.
-        death = draw(st.one_of(st.just(NEVER), st.integers(max(birth - 1, 0), max(count - 1, 0))))
-        death = death if death < count else NEVER
+        free_after = draw(st.one_of(st.just(NEVER), st.integers(max(alloc_at - 1, 0), max(count - 1, 0))))
+        free_after = free_after if free_after < count else NEVER
         category = draw(st.sampled_from(list(Category)))
-        storages.append(storage(draw(st.integers(0, 2000)), birth, death, category))
+        storages.append(storage(draw(st.integers(0, 2000)), alloc_at, free_after, category))
     calls: list[ModuleCall] = []
     if count:
         _draw_calls(draw, calls, NEVER, "", 0, backward_from, depth=0)
@@ -150,9 +150,9 @@ def traces(draw: st.DrawFn) -> Trace:
         for index in range(each.begin, each.end):
             innermost[index] = number
     for number, each in enumerate(storages):
-        if 0 <= each.birth < count and innermost[each.birth] != NEVER:
-            maker = innermost[each.birth]
-            if calls[maker].begin == each.birth and draw(st.booleans()):
+        if 0 <= each.alloc_at < count and innermost[each.alloc_at] != NEVER:
+            maker = innermost[each.alloc_at]
+            if calls[maker].begin == each.alloc_at and draw(st.booleans()):
                 maker = calls[maker].parent  # made just before the call began
             storages[number] = msgspec.structs.replace(each, call=maker)
     ops = []
@@ -160,13 +160,13 @@ def traces(draw: st.DrawFn) -> Trace:
         alive = [
             number
             for number, each in enumerate(storages)
-            if each.birth < index and (each.death == NEVER or each.death >= index)
+            if each.alloc_at < index and (each.free_after == NEVER or each.free_after >= index)
         ]
         ops.append(
             op(
                 Phase.FORWARD if index < backward_from else Phase.BACKWARD,
                 reads=tuple(draw(st.lists(st.sampled_from(alive), max_size=3))) if alive else (),
-                makes=tuple(number for number, each in enumerate(storages) if each.birth == index),
+                makes=tuple(number for number, each in enumerate(storages) if each.alloc_at == index),
                 call=innermost[index],
                 workspace=draw(st.sampled_from((0, 0, 100, 5000))),
             )

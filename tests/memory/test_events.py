@@ -16,7 +16,7 @@ from memfit.capture import NEVER, Category, Phase, Trace
 from memfit.hardware import Target
 from memfit.memory import Timeline, allocator_config, events, reserved
 from memfit.memory.allocator import FREE, AllocatorConfig, simulate
-from memfit.memory.events import MOST_STEPS, Lives, Replay, events_of, reserved_of
+from memfit.memory.events import MOST_STEPS, AllocationTable, Replay, allocator_events, simulate_reserved
 
 MIB = 1 << 20
 H100 = Target.parse("h100-sxm").device
@@ -28,9 +28,9 @@ def test_events_come_as_residents_outputs_workspace_deaths() -> None:
         ops=(op(workspace=7), op()),
         storages=(
             storage(1),
-            storage(2, birth=0, death=1),
-            storage(3, birth=0, death=0),
-            storage(4, birth=2),
+            storage(2, alloc_at=0, free_after=1),
+            storage(3, alloc_at=0, free_after=0),
+            storage(4, alloc_at=2),
         ),
     )
     assert [tuple(event) for event in events(step)] == [
@@ -59,25 +59,25 @@ def test_allocator_agrees_with_the_timeline(trace: Trace) -> None:
 def test_lives_of_a_trace_have_its_levels(trace: Trace) -> None:
     for rounding_bytes in (1, 512):
         timeline = Timeline.of(trace, rounding_bytes)
-        before, during = Lives.of(trace).levels(rounding_bytes)
+        before, during = AllocationTable.of(trace).levels(rounding_bytes)
         assert before.tolist() == timeline.before_by_row.tolist()
         assert during.tolist() == timeline.during_by_row.tolist()
 
 
 def test_lives_may_come_from_elsewhere() -> None:
     """Two instants: 8 bytes before the step, 5 of the first instant alone, and a workspace of 3 in the second."""
-    lives = Lives(
+    lives = AllocationTable(
         size_bytes=np.array([8, 5]),
         row=np.array([0, 3]),
-        born=np.array([-1, 0]),
-        dies=np.array([-1, 0]),
+        alloc_at=np.array([-1, 0]),
+        free_after=np.array([-1, 0]),
         workspace_bytes=np.array([0, 3]),
         states_made=2,
     )
-    assert [tuple(event) for event in events_of(lives)] == [(0, 8), (1, 5), (1, FREE), (2 + 1, 3), (2 + 1, FREE)]
+    assert [tuple(event) for event in allocator_events(lives)] == [(0, 8), (1, 5), (1, FREE), (2 + 1, 3), (2 + 1, FREE)]
     assert lives.levels()[1].sum(axis=0).tolist() == [13, 11, 8]
-    assert reserved_of(lives, CPU).peak_reserved_bytes == 13
-    assert reserved_of(lives, H100).peak_reserved_bytes == 2 * MIB
+    assert simulate_reserved(lives, CPU).peak_reserved_bytes == 13
+    assert simulate_reserved(lives, H100).peak_reserved_bytes == 2 * MIB
 
 
 @given(traces())
@@ -92,9 +92,9 @@ def test_any_step_can_be_repeated_until_it_settles(trace: Trace) -> None:
 
 @given(traces())
 def test_every_step_of_a_process_leaves_what_the_first_left(trace: Trace) -> None:
-    lives = Lives.of(trace)
-    resident = set(np.flatnonzero(lives.born == NEVER).tolist())
-    lost = set(np.flatnonzero((lives.born == NEVER) & (lives.dies != NEVER)).tolist())
+    lives = AllocationTable.of(trace)
+    resident = set(np.flatnonzero(lives.alloc_at == NEVER).tolist())
+    lost = set(np.flatnonzero((lives.alloc_at == NEVER) & (lives.free_after != NEVER)).tolist())
     there: set[int] = set()
     after = []
     for stream in Replay(lives).steps():
@@ -111,7 +111,7 @@ def test_configuration_of_a_device_is_that_of_torch() -> None:
 
 
 def test_cpu_has_no_cache_so_reserved_is_allocated() -> None:
-    step = make(ops=(op(workspace=7),), storages=(storage(10), storage(5, birth=0)))
+    step = make(ops=(op(workspace=7),), storages=(storage(10), storage(5, alloc_at=0)))
     result = reserved(step, CPU)
     assert result.peak_allocated_bytes == result.peak_reserved_bytes == 22
 
@@ -123,7 +123,7 @@ def test_optimizer_state_takes_blocks_of_activations_in_the_first_step() -> None
         storages=(
             storage(40 * MIB, category=Category.PARAMETER),
             storage(24 * MIB, category=Category.OPTIMIZER_STATE),
-            storage(30 * MIB, birth=0, death=1),
+            storage(30 * MIB, alloc_at=0, free_after=1),
         ),
     )
     result = reserved(step, H100)
@@ -143,7 +143,7 @@ def test_limit_can_be_met_by_emptying_the_cache() -> None:
     """20 and 30 MiB one after the other fit into 40 MiB when the first segment is given back."""
     step = make(
         ops=(op(makes=(0,)), op(makes=(1,))),
-        storages=(storage(20 * MIB, birth=0, death=0), storage(30 * MIB, birth=1, death=1)),
+        storages=(storage(20 * MIB, alloc_at=0, free_after=0), storage(30 * MIB, alloc_at=1, free_after=1)),
     )
     free, tight = reserved(step, H100), reserved(step, H100, limit_bytes=40 * MIB)
     assert (free.peak_reserved_bytes, free.retries) == (50 * MIB, 0)

@@ -36,12 +36,12 @@ def by_hand() -> Trace:
             storage(4000, category=Category.OPTIMIZER_STATE),
             storage(40, category=Category.BUFFER),
             storage(10, category=Category.INPUT),
-            storage(64, birth=0, death=4, call=1),
-            storage(8, birth=0, death=1, category=Category.TEMPORARY, call=1),
-            storage(100, birth=1, death=3, call=1),
-            storage(1, birth=2, death=3, call=2),
-            storage(2000, birth=3, category=Category.GRADIENT, call=2),
-            storage(1000, birth=4, category=Category.GRADIENT, call=1),
+            storage(64, alloc_at=0, free_after=4, call=1),
+            storage(8, alloc_at=0, free_after=1, category=Category.TEMPORARY, call=1),
+            storage(100, alloc_at=1, free_after=3, call=1),
+            storage(1, alloc_at=2, free_after=3, call=2),
+            storage(2000, alloc_at=3, category=Category.GRADIENT, call=2),
+            storage(1000, alloc_at=4, category=Category.GRADIENT, call=1),
         ),
         calls=(
             call("", 0, 3, (3, 5)),
@@ -118,13 +118,15 @@ def test_calls_equal_a_brute_force_computation(trace: Trace) -> None:
         outlives = [
             n
             for n, s in enumerate(trace.storages)
-            if s.birth != NEVER and number in trace.ancestors(s.call) and (s.death == NEVER or s.death >= each.end)
-            if s.death == NEVER or s.death >= s.birth
+            if s.alloc_at != NEVER
+            and number in trace.ancestors(s.call)
+            and (s.free_after == NEVER or s.free_after >= each.end)
+            if s.free_after == NEVER or s.free_after >= s.alloc_at
         ]
         held = [n for n in outlives if trace.storages[n].category is Category.ACTIVATION]
         assert got.activation_bytes == _sum(trace, held)
         reads = {ref.storage for k in inside for ref in trace.ops[k].inputs}
-        older = {n for n in reads if trace.storages[n].birth < each.begin}
+        older = {n for n in reads if trace.storages[n].alloc_at < each.begin}
         assert got.input_bytes == _sum(trace, [n for n in older if trace.storages[n].category not in OWNED])
         later = {
             ref.storage
@@ -135,7 +137,9 @@ def test_calls_equal_a_brute_force_computation(trace: Trace) -> None:
         outputs = {n for n in outlives if n in later}
         if not outputs and inside:
             last = {ref.storage for ref in trace.ops[each.end - 1].outputs}
-            outputs = {n for n in last if trace.storages[n].death == NEVER or trace.storages[n].death >= each.end}
+            outputs = {
+                n for n in last if trace.storages[n].free_after == NEVER or trace.storages[n].free_after >= each.end
+            }
         assert got.output_bytes == _sum(trace, outputs)
         assert got.before_forward.total_bytes == timeline.before_bytes[each.begin]
         assert got.after_forward.total_bytes == timeline.before_bytes[each.end]

@@ -21,8 +21,8 @@ def step(activation_bytes: int) -> Trace:
         ),
         storages=(
             storage(10 * GIB, category=Category.PARAMETER, name="a.weight", module="a"),
-            storage(activation_bytes, birth=0, death=1, call=1, module="a"),
-            storage(10 * GIB, birth=1, death=2, category=Category.GRADIENT, name="a.weight", module="a"),
+            storage(activation_bytes, alloc_at=0, free_after=1, call=1, module="a"),
+            storage(10 * GIB, alloc_at=1, free_after=2, category=Category.GRADIENT, name="a.weight", module="a"),
         ),
         calls=(call("", 0, 1, (1, 2)), call("a", 0, 1, (1, 2), parent=0)),
         parameters=(parameter("a.weight", 0, 2),),
@@ -72,7 +72,7 @@ def test_same_trace_fits_a_larger_device() -> None:
 def test_step_that_lives_on_emptying_the_cache_is_tight() -> None:
     trace = make(
         ops=(op(makes=(0,)), op(makes=(1,))),
-        storages=(storage(40 * GIB, birth=0, death=0), storage(50 * GIB, birth=1, death=1)),
+        storages=(storage(40 * GIB, alloc_at=0, free_after=0), storage(50 * GIB, alloc_at=1, free_after=1)),
         device="h100-sxm",
         device_type="cuda",
     )

@@ -30,10 +30,10 @@ def small() -> Trace:
         ),
         storages=(
             storage(1000, category=Category.PARAMETER, name="w"),
-            storage(10, category=Category.INPUT, death=1),
-            storage(100, birth=0, death=3),
-            storage(30, birth=1, death=1, category=Category.TEMPORARY),
-            storage(50, birth=3, death=4, category=Category.GRADIENT),
+            storage(10, category=Category.INPUT, free_after=1),
+            storage(100, alloc_at=0, free_after=3),
+            storage(30, alloc_at=1, free_after=1, category=Category.TEMPORARY),
+            storage(50, alloc_at=3, free_after=4, category=Category.GRADIENT),
         ),
         calls=(call("", 0, 2, (3, 4)), call("inner", 1, 2, (3, 4), parent=0)),
         sources=("", "a.py:1", "a.py:2", "a.py:3"),
@@ -73,7 +73,7 @@ def test_place_of_the_peak_is_module_and_line() -> None:
 
 def test_rounding_is_per_storage_and_nothing_stays_nothing() -> None:
     timeline = Timeline.of(
-        make(ops=(op(workspace=1),), storages=(storage(0), storage(1), storage(512), storage(513, birth=0))),
+        make(ops=(op(workspace=1),), storages=(storage(0), storage(1), storage(512), storage(513, alloc_at=0))),
         512,
     )
     assert timeline.start_bytes == 1024
@@ -83,7 +83,7 @@ def test_rounding_is_per_storage_and_nothing_stays_nothing() -> None:
 
 
 def test_storage_noted_after_the_last_op_counts_at_the_end() -> None:
-    timeline = Timeline.of(make(ops=(op(),), storages=(storage(5), storage(70, birth=1))))
+    timeline = Timeline.of(make(ops=(op(),), storages=(storage(5), storage(70, alloc_at=1))))
     assert timeline.during_bytes.tolist() == [5, 75]
     assert timeline.peak_op == 1
     assert (timeline.peak_module, timeline.peak_source) == ("", "")
@@ -97,7 +97,7 @@ def test_step_without_ops_has_its_residents_as_peak() -> None:
 
 
 def test_largest_storages_come_first_and_older_before_equal() -> None:
-    timeline = Timeline.of(make(ops=(op(),), storages=(storage(5), storage(9), storage(5), storage(99, birth=1))))
+    timeline = Timeline.of(make(ops=(op(),), storages=(storage(5), storage(9), storage(5), storage(99, alloc_at=1))))
     assert timeline.largest_at(0, 2).tolist() == [1, 0]
     with pytest.raises(InputError, match="op 7"):
         timeline.largest_at(7)
@@ -114,7 +114,7 @@ def test_timeline_is_a_replay_of_births_and_deaths(trace: Trace, rounding: int) 
         expected = dict.fromkeys(Category, 0)
         alive = []
         for number, each in enumerate(trace.storages):
-            if each.birth <= index and (each.death == NEVER or each.death >= index):
+            if each.alloc_at <= index and (each.free_after == NEVER or each.free_after >= index):
                 expected[each.category] += rounded(each.bytes)
                 alive.append(number)
         if index < len(trace.ops):
@@ -125,7 +125,7 @@ def test_timeline_is_a_replay_of_births_and_deaths(trace: Trace, rounding: int) 
         between = sum(
             rounded(each.bytes)
             for each in trace.storages
-            if each.birth < index and (each.death == NEVER or each.death >= index)
+            if each.alloc_at < index and (each.free_after == NEVER or each.free_after >= index)
         )
         assert timeline.before_bytes[index] == between
     assert timeline.peak_bytes == timeline.during_bytes.max()

@@ -188,7 +188,7 @@ def test_keys_are_those_of_the_prototype() -> None:
 
 def test_current_is_the_end_of_the_step() -> None:
     tracker = MemTracker.of(
-        make(ops=(op(),), storages=(storage(5, category=Category.PARAMETER), storage(7, birth=0, death=0)))
+        make(ops=(op(),), storages=(storage(5, category=Category.PARAMETER), storage(7, alloc_at=0, free_after=0)))
     )
     assert kinds(tracker.get_tracker_snapshot("peak"))["Total"] == 12
     assert kinds(tracker.get_tracker_snapshot())["Total"] == 5

@@ -16,8 +16,8 @@ from memfit.capture import Category, Step, Trace
 from memfit.cost import Roofline, Runtime
 from memfit.hardware import Target
 from memfit.memory import summarize
-from memfit.plans import Blocker, Estimate, Plan, Prediction, peak_at, plan_of
-from memfit.tradeoff import Frontiers, Policy, Unit, frontiers
+from memfit.plans import Blocker, Estimate, Plan, Prediction, build_plan, peak_at
+from memfit.tradeoff import Frontiers, Policy, Unit, build_frontiers
 
 DEVICE = "h100-sxm"
 
@@ -77,7 +77,7 @@ class Case:
     @classmethod
     def of(cls, trace: Trace) -> Case:
         runtime = Runtime.of(trace, Roofline())
-        return cls(trace, runtime, frontiers(trace, runtime.op_ms))
+        return cls(trace, runtime, build_frontiers(trace, runtime.op_ms))
 
     def unit(self, name: str) -> Unit:
         return next(unit for unit in self.frontiers.units if unit.name == name)
@@ -122,7 +122,7 @@ class Case:
                 exposed_communication_ms=0.0,
             ),
         }
-        return plan_of(self.trace, **{**values, **changes})
+        return build_plan(self.trace, **{**values, **changes})
 
     def infeasible(self) -> Plan:
         blocker = Blocker(
@@ -130,7 +130,7 @@ class Case:
             peak_by_category={Category.PARAMETER: 1 << 20, Category.OPTIMIZER_STATE: 2 << 20},
             peak_at=peak_at(self.trace, self.baseline.peak_at.op),
         )
-        return plan_of(
+        return build_plan(
             self.trace,
             target=Target.parse(self.trace.device),
             baseline=self.baseline,

@@ -29,7 +29,7 @@ def test_entries_say_what_the_policy_does(case: Case) -> None:
         assert tuple(op.offset for op in entry.recomputed_ops) == policy.recomputed
         for op in (*entry.saved_ops, *entry.recomputed_ops):
             assert op.name == case.trace.ops[unit.begin + op.offset].name
-            births = [each.bytes for each in case.trace.storages if each.birth == unit.begin + op.offset]
+            births = [each.bytes for each in case.trace.storages if each.alloc_at == unit.begin + op.offset]
             assert op.bytes == sum(births)
         assert entry.discarded_bytes == policy.discarded_bytes
         assert entry.cached_bytes == policy.cached_bytes

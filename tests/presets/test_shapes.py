@@ -104,8 +104,8 @@ def test_logits_are_not_held_through_backward() -> None:
     assert isinstance(vocabulary, LlamaSizes)
     logits_bytes = 2 * 128 * vocabulary.vocabulary * 2
     first = next(index for index, op in enumerate(trace.ops) if op.phase is Phase.BACKWARD)
-    made = [each for each in trace.storages if each.bytes == logits_bytes and 0 <= each.birth < first]
-    assert made and all(0 <= each.death <= first for each in made)
+    made = [each for each in trace.storages if each.bytes == logits_bytes and 0 <= each.alloc_at < first]
+    assert made and all(0 <= each.free_after <= first for each in made)
 
 
 def test_embeddings_are_tied_where_the_real_model_ties_them() -> None:

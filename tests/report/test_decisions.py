@@ -11,7 +11,7 @@ from memfit.analysis.explain import explain
 from memfit.analysis.facts import Report
 from memfit.capture import Trace
 from memfit.report.decisions import decisions
-from memfit.report.markdown import markdown_of
+from memfit.report.markdown import to_markdown
 from memfit.solve import SolveOptions
 
 
@@ -87,7 +87,7 @@ def test_what_cannot_run_again_says_why_it_is_kept(kind: type[nn.Module], op: st
     trace, report = report_of(kind)
     kept = [row["keeps"] for row in decisions(report) if row["decision"] != "kept"]
     assert kept and all(f"{op} ({reason})" in each for each in kept)
-    assert reason in markdown_of(report)
+    assert reason in to_markdown(report)
     assert report.plan is not None
     found = explain(report.plan, trace, levers=False, progress=False).checkpointing
     assert found is not None

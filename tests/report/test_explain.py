@@ -100,7 +100,11 @@ def test_what_holds_the_largest_storages(trace: Trace) -> None:
     softmax = next(each for each in found.largest if each.born_by == "_log_softmax")
     assert softmax.holder == "autograd" and "backward of _log_softmax in <loss>" in softmax.held_by
     assert softmax.shape == (4 * 255, 4096) and softmax.dtype == "float32"
-    assert softmax.born is not None and softmax.dies is not None and softmax.born < found.at.op <= softmax.dies
+    assert (
+        softmax.alloc_at is not None
+        and softmax.free_after is not None
+        and softmax.alloc_at < found.at.op <= softmax.free_after
+    )
     logits = next(each for each in found.largest if each.module == "head" and each.category is Category.ACTIVATION)
     assert logits.holder == "python" and logits.born_by == "mm"
     running = [each for each in found.largest if each.holder == "running"]

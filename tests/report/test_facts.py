@@ -12,7 +12,7 @@ from memfit.analysis.facts import Report
 from memfit.analysis.sizes import allocation_bytes, rounded
 from memfit.capture import NEVER
 from memfit.plans import PlanMismatch
-from memfit.report.streams import clock_of
+from memfit.report.streams import build_clock
 
 SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512, vocabulary=512)
 
@@ -27,8 +27,8 @@ def test_a_report_has_the_peaks_and_times_of_its_plan(ranks: int) -> None:
     assert report.baseline.peak_bytes == plan.baseline.peak_bytes
     assert report.planned is not None and report.planned.peak_bytes == plan.predicted.peak_bytes
     assert report.planned.peak_by_category == plan.predicted.peak_by_category
-    assert clock_of(report, report.baseline).end_ns / 1e6 == pytest.approx(plan.baseline.step_ms, rel=1e-6)
-    assert clock_of(report, report.planned).end_ns / 1e6 == pytest.approx(plan.predicted.step_ms, rel=1e-6)
+    assert build_clock(report, report.baseline).end_ns / 1e6 == pytest.approx(plan.baseline.step_ms, rel=1e-6)
+    assert build_clock(report, report.planned).end_ns / 1e6 == pytest.approx(plan.predicted.step_ms, rel=1e-6)
     assert len(report.with_curve(points=3).curve.points) == 3
 
 

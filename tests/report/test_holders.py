@@ -44,7 +44,7 @@ def op_of(trace: Trace, name: str, phase: Phase = Phase.FORWARD) -> int:
 
 
 def made_by(trace: Trace, op: int) -> int:
-    return next(number for number, storage in enumerate(trace.storages) if storage.birth == op)
+    return next(number for number, storage in enumerate(trace.storages) if storage.alloc_at == op)
 
 
 def backward_of(trace: Trace, op: int) -> list[int]:
@@ -112,13 +112,13 @@ def test_the_gradient_that_the_backward_begins_with_stays_until_its_end() -> Non
     timeline = timeline_of(Twice())
     trace = timeline.trace
     storage = made_by(trace, op_of(trace, "aten.ones_like.default", Phase.BACKWARD))
-    death = trace.storages[storage].death
+    free_after = trace.storages[storage].free_after
     readers = [number for number, op in enumerate(trace.ops) if storage in {ref.storage for ref in op.inputs}]
-    assert readers[-1] < death - 1
+    assert readers[-1] < free_after - 1
     kind, held_by = Holders(timeline, readers[-1] + 1).of_storage(storage)
     assert kind == "backward" and "about to be freed" not in held_by
-    assert "the backward began with" in held_by and held_by.endswith(f"until op {death}")
-    assert "about to be freed" in Holders(timeline, death).of_storage(storage)[1]
+    assert "the backward began with" in held_by and held_by.endswith(f"until op {free_after}")
+    assert "about to be freed" in Holders(timeline, free_after).of_storage(storage)[1]
 
 
 def test_in_a_second_run_what_is_over_in_the_step_is_over() -> None:
@@ -133,7 +133,7 @@ def test_in_a_second_run_what_is_over_in_the_step_is_over() -> None:
     holders = Holders(timeline, instant)
     assert holders.now == timeline.units[1].backward_begin
     there = [timeline.allocation(number) for number in timeline.alive(instant).tolist()]
-    results = [each for each in there if each.storage != NEVER and trace.storages[each.storage].birth >= 0]
+    results = [each for each in there if each.storage != NEVER and trace.storages[each.storage].alloc_at >= 0]
     first_made = [each.storage for each in results if each.remade is None]
     assert first_made
     for storage in first_made:

@@ -12,7 +12,7 @@ from llama import Shape, training_step
 import memfit
 from memfit.analysis.facts import Report
 from memfit.plans import Plan
-from memfit.report.json_document import json_of
+from memfit.report.json_document import to_json
 
 SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512, vocabulary=512)
 
@@ -37,7 +37,7 @@ def test_modules_categories_and_the_timeline_give_the_peak_and_the_time(ranks: i
     report = tight(ranks)
     plan = report.plan
     assert plan is not None and plan.predicted is not None
-    document = strict(json_of(report))
+    document = strict(to_json(report))
     for side, estimate in (("baseline", plan.baseline), ("planned", plan.predicted)):
         summary = document["summary"][side]
         assert summary["peak_bytes"] == estimate.peak_bytes == sum(summary["peak_by_category"].values())
@@ -59,7 +59,7 @@ def test_modules_categories_and_the_timeline_give_the_peak_and_the_time(ranks: i
 
 def test_it_holds_the_plan_the_step_and_what_was_assumed() -> None:
     report = tight(1)
-    document = strict(json_of(report))
+    document = strict(to_json(report))
     assert document["schema"] == 1 and document["fingerprint"] == report.trace.fingerprint
     assert Plan.from_json(json.dumps(document["plan"])) == report.plan
     assert document["step"]["inputs"] == [[[2, 512], "int64", 8192]]
@@ -72,19 +72,19 @@ def test_it_holds_the_plan_the_step_and_what_was_assumed() -> None:
 def test_the_curve_is_there_when_it_was_asked_for() -> None:
     report = tight(1).with_curve(points=3)
     assert report.curve is not None
-    points = strict(json_of(report))["curve"]["points"]
+    points = strict(to_json(report))["curve"]["points"]
     assert [point["budget_bytes"] for point in points] == [point.budget_bytes for point in report.curve.points]
 
 
 def test_the_same_report_is_the_same_text() -> None:
     report = tight(4)
     again = Report.of(report.plan, report.trace)  # type: ignore[arg-type]
-    assert json_of(report) == json_of(report) == json_of(again)
+    assert to_json(report) == to_json(report) == to_json(again)
 
 
 def test_infeasible_and_unplanned_steps_have_no_planned_side() -> None:
     for report in (tight(part=0.3), Report.of_trace(tight(1).trace)):
-        document = strict(json_of(report))
+        document = strict(to_json(report))
         assert set(document["summary"]) == set(document["timeline"]) == {"baseline"}
         assert all("planned" not in row for row in document["modules"])
         assert (document["plan"] is None) == (report.plan is None)

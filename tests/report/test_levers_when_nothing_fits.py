@@ -10,7 +10,7 @@ from torch import nn
 
 import memfit
 from memfit.analysis.facts import Report
-from memfit.analysis.levers import Case, Lever, enough, levers_of
+from memfit.analysis.levers import Case, Lever, enough, find_levers
 from memfit.capture import Step
 from memfit.cost import Roofline
 from memfit.solve import SolveOptions
@@ -64,14 +64,14 @@ def test_levers_begin_where_no_plan_gets_lower() -> None:
     blocker = case.report.plan.blocker if case.report.plan is not None else None
     assert blocker is not None and case.peak_bytes <= blocker.peak_bytes <= least
     assert case.peak_bytes == pytest.approx(least, rel=1e-3)
-    found = levers_of(case)
+    found = find_levers(case)
     assert found and all(each.saves_bytes == case.peak_bytes - each.peak_bytes for each in found)
     assert not any(each.name.startswith("checkpointing") for each in found), "there is no more of that"
 
 
 def test_half_the_micro_batch_on_top_of_the_smallest_plan_needs_no_less_than_a_plan_for_it() -> None:
     case = hopeless(least_of(deep()) - (1 << 20))
-    halved = named(levers_of(case), "micro-batch")
+    halved = named(find_levers(case), "micro-batch")
     half = Step(Deep, memfit.spec((ROWS // 2, WIDTH)), optimizer=torch.optim.AdamW, accumulation_steps=2)
     best = least_of(half)
     assert best <= halved.peak_bytes < case.peak_bytes
@@ -80,7 +80,7 @@ def test_half_the_micro_batch_on_top_of_the_smallest_plan_needs_no_less_than_a_p
 
 def test_a_lever_says_whether_it_is_enough_or_what_is_missing() -> None:
     case = hopeless(least_of(deep()) - (1 << 20))
-    halved = named(levers_of(case), "micro-batch")
+    halved = named(find_levers(case), "micro-batch")
     assert enough(halved, case.budget_bytes) == "enough by itself"
     assert enough(halved, halved.peak_bytes - 3 * 2**20) == "3.00 MiB missing"
 
@@ -101,6 +101,6 @@ def test_a_plan_that_fits_nothing_is_explained_with_the_same_levers() -> None:
     found = memfit.explain(plan, deep(), progress=False)
     assert found.peak_bytes == case.peak_bytes and not found.fits
     assert [(each.name, each.peak_bytes) for each in found.levers] == [
-        (each.name, each.peak_bytes) for each in levers_of(case)
+        (each.name, each.peak_bytes) for each in find_levers(case)
     ]
     assert any("under the plan that needs least" in note for note in found.notes)

@@ -13,9 +13,9 @@ from torch import nn
 
 import memfit
 from memfit.analysis.facts import Report
-from memfit.analysis.levers import Case, levers_of
+from memfit.analysis.levers import Case, find_levers
 from memfit.cost import Roofline
-from memfit.report.markdown import markdown_of
+from memfit.report.markdown import to_markdown
 from memfit.units import display_bytes, display_ms
 
 SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512, vocabulary=512)
@@ -71,8 +71,8 @@ def test_tables_have_the_figures_of_the_plan(ranks: int) -> None:
     report = tight(ranks)
     plan = report.plan
     assert plan is not None and plan.predicted is not None
-    text = markdown_of(report)
-    assert text.startswith("### memfit: fits, peak ") and text.endswith("\n") and text == markdown_of(report)
+    text = to_markdown(report)
+    assert text.startswith("### memfit: fits, peak ") and text.endswith("\n") and text == to_markdown(report)
     before_and_after, decided = tables_of(text)
     rows = {row[0]: row[1:3] for row in before_and_after[1:]}
     both = plan.baseline, plan.predicted
@@ -90,7 +90,7 @@ def test_tables_have_the_figures_of_the_plan(ranks: int) -> None:
 
 
 def test_what_was_assumed_is_there() -> None:
-    text = markdown_of(tight(1))
+    text = to_markdown(tight(1))
     for part in ("NVIDIA H100", "int64 2x512", "AdamW", "fingerprint"):
         assert part in text
 
@@ -101,7 +101,7 @@ def test_names_stay_names() -> None:
     free = memfit.plan(trace, progress=False)
     plan = memfit.plan(trace, budget=int(free.baseline.peak_bytes * 0.7), progress=False)
     assert plan.checkpoint
-    text = markdown_of(Report.of(plan, trace))
+    text = to_markdown(Report.of(plan, trace))
     for table in tables_of(text):
         assert len({len(row) for row in table}) == 1
     assert any(HOSTILE in row[0] for row in tables_of(text)[1])
@@ -117,8 +117,8 @@ def test_an_infeasible_plan_says_what_is_missing_and_what_would_help() -> None:
     plan = report.plan
     assert plan is not None and plan.status == "infeasible" and plan.blocker is not None
     case = Case(report=report, step=None, cost=Roofline.of(report.target), budget_bytes=plan.budget_bytes)
-    levers = levers_of(case)
-    text = markdown_of(report, levers)
+    levers = find_levers(case)
+    text = to_markdown(report, levers)
     assert text.startswith("### memfit: does not fit")
     assert plan.minimum_budget_bytes is not None and display_bytes(plan.minimum_budget_bytes) in text
     tables = tables_of(text)
@@ -126,15 +126,15 @@ def test_an_infeasible_plan_says_what_is_missing_and_what_would_help() -> None:
     assert levers and [row[0] for row in tables[1][1:]] == [lever.name for lever in levers]
     for row, lever in zip(tables[1][1:], levers, strict=True):
         assert (row[4] == "enough by itself") == (lever.peak_bytes <= plan.budget_bytes)
-    assert "What would help" not in markdown_of(report)
+    assert "What would help" not in to_markdown(report)
 
 
 def test_a_step_without_a_plan_and_a_curve_are_shown() -> None:
     report = tight(1)
     alone = Report.of_trace(report.trace)
-    (table,) = tables_of(markdown_of(alone))
+    (table,) = tables_of(to_markdown(alone))
     assert ["peak", display_bytes(alone.baseline.peak_bytes)] in table
-    assert "**Trade-off:** from " in markdown_of(report.with_curve(points=2))
+    assert "**Trade-off:** from " in to_markdown(report.with_curve(points=2))
 
 
 def test_a_verification_is_shown() -> None:
@@ -144,7 +144,7 @@ def test_a_verification_is_shown() -> None:
     free = memfit.plan(step, target="cpu", progress=False)
     plan = memfit.plan(step, target="cpu", budget=int(free.baseline.peak_bytes * 0.75), progress=False)
     found = plan.verify(step, steps=1, time_tolerance=None)
-    text = markdown_of(Report.of(plan, step, verification=found))
+    text = to_markdown(Report.of(plan, step, verification=found))
     assert "**Verified on " in text and ("the plan holds" in text) == found.ok
     rows = {row[0]: row[1:] for row in tables_of(text)[1]}
     measured = [display_bytes(found.peak.predicted_bytes), display_bytes(found.peak.measured_bytes)]

@@ -10,14 +10,14 @@ from rich.console import Console
 import memfit
 from memfit.cost import Roofline, Runtime
 from memfit.report import print_time
-from memfit.tradeoff import frontiers
+from memfit.tradeoff import build_frontiers
 from memfit.units import display_bytes, display_ms
 
 
 def test_report_shows_the_step_its_layers_as_one_row_and_what_they_could_give_up() -> None:
     trace = memfit.trace(training_step(Shape(layers=3), length=2048), target="h100-sxm")
     runtime = Runtime.of(trace, Roofline())
-    found = frontiers(trace, runtime.op_ms)
+    found = build_frontiers(trace, runtime.op_ms)
     output = io.StringIO()
     print_time(runtime, found, Console(file=output, width=160))
     text = output.getvalue()

@@ -67,14 +67,14 @@ def replay(program: Program, facts: Facts, chosen: Sequence[tuple[Candidate, Pol
         saved[list(policy.saved)] = True
         runs = np.zeros(len(problem.view), bool)
         runs[list(policy.recomputed)] = True
-        own = saved[problem.birth]
+        own = saved[problem.alloc_at]
         dropped = (problem.role == Role.DISCARDABLE) & ~own
         begin, end, again = candidate.unit.begin, candidate.unit.end, candidate.again
-        low, high = np.searchsorted(facts.born_at, (begin, end))
-        gone = facts.born[low:high][dropped]
-        np.subtract.at(change, np.maximum(facts.released[gone], facts.birth[gone]) + 1, problem.size[dropped])
+        low, high = np.searchsorted(facts.forward_alloc_at, (begin, end))
+        gone = facts.forward_storages[low:high][dropped]
+        np.subtract.at(change, np.maximum(facts.released[gone], facts.alloc_at[gone]) + 1, problem.size[dropped])
         change[again] += int(problem.size[dropped].sum())
-        newly = (problem.role == Role.FRESH) & own & (problem.birth <= policy.stop)
+        newly = (problem.role == Role.FRESH) & own & (problem.alloc_at <= policy.stop)
         for size, gone in zip(problem.size[newly].tolist(), problem.ends[newly].tolist(), strict=True):
             change[min(begin + gone + 1, end)] += size
             change[again] -= size
@@ -100,12 +100,12 @@ def _second_run(problem: Problem, runs: np.ndarray, stop: int) -> Bytes:
     """What is alive above the level before while each op runs again."""
     alive: dict[int, int] = {}
     levels = []
-    born: dict[int, list[int]] = {}
-    for storage, birth in enumerate(problem.birth.tolist()):
-        born.setdefault(birth, []).append(storage)
+    by_op: dict[int, list[int]] = {}
+    for storage, alloc_at in enumerate(problem.alloc_at.tolist()):
+        by_op.setdefault(alloc_at, []).append(storage)
     for op in range(stop + 1):
         if runs[op]:
-            for storage in born.get(op, ()):
+            for storage in by_op.get(op, ()):
                 if problem.ends[storage] >= op:
                     alive[storage] = int(problem.size[storage])
         levels.append(sum(alive.values()) + (int(problem.workspace[op]) if runs[op] else 0))

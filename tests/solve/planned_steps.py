@@ -13,7 +13,7 @@ from memfit.capture.record import SCHEMA
 from memfit.hardware import load_device
 from memfit.tradeoff import Policy, Unit
 from memfit.tradeoff.facts import Facts
-from memfit.tradeoff.policy import policy_of
+from memfit.tradeoff.policy import build_policy
 from memfit.tradeoff.problem import Problem
 
 
@@ -45,20 +45,20 @@ def op(phase: Phase, reads: Any = (), makes: Any = (), *, workspace: int = 0, vi
 
 def storage(
     n_bytes: int,
-    birth: int,
-    death: int,
+    alloc_at: int,
+    free_after: int,
     saved_by: Any = (),
     category: Category = Category.ACTIVATION,
     released: int | None = None,
 ) -> Storage:
     """What autograd saves is let go by all others after the last op that saves it, unless said otherwise."""
     if released is None:
-        released = max(saved_by) if saved_by else death
+        released = max(saved_by) if saved_by else free_after
     return Storage(
         bytes=n_bytes,
         category=category,
-        birth=birth,
-        death=death,
+        alloc_at=alloc_at,
+        free_after=free_after,
         released=released,
         call=NEVER,
         module="",
@@ -110,7 +110,7 @@ def facts_of(trace: Trace) -> Facts:
 @dataclass
 class Draft:
     size: int
-    birth: int
+    alloc_at: int
     home: int
     users: list[int] = field(default_factory=list)
 
@@ -155,7 +155,7 @@ def planned_steps(draw: st.DrawFn) -> tuple[Facts, list[tuple[Unit, Policy]]]:
     for each in units:
         problem = Problem.of(facts, each)
         groups = st.integers(0, max(0, problem.groups - 1))
-        policy = policy_of(problem, saving(problem, draw(st.lists(groups, max_size=3))))
+        policy = build_policy(problem, saving(problem, draw(st.lists(groups, max_size=3))))
         if policy.stop >= 0 and draw(st.integers(0, 4)):
             chosen.append((each, policy))
     return facts, chosen
@@ -172,25 +172,27 @@ def saving(problem: Problem, groups: Any) -> np.ndarray:
 def policy_saving(facts: Facts, each: Unit, *ops: int) -> Policy:
     """The policy of a unit that saves these of its ops and drops all else; without views, ops are groups."""
     problem = Problem.of(facts, each)
-    return policy_of(problem, saving(problem, ops))
+    return build_policy(problem, saving(problem, ops))
 
 
 def _fate(draw: st.DrawFn, each: Draft, ops: list[Op], units: list[Unit], forward: int, total: int) -> Storage:
-    last = max([*each.users, each.birth, 0])
+    last = max([*each.users, each.alloc_at, 0])
     savers = [index for index in each.users if not ops[index].view]
     fate = draw(st.sampled_from(("dies", "soon", "own", "own", "own", "saved", "stays")))
     if fate == "soon":
-        return storage(each.size, each.birth, last)
+        return storage(each.size, each.alloc_at, last)
     if fate == "dies" or not savers:
-        return storage(each.size, each.birth, draw(st.integers(last, total - 1)))
+        return storage(each.size, each.alloc_at, draw(st.integers(last, total - 1)))
     if fate == "stays":
-        return storage(each.size, each.birth, NEVER)
+        return storage(each.size, each.alloc_at, NEVER)
     saved_by = sorted(set(draw(st.lists(st.sampled_from(savers), min_size=1, max_size=2))))
     if fate == "own" and each.home != NEVER:
         home = units[each.home]
-        saved_by = [index for index in saved_by if home.begin <= index < home.end] or [each.birth]
-        death = draw(st.integers(home.backward_begin, home.backward_end - 1))
+        saved_by = [index for index in saved_by if home.begin <= index < home.end] or [each.alloc_at]
+        free_after = draw(st.integers(home.backward_begin, home.backward_end - 1))
     else:
-        death = draw(st.integers(forward, total - 1))
-    most = draw(st.sampled_from((last, max(last, units[each.home].end - 1) if each.home != NEVER else last, death)))
-    return storage(each.size, each.birth, death, saved_by, released=draw(st.integers(last, max(last, most))))
+        free_after = draw(st.integers(forward, total - 1))
+    most = draw(
+        st.sampled_from((last, max(last, units[each.home].end - 1) if each.home != NEVER else last, free_after))
+    )
+    return storage(each.size, each.alloc_at, free_after, saved_by, released=draw(st.integers(last, max(last, most))))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from memfit.capture import NEVER
 from memfit.memory.timeline import Bytes
-from memfit.solve.program import Choice, Program, candidates_of
+from memfit.solve.program import Choice, Program, build_candidates
 from memfit.tradeoff import Frontier, Policy, Unit
 
 LENGTH = 24
@@ -35,7 +35,7 @@ def programs(draw: st.DrawFn, *, layers: bool = False) -> Program:
     before = np.minimum(np.concatenate(([during[0]], during[:-1])), during)
     budget = draw(st.integers(20, int(during.max())))
     scale = 1 << 20
-    return Program(before * scale, during * scale, budget * scale, candidates_of(units, chosen, forced=forced))
+    return Program(before * scale, during * scale, budget * scale, build_candidates(units, chosen, forced=forced))
 
 
 @st.composite
@@ -70,7 +70,7 @@ def many_layers(draw: st.DrawFn) -> Program:
     during = slope + 100
     budget = int(during.max()) - draw(st.integers(1, max(1, kept // 2)))
     before = np.minimum(np.concatenate(([during[0]], during[:-1])), during)
-    return Program(before << 20, during << 20, budget << 20, candidates_of(units, chosen))
+    return Program(before << 20, during << 20, budget << 20, build_candidates(units, chosen))
 
 
 @st.composite
@@ -103,7 +103,7 @@ def _program(draw: st.DrawFn, during: Bytes, units: list[Unit], chosen: list[Fro
     before = np.minimum(np.concatenate(([during[0]], during[:-1])), during)
     budget = draw(st.integers(20, int(during.max())))
     scale = 1 << 20
-    return Program(before * scale, during * scale, budget * scale, candidates_of(units, chosen))
+    return Program(before * scale, during * scale, budget * scale, build_candidates(units, chosen))
 
 
 @st.composite

@@ -9,7 +9,7 @@ import memfit
 from memfit.capture import Phase
 from memfit.cost import Roofline, Runtime
 from memfit.hardware import Target
-from memfit.solve import Problem, blocker_of
+from memfit.solve import Problem, find_blocker
 from memfit.solve.least import least_budget
 
 SHAPE = Shape(layers=2, hidden=64, heads=4, key_value_heads=2, feed_forward=128, vocabulary=4096)
@@ -20,7 +20,7 @@ def test_what_stands_in_the_way_is_the_highest_point_of_the_plan_that_needs_leas
     problem = Problem.of(Runtime.of(trace, Roofline()), Target.parse("h100-sxm"))
     least = least_budget(problem.program(1))
     assert least is not None
-    blocker = blocker_of(problem, least.choice)
+    blocker = find_blocker(problem, least.choice)
     assert blocker.peak_bytes == least.peak_bytes == sum(blocker.by_category.values())
     assert blocker.phase is Phase.BACKWARD and blocker.name == "aten._log_softmax_backward_data.default"
     assert "llama.py:" in blocker.source and "of the backward" in str(blocker)

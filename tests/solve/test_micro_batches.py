@@ -13,7 +13,7 @@ from memfit.cost import Roofline, Runtime
 from memfit.hardware import Target
 from memfit.solve import Problem, SolveOptions, minimum_budget_bytes, solve
 from memfit.solve.checkpoint import CheckpointModel
-from memfit.solve.micro_batches import count_micro_batches, micro_batches_of
+from memfit.solve.micro_batches import count_micro_batches, find_micro_batches
 from memfit.solve.milp import Limits, Status
 
 
@@ -114,7 +114,7 @@ def test_micro_batches_of_other_shapes_have_policies_of_their_own() -> None:
     trace = memfit.trace(step, target="cpu")
     assert count_micro_batches(trace) == 2
     problem = Problem.of(Runtime.of(trace, Roofline()), Target.parse("cpu"))
-    assert micro_batches_of(trace, problem.candidates) is None
+    assert find_micro_batches(trace, problem.candidates) is None
 
 
 def test_other_words_for_the_option_are_refused() -> None:

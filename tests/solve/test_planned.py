@@ -158,8 +158,8 @@ def test_events_are_well_formed_and_their_level_is_the_timeline(step: tuple[Fact
     during = np.full(lives.instants + 1, NEVER)
     instant = NEVER
     for key, n_bytes in planned_events(found):
-        own = key < len(lives.born)
-        here = int((lives.dies if n_bytes == FREE else lives.born)[key]) if own else key - len(lives.born)
+        own = key < len(lives.alloc_at)
+        here = int((lives.free_after if n_bytes == FREE else lives.alloc_at)[key]) if own else key - len(lives.alloc_at)
         assert here >= instant, "in the order of instants"
         for passed in range(max(0, instant), here):
             during[passed] = max(during[passed], sum(live.values()))
@@ -174,7 +174,7 @@ def test_events_are_well_formed_and_their_level_is_the_timeline(step: tuple[Fact
     for passed in range(max(0, instant), lives.instants + 1):
         during[passed] = max(during[passed], sum(live.values()))
     assert during.tolist() == found.during_bytes.tolist()
-    assert set(live) == {number for number in range(len(lives.born)) if lives.dies[number] == NEVER}, (
+    assert set(live) == {number for number in range(len(lives.alloc_at)) if lives.free_after[number] == NEVER}, (
         "what stays after the step, and nothing else"
     )
     assert simulate(planned_events(found)).peak_requested_bytes == found.peak_bytes
@@ -218,23 +218,27 @@ def counted_again(facts: Facts, chosen: Chosen) -> tuple[np.ndarray, dict[str, i
         problem = UnitProblem.of(facts, each)
         for number in lost_inputs(facts, each).tolist():
             held[number].append((each.end, each.backward_begin))
-        low, high = np.searchsorted(facts.born_at, (each.begin, each.end))
-        for place, number in enumerate(facts.born[low:high].tolist()):
-            birth, ends = int(problem.birth[place]), int(problem.ends[place])
-            if problem.role[place] == Role.FRESH and birth in policy.saved and birth <= policy.stop:
+        low, high = np.searchsorted(facts.forward_alloc_at, (each.begin, each.end))
+        for place, number in enumerate(facts.forward_storages[low:high].tolist()):
+            alloc_at, ends = int(problem.alloc_at[place]), int(problem.ends[place])
+            if problem.role[place] == Role.FRESH and alloc_at in policy.saved and alloc_at <= policy.stop:
                 held[number].append((min(each.begin + ends + 1, each.end), each.backward_begin))
     moments = np.arange(len(facts.trace.ops) + 1)
     by_op = np.zeros(len(moments), np.int64)
     in_runs = dict.fromkeys((each.name for each, _ in chosen), 0)
     for number, spans in held.items():
-        size, death, until = int(facts.size[number]), int(facts.death[number]), max(again for _, again in spans)
-        by_op -= size * ((death < moments) & (moments < until))
+        size, free_after, until = (
+            int(facts.size[number]),
+            int(facts.free_after[number]),
+            max(again for _, again in spans),
+        )
+        by_op -= size * ((free_after < moments) & (moments < until))
         for begin, again in spans:
             by_op += size * ((begin <= moments) & (moments < again))
         for each, _ in chosen:
             at = each.backward_begin
             counted = sum(begin < at <= again for begin, again in spans)
-            in_runs[each.name] += size * (counted - int(death < at <= until))
+            in_runs[each.name] += size * (counted - int(free_after < at <= until))
     return by_op, in_runs
 
 
@@ -283,7 +287,7 @@ def budgets(problem: Problem) -> list[int]:
     return [least + (problem.baseline_bytes - least) * part // 4 for part in range(5)]
 
 
-def units_of(chosen: tuple[tuple[Candidate, Policy], ...]) -> Chosen:
+def find_units(chosen: tuple[tuple[Candidate, Policy], ...]) -> Chosen:
     return [(candidate.unit, policy) for candidate, policy in chosen]
 
 
@@ -291,7 +295,7 @@ def test_plans_of_real_models_have_the_levels_that_judged_them(problem: Problem)
     some = False
     for budget in budgets(problem):
         solved = solve(problem, budget)
-        chosen = units_of(solved.chosen)
+        chosen = find_units(solved.chosen)
         some |= bool(chosen)
         found = planned_timeline(problem.facts, chosen)
         assert solved.replay is not None
@@ -324,7 +328,7 @@ def test_without_a_plan_everything_is_as_captured(problem: Problem) -> None:
 
 def test_a_tight_plan_reserves_no_more_than_no_plan_and_no_less_than_its_peak(problem: Problem) -> None:
     solved = solve(problem, budgets(problem)[0])
-    found = planned_timeline(problem.facts, units_of(solved.chosen))
+    found = planned_timeline(problem.facts, find_units(solved.chosen))
     settled = planned_reserved(found, H100)
     assert settled.peak_requested_bytes == int(found.lives.levels()[1].sum(axis=0).max())
     assert found.peak_bytes <= settled.peak_allocated_bytes <= settled.peak_reserved_bytes
@@ -420,7 +424,7 @@ def test_state_that_is_sharded_is_made_by_the_first_optimizer_step() -> None:
 
 
 def test_intervals_add_up_over_a_real_plan(problem: Problem) -> None:
-    chosen = units_of(solve(problem, budgets(problem)[1]).chosen)
+    chosen = find_units(solve(problem, budgets(problem)[1]).chosen)
     plain = planned_timeline(problem.facts, chosen)
     ops = len(problem.facts.trace.ops)
     intervals = [

@@ -33,10 +33,10 @@ def test_a_storage_that_is_taken_is_missed_only_where_it_was(captured: Trace) ->
         before, during = levels.levels()
         less_before = timeline.before_bytes - before.sum(axis=0)
         less_during = timeline.during_bytes - during.sum(axis=0)
-        last = len(captured.ops) if storage.death == NEVER else storage.death
+        last = len(captured.ops) if storage.free_after == NEVER else storage.free_after
         alive = np.arange(len(captured.ops) + 1)
-        assert np.array_equal(less_during, storage.bytes * ((alive >= storage.birth) & (alive <= last)))
-        assert np.array_equal(less_before, storage.bytes * ((alive > storage.birth) & (alive <= last)))
+        assert np.array_equal(less_during, storage.bytes * ((alive >= storage.alloc_at) & (alive <= last)))
+        assert np.array_equal(less_before, storage.bytes * ((alive > storage.alloc_at) & (alive <= last)))
 
 
 def test_a_storage_replaced_by_its_own_size_changes_nothing(captured: Trace) -> None:

@@ -203,8 +203,10 @@ def test_levels_are_the_sum_of_what_was_kept_and_what_was_made(model: type[nn.Mo
     ops = len(trace.ops)
     during = np.array([op.workspace_bytes for op in trace.ops] + [0])
     for number, storage in enumerate(trace.storages):
-        if number not in found.removed and (storage.death == -1 or storage.death >= storage.birth):
-            during[max(storage.birth, 0) : ops + 1 if storage.death == -1 else storage.death + 1] += storage.bytes
+        if number not in found.removed and (storage.free_after == -1 or storage.free_after >= storage.alloc_at):
+            during[max(storage.alloc_at, 0) : ops + 1 if storage.free_after == -1 else storage.free_after + 1] += (
+                storage.bytes
+            )
     for made in found.allocations:
         during[max(made.begin, 0) : ops + 1 if made.end == -1 else made.end] += made.size_bytes
     raised = found.during - during

@@ -28,7 +28,7 @@ from memfit.solve import (
     Program,
     SolveOptions,
     Status,
-    curve_of,
+    build_curve,
     minimum_budget_bytes,
     solve,
 )
@@ -110,7 +110,7 @@ def test_forced_and_forbidden_at_once_is_refused(captured: Trace) -> None:
 
 def test_a_curve_falls_from_the_smallest_budget_to_the_baseline(captured: Trace) -> None:
     problem = problem_of(captured, ranks=4)
-    curve = curve_of(problem, points=6)
+    curve = build_curve(problem, points=6)
     times = [point.step_ms for point in curve.points]
     assert times == sorted(times, reverse=True)
     assert curve.points[0].budget_bytes == minimum_budget_bytes(problem)

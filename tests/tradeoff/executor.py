@@ -96,8 +96,8 @@ class Execution:
 
 def _result(trace: Trace, unit: Unit, storage: int) -> tuple[int, int]:
     """The op that makes a storage and its place among the new storages of that op."""
-    op = trace.storages[storage].birth
-    new = dict.fromkeys(ref.storage for ref in trace.ops[op].outputs if trace.storages[ref.storage].birth == op)
+    op = trace.storages[storage].alloc_at
+    new = dict.fromkeys(ref.storage for ref in trace.ops[op].outputs if trace.storages[ref.storage].alloc_at == op)
     return op - unit.begin, list(new).index(storage)
 
 

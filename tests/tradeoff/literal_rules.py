@@ -32,16 +32,16 @@ class Literal:
         self.trace, self.unit, self.op_ms = trace, unit, op_ms
         self.inside = range(unit.begin, unit.end)
         self.forward = [i for i, op in enumerate(trace.ops) if op.phase in (Phase.FORWARD, Phase.LOSS)]
-        self.born = [s for s, storage in enumerate(trace.storages) if storage.birth in self.inside]
+        self.alloc_at = [s for s, storage in enumerate(trace.storages) if storage.alloc_at in self.inside]
         self.groups = self._groups()
-        self.all_discardable = [storage for storage in self.born if self.discardable(storage)]
+        self.all_discardable = [storage for storage in self.alloc_at if self.discardable(storage)]
         self.all_forced = {op for op in self.inside if self.forced(op) and not self.view(op)}
         self.all_fixed = {op for op in self.inside if self.fixed(op)}
         given = trace.calls[unit.call].inputs if unit.call != NEVER else ()
         self.lost_inputs = {
             storage
             for storage in (*given, *(ref.storage for op in self.inside for ref in trace.ops[op].inputs))
-            if trace.storages[storage].birth < unit.begin
+            if trace.storages[storage].alloc_at < unit.begin
             and trace.storages[storage].category not in OWNED
             and not self.held(storage)
         }
@@ -60,20 +60,20 @@ class Literal:
         return self.trace.ops[op].view
 
     def made(self, storage: int) -> bool:
-        birth = self.trace.storages[storage].birth
-        return not self.view(birth) and any(ref.storage == storage for ref in self.trace.ops[birth].outputs)
+        alloc_at = self.trace.storages[storage].alloc_at
+        return not self.view(alloc_at) and any(ref.storage == storage for ref in self.trace.ops[alloc_at].outputs)
 
     def held(self, storage: int) -> bool:
-        death = self.trace.storages[storage].death
-        return death == NEVER or death >= self.unit.backward_begin
+        free_after = self.trace.storages[storage].free_after
+        return free_after == NEVER or free_after >= self.unit.backward_begin
 
     def discardable(self, storage: int) -> bool:
         record = self.trace.storages[storage]
         return (
             self.made(storage)
             and self.held(storage)
-            and record.death != NEVER
-            and record.death < self.unit.backward_end
+            and record.free_after != NEVER
+            and record.free_after < self.unit.backward_end
             and NEVER < record.released < self.unit.end
             and len(record.saved_by) > 0
             and all(op in self.inside for op in record.saved_by)
@@ -94,7 +94,7 @@ class Literal:
     def forced(self, op: int) -> bool:
         """Cannot run again: it writes to something older, or read something older that is then overwritten."""
         for storage, record in enumerate(self.trace.storages):
-            if record.birth >= self.unit.begin:
+            if record.alloc_at >= self.unit.begin:
                 continue
             if self.writes(op, storage):
                 return True
@@ -109,8 +109,8 @@ class Literal:
         """Cannot be saved: its result is overwritten after the unit."""
         return any(
             self.writes(later, storage)
-            for storage in self.born
-            if self.trace.storages[storage].birth == op and self.made(storage)
+            for storage in self.alloc_at
+            if self.trace.storages[storage].alloc_at == op and self.made(storage)
             for later in self.forward
             if later >= self.unit.end
         )
@@ -118,11 +118,13 @@ class Literal:
     def _groups(self) -> list[frozenset[int]]:
         together: list[set[int]] = [{op} for op in self.inside if not self.view(op)]
         ties = [{op for op in self.inside if self.trace.ops[op].random}]
-        for storage in self.born:
+        for storage in self.alloc_at:
             writers = {op for op in self.inside if self.writes(op, storage)}
             if writers:
                 early = {op for op in self.inside if self.reads(op, storage) and any(op < w for w in writers)}
-                ties.append({op for op in writers | early | {self.trace.storages[storage].birth} if not self.view(op)})
+                ties.append(
+                    {op for op in writers | early | {self.trace.storages[storage].alloc_at} if not self.view(op)}
+                )
         for tie in ties:
             joined = [group for group in together if group & tie]
             together = [group for group in together if not group & tie]
@@ -139,7 +141,7 @@ class Literal:
                     yield outcome
 
     def outcome(self, dropped: frozenset[int]) -> Outcome | None:
-        births = {storage: self.trace.storages[storage].birth for storage in self.born}
+        births = {storage: self.trace.storages[storage].alloc_at for storage in self.alloc_at}
         gone = [storage for storage in self.all_discardable if births[storage] in dropped]
         stop = max((self.need(storage) for storage in gone), default=-1)
         reached = [op for op in self.inside if op <= stop]
@@ -147,7 +149,7 @@ class Literal:
         saved = [op for op in reached if op not in runs]
         if self.all_forced & set(runs) or self.all_fixed & set(saved):
             return None
-        fresh = [s for s in self.born if self.made(s) and not self.held(s) and births[s] in saved]
+        fresh = [s for s in self.alloc_at if self.made(s) and not self.held(s) and births[s] in saved]
         kept = [storage for storage in self.all_discardable if storage not in gone]
         beyond = {births[storage] for storage in kept if births[storage] > stop}
         size = sum(map(self.size, gone)) - sum(map(self.size, fresh)) - sum(map(self.size, self.lost_inputs))
@@ -163,9 +165,9 @@ class Literal:
 
     def result(self, storage: int) -> tuple[int, int]:
         """The op that makes a storage and its place among the new storages of that op."""
-        birth = self.trace.storages[storage].birth
-        alike = [s for s in sorted(self.born) if self.made(s) and self.trace.storages[s].birth == birth]
-        return birth - self.unit.begin, alike.index(storage)
+        alloc_at = self.trace.storages[storage].alloc_at
+        alike = [s for s in sorted(self.alloc_at) if self.made(s) and self.trace.storages[s].alloc_at == alloc_at]
+        return alloc_at - self.unit.begin, alike.index(storage)
 
     def frontier(self) -> list[tuple[int, float]]:
         """The undominated pairs of bytes and time, after the policy that does nothing."""
@@ -183,7 +185,7 @@ class Literal:
         highest = 0
         for op in range(self.unit.begin, self.unit.begin + policy.stop + 1):
             if op - self.unit.begin in policy.recomputed:
-                alive |= {s for s in self.born if self.trace.storages[s].birth == op}
+                alive |= {s for s in self.alloc_at if self.trace.storages[s].alloc_at == op}
                 rounding = self.trace.hardware.allocator.rounding_bytes
                 workspace = -(-self.trace.ops[op].workspace_bytes // rounding) * rounding
                 highest = max(highest, sum(map(self.size, alive)) + workspace)
@@ -196,6 +198,6 @@ class Literal:
         if self.held(storage) and not self.made(storage) and self.trace.storages[storage].saved_by:
             return False
         if not self.held(storage):
-            return op >= self.trace.storages[storage].death
+            return op >= self.trace.storages[storage].free_after
         released = self.trace.storages[storage].released
         return released != NEVER and op >= released

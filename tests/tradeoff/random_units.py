@@ -58,8 +58,8 @@ class OpDraft:
 @dataclass
 class StorageDraft:
     size: int
-    birth: int
-    death: int = NEVER
+    alloc_at: int
+    free_after: int = NEVER
     released: int | None = None
     category: Category = Category.ACTIVATION
     savers: set[int] = field(default_factory=set)
@@ -68,9 +68,9 @@ class StorageDraft:
         return Storage(
             bytes=self.size,
             category=self.category,
-            birth=self.birth,
-            death=self.death,
-            released=self.death if self.released is None else self.released,
+            alloc_at=self.alloc_at,
+            free_after=self.free_after,
+            released=self.free_after if self.released is None else self.released,
             call=NEVER,
             module="",
             name="",
@@ -195,23 +195,23 @@ def _draw_fate(
 ) -> None:
     """Who saves a storage, and when it goes: never before its last use."""
     users = [i for i, op in enumerate(ops) if number in op.reads or number in op.makes]
-    last = max([*users, storage.birth, 0])
+    last = max([*users, storage.alloc_at, 0])
     fate = draw(st.sampled_from(("dies", "dies", "saved", "saved", "saved", "saved outside", "held", "stays")))
     if storage.category in (Category.PARAMETER, Category.BUFFER):
         return
     inside = [i for i in users if begin <= i < end and not ops[i].view]
     outside = [i for i in users if not begin <= i < end and not ops[i].view]
     if fate == "dies":
-        storage.death = draw(st.integers(last, forward))
+        storage.free_after = draw(st.integers(last, forward))
     elif fate == "saved" and inside:
         storage.savers = set(draw(st.lists(st.sampled_from(inside), min_size=1, max_size=2)))
-        storage.death = draw(st.integers(backward, backward_end - 1))
+        storage.free_after = draw(st.integers(backward, backward_end - 1))
     elif fate == "saved outside" and outside:
         storage.savers = set(draw(st.lists(st.sampled_from(outside + inside), min_size=1, max_size=2)))
-        storage.death = draw(st.integers(forward, backward_end))
+        storage.free_after = draw(st.integers(forward, backward_end))
     elif fate == "held":
         storage.savers = set(draw(st.lists(st.sampled_from(inside), max_size=2))) if inside else set()
-        storage.death = draw(st.sampled_from((backward_end, backward_end + 1, NEVER)))
-    if storage.savers and storage.death != NEVER:
-        storage.released = draw(st.integers(last, draw(st.sampled_from((max(last, end - 1), storage.death)))))
+        storage.free_after = draw(st.sampled_from((backward_end, backward_end + 1, NEVER)))
+    if storage.savers and storage.free_after != NEVER:
+        storage.released = draw(st.integers(last, draw(st.sampled_from((max(last, end - 1), storage.free_after)))))
     storage.savers = {op if ops[op].forward_op == NEVER else ops[op].forward_op for op in storage.savers}

@@ -13,7 +13,7 @@ from random_units import units_in_traces
 import memfit
 from memfit.capture import Trace
 from memfit.errors import InputError
-from memfit.tradeoff import Frontier, Policy, Unit, frontier_of, frontiers
+from memfit.tradeoff import Frontier, Policy, Unit, build_frontier, build_frontiers
 from memfit.tradeoff.choices import Choices
 from memfit.tradeoff.facts import Facts
 from memfit.tradeoff.hull import hull_corners, lower_hull
@@ -31,7 +31,7 @@ def examples(count: int) -> settings:
 
 def of_unit(drawn: Drawn, points: int = ALL) -> Frontier:
     trace, unit, op_ms = drawn
-    return frontier_of(Problem.of(Facts.of(trace, op_ms), unit), points=points)
+    return build_frontier(Problem.of(Facts.of(trace, op_ms), unit), points=points)
 
 
 def pairs(policies: tuple[Policy, ...]) -> list[tuple[int, float]]:
@@ -155,7 +155,7 @@ def test_of_equal_policies_the_one_that_saves_earlier_ops_is_taken() -> None:
         fixed=np.zeros(3, bool),
         ties=np.zeros((0, 2), np.int64),
         size=np.full(3, 8),
-        birth=np.arange(3),
+        alloc_at=np.arange(3),
         ends=np.full(3, 3),
         role=np.full(3, Role.DISCARDABLE),
         need=np.full(3, 2),
@@ -163,7 +163,7 @@ def test_of_equal_policies_the_one_that_saves_earlier_ops_is_taken() -> None:
         input_size=np.zeros(0, np.int64),
         input_ends=np.zeros(0, np.int64),
     )
-    policies = frontier_of(problem).policies
+    policies = build_frontier(problem).policies
     assert [policy.saved for policy in policies] == [(0, 1, 2), (0, 1), (0,), ()]
     assert pairs(policies) == [(0, 0.0), (8, 1.0), (16, 2.0), (24, 3.0)]
 
@@ -180,7 +180,7 @@ def test_dropping_a_storage_without_bytes_may_spare_what_would_be_newly_held() -
         fixed=np.zeros(3, bool),
         ties=np.zeros((0, 2), np.int64),
         size=np.array([8, 8, 0]),
-        birth=np.arange(3),
+        alloc_at=np.arange(3),
         ends=np.array([3, 2, 3]),
         role=np.array([Role.DISCARDABLE, Role.FRESH, Role.DISCARDABLE]),
         need=np.array([1, -1, 2]),
@@ -188,7 +188,7 @@ def test_dropping_a_storage_without_bytes_may_spare_what_would_be_newly_held() -
         input_size=np.zeros(0, np.int64),
         input_ends=np.zeros(0, np.int64),
     )
-    policies = frontier_of(problem).policies
+    policies = build_frontier(problem).policies
     assert pairs(policies) == [(0, 0.0), (8, 3.0)]
     assert policies[1].dropped == ((0, 0), (2, 0)) and policies[1].stop == 2
 
@@ -196,13 +196,13 @@ def test_dropping_a_storage_without_bytes_may_spare_what_would_be_newly_held() -
 def test_equal_layers_share_one_frontier() -> None:
     shape = Shape(layers=8, hidden=64, heads=4, key_value_heads=2, feed_forward=128, vocabulary=256)
     trace = memfit.trace(training_step(shape, length=32), target="h100-sxm")
-    found = frontiers(trace, times_of(trace))
+    found = build_frontiers(trace, times_of(trace))
     layers = [found[f"layers.{index}"] for index in range(8)]
     assert all(layer is layers[0] for layer in layers)
     assert layers[0].exact and 2 < len(layers[0].policies) <= 24
     assert found["layers.0.attention"] is found["layers.7.attention"] is not found["layers.0.feed_forward"]
     assert found.distinct < 16 < len(found)
-    thin = frontiers(trace, times_of(trace), points=3)["layers.0"].policies
+    thin = build_frontiers(trace, times_of(trace), points=3)["layers.0"].policies
     ends = (layers[0].policies[0], layers[0].policies[-1])
     assert len(thin) == 3 and (thin[0], thin[-1]) == ends
 
@@ -212,14 +212,14 @@ def test_layers_of_other_times_do_not_share() -> None:
     trace = memfit.trace(training_step(shape, length=32), target="h100-sxm")
     op_ms = times_of(trace)
     op_ms[trace.calls[next(i for i, call in enumerate(trace.calls) if call.module == "layers.1")].begin] *= 2
-    found = frontiers(trace, op_ms)
+    found = build_frontiers(trace, op_ms)
     assert found["layers.0"] is not found["layers.1"]
 
 
 def test_sizes_are_rounded_as_the_allocator_of_the_device_does() -> None:
     shape = Shape(layers=1, hidden=64, heads=4, key_value_heads=2, feed_forward=100, vocabulary=256)
     trace = memfit.trace(training_step(shape, length=33), target="h100-sxm")
-    for frontier in frontiers(trace, times_of(trace)).values():
+    for frontier in build_frontiers(trace, times_of(trace)).values():
         assert all(policy.discarded_bytes % 512 == 0 for policy in frontier.policies)
 
 
@@ -235,6 +235,6 @@ def test_times_that_are_no_times_are_refused(bad: object) -> None:
     else:
         op_ms = op_ms[:1]
     with pytest.raises(InputError):
-        frontiers(trace, op_ms)
+        build_frontiers(trace, op_ms)
     with pytest.raises(InputError, match="points"):
-        frontiers(trace, times_of(trace), points=1)
+        build_frontiers(trace, times_of(trace), points=1)

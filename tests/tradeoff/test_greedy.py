@@ -12,7 +12,7 @@ import memfit
 from memfit.compat import SACStats, greedy_order
 from memfit.compat.greedy import group_of
 from memfit.compat.sac import SACTable
-from memfit.tradeoff import frontier_of, units
+from memfit.tradeoff import build_frontier, units
 from memfit.tradeoff.problem import Problem, Role
 
 
@@ -63,7 +63,7 @@ def problem_of(stats: SACStats) -> Problem:
         fixed=np.zeros(count, bool),
         ties=np.array([pair for pair in stats.inplace_ops if not view[pair[1]]], np.int64).reshape(-1, 2),
         size=np.array(stats.memory, np.int64)[makers],
-        birth=makers,
+        alloc_at=makers,
         ends=np.full(len(makers), count),
         role=np.full(len(makers), Role.DISCARDABLE),
         need=np.full(len(makers), count - 1),
@@ -90,7 +90,7 @@ def test_no_prefix_of_the_greedy_order_of_a_real_unit_is_better_than_the_frontie
 def compare(stats: SACStats) -> int:
     """Check every prefix of the greedy order; says how many there are."""
     greedy = greedy_order(stats)
-    frontier = frontier_of(problem_of(stats), points=10**6)
+    frontier = build_frontier(problem_of(stats), points=10**6)
     assert frontier.exact
     discarded = 0
     spent = sum(stats.runtimes[op] for op in stats.view_like_ops)

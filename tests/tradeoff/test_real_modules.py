@@ -12,7 +12,7 @@ from torch import nn
 
 import memfit
 from memfit.capture import NEVER, Op, Step, Trace
-from memfit.tradeoff import Frontier, Policy, Unit, frontiers, units
+from memfit.tradeoff import Frontier, Policy, Unit, build_frontiers, units
 
 
 def captured(model: nn.Module, *batch: Any) -> Trace:
@@ -22,7 +22,7 @@ def captured(model: nn.Module, *batch: Any) -> Trace:
 def frontier_and_unit(trace: Trace, name: str) -> tuple[Frontier, Unit]:
     unit = next(each for each in units(trace) if each.name == name)
     op_ms = np.array([0.0 if op.view else 1.0 for op in trace.ops])
-    return frontiers(trace, op_ms, points=10**6).of(unit), unit
+    return build_frontiers(trace, op_ms, points=10**6).of(unit), unit
 
 
 def ops_of(trace: Trace, unit: Unit, offsets: tuple[int, ...]) -> list[Op]:
@@ -38,7 +38,7 @@ def test_policies_of_real_units_follow_the_rules() -> None:
     for name in ("llama", "vit", "mlp"):
         trace = memfit.trace(zoo_models.STEPS[name](), target="cpu")
         op_ms = np.array([0.0 if op.view else 0.25 for op in trace.ops])
-        found = frontiers(trace, op_ms)
+        found = build_frontiers(trace, op_ms)
         for unit in found.units:
             if unit.end - unit.begin > 80:
                 continue

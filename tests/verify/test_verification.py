@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import verified_steps
-from verified_steps import Block, Counting, Failing, Forgetful, Hoarding, planned, step_of
+from verified_steps import Block, Counting, Failing, Forgetful, Hoarding, find_step, planned
 from zoo_models import STEPS
 
 import memfit
@@ -98,7 +98,7 @@ def test_gradients_that_a_step_starts_with_are_part_of_its_peak() -> None:
         model(*batch).backward()
         optimizer.step()
 
-    plain = step_of()
+    plain = find_step()
     step = dataclasses.replace(plain, optimizer=torch.optim.SGD(plain.build_model().parameters(), lr=0.1), run=run)
     found = planned(step, 0.5).verify(step, steps=1, time_tolerance=None)
     assert found.ok, str(found)
@@ -107,7 +107,7 @@ def test_gradients_that_a_step_starts_with_are_part_of_its_peak() -> None:
 
 @pytest.mark.parametrize("trained", [False, True])
 def test_everything_is_left_as_it_was_found(trained: bool) -> None:
-    plain = step_of()
+    plain = find_step()
     model = plain.build_model()
     step = dataclasses.replace(plain, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1))
     plan = planned(step)
@@ -121,16 +121,16 @@ def test_everything_is_left_as_it_was_found(trained: bool) -> None:
 
 
 def test_a_plan_made_before_the_first_step_is_for_later_ones_too_and_the_other_way_round() -> None:
-    plain = step_of()
+    plain = find_step()
     step = dataclasses.replace(plain, optimizer=torch.optim.AdamW(plain.build_model().parameters()))
     step.execute(step.build_model(), step.optimizer, "cpu")  # type: ignore[arg-type]
     later = planned(step)
-    assert later.verify(step_of(), steps=1, time_tolerance=None).ok
+    assert later.verify(find_step(), steps=1, time_tolerance=None).ok
     assert planned(plain).verify(step, steps=1, time_tolerance=None).ok
 
 
 def test_an_exception_in_the_step_leaves_everything_as_it_was_found() -> None:
-    plain = step_of(Failing)
+    plain = find_step(Failing)
     step = dataclasses.replace(plain, optimizer=torch.optim.AdamW(plain.build_model().parameters()))
     plan = planned(step)
     for calls in (2, 7, 20, 31):
@@ -145,7 +145,7 @@ def test_an_exception_in_the_step_leaves_everything_as_it_was_found() -> None:
 
 
 def test_a_plan_that_is_applied_already_is_verified_and_stays_applied() -> None:
-    step = step_of()
+    step = find_step()
     model, plan, other = step.build_model(), planned(step), planned(step, 0.8)
     plan.apply(model)
     applied = plan_of_model(model)
@@ -162,7 +162,7 @@ def test_a_plan_that_is_applied_already_is_verified_and_stays_applied() -> None:
 
 
 def test_a_wrong_prediction_is_reported_with_the_module() -> None:
-    step = step_of()
+    step = find_step()
     plan = planned(step)
     assert plan.predicted is not None
     lower = msgspec.structs.replace(plan.predicted, peak_bytes=int(plan.predicted.peak_bytes * 0.8))
@@ -182,7 +182,7 @@ def first_row(found: Verification, title: str) -> list[str]:
 
 
 def test_a_module_that_holds_what_was_not_predicted_is_named() -> None:
-    step = step_of(Hoarding)
+    step = find_step(Hoarding)
     found = planned(step, 0.9).verify(step, steps=1, time_tolerance=None)
     assert not found.ok and found.memory_differs_most is not None
     assert found.memory_differs_most.name.startswith("layers.")
@@ -192,7 +192,7 @@ def test_a_module_that_holds_what_was_not_predicted_is_named() -> None:
 
 
 def test_a_time_that_is_not_as_predicted_is_reported_with_the_module() -> None:
-    step = step_of()
+    step = find_step()
     plan = planned(step)
     assert plan.predicted is not None
     endless = msgspec.structs.replace(plan.predicted, step_ms=1e9)
@@ -204,7 +204,7 @@ def test_a_time_that_is_not_as_predicted_is_reported_with_the_module() -> None:
 
 
 def test_a_module_that_counts_its_calls_is_reported() -> None:
-    step = step_of(Counting)
+    step = find_step(Counting)
     plan = planned(step)
     assert any(entry.module.startswith("layers") for entry in plan.checkpoint)
     found = plan.verify(step, steps=1, time_tolerance=None)
@@ -218,7 +218,7 @@ def test_a_module_that_counts_its_calls_is_reported() -> None:
 
 
 def test_a_step_that_is_never_the_same_is_reported_as_such() -> None:
-    step = step_of(Forgetful)
+    step = find_step(Forgetful)
     found = planned(step, 1.0).verify(step, steps=1, time_tolerance=None)
     assert not found.ok and found.exactness is not None and found.exactness.reproducible is False
     assert found.exactness.first("loss") is not None
@@ -226,7 +226,7 @@ def test_a_step_that_is_never_the_same_is_reported_as_such() -> None:
 
 def test_the_step_without_the_plan_is_left_out_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifying_module, "free_bytes", lambda device_type: 1)
-    step = step_of()
+    step = find_step()
     found = planned(step).verify(step, steps=1, time_tolerance=None)
     assert found.ok and found.exactness is None and found.baseline_peak is None and found.baseline_step is None
     assert (
@@ -235,8 +235,8 @@ def test_the_step_without_the_plan_is_left_out_where_it_does_not_fit(monkeypatch
 
 
 def test_a_plan_for_another_step_is_refused_before_anything_runs() -> None:
-    plan = planned(step_of())
-    longer = dataclasses.replace(step_of(Failing), batch=(torch.randn(65, 32), torch.randint(0, 10, (65,))))
+    plan = planned(find_step())
+    longer = dataclasses.replace(find_step(Failing), batch=(torch.randn(65, 32), torch.randint(0, 10, (65,))))
     with pytest.raises(PlanMismatch, match="65"):
         plan.verify(longer)
 
@@ -245,11 +245,11 @@ def test_a_plan_for_another_step_is_refused_before_anything_runs() -> None:
     ("change", "says"),
     [
         ({"batch": (memfit.spec((64, 32)), memfit.spec((64,), torch.int64))}, "memfit.spec"),
-        ({"model": step_of().build_model().eval()}, "model.train"),
+        ({"model": find_step().build_model().eval()}, "model.train"),
     ],
 )
 def test_what_cannot_be_run_is_refused(change: dict, says: str) -> None:
-    step = step_of()
+    step = find_step()
     plan = planned(step)
     with pytest.raises(InputError, match=says):
         plan.verify(dataclasses.replace(step, **change))
@@ -260,20 +260,20 @@ def test_what_cannot_be_run_is_refused(change: dict, says: str) -> None:
 
 
 def test_an_infeasible_plan_is_refused() -> None:
-    step = step_of()
+    step = find_step()
     with pytest.raises(InputError, match="infeasible"):
         memfit.plan(step, target="cpu", budget="1B", progress=False).verify(step)
 
 
 def test_a_model_given_as_a_callable_is_built() -> None:
-    step = dataclasses.replace(step_of(), model=verified_steps.Stack)
+    step = dataclasses.replace(find_step(), model=verified_steps.Stack)
     before = torch.get_rng_state()
     found = planned(step).verify(step, steps=1, time_tolerance=None)
     assert found.ok and torch.equal(before, torch.get_rng_state())
 
 
 def test_a_verification_is_json() -> None:
-    step = step_of()
+    step = find_step()
     found = planned(step).verify(step, steps=1, time_tolerance=None)
     assert isinstance(found, Verification)
     read = json.loads(found.to_json())
@@ -325,7 +325,7 @@ def test_what_is_freed_within_an_op_is_no_result_of_it() -> None:
 
 def test_a_plan_that_changes_the_optimizers_step_is_compared_with_the_step_as_it_was_given() -> None:
     few = (torch.randn(2, 32), torch.randint(0, 10, (2,)))  # so that the peak is in the optimizer
-    step = step_of(optimizer=functools.partial(torch.optim.AdamW, lr=0.1, foreach=True)).with_batch(few)
+    step = find_step(optimizer=functools.partial(torch.optim.AdamW, lr=0.1, foreach=True)).with_batch(few)
     plan = memfit.plan(
         step, target="cpu", budget=planned(step).budget_bytes - 1, options=SolveOptions(optimizer=True), progress=False
     )
@@ -338,7 +338,7 @@ def test_a_plan_that_changes_the_optimizers_step_is_compared_with_the_step_as_it
 
 
 def test_dropout_is_part_of_what_is_compared() -> None:
-    step = step_of(Block)
+    step = find_step(Block)
     found = planned(step).verify(step, steps=1, time_tolerance=None)
     assert found.exactness is not None and found.exactness.equal
     assert any(isinstance(module, torch.nn.Dropout) for module in step.build_model().modules())
@@ -354,7 +354,7 @@ def test_differences_are_parts_of_what_was_predicted() -> None:
 
 
 def test_verifying_runs_few_steps_and_parses_no_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = step_of()
+    step = find_step()
     plan = planned(step, 0.5)
     runs, parsed = [], []
     execute, parse = memfit.Step.execute, torch.autograd.profiler.profile._parse_kineto_results
@@ -384,7 +384,7 @@ def test_copies_of_values_are_no_events_of_the_allocator() -> None:
 
 
 def test_the_garbage_collector_is_left_as_found() -> None:
-    step = step_of()
+    step = find_step()
     plan = planned(step, 0.5)
     plan.verify(step, steps=1, time_tolerance=None)
     assert gc.get_freeze_count() == 0 and gc.isenabled()

@@ -86,7 +86,7 @@ class Failing(Block):
         return super().forward(x)
 
 
-def step_of(kind: type[nn.Module] = Block, **options: Any) -> Step:
+def find_step(kind: type[nn.Module] = Block, **options: Any) -> Step:
     torch.manual_seed(0)
     batch = (torch.randn(64, 32), torch.randint(0, 10, (64,)))
     return Step(Stack(kind), batch, **options)

@@ -28,7 +28,7 @@ from memfit.paths import alike, folded
 from memfit.plans import Plan
 from memfit.plans.record import Checkpoint, Estimate, ShardPlan
 from memfit.plans.text import json_text
-from memfit.solve.curve_display import text_of
+from memfit.solve.curve_display import render_text
 from memfit.units import display_bytes
 
 _OWN = "the parameter's own"
@@ -116,7 +116,7 @@ class Comparison:
         return comparison_report(self)
 
     def __str__(self) -> str:
-        return text_of(self.__rich__())
+        return render_text(self.__rich__())
 
 
 def compare(first: Plan | Trace, second: Plan | Trace) -> Comparison:

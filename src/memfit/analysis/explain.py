@@ -21,7 +21,7 @@ from memfit.analysis.explanation import (
 )
 from memfit.analysis.facts import Report
 from memfit.analysis.holders import Holders
-from memfit.analysis.levers import levers_of
+from memfit.analysis.levers import find_levers
 from memfit.analysis.levers.case import Case
 from memfit.analysis.levers.lever import Lever
 from memfit.analysis.sizes import rounded
@@ -38,10 +38,10 @@ from memfit.plans.given import (
     TargetLike,
     check_asked,
     check_nothing_beside,
-    cost_given,
-    options_given,
-    step_given,
-    target_given,
+    resolve_cost,
+    resolve_options,
+    resolve_step,
+    resolve_target,
 )
 from memfit.plans.record import PeakAt
 from memfit.solve import PlannedTimeline, Problem, SolveOptions
@@ -90,11 +90,11 @@ def explain(
         check_asked(model, target, ranks, budget=budget)
         report, step = _given(model, batch, loss, optimizer, autocast, target, ranks, cost, options, doing)
         allowed = min(report.target.budget_bytes(budget), report.target.usable_bytes)
-    case = Case(report=report, step=step, cost=cost_given(cost, report.target), budget_bytes=allowed)
+    case = Case(report=report, step=step, cost=resolve_cost(cost, report.target), budget_bytes=allowed)
     found: tuple[Lever, ...] = ()
     if levers:
         with doing("working out levers") as tell:
-            found = levers_of(case, tell)
+            found = find_levers(case, tell)
     return _explanation(case, found, case.least if levers else None)
 
 
@@ -104,7 +104,7 @@ def _planned(
     if not isinstance(step, Step | Trace):
         raise InputError(f"a plan is explained with its memfit.Step or memfit.Trace, not a {type(step).__name__}")
     with doing("capturing one training step"):
-        report = Report.of(plan, step, cost=cost, options=None if options is None else options_given(options))
+        report = Report.of(plan, step, cost=cost, options=None if options is None else resolve_options(options))
     return report, step if isinstance(step, Step) else None
 
 
@@ -120,15 +120,15 @@ def _given(
     options: SolveOptions | None,
     doing: _Doing,
 ) -> tuple[Report, Step | None]:
-    aim, solver = target_given(model, target, ranks), options_given(options)
-    chosen = cost_given(cost, aim)
+    aim, solver = resolve_target(model, target, ranks), resolve_options(options)
+    chosen = resolve_cost(cost, aim)
     if isinstance(model, Step | Trace):
         check_nothing_beside(f"the {type(model).__name__}", batch, loss, optimizer, autocast)
     step = None
     if isinstance(model, Trace):
         captured = model
     else:
-        step = step_given(model, batch, loss=loss, optimizer=optimizer, autocast=autocast)
+        step = resolve_step(model, batch, loss=loss, optimizer=optimizer, autocast=autocast)
         with doing("capturing one training step"):
             captured = trace(step, target=aim)
     with doing("timing its ops, working out frontiers"):
@@ -141,7 +141,7 @@ def _explanation(case: Case, levers: tuple[Lever, ...], least: LeastBudget | Non
     holders = Holders(timeline, instant, kept_by_plan(report, timeline))
     there = timeline.alive(instant)
     size = timeline.lives.size_bytes[there]
-    largest = there[np.lexsort((there, timeline.lives.born[there], -size))][:_LARGEST]
+    largest = there[np.lexsort((there, timeline.lives.alloc_at[there], -size))][:_LARGEST]
     at = peak_at(timeline.trace, int(timeline.op[instant]), second_run_of=timeline.second_run_of(instant))
     plan = report.plan
     notes = [*report.trace.notes]

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from memfit.analysis.levers.lever import Lever
 from memfit.capture import Category
 from memfit.plans.text import json_text
-from memfit.solve.curve_display import text_of
+from memfit.solve.curve_display import render_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +53,8 @@ class LineAtPeak:
 class HeldStorage:
     """An allocation that is there at the peak. `holder` is the kind of thing that holds it, `held_by` the thing.
 
-    `born` and `dies` are ops of the step, None when it is there before or stays after. `shape` and `dtype` are those of
-    the first tensor seen on it, None when none was.
+    `alloc_at` and `free_after` are ops of the step, None when it is there before or stays after. `shape` and `dtype`
+    are those of the first tensor seen on it, None when none was.
     """
 
     size_bytes: int
@@ -66,9 +66,9 @@ class HeldStorage:
     dtype: str | None
     holder: str
     held_by: str
-    born: int | None
+    alloc_at: int | None
     born_by: str
-    dies: int | None
+    free_after: int | None
     dies_after: str
 
 
@@ -173,4 +173,4 @@ class StepExplanation:
         return explanation_report(self)
 
     def __str__(self) -> str:
-        return text_of(self.__rich__())
+        return render_text(self.__rich__())

@@ -10,12 +10,12 @@ from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.plans import Plan
-from memfit.plans.given import cost_given
-from memfit.plans.making import policy_of
+from memfit.plans.given import resolve_cost
+from memfit.plans.making import build_policy
 from memfit.plans.words import without_plan
 from memfit.sharding import ShardOptions
 from memfit.solve import Curve, PlannedTimeline, Problem, SolveOptions
-from memfit.solve.curve import curve_of
+from memfit.solve.curve import build_curve
 from memfit.tradeoff import Policy, Unit
 from memfit.verify import Verification
 from memfit.verify.prediction import captured_for
@@ -65,7 +65,7 @@ class Report:
             intra_node_link=plan.target.intra_node_link,
             inter_node_link=plan.target.inter_node_link,
         )
-        runtime = Runtime.of(trace, cost_given(cost, target))
+        runtime = Runtime.of(trace, resolve_cost(cost, target))
         problem = Problem.of(runtime, target, options or SolveOptions(shard=_shard_options(plan)))
         return cls(problem=problem, plan=plan, curve=curve, verification=verification, title=title)
 
@@ -73,7 +73,7 @@ class Report:
     def of_trace(cls, trace: Trace, *, target: Target | None = None, cost: Cost | str | None = None) -> Report:
         """The report of a step without a plan."""
         aim = target or Target.parse(trace.hardware)
-        return cls(problem=Problem.of(Runtime.of(trace, cost_given(cost, aim)), aim), plan=None)
+        return cls(problem=Problem.of(Runtime.of(trace, resolve_cost(cost, aim)), aim), plan=None)
 
     @property
     def trace(self) -> Trace:
@@ -100,7 +100,7 @@ class Report:
         """What the plan checkpoints, and how."""
         units = {unit.name: unit for unit in self.problem.units}
         entries = () if self.plan is None else self.plan.checkpoint
-        return tuple((units[each.unit], policy_of(each)) for each in entries)
+        return tuple((units[each.unit], build_policy(each)) for each in entries)
 
     @cached_property
     def planned(self) -> PlannedTimeline | None:
@@ -116,7 +116,7 @@ class Report:
 
     def with_curve(self, points: int = 16) -> Report:
         """The same report with the whole trade-off."""
-        return replace(self, curve=curve_of(self.problem, points=points))
+        return replace(self, curve=build_curve(self.problem, points=points))
 
 
 def _shard_options(plan: Plan) -> ShardOptions:

@@ -25,6 +25,6 @@ def _why(facts: Facts, unit: Unit, op: int) -> str:
     if facts.pinned[op]:
         return "writes in place to host memory"
     written = facts.write_storage[facts.write_op == op]
-    if (facts.birth[written] < unit.begin).any():
+    if (facts.alloc_at[written] < unit.begin).any():
         return "writes in place to what is older than the unit"
     return "reads what is overwritten before its backward"

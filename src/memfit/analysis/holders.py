@@ -53,7 +53,7 @@ class Holders:
         """An allocation of the timeline's, with what holds it."""
         found = self.timeline.allocation(number)
         kind, held_by = self._holder(number)
-        born, dies = self._op(found.born), self._op(found.dies)
+        alloc_at, free_after = self._op(found.alloc_at), self._op(found.free_after)
         shape, dtype = self._tensor(found.storage)
         return HeldStorage(
             size_bytes=found.size_bytes,
@@ -65,23 +65,23 @@ class Holders:
             dtype=dtype,
             holder=kind,
             held_by=held_by,
-            born=born,
-            born_by="" if born is None else self._name(born),
-            dies=dies,
-            dies_after="" if dies is None else self._name(dies),
+            alloc_at=alloc_at,
+            born_by="" if alloc_at is None else self._name(alloc_at),
+            free_after=free_after,
+            dies_after="" if free_after is None else self._name(free_after),
         )
 
     def source(self, storage: int) -> str:
         """The user's line that made a storage; empty for what is there before the step."""
-        if storage == NEVER or not 0 <= self.trace.storages[storage].birth < len(self.trace.ops):
+        if storage == NEVER or not 0 <= self.trace.storages[storage].alloc_at < len(self.trace.ops):
             return ""
-        return self.trace.source_of(self.trace.storages[storage].birth)
+        return self.trace.source_of(self.trace.storages[storage].alloc_at)
 
     def place(self, storage: int) -> str:
         """Where a result that no module made was made: `<loss>` or `<optimizer>`; empty for all others."""
         if storage == NEVER or self.trace.storages[storage].module or self.trace.storages[storage].category in _OWNED:
             return ""
-        return self.place_of_op(self.trace.storages[storage].birth)
+        return self.place_of_op(self.trace.storages[storage].alloc_at)
 
     def place_of_op(self, op: int) -> str:
         """`<loss>` or `<optimizer>` for an op outside of any module, empty for one inside."""
@@ -125,24 +125,24 @@ class Holders:
             also = f", and of {len(later) - 1} more" if len(later) > 1 else ""
             saved = f"saved for the backward of {self.op_in(saver)}{also}, read at op {reads[0]}"
             return "autograd", saved + self._beyond(storage, max(max(reads) for reads in later.values()))
-        if self.running and found.birth == now:
+        if self.running and found.alloc_at == now:
             return "running", f"result of {self._name(now)}, which runs"
         reading = [op for op in self._readers[storage] if op >= now]
         if self.running and reading and reading[0] == now:
             return "running", f"read by {self._name(now)}, which runs"
         if reading:
             return "waiting", f"read next by {self.op_in(reading[0])}, op {reading[0]}"
-        if found.category is Category.TEMPORARY and self.trace.ops[found.birth].phase is Phase.BACKWARD:
+        if found.category is Category.TEMPORARY and self.trace.ops[found.alloc_at].phase is Phase.BACKWARD:
             return self._of_backward(storage)
         if savers and NEVER < found.released < now:
             return "autograd", f"saved for the backward of {self.op_in(savers[0])}, of which no op runs after this"
-        last = max((op for op in self._readers[storage]), default=found.birth)
+        last = max((op for op in self._readers[storage]), default=found.alloc_at)
         return "python", f"held by Python only {_PYTHON}: nothing reads it after op {last}"
 
     def _beyond(self, storage: int, last: int) -> str:
         """Says so where Python keeps what autograd saved also after the last op of the backward that reads it."""
         found = self.trace.storages[storage]
-        released = found.death if found.released == NEVER else found.released
+        released = found.free_after if found.released == NEVER else found.released
         if NEVER < released <= last:
             return ""
         return f"; also held by Python {_PYTHON} {_until(released)}"
@@ -150,13 +150,13 @@ class Holders:
     def _of_backward(self, storage: int) -> tuple[str, str]:
         """What holds a gradient on its way that no op reads again."""
         found = self.trace.storages[storage]
-        made = self.trace.ops[found.birth]
-        if found.death == self.now:
-            return "running", f"result of {self.op_in(found.birth)}, about to be freed"
+        made = self.trace.ops[found.alloc_at]
+        if found.free_after == self.now:
+            return "running", f"result of {self.op_in(found.alloc_at)}, about to be freed"
         if made.forward_op == NEVER and made.name.startswith("aten.ones_like"):
-            return "backward", f"gradient that the backward began with, held {_until(found.death)}"
-        made_by = self.op_in(found.birth)
-        return "backward", f"result of {made_by}, not read again, held by the backward {_until(found.death)}"
+            return "backward", f"gradient that the backward began with, held {_until(found.free_after)}"
+        made_by = self.op_in(found.alloc_at)
+        return "backward", f"result of {made_by}, not read again, held by the backward {_until(found.free_after)}"
 
     def _name(self, op: int) -> str:
         return short(self.trace.ops[op].name) if 0 <= op < len(self.trace.ops) else ""

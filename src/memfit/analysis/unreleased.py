@@ -14,7 +14,7 @@ from memfit.analysis.holders import Holders
 from memfit.capture import NEVER, Category, Phase, Trace
 from memfit.capture.names import short
 from memfit.cost.repeats import repeats
-from memfit.plans.making import policy_of
+from memfit.plans.making import build_policy
 from memfit.solve import PlannedTimeline
 from memfit.tradeoff import Policy, Unit
 from memfit.tradeoff.problem import Problem as UnitProblem
@@ -45,7 +45,9 @@ def kept_by_plan(report: Report, timeline: PlannedTimeline) -> dict[int, str]:
     found: dict[int, str] = {}
     for unit, policy in _chosen(report):
         problem, own = _cut(report, unit)
-        fresh = (problem.role == Role.FRESH) & np.isin(problem.birth, policy.saved) & (problem.birth <= policy.stop)
+        fresh = (
+            (problem.role == Role.FRESH) & np.isin(problem.alloc_at, policy.saved) & (problem.alloc_at <= policy.stop)
+        )
         for storage in own[fresh].tolist():
             found[storage] = f"kept by the plan, so that the second run of {unit.name or '(model)'} need not make it"
         for storage in lost_inputs(report.problem.facts, unit).tolist():
@@ -57,14 +59,14 @@ def _chosen(report: Report) -> list[tuple[Unit, Policy]]:
     if report.plan is None or report.plan.predicted is None:
         return []
     units = {unit.name: unit for unit in report.problem.units}
-    return [(units[entry.unit], policy_of(entry)) for entry in report.plan.checkpoint]
+    return [(units[entry.unit], build_policy(entry)) for entry in report.plan.checkpoint]
 
 
 def _cut(report: Report, unit: Unit) -> tuple[UnitProblem, np.ndarray]:
     """A unit as the frontiers see it, and its storages."""
     facts = report.problem.facts
-    low, high = np.searchsorted(facts.born_at, (unit.begin, unit.end))
-    return UnitProblem.of(facts, unit), facts.born[low:high]
+    low, high = np.searchsorted(facts.forward_alloc_at, (unit.begin, unit.end))
+    return UnitProblem.of(facts, unit), facts.forward_storages[low:high]
 
 
 def _of_plan(report: Report, timeline: PlannedTimeline) -> Checkpointing:
@@ -106,9 +108,9 @@ def _reasons(report: Report, unit: Unit, policy: Policy, holders: Holders) -> It
     facts = report.problem.facts
     problem, own = _cut(report, unit)
     running = _runs(unit, holders.now)
-    saved, forced = np.isin(problem.birth, policy.saved), forced_ops(facts, unit)
+    saved, forced = np.isin(problem.alloc_at, policy.saved), forced_ops(facts, unit)
     for place, storage in enumerate(own.tolist()):
-        role, op = problem.role[place], int(problem.birth[place])
+        role, op = problem.role[place], int(problem.alloc_at[place])
         if running:
             yield storage, RUNNING, holders.of_storage(storage)[1]
         elif saved[place] and op in forced:
@@ -148,7 +150,7 @@ def _of_model(timeline: PlannedTimeline) -> Checkpointing | None:
         call = trace.calls[number]
         for storage in sorted(there):
             each = trace.storages[storage]
-            if call.begin <= each.birth < call.end and each.category not in _OWNED:
+            if call.begin <= each.alloc_at < call.end and each.category not in _OWNED:
                 kind, why = holders.of_storage(storage)
                 running = call.begin <= holders.now < call.end
                 reason = RUNNING if running else PYTHON if kind == "python" else OUTPUT
@@ -180,7 +182,7 @@ def _there(timeline: PlannedTimeline, instant: int) -> set[int]:
 
 def _still(timeline: PlannedTimeline, holders: Holders, unit: str, storage: int, reason: str, why: str) -> StillHeld:
     found = timeline.trace.storages[storage]
-    name = found.name or (timeline.trace.ops[found.birth].name if found.birth != NEVER else "")
+    name = found.name or (timeline.trace.ops[found.alloc_at].name if found.alloc_at != NEVER else "")
     return StillHeld(
         unit=unit,
         size_bytes=found.bytes,
@@ -201,7 +203,7 @@ def _findings(timeline: PlannedTimeline, still: list[StillHeld], without: int | 
     if again is not None:
         made = sum(
             each.size_bytes
-            for each in timeline.largest_at(instant, len(timeline.lives.born))
+            for each in timeline.largest_at(instant, len(timeline.lives.alloc_at))
             if each.remade is not None
         )
         yield (

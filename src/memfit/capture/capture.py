@@ -26,7 +26,7 @@ from memfit.capture.arguments import tensor_leaves, tensors_of, visit_tensors
 from memfit.capture.calls import CallTracker, is_container, module_calls
 from memfit.capture.chance import Chance, largest_path
 from memfit.capture.cuda_api import replaced
-from memfit.capture.discovery import Companions, step_of, variables_of
+from memfit.capture.discovery import Companions, find_step, find_variables
 from memfit.capture.emulation import Emulation, python_functions_open
 from memfit.capture.environment import (
     LOCK,
@@ -81,12 +81,12 @@ def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | D
                 raise InputError("trace takes a step, not a model: memfit.trace(memfit.Step(model, batch), target=...)")
             if not callable(step):
                 raise InputError(f"trace takes a memfit.Step or a function that runs one, not a {type(step).__name__}")
-            step = step_of(step)
+            step = find_step(step)
         notes: list[str] = []
         model = _eager(step.build_model(), notes)
         check_model(model)
         check_batch_tensors(step.batch)
-        held = held_generators(model.modules(), variables_of(step.run))
+        held = held_generators(model.modules(), find_variables(step.run))
         snapshot = Snapshot(model, (step.run, step.loss, step.optimizer, step.model))
         leftovers: list[weakref.ref[Any]] = []
 

@@ -347,9 +347,9 @@ def peak_bytes(trace: Trace) -> int:
     """Return the highest point of a trace's memory."""
     change = np.zeros(len(trace.ops) + 2, dtype=np.int64)
     for storage in trace.storages:
-        change[0 if storage.birth == NEVER else storage.birth] += storage.bytes
-        if storage.death != NEVER:
-            change[storage.death + 1] -= storage.bytes
+        change[0 if storage.alloc_at == NEVER else storage.alloc_at] += storage.bytes
+        if storage.free_after != NEVER:
+            change[storage.free_after + 1] -= storage.bytes
     level = np.cumsum(change)[: len(trace.ops)]
     work = np.array([op.workspace_bytes for op in trace.ops], dtype=np.int64)
     return int((level + work).max(initial=0))

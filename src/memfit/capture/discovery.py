@@ -52,7 +52,7 @@ class Companions:
         return cls(optimizers=tuple(optimizers), others=tuple(others))
 
 
-def step_of(function: Callable[[], Any]) -> Step:
+def find_step(function: Callable[[], Any]) -> Step:
     """The step that a callable runs, with the models among the variables it uses.
 
     A module without parameters, such as a loss, is no model: the only one that has some keeps its own names. Looked at
@@ -85,7 +85,7 @@ _DEPTH = 3
 """How many functions deep models are looked for."""
 
 
-def variables_of(function: Callable[..., Any] | None) -> list[Any]:
+def find_variables(function: Callable[..., Any] | None) -> list[Any]:
     """Return the values of the variables that a function uses."""
     return [] if function is None else [value for _, value in _variables(function)]
 

@@ -28,10 +28,10 @@ def _storage_problems(trace: Trace) -> Iterator[str]:
     for number, storage in enumerate(trace.storages):
         if storage.bytes < 0:
             yield f"storage {number} has {storage.bytes} bytes"
-        if not NEVER <= storage.birth <= ops or not NEVER <= storage.death <= ops:
-            yield f"storage {number} lives from op {storage.birth} to {storage.death} of {ops}"
-        if storage.death != NEVER and storage.death < storage.birth:
-            yield f"storage {number} dies at op {storage.death}, before its birth at {storage.birth}"
+        if not NEVER <= storage.alloc_at <= ops or not NEVER <= storage.free_after <= ops:
+            yield f"storage {number} lives from op {storage.alloc_at} to {storage.free_after} of {ops}"
+        if storage.free_after != NEVER and storage.free_after < storage.alloc_at:
+            yield f"storage {number} dies at op {storage.free_after}, before its birth at {storage.alloc_at}"
         if not NEVER <= storage.call < calls:
             yield f"storage {number} belongs to module call {storage.call} of {calls}"
         if any(not 0 <= op < ops for op in storage.saved_by):
@@ -47,10 +47,12 @@ def _op_problems(trace: Trace) -> Iterator[str]:
                 return
             if len(ref.shape) != len(ref.stride):
                 yield f"op {index} ({op.name}) has a tensor of shape {ref.shape} and strides {ref.stride}"
-        if any(ref.storage != NEVER and trace.storages[ref.storage].birth > index for ref in (*op.inputs, *op.outputs)):
+        if any(
+            ref.storage != NEVER and trace.storages[ref.storage].alloc_at > index for ref in (*op.inputs, *op.outputs)
+        ):
             yield f"op {index} ({op.name}) uses a storage that is not born yet"
         if any(
-            ref.storage != NEVER and NEVER < trace.storages[ref.storage].death < index
+            ref.storage != NEVER and NEVER < trace.storages[ref.storage].free_after < index
             for ref in (*op.inputs, *op.outputs)
         ):
             yield f"op {index} ({op.name}) uses a storage that is already freed"

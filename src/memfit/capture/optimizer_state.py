@@ -141,7 +141,7 @@ class OptimizerStates:
             nonlocal made_bytes
             number = table.number_of(tensor)
             own = number != HOST and number not in parameters  # some make a tensor of the state a parameter's data
-            if own and drafts[number].birth != NEVER and drafts[number].category is None:
+            if own and drafts[number].alloc_at != NEVER and drafts[number].category is None:
                 made_bytes += drafts[number].bytes
 
         for key, optimizer in optimizers.items():
@@ -152,13 +152,13 @@ class OptimizerStates:
                 visit_tensors(entries, count)
                 if id(parameter) in self._parameters:
                     entries_of[self._parameters[id(parameter)][1][0]] = _map_entries(entries, _like)
-        replaced_bytes = sum(drafts[number].bytes for number in self._begun() if drafts[number].death != NEVER)
+        replaced_bytes = sum(drafts[number].bytes for number in self._begun() if drafts[number].free_after != NEVER)
         return state if made_bytes > replaced_bytes else {}
 
     def _begun(self) -> set[int]:
         """Return the storages of state that the step began with."""
         numbers = {number for each in self.numbers.values() for number in each}
-        return {number for number in numbers if self._recorder.table.drafts[number].birth == NEVER}
+        return {number for number in numbers if self._recorder.table.drafts[number].alloc_at == NEVER}
 
     def begin_with(self, left: LeftState, optimizers: dict[str, torch.optim.Optimizer]) -> None:
         """Let optimizers begin with the state that an earlier pass left, where they have none of their own."""

@@ -82,15 +82,16 @@ class Op(_Record, frozen=True):
 
 
 class Storage(_Record, frozen=True):
-    """One allocation. It is born by op `birth` and freed after op `death` has run and before the next one does.
+    """One allocation, made by op `alloc_at` and freed after op `free_after` has run and before the next one does.
 
-    After op `released` nothing but autograd holds it; that is `death` where autograd holds it no longer than others.
+    After op `released` nothing but autograd holds it; that is `free_after` where autograd holds it no longer than
+    others do.
     """
 
     bytes: int
     category: Category
-    birth: int
-    death: int
+    alloc_at: int
+    free_after: int
     released: int
     call: int
     module: str

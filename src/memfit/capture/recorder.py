@@ -240,7 +240,7 @@ class Recorder(TorchDispatchMode):
 
     def _made_in_backward(self, tensor: torch.Tensor) -> bool:
         number = self.table.number_of(tensor)
-        return number != HOST and self.table.drafts[number].birth >= self.backward_began[-1]
+        return number != HOST and self.table.drafts[number].alloc_at >= self.backward_began[-1]
 
     # -- Note [Chance] ----------------------------------------------------------------------------------------------
 
@@ -515,7 +515,7 @@ class Recorder(TorchDispatchMode):
             return (self.ops[-1].call if self.ops and self.ops[-1].phase is Phase.BACKWARD else NEVER), NEVER
         number = self._saved_numbers.get(forward_op)
         if number is not None:
-            self.table.drafts[number].death = index
+            self.table.drafts[number].free_after = index
         call = self.ops[forward_op].call
         self.calls.backward(call, index)
         return call, forward_op
@@ -605,8 +605,8 @@ class Recorder(TorchDispatchMode):
             Storage(
                 bytes=draft.bytes,
                 category=draft.category or self._category_of(draft),
-                birth=draft.birth,
-                death=draft.death,
+                alloc_at=draft.alloc_at,
+                free_after=draft.free_after,
                 released=draft.released,
                 call=draft.call,
                 module=draft.module or (self.calls.calls[draft.call].module if draft.call != NEVER else ""),
@@ -621,12 +621,13 @@ class Recorder(TorchDispatchMode):
     def _category_of(self, draft: StorageDraft) -> Category:
         if draft.phase is Phase.BACKWARD and draft.call != NEVER:
             call = self.calls.calls[draft.call]
-            recomputed = call.phase is Phase.BACKWARD and (draft.death >= call.end or draft.death == NEVER)
+            recomputed = call.phase is Phase.BACKWARD and (draft.free_after >= call.end or draft.free_after == NEVER)
             return Category.ACTIVATION if recomputed else Category.TEMPORARY
         if draft.phase not in (Phase.FORWARD, Phase.LOSS):
             return Category.TEMPORARY
         held = any(
-            draft.birth < began and (draft.death >= began or draft.death == NEVER) for began in self.backward_began
+            draft.alloc_at < began and (draft.free_after >= began or draft.free_after == NEVER)
+            for began in self.backward_began
         )
         return Category.ACTIVATION if held or draft.saved_by else Category.TEMPORARY
 

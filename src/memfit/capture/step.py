@@ -13,7 +13,6 @@ from torch import nn
 
 from memfit.capture.step_input import (
     NO_GRADIENT,
-    autocast_given,
     check_batch,
     check_callables,
     check_loss_arguments,
@@ -22,7 +21,8 @@ from memfit.capture.step_input import (
     check_trains,
     described,
     loss_failed,
-    shape_given,
+    resolve_autocast,
+    resolve_shape,
 )
 from memfit.errors import InputError, MemfitError
 
@@ -38,7 +38,7 @@ def spec(shape: tuple[int, ...] | list[int], dtype: torch.dtype = torch.float32)
         raise InputError(
             f"spec takes a shape and a dtype, as in spec((4, 8), torch.int64); got {shape!r} and {dtype!r}"
         )
-    return torch.empty(shape_given(shape), dtype=dtype, device="meta")
+    return torch.empty(resolve_shape(shape), dtype=dtype, device="meta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Step:
             )
         check_callables(self.loss, self.optimizer, self.run)
         check_numbers(self.accumulation_steps, self.clip_grad_norm, self.resident_batches)
-        object.__setattr__(self, "autocast", autocast_given(self.autocast))
+        object.__setattr__(self, "autocast", resolve_autocast(self.autocast))
         object.__setattr__(self, "zero_grad", _resolve_zero_grad(self.zero_grad))
         for name in ("set_to_none", "keep_output"):
             if not isinstance(getattr(self, name), bool):

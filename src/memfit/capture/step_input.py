@@ -24,7 +24,7 @@ NO_GRADIENT = "does not require grad and does not have a grad_fn"
 _LABELS = "loss=lambda output, batch: criterion(output, labels)"
 
 
-def shape_given(shape: Any) -> tuple[int, ...]:
+def resolve_shape(shape: Any) -> tuple[int, ...]:
     """A shape of whole numbers."""
     for size in shape:
         if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 0:
@@ -34,7 +34,7 @@ def shape_given(shape: Any) -> tuple[int, ...]:
     return tuple(int(size) for size in shape)
 
 
-def autocast_given(autocast: Any) -> torch.dtype | None:
+def resolve_autocast(autocast: Any) -> torch.dtype | None:
     """The dtype of autocast, from itself or its name."""
     if autocast is None:
         return None

@@ -30,10 +30,10 @@ class StorageDraft:
     """
 
     bytes: int
-    birth: int
+    alloc_at: int
     call: int
     phase: Phase
-    death: int = NEVER
+    free_after: int = NEVER
     category: Category | None = None
     module: str = ""
     name: str = ""
@@ -160,10 +160,10 @@ class StorageTable:
         self._held[key_of(storage)] = self._refs[key_of(storage)]
         return HOST
 
-    def new(self, storage: torch.UntypedStorage, birth: int, call: int) -> int:
+    def new(self, storage: torch.UntypedStorage, alloc_at: int, call: int) -> int:
         """Number a storage of the device."""
         number = len(self.drafts)
-        self.drafts.append(StorageDraft(storage.nbytes(), birth, call, self.phase))
+        self.drafts.append(StorageDraft(storage.nbytes(), alloc_at, call, self.phase))
         self.known[key_of(storage)] = number
         self._watch(storage, number)
         return number
@@ -184,7 +184,7 @@ class StorageTable:
         else holds the tensor any more."""
         storage = tensor.untyped_storage()
         number = self.known[key_of(storage)]
-        if self.drafts[number].birth == NEVER or tensor.is_conj() or tensor.is_neg():
+        if self.drafts[number].alloc_at == NEVER or tensor.is_conj() or tensor.is_neg():
             return tensor.detach()
         ref = self._saved.get(number)
         twin = None if ref is None else ref()
@@ -230,7 +230,7 @@ class StorageTable:
         found = []
         for pointer, ref in self._refs.items():
             draft = self.drafts[ref.number] if ref.number != HOST else None
-            if pointer in self.foreign or (draft is not None and (draft.birth == NEVER or draft.category in kept)):
+            if pointer in self.foreign or (draft is not None and (draft.alloc_at == NEVER or draft.category in kept)):
                 continue
             found.append(ref)
         return found
@@ -293,4 +293,4 @@ class StorageTable:
         if draft.lives == draft.saved and not ref.saved:
             draft.released = max(0, self.now - 1)
         if draft.lives == 0:
-            draft.death = max(0, self.now - 1)
+            draft.free_after = max(0, self.now - 1)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def write_files(files: FileOptions, report: Report, levers: Sequence[Lever] = ()) -> None:
     """Write what was asked for, and say so; levers are shown on the page and in the Markdown."""
-    from memfit.report.markdown import markdown_of
+    from memfit.report.markdown import to_markdown
     from memfit.report.page import write_page
     from memfit.report.perfetto import write_perfetto
     from memfit.report.snapshot import write_snapshot
@@ -36,7 +36,7 @@ def write_files(files: FileOptions, report: Report, levers: Sequence[Lever] = ()
             write_snapshot(report, files.snapshot)
         say(f"wrote {files.snapshot}, open it at pytorch.org/memory_viz")
     if files.markdown is not None:
-        write_text("--markdown", files.markdown, markdown_of(report, levers))
+        write_text("--markdown", files.markdown, to_markdown(report, levers))
 
 
 def write_text(option: str, path: Path, text: str) -> None:

@@ -42,17 +42,17 @@ class Given:
 def step_and_target(step: StepOptions, hardware: HardwareOptions) -> tuple[Given, Target]:
     """Both; a target that is named is looked at first, for a step may take its time."""
     if hardware.target is not None:
-        target_given(hardware)
-    found = step_given(step)
-    return found, target_given(hardware, found.step)
+        resolve_target(hardware)
+    found = resolve_step(step)
+    return found, resolve_target(hardware, found.step)
 
 
-def step_given(options: StepOptions) -> Given:
+def resolve_step(options: StepOptions) -> Given:
     """The step that STEP names, or the trace when it is the file of one."""
-    return steps_given(options)(options)
+    return resolve_steps(options)(options)
 
 
-def steps_given(options: StepOptions) -> Callable[[StepOptions], Given]:
+def resolve_steps(options: StepOptions) -> Callable[[StepOptions], Given]:
     """The steps that STEP names, by their --batch and --seq; what it names is loaded once."""
     _check_counts(options)
     path = Path(options.step)
@@ -78,7 +78,7 @@ def _of_trace(path: Path, options: StepOptions) -> Given:
             raise UsageError(
                 f"{option}: {path} is a trace, of one batch and one step; give the step it was captured from"
             )
-    return Given(step=trace_given(path), title=f"the trace {path.name}")
+    return Given(step=read_trace(path), title=f"the trace {path.name}")
 
 
 def _of_name(steps: NamedSteps, options: StepOptions) -> Given:
@@ -129,7 +129,7 @@ def asked(of: str = "") -> Iterator[None]:
         raise UsageError(f"{of}{error}") from error
 
 
-def trace_given(path: Path) -> Trace:
+def read_trace(path: Path) -> Trace:
     """The trace in a file."""
     from memfit.capture import load_trace
 
@@ -143,7 +143,7 @@ def is_trace(path: Path) -> bool:
         return file.read(len(_TRACE)) == _TRACE
 
 
-def plan_given(path: Path, option: str = "PLAN") -> Plan:
+def read_plan(path: Path, option: str = "PLAN") -> Plan:
     """The plan in a file."""
     from memfit.plans import load
 
@@ -167,7 +167,7 @@ def reading(path: Path) -> Iterator[None]:
         raise InputError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def target_given(options: HardwareOptions, step: Step | Trace | None = None) -> Target:
+def resolve_target(options: HardwareOptions, step: Step | Trace | None = None) -> Target:
     """The target: the one that is named, the one of a trace, or the GPU that is here."""
     from memfit.capture import Trace
     from memfit.hardware import Target

@@ -22,22 +22,22 @@ _SHOWN = 5
 _SHOWN_HOPELESS = 8
 
 
-def levers_given(report: Report, step: Step | Trace, cost: str) -> tuple[Lever, ...]:
+def find_levers(report: Report, step: Step | Trace, cost: str) -> tuple[Lever, ...]:
     """What would lower the peak of the step: under the plan where there is one, under the plan that needs least where
     nothing fits."""
-    from memfit.analysis.levers import Case, levers_of
+    from memfit.analysis.levers import Case, find_levers
     from memfit.capture import Step
-    from memfit.plans.given import cost_given
+    from memfit.plans.given import resolve_cost
 
     budget_bytes = report.target.usable_bytes if report.plan is None else report.plan.budget_bytes
     case = Case(
         report=report,
         step=step if isinstance(step, Step) else None,
-        cost=cost_given(cost, report.target),
+        cost=resolve_cost(cost, report.target),
         budget_bytes=budget_bytes,
     )
     with Work("working out levers") as work:
-        return levers_of(case, watch=work.heard)
+        return find_levers(case, watch=work.heard)
 
 
 def levers_in_short(levers: Sequence[Lever], plan: Plan, explain: str) -> RenderableType:

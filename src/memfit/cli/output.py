@@ -42,7 +42,7 @@ def show_text(text: str) -> None:
 
 def show_json(result: Any) -> None:
     """Print a result as one JSON document."""
-    _write(json_of(result))
+    _write(to_json(result))
 
 
 def _write(text: str) -> None:
@@ -50,12 +50,12 @@ def _write(text: str) -> None:
         result_stream().write(text if text.endswith("\n") else f"{text}\n")
 
 
-def json_of(result: Any) -> str:
+def to_json(result: Any) -> str:
     """A result as JSON, with a newline at its end; no room is imported for it that is not there already."""
     if isinstance(result, str):
         return result if result.endswith("\n") else f"{result}\n"
     if hasattr(result, "to_json"):
-        return json_of(result.to_json())
+        return to_json(result.to_json())
     import msgspec
 
     return msgspec.json.format(msgspec.json.encode(plain(result)), indent=2).decode() + "\n"

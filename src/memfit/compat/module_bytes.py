@@ -110,15 +110,15 @@ class _Levels:
         change = np.zeros(len(trace.ops) + 2, np.int64)
         self._gradients: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
         for storage, size in zip(trace.storages, sizes, strict=True):
-            if not 0 <= storage.birth < len(trace.ops):
+            if not 0 <= storage.alloc_at < len(trace.ops):
                 continue
-            maker = trace.ops[storage.birth]
-            death = len(trace.ops) if storage.death == NEVER else storage.death
+            maker = trace.ops[storage.alloc_at]
+            free_after = len(trace.ops) if storage.free_after == NEVER else storage.free_after
             if storage.category is Category.TEMPORARY and maker.phase in _FORWARD:
-                change[storage.birth] += size
-                change[max(death, storage.birth - 1) + 1] -= size
+                change[storage.alloc_at] += size
+                change[max(free_after, storage.alloc_at - 1) + 1] -= size
             elif storage.category is Category.GRADIENT:
-                self._gradients[maker.call].append((storage.birth, death, size))
+                self._gradients[maker.call].append((storage.alloc_at, free_after, size))
         self._forward_temporary: list[int] = np.cumsum(change).tolist()
 
     def left_of_forward(self, call: CallMemory) -> int:
@@ -132,7 +132,7 @@ class _Levels:
         if peak is None or before is None:
             return 0
         made = self._gradients.get(self._ops[peak.op].call, ())
-        fresh = sum(size for birth, death, size in made if birth <= peak.op <= death)
+        fresh = sum(size for alloc_at, free_after, size in made if alloc_at <= peak.op <= free_after)
         return fresh + self._made_by_backward(peak) - self._made_by_backward(before)
 
     def _made_by_backward(self, snapshot: Snapshot) -> int:
@@ -152,11 +152,11 @@ def _kept(timeline: Timeline) -> list[int]:
     kept = [0] * len(trace.calls)
     silent = [True] * len(trace.calls)
     for number, storage in enumerate(trace.storages):
-        if not 0 <= storage.birth < len(trace.ops) or trace.ops[storage.birth].phase not in _FORWARD:
+        if not 0 <= storage.alloc_at < len(trace.ops) or trace.ops[storage.alloc_at].phase not in _FORWARD:
             continue
-        death = len(trace.ops) if storage.death == NEVER else storage.death
+        free_after = len(trace.ops) if storage.free_after == NEVER else storage.free_after
         call = storage.call
-        while call != NEVER and trace.calls[call].end <= death:
+        while call != NEVER and trace.calls[call].end <= free_after:
             if last_read[number] >= trace.calls[call].end:
                 silent[call] = False
             elif storage.category is Category.ACTIVATION:
@@ -177,8 +177,8 @@ def _left_by_last_op(trace: Trace, number: int, sizes: Sequence[int]) -> int:
         sizes[storage]
         for storage in storages
         if trace.storages[storage].category is Category.ACTIVATION
-        and trace.storages[storage].birth >= call.begin
-        and (trace.storages[storage].death == NEVER or trace.storages[storage].death >= call.end)
+        and trace.storages[storage].alloc_at >= call.begin
+        and (trace.storages[storage].free_after == NEVER or trace.storages[storage].free_after >= call.end)
     )
 
 

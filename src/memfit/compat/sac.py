@@ -151,7 +151,7 @@ class SACTable:
                 if ref.storage == NEVER:
                     return True
                 storage = records[ref.storage]
-                if storage.birth < unit.begin and storage.category not in (Category.PARAMETER, Category.BUFFER):
+                if storage.alloc_at < unit.begin and storage.category not in (Category.PARAMETER, Category.BUFFER):
                     return True
         return False
 

@@ -23,7 +23,7 @@ from memfit.cost.models import MODES, cost_model
 from memfit.errors import MissingFeatureError, StateError
 from memfit.hardware import Device, Target
 from memfit.tradeoff.facts import Times
-from memfit.tradeoff.frontier import Frontiers, frontiers
+from memfit.tradeoff.frontier import Frontiers, build_frontiers
 from memfit.tradeoff.units import forward_calls
 
 
@@ -90,7 +90,7 @@ class SACEstimator:
     def frontiers(self) -> Frontiers:
         """The exact trade-off of every unit of the step, the loss among them."""
         if self._frontiers is None:
-            self._frontiers = frontiers(self._captured(), self._op_ms)
+            self._frontiers = build_frontiers(self._captured(), self._op_ms)
         return self._frontiers
 
     def pwlf_sac_tradeoff_curve(self, n_segments: int = 2, save_tradeoff_graphs: bool = False) -> None:

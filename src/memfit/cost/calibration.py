@@ -18,7 +18,7 @@ from memfit.cost.benchmark import Benchmark
 from memfit.cost.fitting import Sample, fit_family
 from memfit.cost.references import reference_steps
 from memfit.cost.timing import OpTimer, identity
-from memfit.cost.work import Precision, dtype_of, real_flops, work_of
+from memfit.cost.work import Precision, dtype_of, estimate_work, real_flops
 from memfit.errors import InputError
 from memfit.hardware import Device, Efficiency, Family, FamilyEfficiency, HostTimes, Rates, load_device
 from memfit.hardware.device import RATE_NAMES
@@ -116,7 +116,7 @@ def fitted(measured: Sequence[tuple[Op, float]], device: Device) -> tuple[Family
     precision = Precision.of_torch() if device.type == "cuda" else Precision()
     samples: dict[Family, list[Sample]] = defaultdict(list)
     for op, op_ms in measured:
-        work = work_of(op, device, precision)
+        work = estimate_work(op, device, precision)
         samples[work.family].append(Sample(measured_ms=op_ms, compute_ms=work.compute_ms, memory_ms=work.memory_ms))
     return tuple(fit_family(samples[start.family], start) for start in device.efficiency.families)
 

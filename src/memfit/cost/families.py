@@ -82,7 +82,7 @@ class Product:
         return self.depth % step == 0 and self.columns % step == 0
 
 
-def family_of(op: Op, *, multiprocessors: int | None, item_bytes: int) -> Family:
+def classify_op(op: Op, *, multiprocessors: int | None, item_bytes: int) -> Family:
     """The family whose efficiency an op has on a device; without multiprocessors, on a CPU."""
     packet = op.name.split(".")[1]
     if packet in _MATRIX:

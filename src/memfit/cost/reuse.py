@@ -23,8 +23,8 @@ def cold_fractions(trace: Trace, cache_bytes: int) -> Times:
     Nothing does when the whole step fits in it, however often its bytes are touched.
     """
     touched = [_touched(trace, op) for op in trace.ops]
-    levels, tops, born = _levels(trace)
-    lasting = {storage for each in touched for storage in each if trace.storages[storage].birth < 0}
+    levels, tops, made = _levels(trace)
+    lasting = {storage for each in touched for storage in each if trace.storages[storage].alloc_at < 0}
     if sum(trace.storages[storage].bytes for storage in lasting) + max(tops, default=0) <= cache_bytes:
         return np.zeros(len(touched))
     totals = np.array([sum(each.values()) for each in touched], dtype=np.float64)
@@ -39,7 +39,7 @@ def cold_fractions(trace: Trace, cache_bytes: int) -> Times:
         heights.reached(top, clock[index + 1] - step_bytes)
     cold = np.zeros(len(touched))
     for index, each in enumerate(touched):
-        now, new = clock[index], born[index]
+        now, new = clock[index], made[index]
         for storage, n_bytes in each.items():
             before = heights.last_above(levels[index]) if storage in new else last.get(storage, -step_bytes)
             if now - before > cache_bytes:
@@ -86,17 +86,17 @@ def _touched(trace: Trace, op: Op) -> dict[int, int]:
 
 def _levels(trace: Trace) -> tuple[list[int], list[int], list[set[int]]]:
     """Memory of the step before each op and while it runs, and the storages that each op makes."""
-    born: list[set[int]] = [set() for _ in trace.ops]
+    made: list[set[int]] = [set() for _ in trace.ops]
     freed: dict[int, int] = defaultdict(int)
     for number, storage in enumerate(trace.storages):
-        if storage.birth >= 0:
-            born[storage.birth].add(number)
-            if storage.death >= 0:
-                freed[storage.death] += storage.bytes
+        if storage.alloc_at >= 0:
+            made[storage.alloc_at].add(number)
+            if storage.free_after >= 0:
+                freed[storage.free_after] += storage.bytes
     levels, tops, level = [], [], 0
     for index in range(len(trace.ops)):
         levels.append(level)
-        level += sum(trace.storages[number].bytes for number in born[index])
+        level += sum(trace.storages[number].bytes for number in made[index])
         tops.append(level)
         level -= freed[index]
-    return levels, tops, born
+    return levels, tops, made

@@ -17,7 +17,7 @@ import numpy as np
 
 from memfit.capture import Op, Phase, Trace
 from memfit.cost.runtime import Times
-from memfit.cost.work import Precision, work_of
+from memfit.cost.work import Precision, estimate_work
 from memfit.errors import InputError
 from memfit.hardware import Device, HostTimes, Target
 
@@ -65,7 +65,7 @@ def kernel_ms(op: Op, device: Device, precision: Precision | None = None) -> flo
     """The roofline of one op."""
     if op.view or op.name == "aten._local_scalar_dense.default":
         return 0.0
-    work = work_of(op, device, precision or Precision())
+    work = estimate_work(op, device, precision or Precision())
     factors = device.efficiency[work.family]
     return max(work.compute_ms / factors.compute, work.memory_ms / factors.bandwidth) + factors.overhead_ms
 

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from memfit.capture import Op, TensorRef
-from memfit.cost.families import Product, executed_flops, family_of
+from memfit.cost.families import Product, classify_op, executed_flops
 from memfit.hardware import Device, Family
 
 _PRODUCTS = (Family.MATRIX_LARGE, Family.MATRIX_SMALL, Family.MATRIX_UNALIGNED)
@@ -46,10 +46,10 @@ class Work:
     memory_ms: float
 
 
-def work_of(op: Op, device: Device, precision: Precision) -> Work:
+def estimate_work(op: Op, device: Device, precision: Precision) -> Work:
     """The work of one op that is not a view."""
     dtype = dtype_of(op)
-    family = family_of(op, multiprocessors=device.multiprocessors, item_bytes=item_bytes_of(dtype))
+    family = classify_op(op, multiprocessors=device.multiprocessors, item_bytes=item_bytes_of(dtype))
     rate = device.peak_flops_per_s(dtype, tf32=_uses_tf32(family, precision))
     if family in _PRODUCTS and device.multiprocessors is not None:
         product = Product.of(op)
@@ -74,7 +74,7 @@ def peak_ms(op: Op, device: Device, precision: Precision) -> float:
     if not flops:
         return 0.0
     dtype = dtype_of(op)
-    family = family_of(op, multiprocessors=device.multiprocessors, item_bytes=item_bytes_of(dtype))
+    family = classify_op(op, multiprocessors=device.multiprocessors, item_bytes=item_bytes_of(dtype))
     return flops / device.peak_flops_per_s(dtype, tf32=_uses_tf32(family, precision)) * 1e3
 
 

@@ -20,7 +20,7 @@ from memfit.engines.attachment import Handler, attach, attached, detach
 from memfit.engines.loop_watch import LoopWatch, WatchedUnit, user_level
 from memfit.engines.loss import LossRegion
 from memfit.engines.mode import Mode
-from memfit.engines.optimizers import OptimizerLike, given_optimizers
+from memfit.engines.optimizers import OptimizerLike, resolve_optimizers
 from memfit.engines.outermost import Outermost
 from memfit.engines.phase import Calls, Phase, needs_step
 from memfit.engines.policy import RunPolicy
@@ -276,7 +276,7 @@ def apply(
 
     A model that something wraps or shards already (DDP, FSDP, `fully_shard`) runs the checkpoint policies of the plan.
     """
-    optimizers = given_optimizers(optimizer)
+    optimizers = resolve_optimizers(optimizer)
     _check(plan, model, optimizers)
     if plan.ddp is not None:
         check_replicas(plan.ddp, model)

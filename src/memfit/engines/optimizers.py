@@ -12,12 +12,12 @@ from memfit.errors import InputError
 OptimizerLike = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 
 
-def given_optimizers(given: Any) -> list[torch.optim.Optimizer]:
+def resolve_optimizers(given: Any) -> list[torch.optim.Optimizer]:
     """Return the optimizers themselves: one, several or none, without accelerate's, Lightning's or others' wrappers."""
     if given is None:
         return []
     if isinstance(given, (tuple, list)):
-        return [optimizer for each in given for optimizer in given_optimizers(each)]
+        return [optimizer for each in given for optimizer in resolve_optimizers(each)]
     optimizer, seen = given, set()
     while id(optimizer) not in seen:
         seen.add(id(optimizer))

@@ -15,8 +15,8 @@ from memfit.plans import Plan
 from memfit.plans.record import ShardPlan
 from memfit.sharded import Precision, Schedule, UnitOptions, shard
 from memfit.sharded.agreement import check_agreement
-from memfit.sharded.meshes import device_of, links_of, mesh_of
-from memfit.sharded.sharding import runtime_of
+from memfit.sharded.meshes import device_of, make_comms, resolve_mesh
+from memfit.sharded.sharding import get_runtime
 
 
 def check_ranks(plan: Plan, mesh: DeviceMesh | None) -> None:
@@ -41,9 +41,9 @@ def shard_as_planned(
 ) -> None:
     """Shard a model, and what its optimizer already knows of it."""
     assert plan.shard is not None
-    mesh = mesh_of(model, mesh)
+    mesh = resolve_mesh(model, mesh)
     content = hashlib.sha256(plan.to_json().encode()).hexdigest()[:12]
-    for link in links_of(mesh, device_of(mesh), None):
+    for link in make_comms(mesh, device_of(mesh), None):
         if link is not None:
             check_agreement(link, [f"a plan for {plan.fingerprint[:12]} with content {content}"])
     shapes = {parameter: parameter.shape for parameter in model.parameters()}
@@ -77,7 +77,7 @@ def _precision(plan: Plan, planned: ShardPlan, model: nn.Module) -> Precision:
 
 def _shard_state(model: nn.Module, optimizer: torch.optim.Optimizer, shapes: dict[nn.Parameter, torch.Size]) -> None:
     """Keep this rank's part of what the optimizer knows of each parameter."""
-    for unit in runtime_of(model).units:
+    for unit in get_runtime(model).units:
         for flat in unit.flats:
             for parameter, part in zip(flat.parameters, flat.parts, strict=True):
                 state = optimizer.state.get(parameter, {})

@@ -66,36 +66,36 @@ def allocator_config(device: Device, *, limit_bytes: int | None = None) -> Alloc
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Lives:
+class AllocationTable:
     """Every allocation of a step, and the instants that it lives through.
 
     Instants are the ops in the order they run; the number after the last is the end of the step. An allocation is
-    made at instant `born` and freed after instant `dies`, each `NEVER` when that is not in the step; one that dies
-    before it is born was made and freed between two ops and is in no instant. `row` is its category's place in
+    made at instant `alloc_at` and freed after instant `free_after`, each `NEVER` when that is not in the step; one that
+    is freed before it is made was made and freed between two ops and is in no instant. `row` is its category's place in
     `CATEGORIES`, `size_bytes` what is asked of the allocator. `workspace_bytes` has one entry for each op that runs.
     `states_made` is the instant before which a first step makes the optimizer state.
     """
 
     size_bytes: Bytes
     row: Ints
-    born: Ints
-    dies: Ints
+    alloc_at: Ints
+    free_after: Ints
     workspace_bytes: Bytes
     states_made: int
 
     @classmethod
-    def of(cls, trace: Trace) -> Lives:
+    def of(cls, trace: Trace) -> AllocationTable:
         """Those of a captured step: an allocation is a storage, an instant an op."""
         storages, count = trace.storages, len(trace.storages)
         row = np.fromiter((_ROW[storage.category] for storage in storages), np.int64, count)
-        born = np.fromiter((storage.birth for storage in storages), np.int64, count)
+        alloc_at = np.fromiter((storage.alloc_at for storage in storages), np.int64, count)
         return cls(
             size_bytes=np.fromiter((storage.bytes for storage in storages), np.int64, count),
             row=row,
-            born=born,
-            dies=np.fromiter((storage.death for storage in storages), np.int64, count),
+            alloc_at=alloc_at,
+            free_after=np.fromiter((storage.free_after for storage in storages), np.int64, count),
             workspace_bytes=np.fromiter((op.workspace_bytes for op in trace.ops), np.int64, len(trace.ops)),
-            states_made=_first_reader(trace, set(np.flatnonzero((born == NEVER) & (row == _STATE)).tolist())),
+            states_made=_first_reader(trace, set(np.flatnonzero((alloc_at == NEVER) & (row == _STATE)).tolist())),
         )
 
     @property
@@ -106,23 +106,23 @@ class Lives:
     def levels(self, rounding_bytes: int = 1) -> tuple[Bytes, Bytes]:
         """Bytes before and during each instant (Note [Moments] of the timeline), a row for each category."""
         size = -(-self.size_bytes // rounding_bytes) * rounding_bytes
-        born = np.zeros((len(CATEGORIES), self.instants + 1), np.int64)
+        allocated = np.zeros((len(CATEGORIES), self.instants + 1), np.int64)
         freed = np.zeros((len(CATEGORIES), self.instants + 1), np.int64)
         start = np.zeros(len(CATEGORIES), np.int64)
-        resident, seen = self.born == NEVER, self.seen
-        made, gone = seen & ~resident, seen & (self.dies != NEVER)
+        resident, seen = self.alloc_at == NEVER, self.seen
+        made, gone = seen & ~resident, seen & (self.free_after != NEVER)
         np.add.at(start, self.row[resident], size[resident])
-        np.add.at(born, (self.row[made], self.born[made]), size[made])
-        np.add.at(freed, (self.row[gone], self.dies[gone] + 1), size[gone])
-        before = start[:, None] + np.cumsum(born, axis=1) - born - np.cumsum(freed, axis=1)
-        during = before + born
+        np.add.at(allocated, (self.row[made], self.alloc_at[made]), size[made])
+        np.add.at(freed, (self.row[gone], self.free_after[gone] + 1), size[gone])
+        before = start[:, None] + np.cumsum(allocated, axis=1) - allocated - np.cumsum(freed, axis=1)
+        during = before + allocated
         during[_TEMPORARY, :-1] += -(-self.workspace_bytes // rounding_bytes) * rounding_bytes
         return before, during
 
     @property
     def seen(self) -> npt.NDArray[np.bool_]:
         """Those that are there at an instant."""
-        return (self.born == NEVER) | (self.dies == NEVER) | (self.dies >= self.born)
+        return (self.alloc_at == NEVER) | (self.free_after == NEVER) | (self.free_after >= self.alloc_at)
 
 
 def events(trace: Trace) -> Iterator[MemoryEvent]:
@@ -130,10 +130,10 @@ def events(trace: Trace) -> Iterator[MemoryEvent]:
 
     The key of a storage is its number; that of the workspace of op k is `len(trace.storages) + k`.
     """
-    return events_of(Lives.of(trace))
+    return allocator_events(AllocationTable.of(trace))
 
 
-def events_of(lives: Lives) -> Iterator[MemoryEvent]:
+def allocator_events(lives: AllocationTable) -> Iterator[MemoryEvent]:
     """The same of any lives; the key of the workspace of instant k is the number of lives plus k."""
     for _, key, requested_bytes in Replay(lives).alone():
         yield MemoryEvent(key, requested_bytes)
@@ -141,10 +141,10 @@ def events_of(lives: Lives) -> Iterator[MemoryEvent]:
 
 def reserved(trace: Trace, device: Device, *, limit_bytes: int | None = None) -> Reserved:
     """Peaks of the device's allocator (Note [Steady state]); without a cache, reserved equals allocated."""
-    return reserved_of(Lives.of(trace), device, limit_bytes=limit_bytes)
+    return simulate_reserved(AllocationTable.of(trace), device, limit_bytes=limit_bytes)
 
 
-def reserved_of(lives: Lives, device: Device, *, limit_bytes: int | None = None) -> Reserved:
+def simulate_reserved(lives: AllocationTable, device: Device, *, limit_bytes: int | None = None) -> Reserved:
     """The same of any lives; `out_of_memory_op` is then the instant that failed."""
     if not device.allocator.caches:
         peak_bytes = _peak_bytes(lives, device.allocator.rounding_bytes)
@@ -176,7 +176,7 @@ def reserved_of(lives: Lives, device: Device, *, limit_bytes: int | None = None)
     )
 
 
-def _peak_bytes(lives: Lives, rounding_bytes: int) -> int:
+def _peak_bytes(lives: AllocationTable, rounding_bytes: int) -> int:
     return int(lives.levels(rounding_bytes)[1].sum(axis=0).max())
 
 
@@ -196,20 +196,20 @@ def _run(allocator: CachingAllocator, stream: Iterable[Row]) -> int | None:
 class Replay:
     """The events of a step with the instant they belong to, `NEVER` before the first."""
 
-    def __init__(self, lives: Lives) -> None:
+    def __init__(self, lives: AllocationTable) -> None:
         self.lives = lives
         self.size = lives.size_bytes.tolist()
         self.end = lives.instants
-        born, dies, seen = lives.born, lives.dies, lives.seen
-        resident, stays = born == NEVER, dies == NEVER
+        alloc_at, free_after, seen = lives.alloc_at, lives.free_after, lives.seen
+        resident, stays = alloc_at == NEVER, free_after == NEVER
         self.residents = np.flatnonzero(resident).tolist()
         self.lost = np.flatnonzero(resident & ~stays).tolist()
         self.left = np.flatnonzero(~resident & stays).tolist()
-        late = resident & (lives.row == _STATE) & (stays | (dies >= lives.states_made))
+        late = resident & (lives.row == _STATE) & (stays | (free_after >= lives.states_made))
         self.late = np.flatnonzero(late).tolist()
         self.early = np.flatnonzero(resident & ~late).tolist()
-        self.born = _grouped(born, seen & ~resident, self.end + 1)
-        self.freed = _grouped(dies, seen & ~stays, self.end + 1)
+        self.alloc_at = _grouped(alloc_at, seen & ~resident, self.end + 1)
+        self.freed = _grouped(free_after, seen & ~stays, self.end + 1)
         self.workspace = lives.workspace_bytes.tolist()
 
     def steps(self) -> Iterator[list[Row]]:
@@ -237,12 +237,12 @@ class Replay:
     def alone(self) -> list[Row]:
         """A later step as the only one."""
         ops = self._ops(0, self.end)
-        return [*self._malloc(NEVER, self.residents), *ops, *self._malloc(self.end, self.born[-1])]
+        return [*self._malloc(NEVER, self.residents), *ops, *self._malloc(self.end, self.alloc_at[-1])]
 
     def _ops(self, begin: int, end: int) -> list[Row]:
         stream: list[Row] = []
         for instant in range(begin, end):
-            stream += self._malloc(instant, self.born[instant])
+            stream += self._malloc(instant, self.alloc_at[instant])
             if self.workspace[instant]:
                 key = len(self.size) + instant
                 stream += ((instant, key, self.workspace[instant]), (instant, key, FREE))
@@ -251,7 +251,7 @@ class Replay:
 
     def _end(self) -> list[Row]:
         """What the step leaves behind is replaced by what the next one leaves."""
-        return [*self._malloc(self.end, self.born[-1]), *((self.end, key, FREE) for key in self.left)]
+        return [*self._malloc(self.end, self.alloc_at[-1]), *((self.end, key, FREE) for key in self.left)]
 
     def _malloc(self, instant: int, keys: list[int]) -> list[Row]:
         return [(instant, key, self.size[key]) for key in keys]

@@ -233,10 +233,10 @@ class _Nesting:
         # A storage made between two ops, such as a saved random state, belongs to the call that was running
         # then. One of a backward op names the call of its forward op, in which it was not born.
         self.maker = np.fromiter((storage.call for storage in trace.storages), np.int64, len(trace.storages))
-        birth = np.fromiter((storage.birth for storage in trace.storages), np.int64, len(trace.storages))
+        alloc_at = np.fromiter((storage.alloc_at for storage in trace.storages), np.int64, len(trace.storages))
         named = self.maker != NEVER
-        within = (self.begin[self.maker] <= birth) & (birth <= self.end[self.maker])
-        self.maker = np.where(named & ~within, self.innermost[birth], self.maker)
+        within = (self.begin[self.maker] <= alloc_at) & (alloc_at <= self.end[self.maker])
+        self.maker = np.where(named & ~within, self.innermost[alloc_at], self.maker)
 
     def outlived(self, storages: Bytes, until: Bytes) -> Iterable[tuple[Bytes, Bytes]]:
         """Pairs (item, call) of the calls that made `storages[item]` and end by op `until[item]`."""
@@ -254,8 +254,8 @@ class _Nesting:
 
 def _born(timeline: Timeline) -> Bytes:
     """Storages that an op of the step made and that were seen alive."""
-    seen = (timeline.death == NEVER) | (timeline.death >= timeline.birth)
-    return np.flatnonzero((timeline.birth != NEVER) & seen)
+    seen = (timeline.free_after == NEVER) | (timeline.free_after >= timeline.alloc_at)
+    return np.flatnonzero((timeline.alloc_at != NEVER) & seen)
 
 
 def _held(timeline: Timeline, nesting: _Nesting) -> Bytes:
@@ -266,8 +266,8 @@ def _held(timeline: Timeline, nesting: _Nesting) -> Bytes:
     )
     chosen = _born(timeline)
     chosen = chosen[is_activation[chosen]]
-    death = timeline.death[chosen]
-    until = np.where(death == NEVER, len(trace.ops), death)
+    free_after = timeline.free_after[chosen]
+    until = np.where(free_after == NEVER, len(trace.ops), free_after)
     held = np.zeros(len(trace.calls), np.int64)
     for item, call in nesting.outlived(chosen, until):
         np.add.at(held, call, timeline.storage_bytes[chosen[item]])
@@ -284,7 +284,7 @@ def _inputs(timeline: Timeline, nesting: _Nesting, reads: tuple[Bytes, Bytes]) -
     call, storage = call[keep], storage[keep]
     pairs: list[Bytes] = []
     while len(call):
-        older = timeline.birth[storage] < nesting.begin[call]
+        older = timeline.alloc_at[storage] < nesting.begin[call]
         call, storage = call[older], storage[older]
         pairs.append(call * len(trace.storages) + storage)
         call = nesting.parent[call]
@@ -302,9 +302,9 @@ def _outputs(timeline: Timeline, nesting: _Nesting, reads: tuple[Bytes, Bytes]) 
     forward = (in_forward | recomputes)[op]
     last_read = np.full(count, NEVER, np.int64)
     np.maximum.at(last_read, storage[forward], op[forward])
-    born = _born(timeline)
+    alloc_at = _born(timeline)
     pairs = [np.empty(0, np.int64)]
-    pairs += [call * count + born[item] for item, call in nesting.outlived(born, last_read[born])]
+    pairs += [call * count + alloc_at[item] for item, call in nesting.outlived(alloc_at, last_read[alloc_at])]
     pairs.append(_left_by_last_op(timeline, without=set((np.concatenate(pairs) // max(count, 1)).tolist())))
     return _sum_pairs(timeline, pairs)
 
@@ -312,15 +312,15 @@ def _outputs(timeline: Timeline, nesting: _Nesting, reads: tuple[Bytes, Bytes]) 
 def _left_by_last_op(timeline: Timeline, without: set[int]) -> Bytes:
     """Pairs of the other calls and the storages that their last ops made and that outlive them."""
     trace = timeline.trace
-    birth, death = timeline.birth, timeline.death
+    alloc_at, free_after = timeline.alloc_at, timeline.free_after
     left = [
         number * len(trace.storages) + ref.storage
         for number, call in enumerate(trace.calls)
         if call.begin < call.end and number not in without
         for ref in trace.ops[call.end - 1].outputs
         if ref.storage != NEVER
-        and birth[ref.storage] >= call.begin
-        and (death[ref.storage] == NEVER or death[ref.storage] >= call.end)
+        and alloc_at[ref.storage] >= call.begin
+        and (free_after[ref.storage] == NEVER or free_after[ref.storage] >= call.end)
     ]
     return np.array(left, np.int64)
 

@@ -174,12 +174,12 @@ def _overheads(device: Device) -> tuple[Overhead, ...]:
 def _at_peak(timeline: Timeline, number: int) -> StorageAtPeak:
     trace = timeline.trace
     storage = trace.storages[number]
-    made = 0 <= storage.birth < len(trace.ops)
+    made = 0 <= storage.alloc_at < len(trace.ops)
     return StorageAtPeak(
         storage=number,
         bytes=int(timeline.storage_bytes[number]),
         category=storage.category,
-        name=storage.name or (trace.ops[storage.birth].name if made else ""),
+        name=storage.name or (trace.ops[storage.alloc_at].name if made else ""),
         module=storage.module,
-        source=trace.source_of(storage.birth) if storage.birth != NEVER and made else "",
+        source=trace.source_of(storage.alloc_at) if storage.alloc_at != NEVER and made else "",
     )

@@ -39,8 +39,8 @@ class Timeline:
     trace: Trace
     rounding_bytes: int
     storage_bytes: Bytes
-    birth: Bytes
-    death: Bytes
+    alloc_at: Bytes
+    free_after: Bytes
     before_by_row: Bytes
     during_by_row: Bytes
 
@@ -51,28 +51,28 @@ class Timeline:
             raise InputError(f"rounding_bytes is {rounding_bytes}; give 1 for none, 512 for CUDA's allocator")
         count, ops = len(trace.storages), len(trace.ops)
         size = _rounded((storage.bytes for storage in trace.storages), count, rounding_bytes)
-        birth = np.fromiter((storage.birth for storage in trace.storages), np.int64, count)
-        death = np.fromiter((storage.death for storage in trace.storages), np.int64, count)
+        alloc_at = np.fromiter((storage.alloc_at for storage in trace.storages), np.int64, count)
+        free_after = np.fromiter((storage.free_after for storage in trace.storages), np.int64, count)
         row = np.fromiter((_ROW[storage.category] for storage in trace.storages), np.int64, count)
-        seen = (death == NEVER) | (death >= birth)  # what is made and freed between two ops is in neither
-        dies = seen & (death != NEVER)
-        born_here = seen & (birth != NEVER)
-        born = np.zeros((len(CATEGORIES), ops + 1), np.int64)
+        seen = (free_after == NEVER) | (free_after >= alloc_at)  # what is made and freed between two ops is in neither
+        ends = seen & (free_after != NEVER)
+        starts = seen & (alloc_at != NEVER)
+        allocated = np.zeros((len(CATEGORIES), ops + 1), np.int64)
         freed = np.zeros((len(CATEGORIES), ops + 1), np.int64)
         start = np.zeros(len(CATEGORIES), np.int64)
-        resident = birth == NEVER
+        resident = alloc_at == NEVER
         np.add.at(start, row[resident], size[resident])
-        np.add.at(born, (row[born_here], birth[born_here]), size[born_here])
-        np.add.at(freed, (row[dies], death[dies] + 1), size[dies])
-        before = start[:, None] + np.cumsum(born, axis=1) - born - np.cumsum(freed, axis=1)
-        during = before + born
+        np.add.at(allocated, (row[starts], alloc_at[starts]), size[starts])
+        np.add.at(freed, (row[ends], free_after[ends] + 1), size[ends])
+        before = start[:, None] + np.cumsum(allocated, axis=1) - allocated - np.cumsum(freed, axis=1)
+        during = before + allocated
         during[_TEMPORARY, :ops] += _rounded((op.workspace_bytes for op in trace.ops), ops, rounding_bytes)
         return cls(
             trace=trace,
             rounding_bytes=rounding_bytes,
             storage_bytes=size,
-            birth=birth,
-            death=death,
+            alloc_at=alloc_at,
+            free_after=free_after,
             before_by_row=before,
             during_by_row=during,
         )
@@ -155,7 +155,7 @@ class Timeline:
     def alive_at(self, op: int) -> npt.NDArray[np.intp]:
         """The storages alive while the op runs, in order of birth."""
         self._check(op)
-        return np.flatnonzero((self.birth <= op) & ((self.death == NEVER) | (self.death >= op)))
+        return np.flatnonzero((self.alloc_at <= op) & ((self.free_after == NEVER) | (self.free_after >= op)))
 
     def largest_at(self, op: int, count: int = 10) -> npt.NDArray[np.intp]:
         """The `count` largest storages alive while the op runs, largest first, older first among equals."""

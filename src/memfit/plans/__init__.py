@@ -2,7 +2,7 @@
 
 from memfit.plans.document import Plan, load
 from memfit.plans.facts import peak_at
-from memfit.plans.making import plan_of
+from memfit.plans.making import build_plan
 from memfit.plans.mismatch import PlanMismatch, model_differences
 from memfit.plans.planning import curve, plan
 from memfit.plans.record import (
@@ -34,11 +34,11 @@ __all__ = [
     "ShardPlan",
     "ShardedUnit",
     "UnitOp",
+    "build_plan",
     "curve",
     "load",
     "model_differences",
     "peak_at",
     "plan",
-    "plan_of",
     "search",
 ]

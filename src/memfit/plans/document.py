@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from memfit.capture import Step, Trace
 from memfit.capture import trace as capture
-from memfit.capture.discovery import step_of
+from memfit.capture.discovery import find_step
 from memfit.capture.optimizers import Implementation, step_with
 from memfit.errors import InputError
 from memfit.files import write_whole
@@ -39,7 +39,7 @@ from memfit.plans.record import (
 from memfit.plans.text import json_text
 from memfit.plans.uses import used
 from memfit.plans.validation import check_content
-from memfit.solve.curve_display import text_of
+from memfit.solve.curve_display import render_text
 from memfit.units import display_bytes
 
 _AGAIN = "plan the step again"
@@ -98,7 +98,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         A `Step`, or a function that runs one, is captured first, for the plan's device.
         """
         if callable(trace) and not isinstance(trace, nn.Module | type):
-            trace = step_of(trace)
+            trace = find_step(trace)
         if isinstance(trace, Step):
             trace = self.trace_of(trace)
         if not isinstance(trace, Trace):
@@ -155,7 +155,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return plan_report(self)
 
     def __str__(self) -> str:
-        return text_of(plan_report(self))
+        return render_text(plan_report(self))
 
     def __repr__(self) -> str:
         what = f"{self.status} for {display_bytes(self.budget_bytes)} on {self.ranks} x {self.target.device}"

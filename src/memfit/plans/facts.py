@@ -55,8 +55,8 @@ def loop_facts(trace: Trace) -> LoopFacts:
             each.bytes
             for each in trace.storages
             if each.category is Category.GRADIENT
-            and each.birth == NEVER
-            and (each.death == NEVER or each.death > start)
+            and each.alloc_at == NEVER
+            and (each.free_after == NEVER or each.free_after > start)
         ),
         recomputes=any(call.phase is Phase.BACKWARD for call in trace.calls),
     )
@@ -68,9 +68,9 @@ def _output_facts(trace: Trace, after: int, number: int) -> OutputFacts:
         return OutputFacts(bytes=0, held="other")
     storage = trace.storages[number]
     backward = next((op for op in range(after, len(trace.ops)) if trace.ops[op].phase is Phase.BACKWARD), None)
-    if backward is None or storage.birth == NEVER or storage.saved_by:
+    if backward is None or storage.alloc_at == NEVER or storage.saved_by:
         held = "other"
-    elif storage.death != NEVER and storage.death < backward:
+    elif storage.free_after != NEVER and storage.free_after < backward:
         held = "nothing"
     else:
         held = "step"
@@ -106,7 +106,7 @@ def _inputs(trace: Trace) -> tuple[InputFacts, ...]:
             first.setdefault(ref.storage, ref)
     found = []
     for number, storage in enumerate(trace.storages):
-        if storage.category is Category.INPUT and storage.birth == NEVER:
+        if storage.category is Category.INPUT and storage.alloc_at == NEVER:
             ref = first.get(number)
             shape, dtype = (None, None) if ref is None else (ref.shape, ref.dtype)
             found.append(InputFacts(shape=shape, dtype=dtype, bytes=storage.bytes))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memfit.capture import Step, Trace
-from memfit.capture.discovery import step_of
+from memfit.capture.discovery import find_step
 from memfit.cost import Cost, Roofline
 from memfit.cost.models import BENCHMARK, ROOFLINE, cost_model
 from memfit.errors import InputError
@@ -26,7 +26,7 @@ TargetLike = str | os.PathLike[str] | torch.device | Device | Target
 _COSTS = (*ROOFLINE, *BENCHMARK)
 
 
-def target_given(model: Model, target: TargetLike | None, ranks: int | None) -> Target:
+def resolve_target(model: Model, target: TargetLike | None, ranks: int | None) -> Target:
     """The target, by default one rank of the device that a trace was captured for."""
     if target is None:
         if not isinstance(model, Trace):
@@ -55,14 +55,14 @@ def check_asked(
     points: int = 2,
 ) -> None:
     """Refuse a target, budget, plan to begin with or number of points that cannot be, before anything is captured."""
-    target_given(model, target, ranks).budget_bytes(budget)
+    resolve_target(model, target, ranks).budget_bytes(budget)
     if start is not None and not isinstance(start, Plan):
         how = "memfit.load(path) reads one" if isinstance(start, str | os.PathLike) else "give a memfit.Plan"
         raise InputError(f"start is a plan to begin with, not {_kind(start)}; {how}")
     check_points(points)
 
 
-def step_given(
+def resolve_step(
     model: nn.Module | Callable[[], Any] | Step,
     batch: Any,
     *,
@@ -101,7 +101,7 @@ def check_nothing_beside(
         raise InputError(f"{' and '.join(beside)} {verb} part of {whole}; give {them} there")
 
 
-def cost_given(cost: Cost | str | None, target: Target) -> Cost:
+def resolve_cost(cost: Cost | str | None, target: Target) -> Cost:
     """The cost model, by its name or as it is; the target's roofline by default."""
     if cost is None:
         return Roofline.of(target)
@@ -121,7 +121,7 @@ def cost_given(cost: Cost | str | None, target: Target) -> Cost:
     return cost
 
 
-def options_given(options: SolveOptions | None) -> SolveOptions:
+def resolve_options(options: SolveOptions | None) -> SolveOptions:
     """The options, none of them by default."""
     if options is None:
         return SolveOptions()
@@ -150,6 +150,6 @@ def _needed(function: Callable[..., Any]) -> str:
 def _found_model(function: Callable[[], Any]) -> Step | None:
     """The step that a function runs, when it works on a model of its own; a function that builds one has none yet."""
     try:
-        return step_of(function)
+        return find_step(function)
     except InputError:
         return None

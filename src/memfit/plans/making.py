@@ -32,7 +32,7 @@ _DIGITS = 6
 _E = TypeVar("_E", bound=Estimate)
 
 
-def plan_of(
+def build_plan(
     trace: Trace,
     *,
     target: Target,
@@ -65,7 +65,7 @@ def plan_of(
         predicted=None if predicted is None else _rounded_estimate(predicted),
         minimum_budget_bytes=None if minimum_budget_bytes is None else int(minimum_budget_bytes),
         blocker=blocker,
-        checkpoint=tuple(checkpoint_of(trace, unit, policy) for unit, policy in chosen),
+        checkpoint=tuple(build_checkpoint(trace, unit, policy) for unit, policy in chosen),
         shard=shard,
         ddp=ddp,
         optimizer=optimizer,
@@ -75,7 +75,7 @@ def plan_of(
     return Plan.from_json(plan.to_json(), where="the plan")
 
 
-def checkpoint_of(trace: Trace, unit: Unit, policy: Policy) -> Checkpoint:
+def build_checkpoint(trace: Trace, unit: Unit, policy: Policy) -> Checkpoint:
     """The entry of a unit that is checkpointed with this policy."""
     held = policy.discarded_bytes + policy.cached_bytes
     after = _last_call_before(trace, unit) if unit.call == NEVER else None
@@ -151,7 +151,7 @@ def _named(trace: Trace, unit: Unit, offsets: Sequence[int]) -> tuple[UnitOp, ..
 def _result_bytes(trace: Trace, op: int) -> int:
     """What an op allocates for its results: nothing when they are views, or when it writes to what is there."""
     made = {ref.storage for ref in trace.ops[op].outputs if ref.storage != NEVER}
-    return sum(trace.storages[each].bytes for each in made if trace.storages[each].birth == op)
+    return sum(trace.storages[each].bytes for each in made if trace.storages[each].alloc_at == op)
 
 
 def _call_number(trace: Trace, unit: Unit) -> int:
@@ -183,7 +183,7 @@ def _rounded_estimate(estimate: _E) -> _E:
     return msgspec.structs.replace(estimate, **{name: _rounded(getattr(estimate, name)) for name in names})
 
 
-def policy_of(entry: Checkpoint) -> Policy:
+def build_policy(entry: Checkpoint) -> Policy:
     """The policy that a document has of a unit."""
     return Policy(
         saved=tuple(op.offset for op in entry.saved_ops),

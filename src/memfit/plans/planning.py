@@ -22,13 +22,13 @@ from memfit.plans.given import (
     TargetLike,
     check_asked,
     check_nothing_beside,
-    cost_given,
-    options_given,
-    step_given,
-    target_given,
+    resolve_cost,
+    resolve_options,
+    resolve_step,
+    resolve_target,
 )
 from memfit.plans.implementations import Answer, best_implementation
-from memfit.plans.making import plan_of
+from memfit.plans.making import build_plan
 from memfit.plans.record import Blocker, DdpPlan, Dtype, Estimate, Prediction, ShardedUnit, ShardPlan
 from memfit.solve import (
     Choice,
@@ -39,8 +39,8 @@ from memfit.solve import (
     Solved,
     SolveOptions,
     Status,
-    blocker_of,
-    curve_of,
+    build_curve,
+    find_blocker,
     nothing,
     planned_reserved,
     solve,
@@ -94,7 +94,7 @@ def plan(
                 "SolveOptions(optimizer=True) captures the step in other ways; give the step, not its trace"
             )
         with work.step("trying other optimizer steps"):
-            best = best_implementation(best, step, cost_given(cost, problem.target))
+            best = best_implementation(best, step, resolve_cost(cost, problem.target))
     return _document(best, problem, notes, None if budget is None else allowed)
 
 
@@ -117,7 +117,7 @@ def curve(
     work = _Work(progress)
     problem, _ = _problem(work, model, batch, loss, optimizer, autocast, target, ranks, cost, options)
     with work.step("solving"):
-        return curve_of(problem, points=points, watch=work.point)
+        return build_curve(problem, points=points, watch=work.point)
 
 
 def _problem(
@@ -132,8 +132,8 @@ def _problem(
     cost: Cost | str | None,
     options: SolveOptions | None,
 ) -> tuple[Problem, Step | None]:
-    aim, solver = target_given(model, target, ranks), options_given(options)
-    chosen = cost_given(cost, aim)
+    aim, solver = resolve_target(model, target, ranks), resolve_options(options)
+    chosen = resolve_cost(cost, aim)
     if isinstance(model, Step | Trace):
         kind = type(model).__name__
         check_nothing_beside(f"the {kind}", batch, loss, optimizer, autocast)
@@ -141,7 +141,7 @@ def _problem(
     if isinstance(model, Trace):
         captured = model
     else:
-        step = step_given(model, batch, loss=loss, optimizer=optimizer, autocast=autocast)
+        step = resolve_step(model, batch, loss=loss, optimizer=optimizer, autocast=autocast)
         with work.step("capturing one training step"):
             captured = trace(step, target=aim)
     with work.step("timing its ops, working out frontiers"):
@@ -178,7 +178,7 @@ def _document(answer: Answer, given: Problem, notes: list[str], asked_bytes: int
             raise InputError(
                 "no plan was found within the time limit; give more: SolveOptions(limits=...), or --time-limit"
             )
-        return plan_of(
+        return build_plan(
             captured,
             target=target,
             budget_bytes=solved.budget_bytes,
@@ -194,7 +194,7 @@ def _document(answer: Answer, given: Problem, notes: list[str], asked_bytes: int
             optimizer=answer.implementation,
             notes=notes,
         )
-    return plan_of(
+    return build_plan(
         captured,
         target=target,
         budget_bytes=solved.budget_bytes,
@@ -269,7 +269,7 @@ def _why(problem: Problem) -> Blocker | None:
     least = problem.least
     if least is None:
         return None
-    found = blocker_of(problem, least.choice)
+    found = find_blocker(problem, least.choice)
     return Blocker(
         peak_bytes=found.peak_bytes,
         peak_by_category=found.by_category,

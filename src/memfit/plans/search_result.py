@@ -10,7 +10,7 @@ import msgspec
 from rich.console import RenderableType
 
 from memfit.plans.text import json_text
-from memfit.solve.curve_display import text_of
+from memfit.solve.curve_display import render_text
 
 Over = Literal["batch", "seq", "ranks"]
 PointStatus = Literal["optimal", "feasible", "infeasible", "unknown"]
@@ -138,7 +138,7 @@ class Search:
         return search_report(self)
 
     def __str__(self) -> str:
-        return text_of(self.__rich__())
+        return render_text(self.__rich__())
 
     def __repr__(self) -> str:
         best, largest = (None if point is None else point.value for point in (self.best, self.largest))

@@ -33,7 +33,7 @@ from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.plans.allocator import Room, held_under, with_room_held
 from memfit.plans.display import counted
-from memfit.plans.given import TargetLike, cost_given, options_given, target_given
+from memfit.plans.given import TargetLike, resolve_cost, resolve_options, resolve_target
 from memfit.plans.search_result import Over, PointStatus, Search, SearchInterrupted, SearchPoint
 from memfit.solve import Problem, SolveOptions, Status, minimum_budget_bytes, solve
 from memfit.torch_private.pytree import tree_leaves
@@ -94,7 +94,7 @@ def search(
     given = _values(values)
     end = _largest(over, largest, given)
     aim = _aim(make_step, over, target, ranks)
-    solver = options_given(options)
+    solver = resolve_options(options)
     if solver.optimizer:
         raise InputError("search keeps the optimizer's step as it is; leave optimizer=True out of its options")
     budget_bytes = min(aim.budget_bytes(budget), aim.usable_bytes)
@@ -211,7 +211,7 @@ class _Tries:
     def _problem(self, value: int) -> tuple[Problem, int | None]:
         captured, amount = self._capture(value)
         target = Target.parse(self.target, ranks=value) if self.over == "ranks" else self.target
-        return Problem.of(Runtime.of(captured, cost_given(self.cost, target)), target, self.options), amount
+        return Problem.of(Runtime.of(captured, resolve_cost(self.cost, target)), target, self.options), amount
 
     def _point(
         self, value: int, problem: Problem, amount: int | None, options: SolveOptions, say: Callable[[str], None]
@@ -488,7 +488,7 @@ def _aim(make_step: Any, over: Any, target: TargetLike, ranks: int | None) -> Ta
         raise InputError("make_step is a model; give a function of a value that returns a memfit.Step")
     if over == "ranks" and ranks is not None:
         raise InputError(f"ranks={ranks} is what the search over ranks finds; leave it out, or give largest={ranks}")
-    return target_given(make_step, target, ranks)
+    return resolve_target(make_step, target, ranks)
 
 
 def _values(values: Iterable[int] | None) -> list[int] | None:

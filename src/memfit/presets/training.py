@@ -43,7 +43,7 @@ def trained(model: Callable[[], nn.Module], batch: Mapping[str, torch.Tensor]) -
 
 def shape_step(shape: Shape, *, batch: int | None = None, seq: int | None = None) -> NamedStep:
     """The training step of a shape: one sample unless given, sequences as long as the shape's own."""
-    size = count_given("batch", batch, BATCH)
+    size = resolve_count("batch", batch, BATCH)
     described = f"{shape.title}, {_counted(shape.parameters)} parameters"
     notes = [NO_BATCH] if batch is None else []
     if isinstance(shape.sizes, ViTSizes):
@@ -55,7 +55,7 @@ def shape_step(shape: Shape, *, batch: int | None = None, seq: int | None = None
         pixels = spec((size, shape.sizes.channels, shape.sizes.image, shape.sizes.image))
         step = trained(partial(ViT, shape.sizes), {"images": pixels, "labels": spec((size,), torch.int64)})
         return NamedStep(step=step, title=f"{described}, batch {size}, images of {images}", notes=tuple(notes))
-    length = count_given("seq", seq, shape.seq)
+    length = resolve_count("seq", seq, shape.seq)
     if shape.longest and length > shape.longest:
         raise WrongRequest(
             f"seq={length} (--seq) is more than {shape.name} has positions for; give at most {shape.longest}"
@@ -67,7 +67,7 @@ def shape_step(shape: Shape, *, batch: int | None = None, seq: int | None = None
     return NamedStep(step=step, title=f"{described}, batch {size}, sequences of {length}", notes=tuple(notes))
 
 
-def count_given(name: str, value: Any, default: int) -> int:
+def resolve_count(name: str, value: Any, default: int) -> int:
     """A whole number of at least 1, or the default."""
     if value is None:
         return default

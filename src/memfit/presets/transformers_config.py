@@ -23,7 +23,7 @@ from memfit.capture import spec
 from memfit.errors import InputError
 from memfit.presets.hub_cache import cached_config, names_repository
 from memfit.presets.problems import NotTaken, WrongRequest
-from memfit.presets.training import BATCH, NO_BATCH, NamedStep, count_given, trained
+from memfit.presets.training import BATCH, NO_BATCH, NamedStep, resolve_count, trained
 
 PREFIX = "hf:"
 _LONGEST_UNASKED = 8192
@@ -78,7 +78,7 @@ class Configured:
     def step(self, *, batch: int | None = None, seq: int | None = None) -> NamedStep:
         """The training step of the model, built on meta in float32."""
         chosen = self.chosen
-        size = count_given("batch", batch, BATCH)
+        size = resolve_count("batch", batch, BATCH)
         notes = [NO_BATCH] if batch is None else []
         build = partial(_build, self.transformers, chosen.name, self.config)
         if chosen.task == "image classification":
@@ -189,7 +189,7 @@ def _class_of(raw: dict[str, Any], path: Path) -> _Class:
 def _tokens(config: Any, size: int, seq: int | None, notes: list[str]) -> tuple[dict[str, torch.Tensor], str]:
     longest = _longest(config)
     default = min(longest or _LONGEST_UNASKED, _LONGEST_UNASKED)
-    length = count_given("seq", seq, default)
+    length = resolve_count("seq", seq, default)
     if seq is None:
         why = "the configuration's length" if default == longest else f"at most {_LONGEST_UNASKED}"
         notes.append(f"{why} since no --seq was given")

@@ -200,7 +200,7 @@ def counted(
     return dict(by_category), dict(by_module)
 
 
-def levers_of(
+def find_levers(
     plan: Plan, found: Expected, at: FailedAt, inputs: Sequence[str], *, replans: bool, least: bool
 ) -> tuple[str, ...]:
     """What would help, most bytes first; what costs nothing comes before. Nothing is lower than the `least` plan."""
@@ -252,7 +252,7 @@ def _instant(timeline: PlannedTimeline, at: FailedAt, asked_bytes: int | None, g
     if not len(instants):
         return None
     lives = timeline.lives
-    making = np.unique(lives.born[lives.size_bytes == (asked_bytes or -1)])
+    making = np.unique(lives.alloc_at[lives.size_bytes == (asked_bytes or -1)])
     fitting = instants[np.isin(instants, making)]
     if len(fitting):
         return int(fitting[0])
@@ -298,11 +298,11 @@ def _between_gradients(trace: Trace, graded: frozenset[str]) -> tuple[int, int]:
     for each in trace.parameters:
         if each.gradient == NEVER:
             continue
-        birth = trace.storages[each.gradient].birth
+        alloc_at = trace.storages[each.gradient].alloc_at
         if not graded.isdisjoint(each.names):
-            first = max(first, birth)
-        elif birth != NEVER:
-            last = min(last, birth)
+            first = max(first, alloc_at)
+        elif alloc_at != NEVER:
+            last = min(last, alloc_at)
     return (first, last) if first < last else (NEVER, len(trace.ops))
 
 

@@ -25,9 +25,9 @@ from memfit.engines import plan_of_model
 from memfit.errors import InputError, MissingFeatureError, StateError
 from memfit.plans import Plan
 from memfit.recovery.drift import Drift, PlanDrift
-from memfit.recovery.explanation import REST, Explanation, OutOfMemory, counted, expected, levers_of, place
+from memfit.recovery.explanation import REST, Explanation, OutOfMemory, counted, expected, find_levers, place
 from memfit.recovery.inputs import Seen, different, seen
-from memfit.recovery.meter import NOISE_BYTES, limit_of, meter_of
+from memfit.recovery.meter import NOISE_BYTES, find_limit, make_meter
 from memfit.recovery.replan import Replanner, optimizer_bytes, single_tensor, swap
 from memfit.recovery.rollback import Before, Keeper
 from memfit.solve import SolveOptions
@@ -83,7 +83,7 @@ class Guard:
         self._keeper = None if optimizer is None else Keeper(model, optimizer, accumulates=accumulates)
         first = next(iter(model.parameters()), None)
         self._device = torch.device("cpu") if first is None else first.device
-        self._meter = meter_of(self._device, self._resident_bytes)
+        self._meter = make_meter(self._device, self._resident_bytes)
         self._hooks: list[Any] = []
         self._before: Before | None = None
         self._in_step = self._in_optimizer = False
@@ -386,7 +386,7 @@ class Guard:
         return Explanation(
             at=at,
             asked_bytes=asked,
-            limit=limit_of(self._device),
+            limit=find_limit(self._device),
             total_bytes=total_bytes,
             by_category=by_category,
             by_module=by_module,
@@ -395,7 +395,7 @@ class Guard:
             budget_bytes=self.plan.budget_bytes,
             planned_peak_bytes=self.plan.predicted.peak_bytes,
             inputs=inputs,
-            levers=levers_of(
+            levers=find_levers(
                 self.plan,
                 found,
                 at,

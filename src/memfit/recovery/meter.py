@@ -106,12 +106,12 @@ class Limit(NamedTuple):
         return f"{self.name} {display_bytes(self.allowed_bytes)}{taken}"
 
 
-def meter_of(device: torch.device, resident_bytes: Callable[[], int]) -> Meter:
+def make_meter(device: torch.device, resident_bytes: Callable[[], int]) -> Meter:
     """What can measure on this device."""
     return CudaMeter(device) if device.type == "cuda" else ProcessMeter(resident_bytes)
 
 
-def limit_of(device: torch.device) -> Limit | None:
+def find_limit(device: torch.device) -> Limit | None:
     """What limits the memory there."""
     if device.type == "cuda":
         free, whole = torch.cuda.mem_get_info(device)

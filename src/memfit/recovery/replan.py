@@ -18,7 +18,7 @@ from memfit.plans import Plan
 from memfit.plans import plan as make_plan
 from memfit.solve import PlannedTimeline, SolveOptions
 from memfit.verify.faults import is_out_of_memory
-from memfit.verify.given import step_given
+from memfit.verify.given import resolve_step
 from memfit.verify.prediction import replayed
 
 LOWER = 0.1
@@ -41,8 +41,8 @@ class Replanner:
         options: SolveOptions | None = None,
     ) -> None:
         self._model = model
-        self._step = None if isinstance(step, Trace) else step_given(step, "guard")
-        self.trace = step if isinstance(step, Trace) else _captured(plan, step_given(step, "guard"), model)
+        self._step = None if isinstance(step, Trace) else resolve_step(step, "guard")
+        self.trace = step if isinstance(step, Trace) else _captured(plan, resolve_step(step, "guard"), model)
         plan.check(self.trace)
         self._cost = cost
         self._options = options
@@ -197,17 +197,17 @@ def _temporaries(trace: Trace) -> list[int]:
         return []
     first, last = ops[0], ops[-1]
     kept = (Category.GRADIENT, Category.OPTIMIZER_STATE)
-    made = [each for each in trace.storages if first <= each.birth <= last and each.category not in kept]
+    made = [each for each in trace.storages if first <= each.alloc_at <= last and each.category not in kept]
     change = np.zeros(last - first + 2, np.int64)
     for each in made:
-        change[each.birth - first] += each.bytes
-        change[_end(each.death, last) + 1 - first] -= each.bytes
+        change[each.alloc_at - first] += each.bytes
+        change[_end(each.free_after, last) + 1 - first] -= each.bytes
     peak = first + int(np.cumsum(change).argmax())
-    return [each.bytes for each in made if each.bytes and each.birth <= peak <= _end(each.death, last)]
+    return [each.bytes for each in made if each.bytes and each.alloc_at <= peak <= _end(each.free_after, last)]
 
 
-def _end(death: int, last: int) -> int:
-    return last if death == NEVER else min(death, last)
+def _end(free_after: int, last: int) -> int:
+    return last if free_after == NEVER else min(free_after, last)
 
 
 def _states(trace: Trace) -> list[int]:

@@ -140,7 +140,7 @@ def _largest(found: StepExplanation) -> Table | None:
 
 
 def _tensor(held: HeldStorage) -> Text:
-    made = held.born is not None and held.holder != "sharding"
+    made = held.alloc_at is not None and held.holder != "sharding"
     text = Text(held.born_by if made else held.category.value)
     if held.module and made:
         text.append(f" in {held.module}")
@@ -151,8 +151,8 @@ def _tensor(held: HeldStorage) -> Text:
 
 def _life(held: HeldStorage) -> str:
     """From the op that makes it to the one after which it goes."""
-    begin = "start" if held.born is None else str(held.born)
-    return f"{begin} to {'end' if held.dies is None else held.dies}"
+    begin = "start" if held.alloc_at is None else str(held.alloc_at)
+    return f"{begin} to {'end' if held.free_after is None else held.free_after}"
 
 
 def _activations(found: StepExplanation) -> Table | None:

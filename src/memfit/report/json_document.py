@@ -16,7 +16,7 @@ from memfit.memory import CATEGORIES
 from memfit.plans.facts import trace_facts
 from memfit.plans.text import json_text
 from memfit.report.assumed import assumed
-from memfit.report.streams import clock_of
+from memfit.report.streams import build_clock
 from memfit.report.tree import module_tree
 from memfit.solve import Curve, PlannedTimeline
 
@@ -29,7 +29,7 @@ _DECISIONS = (None, "kept", "partly saved", "runs again in full")
 _TIMES = ("forward_ms", "backward_ms", "recompute_ms", "optimizer_ms")
 
 
-def json_of(report: Report) -> str:
+def to_json(report: Report) -> str:
     """The document; the same report is the same text."""
     timelines = {"baseline": report.baseline}
     if report.planned is not None:
@@ -65,7 +65,7 @@ def _summary(report: Report, timeline: PlannedTimeline) -> dict[str, Any]:
         "peak_module": timeline.module_of(instant),
         "peak_source": timeline.trace.source_of(op) if runs else "",
         "peak_second_run_of": timeline.second_run_of(instant),
-        "step_ms": _ms(clock_of(report, timeline).end_ns / 1e6),
+        "step_ms": _ms(build_clock(report, timeline).end_ns / 1e6),
         "exposed_communication_ms": _ms(report.problem.exposed_ms),
     }
 
@@ -112,7 +112,7 @@ def _timeline(report: Report, timeline: PlannedTimeline) -> dict[str, Any]:
     during, count = timeline.during_bytes, len(timeline.op)
     edges = np.unique(np.linspace(0, count, min(count, _POINTS) + 1).astype(np.int64))
     highest = [int(begin + during[begin:end].argmax()) for begin, end in pairwise(edges.tolist())]
-    begins_ns = clock_of(report, timeline).begins_ns
+    begins_ns = build_clock(report, timeline).begins_ns
     return {
         "points": len(highest),
         "instants": count,

@@ -29,7 +29,7 @@ _MEANING = re.compile(r"([\\`*_\[\]|~#@!])")
 _HTML = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 
 
-def markdown_of(report: Report, levers: Sequence[Lever] = ()) -> str:
+def to_markdown(report: Report, levers: Sequence[Lever] = ()) -> str:
     """The report as GitHub shows it; the same report is the same text."""
     words = headline(report)
     parts = [

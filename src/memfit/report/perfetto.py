@@ -24,7 +24,7 @@ from memfit.capture.names import short
 from memfit.cost import Collective
 from memfit.files import write_whole
 from memfit.memory import CATEGORIES
-from memfit.report.streams import Clock, Sending, Wait, clock_of
+from memfit.report.streams import Clock, Sending, Wait, build_clock
 from memfit.solve import PlannedTimeline
 from memfit.solve.planned_lives import BETWEEN
 
@@ -80,7 +80,7 @@ class _Process:
     name: str
 
     def events(self) -> Iterator[_Event]:
-        clock = clock_of(self.report, self.timeline)
+        clock = build_clock(self.report, self.timeline)
         yield from self._names(clock)
         yield from self._ops(clock)
         yield from self._modules(clock)

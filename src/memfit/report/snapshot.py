@@ -26,7 +26,7 @@ from memfit.hardware import Device
 from memfit.memory import allocator_config
 from memfit.memory.allocator import FREE, BlockSnapshot, BlockState, CachingAllocator, SegmentSnapshot
 from memfit.memory.blocks import Block, BlockPool, ExpandableSegment
-from memfit.memory.events import Lives, Replay, Row
+from memfit.memory.events import AllocationTable, Replay, Row
 from memfit.solve import PlannedTimeline
 from memfit.solve.planned import Allocation
 from memfit.solve.planned_lives import BETWEEN
@@ -75,7 +75,7 @@ class _Recorded:
     after: tuple[SegmentSnapshot, ...] = ()
 
 
-def _record(lives: Lives, device: Device) -> _Recorded:
+def _record(lives: AllocationTable, device: Device) -> _Recorded:
     """The step to show (Note [Which step])."""
     replay = Replay(lives)
     if not device.allocator.caches:
@@ -272,7 +272,7 @@ class _Snapshot:
     def _frames_of_alloc(self, key: int) -> tuple[Frames, str]:
         """The user's line, then the module with the category and what it is; and the category."""
         if key not in self._made:
-            workspace = key - len(self.timeline.lives.born)
+            workspace = key - len(self.timeline.lives.alloc_at)
             if workspace >= 0:
                 found = self._frames(workspace, Category.TEMPORARY.value, "workspace of ")
                 self._made[key] = found, Category.TEMPORARY.value
@@ -282,10 +282,10 @@ class _Snapshot:
 
     def _frames_of_allocation(self, found: Allocation) -> tuple[Frames, str]:
         category = found.category.value
-        if found.born == NEVER or found.storage == NEVER:
+        if found.alloc_at == NEVER or found.storage == NEVER:
             what = f"{category} {found.name}".rstrip()
             return [_frame(found.module or _MODEL, 0, what)], category
-        made = self._frames(found.born, category)
+        made = self._frames(found.alloc_at, category)
         if found.remade is not None:
             made = [*made, _frame(found.remade or _MODEL, 0, "second run")]
         return made, category

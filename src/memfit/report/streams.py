@@ -75,7 +75,7 @@ class Clock:
         return int(self.ends_ns[-1])
 
 
-def clock_of(report: Report, timeline: PlannedTimeline) -> Clock:
+def build_clock(report: Report, timeline: PlannedTimeline) -> Clock:
     """When everything of a timeline runs (Note [Clock])."""
     took_ms = timeline.taken_ms(report.runtime.op_ms)
     at = timeline.step_instants

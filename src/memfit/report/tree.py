@@ -103,9 +103,9 @@ def _home(trace: Trace, storage: int) -> Key:
     found = trace.storages[storage]
     if found.module or found.call != NEVER:
         return found.module, True
-    if found.birth == NEVER:
+    if found.alloc_at == NEVER:
         return (_BATCH, False) if found.category is Category.INPUT else ("", True)
-    return _place_of(trace, trace.ops[min(found.birth, len(trace.ops) - 1)])
+    return _place_of(trace, trace.ops[min(found.alloc_at, len(trace.ops) - 1)])
 
 
 def _place_of(trace: Trace, op: Op) -> Key:

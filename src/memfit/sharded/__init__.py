@@ -6,7 +6,7 @@ import memfit.torch_private.version  # noqa: F401  first, so that a torch which 
 from memfit.sharded.accumulation import no_sync
 from memfit.sharded.checkpoint import Loaded, load, save, saves
 from memfit.sharded.clip import clip_grad_norm_, finite_gradients
-from memfit.sharded.crew import CrewError
+from memfit.sharded.crew import RankError
 from memfit.sharded.errors import CollectiveError, OrderError, RankMismatch
 from memfit.sharded.optimizer_state import plain_optimizer_state
 from memfit.sharded.options import Precision, Reduction, Schedule, UnitOptions
@@ -18,10 +18,10 @@ from memfit.sharded.summon import full_parameters
 
 __all__ = [
     "CollectiveError",
-    "CrewError",
     "Loaded",
     "OrderError",
     "Precision",
+    "RankError",
     "RankMismatch",
     "Reduction",
     "Schedule",

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from memfit.sharded.sharding import runtime_of
+from memfit.sharded.sharding import get_runtime
 
 
 @contextmanager
@@ -17,7 +17,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     It saves communication and takes the memory of whole gradients. Without it every pass adds to the gradients of the
     shards, which takes no more memory than one pass does.
     """
-    runtime = runtime_of(model)
+    runtime = get_runtime(model)
     before, runtime.communicates = runtime.communicates, False
     try:
         yield

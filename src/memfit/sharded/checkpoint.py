@@ -22,7 +22,7 @@ from torch import nn
 
 from memfit._version import __version__
 from memfit.errors import InputError
-from memfit.sharded.crew import Crew
+from memfit.sharded.crew import RankCoordinator
 from memfit.sharded.durable import (
     BLOCK_BYTES,
     DataReader,
@@ -93,7 +93,7 @@ def save(
         raise InputError(f"keep is {keep!r}; give the number of saves that stay, 1 or more")
     target = Path(folder)
     runtime = sharded_runtime(model)
-    crew = Crew(runtime)
+    crew = RankCoordinator(runtime)
     state = sharded_state_dict(model, optimizer)
     tied = _tied(model)
     tensors, values = _divided(state, tied)
@@ -163,7 +163,7 @@ def load(
     """
     target = Path(folder)
     runtime = sharded_runtime(model)
-    crew = Crew(runtime)
+    crew = RankCoordinator(runtime)
     name = crew.first("the start of a load", lambda: _chosen(target, save).encode()).decode()
 
     def act() -> bytes:
@@ -253,7 +253,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _write_own(
-    folder: Path, crew: Crew, tensors: Mapping[PathNames, torch.Tensor], different: set[PathNames]
+    folder: Path, crew: RankCoordinator, tensors: Mapping[PathNames, torch.Tensor], different: set[PathNames]
 ) -> RankRecord:
     """Write this rank's file: its parts, and what it has otherwise than rank 0."""
     writer = DataWriter(folder / data_file(crew.rank))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from memfit.errors import InputError
-from memfit.sharded.sharding import runtime_of
+from memfit.sharded.sharding import get_runtime
 
 
 @torch.no_grad()
@@ -22,7 +22,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
         raise InputError(
             f"norm_type is {norm_type!r}; give a positive number, or float('inf') for the largest gradient"
         )
-    runtime = runtime_of(model)
+    runtime = get_runtime(model)
     link = runtime.links[0]
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     sharded = runtime.parameters
@@ -45,7 +45,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 @torch.no_grad()
 def finite_gradients(model: nn.Module) -> bool:
     """Whether no gradient on any rank is infinite or not a number."""
-    runtime = runtime_of(model)
+    runtime = get_runtime(model)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     wrong = torch.zeros((), device=runtime.device)
     for gradient in gradients:

@@ -19,7 +19,7 @@ class _Said(msgspec.Struct, frozen=True):
     content: bytes
 
 
-class Crew:
+class RankCoordinator:
     """All ranks of a sharded model, numbered through replicas; a plain model has a crew of one."""
 
     def __init__(self, runtime: Runtime | None) -> None:
@@ -51,7 +51,7 @@ class Crew:
             raise failure
         for rank, answer in enumerate(answers):
             if answer.failed is not None:
-                raise CrewError(f"{about} failed on rank {rank}: {answer.failed}")
+                raise RankError(f"{about} failed on rank {rank}: {answer.failed}")
         return [answer.content for answer in answers]
 
     def first(self, about: str, act: Callable[[], bytes]) -> bytes:
@@ -66,5 +66,5 @@ class Crew:
         return found
 
 
-class CrewError(MemfitError, RuntimeError):
+class RankError(MemfitError, RuntimeError):
     """Another rank could not do its part of a save or a load."""

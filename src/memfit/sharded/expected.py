@@ -14,7 +14,7 @@ from torch import nn
 
 from memfit.sharded.gradients import Gradients
 from memfit.sharded.runtime import Runtime
-from memfit.sharded.sharding import runtime_of
+from memfit.sharded.sharding import get_runtime
 from memfit.sharded.unit import Unit
 
 
@@ -34,7 +34,7 @@ class RuntimeBytes:
 
 def expected_bytes(model: nn.Module) -> RuntimeBytes:
     """The highest point of the runtime's own memory in a step of a sharded model."""
-    runtime = runtime_of(model)
+    runtime = get_runtime(model)
     root, units = runtime.units[0], runtime.units[1:]
     level = _Level()
     _forward(runtime, root, units, level)

@@ -102,7 +102,7 @@ class FlatShard:
             else:
                 parameter.data = local
                 parameter.grad = None
-        self.show_shards()
+        self.to_sharded()
 
     def whole(self, dtype: torch.dtype) -> Whole:
         """The gathered parameters in a dtype; one rank alone computes on its shard."""
@@ -120,7 +120,7 @@ class FlatShard:
         found.require_gradients([parameter.requires_grad for parameter in self.parameters])
         return found
 
-    def begin_gather(self, whole: Whole, tag: int, about: str) -> Transfer | None:
+    def unshard(self, whole: Whole, tag: int, about: str) -> Transfer | None:
         """Begin to fill the buffer; None where nothing has to move."""
         self._kept = None
         if not whole.bytes:
@@ -144,7 +144,7 @@ class FlatShard:
     def begin_regather(self, whole: Whole, link: Link, tag: int, about: str) -> Transfer | None:
         """Begin to gather from the ranks of a smaller group, which kept parts of the forward's parameters."""
         if self._kept is None:
-            return self.begin_gather(whole, tag, about)
+            return self.unshard(whole, tag, about)
         streams = self._streams
         whole.allocate()
         with torch.no_grad():
@@ -154,7 +154,7 @@ class FlatShard:
         with streams.on(streams.gather):
             return link.gather(whole.buffer, tag, about)
 
-    def show_whole(self, whole: Whole) -> None:
+    def to_unsharded(self, whole: Whole) -> None:
         """Make the modules hold the gathered parameters."""
         for number, (places, parameter) in enumerate(zip(self.places, whole.parameters, strict=True)):
             for place in places:
@@ -167,7 +167,7 @@ class FlatShard:
                     )
                 place.put(parameter)
 
-    def show_shards(self) -> None:
+    def to_sharded(self) -> None:
         """Make the modules hold the shards."""
         for places, parameter in zip(self.places, self.parameters, strict=True):
             for place in places:

@@ -17,7 +17,7 @@ from memfit.torch_private.wrappers import default_group
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
-def mesh_of(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
+def resolve_mesh(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
     """The mesh that was given, or all ranks in one dimension."""
     if mesh is None:
         kinds = {parameter.device.type for parameter in model.parameters()} - {"meta"}
@@ -39,7 +39,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     )
 
 
-def links_of(mesh: DeviceMesh, device: torch.device, timeout: timedelta | None) -> tuple[Link, Link | None]:
+def make_comms(mesh: DeviceMesh, device: torch.device, timeout: timedelta | None) -> tuple[Link, Link | None]:
     """The group that shards, and that of replicas where there are any."""
     shards = _link(mesh.get_group(mesh.ndim - 1), device, timeout)
     return shards, _link(mesh.get_group(0), device, timeout) if mesh.ndim > 1 else None

@@ -103,19 +103,19 @@ class Runtime:
             self._caller = _module_call()
         self._active.append(unit)
         if self._in_backward:  # a checkpoint's second forward: the parameters stay until the backward has used them
-            unit.begin_gather("backward")
+            unit.unshard("backward")
             unit.wait()
-            unit.show_whole()
+            unit.to_unsharded()
             return self._cast_inputs(unit, args, kwargs)
         unit.go(State.FORWARD)
         unit.outermost = outermost
         if outermost:
             self._begin_pass(unit)
         self.order.enter(unit)
-        unit.begin_gather("forward")
+        unit.unshard("forward")
         self._gather_ahead(unit, self.order.following(self.schedule.forward_prefetch), "forward")
         unit.wait()
-        unit.show_whole()
+        unit.to_unsharded()
         return self._cast_inputs(unit, args, kwargs)
 
     def mark_inputs(
@@ -152,7 +152,7 @@ class Runtime:
             run.counted = True
             unit.pending += 1
         unit.go(State.IDLE)
-        unit.show_shards()
+        unit.to_sharded()
         unit.end_forward(backward=bool(watched))
         if unit.outermost:
             for each in self.units:
@@ -205,13 +205,13 @@ class Runtime:
         unit.go(State.PRE_BACKWARD)
         unit.running += 1
         if unit.options.backward_gather:
-            unit.begin_gather("backward")
+            unit.unshard("backward")
         if self.schedule.backward_prefetch_at == "before":
             self._gather_before(run)
         unit.wait()
         unit.check_unchanged()
         if unit.gathered:
-            unit.show_whole()
+            unit.to_unsharded()
         unit.go(State.BACKWARD)
         if run.passed == current_graph_task_id():  # an output that is an input
             self.after_backward(run)
@@ -230,7 +230,7 @@ class Runtime:
         if unit.running:  # another run of it, side by side with this one, still reads them
             return
         unit.go(State.POST_BACKWARD)
-        unit.show_shards()
+        unit.to_sharded()
         unit.free()
         if self.communicates and unit.pending <= 0:
             self._owing.discard(unit)
@@ -383,7 +383,7 @@ class Runtime:
                 taken += unit.bytes
                 if taken > limit:
                     return
-            unit.begin_gather(phase)
+            unit.unshard(phase)
 
     def _cast_inputs(
         self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]

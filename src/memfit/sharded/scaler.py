@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.sharded.sharding import runtime_of
+from memfit.sharded.sharding import get_runtime
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
     """torch's `GradScaler` for one sharded model; what one rank finds infinite, every rank does."""
 
     def __init__(self, model: nn.Module, **options: Any) -> None:
-        self._runtime = runtime_of(model)
+        self._runtime = get_runtime(model)
         super().__init__(self._runtime.device.type, **options)
 
     def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:

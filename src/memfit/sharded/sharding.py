@@ -19,7 +19,7 @@ from memfit.sharded.finding import FoundUnit, Units, find_units
 from memfit.sharded.flat import FlatShard, Member
 from memfit.sharded.gradients import Gradients
 from memfit.sharded.hooks import attach
-from memfit.sharded.meshes import device_of, links_of, mesh_of, nearby
+from memfit.sharded.meshes import device_of, make_comms, nearby, resolve_mesh
 from memfit.sharded.options import Precision, Reduction, Schedule
 from memfit.sharded.runtime import Runtime
 from memfit.sharded.starting import Init, check_init, check_source, prepare_buffers, with_values
@@ -67,9 +67,9 @@ def shard(
             check_source(model)
     except InputError as error:  # perhaps of this rank only: the others must not wait for it
         refusal = error
-    mesh = mesh_of(model, mesh)
+    mesh = resolve_mesh(model, mesh)
     device = device_of(mesh)
-    shards, replicas = links_of(mesh, device, timeout)
+    shards, replicas = make_comms(mesh, device, timeout)
     links = [link for link in (shards, replicas) if link is not None]
     facts = ["no error" if refusal is None else f"an error: {refusal}"]
     if refusal is None:
@@ -123,7 +123,7 @@ class _ZeroGrad:
         nn.Module.zero_grad(self._runtime.model, set_to_none)
 
 
-def runtime_of(model: nn.Module) -> Runtime:
+def get_runtime(model: nn.Module) -> Runtime:
     """The runtime of a model that was sharded."""
     runtime = model.__dict__.get(_RUNTIME)
     if runtime is None:

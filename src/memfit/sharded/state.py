@@ -14,7 +14,7 @@ from memfit.sharded.flat import FlatShard
 from memfit.sharded.optimizer_state import NamedState, flat_places, load_named_state, named_state, parameter_names
 from memfit.sharded.runtime import Runtime
 from memfit.sharded.sharded_value import ShardedValue
-from memfit.sharded.sharding import runtime_of
+from memfit.sharded.sharding import get_runtime
 from memfit.sharded.summon import gather_alike, gather_shard
 
 
@@ -43,7 +43,7 @@ def full_state_dict(
     All ranks must call it. One unit at a time is gathered, and copied to the host unless `cpu` is False. With
     `rank_0_only` the others get an empty dict.
     """
-    runtime = runtime_of(model)
+    runtime = get_runtime(model)
     keeps = not rank_0_only or all(link.rank == 0 for link in runtime.links)
     found: dict[str, Any] = {"model": _full_model(model, runtime, keeps, cpu)}
     if optimizer is not None:
@@ -71,7 +71,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], optimizer: torch
 def sharded_runtime(model: nn.Module) -> Runtime | None:
     """The runtime of a model, or None where it is a plain one."""
     try:
-        return runtime_of(model)
+        return get_runtime(model)
     except StateError:
         return None
 

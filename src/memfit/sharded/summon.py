@@ -11,7 +11,7 @@ from torch import nn
 from memfit.errors import InputError, StateError
 from memfit.sharded.flat import FlatShard
 from memfit.sharded.runtime import Runtime
-from memfit.sharded.sharding import runtime_of
+from memfit.sharded.sharding import get_runtime
 from memfit.sharded.states import State, check_transition
 from memfit.sharded.unit import Unit
 from memfit.torch_private.autograd import in_backward
@@ -29,7 +29,7 @@ def full_parameters(
     With `write_back` every rank takes its part of what they hold at the end; make the same change on all ranks. After
     an exception nothing is written. `units` names some units instead of all; the root is the empty name.
     """
-    runtime = runtime_of(model)
+    runtime = get_runtime(model)
     chosen = _chosen(runtime, units)
     _recover(runtime)
     _check_between_steps(runtime, chosen)
@@ -49,7 +49,7 @@ def full_parameters(
     finally:
         for unit in chosen:
             if unit.state is State.SUMMONED:
-                unit.show_shards()
+                unit.to_sharded()
                 unit.go(State.IDLE)
 
 

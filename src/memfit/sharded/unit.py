@@ -93,7 +93,7 @@ class Unit:
         check_transition(self.title, self.state, state)
         self.state = state
 
-    def begin_gather(self, phase: str) -> None:
+    def unshard(self, phase: str) -> None:
         """Begin to gather all parameters, unless that is done or under way.
 
         A forward replaces those of an earlier pass, a backward gathers them as its forward did.
@@ -115,7 +115,7 @@ class Unit:
                 if self._resharded and self._nearby is not None and not forward:
                     transfer = flat.begin_regather(whole, self._nearby, tag, about)
                 else:
-                    transfer = flat.begin_gather(whole, tag, about)
+                    transfer = flat.unshard(whole, tag, about)
             if transfer is not None:
                 self._transfers.append(transfer)
         self._event = self._streams.event(self._streams.gather)
@@ -132,15 +132,15 @@ class Unit:
         self._resharded = False
         self.gathered, self.stale = True, False
 
-    def show_whole(self) -> None:
+    def to_unsharded(self) -> None:
         """Make the module hold gathered parameters."""
         for flat, whole in zip(self.flats, self._wholes, strict=True):
-            flat.show_whole(whole)
+            flat.to_unsharded(whole)
 
-    def show_shards(self) -> None:
+    def to_sharded(self) -> None:
         """Make the module hold shards."""
         for flat in self.flats:
-            flat.show_shards()
+            flat.to_sharded()
 
     def check_unchanged(self) -> None:
         """Let autograd refuse parameters that were changed since the forward, as it does those of a plain model."""
@@ -184,7 +184,7 @@ class Unit:
         self.state = State.IDLE
         self.pending = self.running = 0
         self._wholes_of_forward = None
-        self.show_shards()
+        self.to_sharded()
         self.free()
 
     def begin_sum(self, *, everything: bool = False) -> bool:

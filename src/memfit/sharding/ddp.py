@@ -27,7 +27,7 @@ from memfit.sharding.levels import Levels
 from memfit.sharding.options import FIRST_BUCKET_BYTES, ShardDtypes, ShardOptions, elements, item_bytes
 from memfit.sharding.result import Sharding
 from memfit.sharding.runtime import Transfer
-from memfit.sharding.units import Pass, passes_of
+from memfit.sharding.units import Pass, find_passes
 
 _OWN = ShardDtypes(shard=None, param=None, reduce=None)
 
@@ -43,13 +43,13 @@ class Bucket:
 def replicate(timeline: Timeline, runtime: Runtime, target: Target, options: ShardOptions) -> Sharding:
     """The step as one rank of a replicated model sees it (Note [DDP])."""
     trace = runtime.trace
-    passes = passes_of(trace)
+    passes = find_passes(trace)
     gradients = whole_gradients(trace, {}, passes, _OWN)
     levels = Levels(timeline)
-    buckets = buckets_of(trace, gradients, passes, options)
+    buckets = assign_buckets(trace, gradients, passes, options)
     as_view = options.gradient_as_bucket_view
     for number, storage in enumerate(trace.storages):
-        if storage.category is Category.COMMUNICATION and storage.birth == NEVER:
+        if storage.category is Category.COMMUNICATION and storage.alloc_at == NEVER:
             levels.take(number)  # a model that was wrapped already when it was captured
     for bucket in buckets:
         levels.make(Category.GRADIENT if as_view else Category.COMMUNICATION, bucket.size_bytes, NEVER)
@@ -77,7 +77,7 @@ def replicate(timeline: Timeline, runtime: Runtime, target: Target, options: Sha
     )
 
 
-def buckets_of(
+def assign_buckets(
     trace: Trace, gradients: Sequence[WholeGradient], passes: Sequence[Pass], options: ShardOptions
 ) -> tuple[Bucket, ...]:
     """The buckets in the order in which they are reduced, filled as `compute_bucket_assignment_by_size` does."""
@@ -113,19 +113,19 @@ def buckets_of(
 def _move_into_buckets(levels: Levels, trace: Trace, gradients: Sequence[WholeGradient]) -> None:
     """What autograd makes of a gradient goes once it is in its bucket; one from an earlier step is there already."""
     for parameter in trace.parameters:
-        if parameter.gradient != NEVER and trace.storages[parameter.gradient].birth == NEVER:
+        if parameter.gradient != NEVER and trace.storages[parameter.gradient].alloc_at == NEVER:
             levels.take(parameter.gradient)
     for gradient in gradients:
         kept = trace.parameters[gradient.parameter].gradient
         if kept in gradient.storages and not levels.has_taken(kept):
             levels.take(kept)
-            made = levels.make(Category.GRADIENT, trace.storages[kept].bytes, gradient.birth, by_op=True)
+            made = levels.make(Category.GRADIENT, trace.storages[kept].bytes, gradient.alloc_at, by_op=True)
             levels.end(made, gradient.arrived + 1)
 
 
 def _send_buffers(levels: Levels, trace: Trace, passes: Sequence[Pass]) -> None:
     """The flat copy in which buffers are sent, there only while that is done."""
-    total = sum(each.bytes for each in trace.storages if each.category is Category.BUFFER and each.birth == NEVER)
+    total = sum(each.bytes for each in trace.storages if each.category is Category.BUFFER and each.alloc_at == NEVER)
     if total and passes:
         levels.end(levels.make(Category.COMMUNICATION, total, passes[0].begin), passes[0].begin)
 

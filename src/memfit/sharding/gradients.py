@@ -32,18 +32,18 @@ _ADDED = ("aten.add_.Tensor",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeGradient:
-    """The gradient of a parameter from one backward: made by op `birth`, complete after op `ready`, and given to the
+    """The gradient of a parameter from one backward: made by op `alloc_at`, complete after op `ready`, and given to the
     parameter by op `arrived`.
 
-    `storages` stand for it in the trace. `death` is when the step lets go of the parameter's gradient.
+    `storages` stand for it in the trace. `free_after` is when the step lets go of the parameter's gradient.
     """
 
     parameter: int
     storages: tuple[int, ...]
-    birth: int
+    alloc_at: int
     ready: int
     arrived: int
-    death: int
+    free_after: int
 
 
 def casts_of(trace: Trace, dtypes: ShardDtypes) -> dict[int, int]:
@@ -81,7 +81,7 @@ def whole_gradients(
     arrivals: dict[int, list[int]] = defaultdict(list)
     for index, op in enumerate(trace.ops):
         for ref in op.outputs:
-            if ref.storage != NEVER and not op.view and trace.storages[ref.storage].birth == index:
+            if ref.storage != NEVER and not op.view and trace.storages[ref.storage].alloc_at == index:
                 writes[ref.storage].append(index)
         for storage in op.mutates:
             writes[storage].append(index)
@@ -100,9 +100,9 @@ def whole_gradients(
             if arrived is not None and place not in own:
                 own[place] = index, *arrived
                 claimed.add(arrived[0])
-        birth = trace.storages[parameter.gradient].birth if parameter.gradient != NEVER else NEVER
-        if birth != NEVER and birth < len(trace.ops) and trace.ops[birth].phase is Phase.BACKWARD:
-            own.setdefault(pass_of(passes, birth), (birth, parameter.gradient, parameter.gradient))
+        alloc_at = trace.storages[parameter.gradient].alloc_at if parameter.gradient != NEVER else NEVER
+        if alloc_at != NEVER and alloc_at < len(trace.ops) and trace.ops[alloc_at].phase is Phase.BACKWARD:
+            own.setdefault(pass_of(passes, alloc_at), (alloc_at, parameter.gradient, parameter.gradient))
         for index, storage, kept in own.values():
             found.append(_whole(trace, number, index, storage, kept, casts, passes, writes, dtypes))
     return found
@@ -118,8 +118,8 @@ def _arrived(trace: Trace, parameter: Parameter, index: int, claimed: set[int]) 
     if made.shape != parameter.shape or made.dtype != parameter.dtype:
         return None
     storage = op.inputs[-1].storage if op.name in _ADDED else made.storage
-    birth = trace.storages[storage].birth if storage != NEVER else NEVER
-    if birth == NEVER or trace.ops[birth].phase is not Phase.BACKWARD:
+    alloc_at = trace.storages[storage].alloc_at if storage != NEVER else NEVER
+    if alloc_at == NEVER or trace.ops[alloc_at].phase is not Phase.BACKWARD:
         return None
     if op.name in _ADDED:
         return (storage, parameter.gradient) if parameter.gradient in op.mutates else None
@@ -139,22 +139,22 @@ def _whole(
 ) -> WholeGradient:
     parameter, own = trace.parameters[number], passes[pass_of(passes, index)]
     storages: tuple[int, ...] = ()
-    birth = index
+    alloc_at = index
     if trace.storages[storage].bytes == elements(parameter) * item_bytes(parameter.dtype):
-        storages, birth = (storage,), trace.storages[storage].birth
-    made = trace.ops[birth]
+        storages, alloc_at = (storage,), trace.storages[storage].alloc_at
+    made = trace.ops[alloc_at]
     if casts.get(made.forward_op) == number and _casts_back(made, casts):
         low = made.inputs[0].storage
         if trace.storages[low].bytes == elements(parameter) * item_bytes(dtypes.gathered(parameter)):
-            storages, birth, storage = (*storages, low), trace.storages[low].birth, low
-    ready = max((op for op in writes[storage] if birth <= op < own.end), default=birth)
+            storages, alloc_at, storage = (*storages, low), trace.storages[low].alloc_at, low
+    ready = max((op for op in writes[storage] if alloc_at <= op < own.end), default=alloc_at)
     return WholeGradient(
         parameter=number,
         storages=storages,
-        birth=birth,
+        alloc_at=alloc_at,
         ready=ready,
         arrived=max(ready, index),
-        death=trace.storages[kept].death,
+        free_after=trace.storages[kept].free_after,
     )
 
 

@@ -81,49 +81,49 @@ class Levels:
         order = self._note(moment, _ROW[made.category], -self.rounded(made.size_bytes))
         self._ended[allocation] = (moment, order)
 
-    def end_with(self, allocation: int, death: int) -> None:
-        """Free an allocation as the step frees it, after op `death` and before anything else."""
-        if death != NEVER:
-            self._ended[allocation] = (death + 1, NEVER)
+    def end_with(self, allocation: int, free_after: int) -> None:
+        """Free an allocation as the step frees it, after op `free_after` and before anything else."""
+        if free_after != NEVER:
+            self._ended[allocation] = (free_after + 1, NEVER)
             made = self._made[allocation]
-            self._between.append((death + 1, NEVER, _ROW[made.category], -self.rounded(made.size_bytes)))
+            self._between.append((free_after + 1, NEVER, _ROW[made.category], -self.rounded(made.size_bytes)))
 
     def replace(self, storage: int, category: Category, n_bytes: int, module: str = "") -> None:
         """Put other bytes in the place of a storage, with its life."""
-        birth, death = int(self.timeline.birth[storage]), int(self.timeline.death[storage])
+        alloc_at, free_after = int(self.timeline.alloc_at[storage]), int(self.timeline.free_after[storage])
         self.take(storage)
-        if death == NEVER or death >= birth:
-            self.end_with(self.make(category, n_bytes, birth, module=module, by_op=birth != NEVER), death)
+        if free_after == NEVER or free_after >= alloc_at:
+            self.end_with(self.make(category, n_bytes, alloc_at, module=module, by_op=alloc_at != NEVER), free_after)
 
     def levels(self) -> tuple[Bytes, Bytes]:
         """Bytes before and during each op, a row for each category (Note [Between ops])."""
-        born = np.zeros((len(CATEGORIES), self._ops + 2), np.int64)
-        freed = np.zeros_like(born)
+        allocated = np.zeros((len(CATEGORIES), self._ops + 2), np.int64)
+        freed = np.zeros_like(allocated)
         start = np.zeros(len(CATEGORIES), np.int64)
         storages = self.timeline.trace.storages
         for storage in self._taken:
-            birth, death = int(self.timeline.birth[storage]), int(self.timeline.death[storage])
-            if death != NEVER and death < birth:
+            alloc_at, free_after = int(self.timeline.alloc_at[storage]), int(self.timeline.free_after[storage])
+            if free_after != NEVER and free_after < alloc_at:
                 continue
             row, n_bytes = _ROW[storages[storage].category], int(self.timeline.storage_bytes[storage])
-            if birth == NEVER:
+            if alloc_at == NEVER:
                 start[row] -= n_bytes
             else:
-                born[row, birth] -= n_bytes
-            if death != NEVER:
-                freed[row, death + 1] -= n_bytes
+                allocated[row, alloc_at] -= n_bytes
+            if free_after != NEVER:
+                freed[row, free_after + 1] -= n_bytes
         for made in self._made:
             if made.begin == NEVER:
                 start[_ROW[made.category]] += self.rounded(made.size_bytes)
             elif not made.ahead:
-                born[_ROW[made.category], made.begin] += self.rounded(made.size_bytes)
-        change = start[:, None] + np.cumsum(born, axis=1) - born - np.cumsum(freed, axis=1)
-        between = np.zeros_like(born)
+                allocated[_ROW[made.category], made.begin] += self.rounded(made.size_bytes)
+        change = start[:, None] + np.cumsum(allocated, axis=1) - allocated - np.cumsum(freed, axis=1)
+        between = np.zeros_like(allocated)
         for moment, _, row, n_bytes in self._between:
             between[row, moment] += n_bytes
         change += np.cumsum(between, axis=1)
         before = self.timeline.before_by_row + change[:, :-1]
-        during = self.timeline.during_by_row + (change + born)[:, :-1]
+        during = self.timeline.during_by_row + (change + allocated)[:, :-1]
         self._raise(before, during, between)
         return before, during
 

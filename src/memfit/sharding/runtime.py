@@ -96,9 +96,9 @@ class ShardedRuntime:
         self._input: tuple[int, int] | None = None
         self._forward: list[_Group] = []
         self._gradient_death: dict[int, int] = {
-            number: trace.storages[parameter.gradient].death
+            number: trace.storages[parameter.gradient].free_after
             for number, parameter in enumerate(trace.parameters)
-            if parameter.gradient != NEVER and trace.storages[parameter.gradient].birth == NEVER
+            if parameter.gradient != NEVER and trace.storages[parameter.gradient].alloc_at == NEVER
         }
         self._groups = [
             _Group(unit, [trace.parameters[number] for number in held], [])
@@ -108,7 +108,7 @@ class ShardedRuntime:
         for gradient in gradients:
             parameter, group = trace.parameters[gradient.parameter], home[gradient.parameter]
             n_bytes = elements(parameter) * item_bytes(dtypes.gathered(parameter))
-            made = levels.make(Category.GRADIENT, n_bytes, gradient.birth, module=group.unit.module, by_op=True)
+            made = levels.make(Category.GRADIENT, n_bytes, gradient.alloc_at, module=group.unit.module, by_op=True)
             group.waiting.append((gradient, made))
 
     def run(self, actings: Iterable[Acting]) -> None:
@@ -231,8 +231,8 @@ class ShardedRuntime:
     def _keep(self, output: int, gradients: Sequence[WholeGradient]) -> None:
         """The output stays while it is the gradient of any shard; what is added to another or used up here goes."""
         new = [gradient for gradient in gradients if not self._has_gradient(gradient.parameter)]
-        self._gradient_death.update((gradient.parameter, gradient.death) for gradient in new)
-        deaths = [gradient.death for gradient in new]
+        self._gradient_death.update((gradient.parameter, gradient.free_after) for gradient in new)
+        deaths = [gradient.free_after for gradient in new]
         if NEVER in deaths:
             return
         last = max(deaths, default=NEVER)
@@ -242,8 +242,8 @@ class ShardedRuntime:
             self._levels.end_with(output, last)
 
     def _has_gradient(self, parameter: int) -> bool:
-        death = self._gradient_death.get(parameter)
-        return death is not None and (death == NEVER or death >= self._moment)
+        free_after = self._gradient_death.get(parameter)
+        return free_after is not None and (free_after == NEVER or free_after >= self._moment)
 
     def _free_input(self) -> None:
         if self._input is not None:

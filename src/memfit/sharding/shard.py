@@ -32,7 +32,7 @@ from memfit.sharding.result import Sharding
 from memfit.sharding.runtime import ShardedRuntime, Transfer
 from memfit.sharding.schedule import actings
 from memfit.sharding.times import on_shards
-from memfit.sharding.units import ShardCall, ShardUnit, members_of, passes_of, repeated_blocks, units_of
+from memfit.sharding.units import ShardCall, ShardUnit, find_passes, find_units, members_of, repeated_blocks
 
 __all__ = [
     "ShardCall",
@@ -69,8 +69,8 @@ def shard(
     casts = casts_of(timeline.trace, dtypes)
     runtime = on_shards(without_casts(runtime, casts), target.device, ranks, dtypes)
     trace = runtime.trace
-    passes, members = passes_of(trace), members_of(trace, options)
-    units = units_of(trace, members, passes, ranks, dtypes)
+    passes, members = find_passes(trace), members_of(trace, options)
+    units = find_units(trace, members, passes, ranks, dtypes)
     levels = Levels(timeline)
     for index in casts:
         levels.take(trace.ops[index].outputs[0].storage)
@@ -114,7 +114,7 @@ def _leave_on_host(levels: Levels, gradients: Sequence[WholeGradient]) -> None:
         for storage in gradient.storages:
             levels.take(storage)
     for number, storage in enumerate(trace.storages):
-        made = trace.ops[storage.birth].phase if 0 <= storage.birth < len(trace.ops) else None
+        made = trace.ops[storage.alloc_at].phase if 0 <= storage.alloc_at < len(trace.ops) else None
         if storage.category is Category.OPTIMIZER_STATE or made is Phase.OPTIMIZER:
             levels.take(number)
 
@@ -154,5 +154,5 @@ def _shard_optimizer_temporaries(levels: Levels, ranks: int, dtypes: ShardDtypes
     for number, storage in enumerate(trace.storages):
         if storage.category is not Category.TEMPORARY or levels.has_taken(number):
             continue
-        if 0 <= storage.birth < len(trace.ops) and trace.ops[storage.birth].phase is Phase.OPTIMIZER:
+        if 0 <= storage.alloc_at < len(trace.ops) and trace.ops[storage.alloc_at].phase is Phase.OPTIMIZER:
             levels.replace(number, Category.TEMPORARY, int(np.ceil(storage.bytes * part)))

@@ -66,7 +66,7 @@ def repeated_blocks(trace: Trace) -> tuple[str, ...]:
     )
 
 
-def passes_of(trace: Trace) -> tuple[Pass, ...]:
+def find_passes(trace: Trace) -> tuple[Pass, ...]:
     """The passes of a step, several with accumulation. What an optimizer does in the backward does not end it."""
     spans: list[list[int]] = []  # begin, first and last backward op
     begin, forward_since = 0, True
@@ -115,7 +115,7 @@ def members_of(trace: Trace, options: ShardOptions) -> dict[str, list[int]]:
     return members
 
 
-def units_of(
+def find_units(
     trace: Trace, members: dict[str, list[int]], passes: Sequence[Pass], ranks: int, dtypes: ShardDtypes
 ) -> tuple[ShardUnit, ...]:
     """Every unit with its sizes and its runs."""

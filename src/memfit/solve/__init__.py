@@ -1,7 +1,7 @@
 """The fastest plan under a memory budget, proven: which units to checkpoint, and how."""
 
-from memfit.solve.blocker import Blocker, blocker_of
-from memfit.solve.curve import Curve, CurvePoint, curve_of
+from memfit.solve.blocker import Blocker, find_blocker
+from memfit.solve.curve import Curve, CurvePoint, build_curve
 from memfit.solve.milp import Incumbent, Limits, SolverError, Status
 from memfit.solve.options import SolveOptions
 from memfit.solve.planned import PlannedTimeline, planned_events, planned_reserved, planned_timeline
@@ -23,8 +23,8 @@ __all__ = [
     "Solved",
     "SolverError",
     "Status",
-    "blocker_of",
-    "curve_of",
+    "build_curve",
+    "find_blocker",
     "minimum_budget_bytes",
     "nothing",
     "planned_events",

@@ -27,7 +27,7 @@ class Blocker:
         return f"op {self.op} ({self.name}) of the {self.phase.value}, {where}"
 
 
-def blocker_of(problem: Problem, choice: Choice) -> Blocker:
+def find_blocker(problem: Problem, choice: Choice) -> Blocker:
     """What stands in the way of a lower peak than this choice has."""
     judged = problem.replay((each.unit, policy) for each, policy in problem.program(1).chosen(choice))
     trace, instant = judged.trace, judged.peak_instant

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.console import RenderableType
 
 from memfit.errors import InputError
-from memfit.solve.curve_display import curve_report, headline, text_of
+from memfit.solve.curve_display import curve_report, headline, render_text
 from memfit.solve.milp import Status
 from memfit.solve.solution import Problem, Solved, minimum_budget_bytes, solve
 from memfit.units import display_bytes, parse_bytes
@@ -57,7 +57,7 @@ class Curve:
         return curve_report(self)
 
     def __str__(self) -> str:
-        return text_of(curve_report(self))
+        return render_text(curve_report(self))
 
     def __repr__(self) -> str:
         return f"Curve({headline(self)}; points: {len(self.points)})"
@@ -71,7 +71,7 @@ def check_points(points: object) -> None:
         raise InputError(f"{points} points make no curve; give 2 or more")
 
 
-def curve_of(
+def build_curve(
     problem: Problem,
     *,
     points: int = 16,

@@ -20,7 +20,7 @@ _WIDTH = 100
 """Columns where no terminal says how many it has."""
 
 
-def text_of(report: RenderableType) -> str:
+def render_text(report: RenderableType) -> str:
     """A report as plain text, as wide as COLUMNS or the terminal says."""
     width = shutil.get_terminal_size((_WIDTH, 24)).columns
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)

@@ -19,7 +19,7 @@ from memfit.memory.timeline import Bytes
 from memfit.solve.program import Candidate, Choice, MicroBatches, Program
 
 
-def micro_batches_of(trace: Trace, candidates: Sequence[Candidate]) -> MicroBatches | None:
+def find_micro_batches(trace: Trace, candidates: Sequence[Candidate]) -> MicroBatches | None:
     """Find the micro-batches of a step; None when it has one pass, or passes that are not alike."""
     windows = _passes(trace)
     members: list[list[int]] = [[] for _ in windows]

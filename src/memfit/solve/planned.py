@@ -18,7 +18,7 @@ from memfit.capture import NEVER, Category, Trace
 from memfit.hardware import Device
 from memfit.memory import CATEGORIES, Reserved
 from memfit.memory.allocator import MemoryEvent
-from memfit.memory.events import Lives, events_of, reserved_of
+from memfit.memory.events import AllocationTable, allocator_events, simulate_reserved
 from memfit.memory.intervals import Interval
 from memfit.memory.timeline import Bytes
 from memfit.solve.planned_lives import BETWEEN, PlannedLives, planned_lives
@@ -39,8 +39,8 @@ class Allocation:
     remade: str | None
     name: str
     module: str
-    born: int
-    dies: int
+    alloc_at: int
+    free_after: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class PlannedTimeline:
         return self.planned.units
 
     @property
-    def lives(self) -> Lives:
+    def lives(self) -> AllocationTable:
         """Every allocation of the step."""
         return self.planned.lives
 
@@ -152,12 +152,14 @@ class PlannedTimeline:
     def alive(self, instant: int) -> npt.NDArray[np.intp]:
         """The numbers in `lives` of what is there at an instant; at `NEVER`, of what is there before the step."""
         lives = self.lives
-        return np.flatnonzero((lives.born <= instant) & ((lives.dies == NEVER) | (lives.dies >= instant)))
+        return np.flatnonzero(
+            (lives.alloc_at <= instant) & ((lives.free_after == NEVER) | (lives.free_after >= instant))
+        )
 
     def largest_at(self, instant: int, count: int = 10) -> tuple[Allocation, ...]:
         """The largest allocations that are there at an instant, largest first, older first among equals."""
         lives, alive = self.lives, self.alive(instant)
-        order = np.lexsort((alive, lives.born[alive], -lives.size_bytes[alive]))[:count]
+        order = np.lexsort((alive, lives.alloc_at[alive], -lives.size_bytes[alive]))[:count]
         return tuple(self.allocation(number) for number in alive[order].tolist())
 
     def allocation(self, number: int) -> Allocation:
@@ -165,10 +167,10 @@ class PlannedTimeline:
         lives, trace, intervals = self.lives, self.trace, self.planned.intervals
         storage, remade = int(self.planned.storage[number]), int(self.planned.remade[number])
         if storage == NEVER:
-            name, module = "", intervals[number - (len(lives.born) - len(intervals))].module
+            name, module = "", intervals[number - (len(lives.alloc_at) - len(intervals))].module
         else:
             found = trace.storages[storage]
-            name = found.name or (trace.ops[found.birth].name if 0 <= found.birth < len(trace.ops) else "")
+            name = found.name or (trace.ops[found.alloc_at].name if 0 <= found.alloc_at < len(trace.ops) else "")
             module = found.module
         return Allocation(
             size_bytes=int(lives.size_bytes[number]),
@@ -177,8 +179,8 @@ class PlannedTimeline:
             remade=None if remade == NEVER else self.units[remade].name,
             name=name,
             module=module,
-            born=int(lives.born[number]),
-            dies=int(lives.dies[number]),
+            alloc_at=int(lives.alloc_at[number]),
+            free_after=int(lives.free_after[number]),
         )
 
 
@@ -206,7 +208,7 @@ def planned_timeline(
 
 def planned_events(timeline: PlannedTimeline) -> Iterator[MemoryEvent]:
     """One steady step under the plan, from nothing; keys are the numbers of allocations, then of workspaces."""
-    return events_of(timeline.lives)
+    return allocator_events(timeline.lives)
 
 
 def planned_reserved(timeline: PlannedTimeline, device: Device, *, limit_bytes: int | None = None) -> Reserved:
@@ -214,6 +216,6 @@ def planned_reserved(timeline: PlannedTimeline, device: Device, *, limit_bytes: 
 
     `out_of_memory_op` is an op of the trace, also when it was its second run that failed.
     """
-    found = reserved_of(timeline.lives, device, limit_bytes=limit_bytes)
+    found = simulate_reserved(timeline.lives, device, limit_bytes=limit_bytes)
     failed = found.out_of_memory_op
     return found if failed is None or failed == NEVER else replace(found, out_of_memory_op=int(timeline.op[failed]))

@@ -26,7 +26,7 @@ import numpy as np
 from memfit.capture import NEVER, Category
 from memfit.errors import InputError
 from memfit.memory import CATEGORIES
-from memfit.memory.events import Lives
+from memfit.memory.events import AllocationTable
 from memfit.memory.intervals import Interval
 from memfit.tradeoff import Policy, Unit
 from memfit.tradeoff.facts import Facts, Ints
@@ -54,7 +54,7 @@ class PlannedLives:
     intervals: tuple[Interval, ...]
     op: Ints
     run: Ints
-    lives: Lives
+    lives: AllocationTable
     storage: Ints
     remade: Ints
 
@@ -63,24 +63,24 @@ def planned_lives(
     facts: Facts, chosen: Iterable[Chosen], *, intervals: Sequence[Interval], removed: frozenset[int]
 ) -> PlannedLives:
     """Lives of the step with these units checkpointed (Note [Lives under a plan])."""
-    step = Lives.of(facts.trace)
+    step = AllocationTable.of(facts.trace)
     runs = _in_order(chosen)
     added = [interval for interval in intervals if _there(interval, step.instants)]
     between = _between(added, step.instants)
     op, run = _instants(step.instants, runs, between)
     at = np.flatnonzero(run == NEVER)
-    dies = _at(at, step.dies)
+    free_after = _at(at, step.free_after)
     row = step.row.copy()
     parts = [
-        _run_again(facts, number, each, np.flatnonzero(run == number), at, dies, row)
+        _run_again(facts, number, each, np.flatnonzero(run == number), at, free_after, row)
         for number, each in enumerate(runs)
     ]
-    own = np.arange(len(dies))
-    storage, remade, born, dies = np.concatenate(
-        [np.stack((own, np.full_like(own, NEVER), _at(at, step.born), dies)), *parts], axis=1
+    own = np.arange(len(free_after))
+    storage, remade, alloc_at, free_after = np.concatenate(
+        [np.stack((own, np.full_like(own, NEVER), _at(at, step.alloc_at), free_after)), *parts], axis=1
     )
     here = ~np.isin(storage, list(removed))
-    storage, remade, born, dies = (column[here] for column in (storage, remade, born, dies))
+    storage, remade, alloc_at, free_after = (column[here] for column in (storage, remade, alloc_at, free_after))
     spans = _spans(added, between, at)
     rows = [CATEGORIES.index(interval.category) for interval in added]
     sizes = [interval.size_bytes for interval in added]
@@ -90,11 +90,11 @@ def planned_lives(
         intervals=tuple(added),
         op=op,
         run=run,
-        lives=Lives(
+        lives=AllocationTable(
             size_bytes=np.concatenate((step.size_bytes[storage], np.array(sizes, np.int64))),
             row=np.concatenate((row[storage], np.array(rows, np.int64))),
-            born=np.concatenate((born, spans[:, 0])),
-            dies=np.concatenate((dies, spans[:, 1])),
+            alloc_at=np.concatenate((alloc_at, spans[:, 0])),
+            free_after=np.concatenate((free_after, spans[:, 1])),
             workspace_bytes=np.where(run == BETWEEN, 0, np.append(step.workspace_bytes, 0)[op])[:-1],
             states_made=int(at[step.states_made]),
         ),
@@ -128,23 +128,25 @@ def _instants(ops: int, runs: Sequence[Chosen], between: Mapping[int, Sequence[_
     return np.concatenate(op), np.concatenate(run)
 
 
-def _run_again(facts: Facts, number: int, chosen: Chosen, instants: Ints, at: Ints, dies: Ints, row: Ints) -> Ints:
+def _run_again(
+    facts: Facts, number: int, chosen: Chosen, instants: Ints, at: Ints, free_after: Ints, row: Ints
+) -> Ints:
     """Change ends and categories of storages as a policy does; columns (storage, run, born, dies) of those remade."""
     unit, policy = chosen
     problem = Problem.of(facts, unit)
-    low, high = np.searchsorted(facts.born_at, (unit.begin, unit.end))
-    own = facts.born[low:high]
+    low, high = np.searchsorted(facts.forward_alloc_at, (unit.begin, unit.end))
+    own = facts.forward_storages[low:high]
     saved, runs = np.zeros((2, len(problem.view)), bool)
     saved[list(policy.saved)] = True
     runs[list(policy.recomputed)] = True
-    held, discardable = saved[problem.birth], problem.role == Role.DISCARDABLE
-    newly_held = own[(problem.role == Role.FRESH) & held & (problem.birth <= policy.stop)]
+    held, discardable = saved[problem.alloc_at], problem.role == Role.DISCARDABLE
+    newly_held = own[(problem.role == Role.FRESH) & held & (problem.alloc_at <= policy.stop)]
     for storages in (newly_held, lost_inputs(facts, unit)):
-        dies[storages] = np.maximum(dies[storages], instants[-1])
+        free_after[storages] = np.maximum(free_after[storages], instants[-1])
         row[storages] = np.where(row[storages] == _TEMPORARY, _ACTIVATION, row[storages])
     dropped = own[discardable & ~held]
-    dies[dropped] = at[np.maximum(facts.released[dropped], facts.birth[dropped])]
-    made = runs[problem.birth] & (problem.ends >= problem.birth)
+    free_after[dropped] = at[np.maximum(facts.released[dropped], facts.alloc_at[dropped])]
+    made = runs[problem.alloc_at] & (problem.ends >= problem.alloc_at)
     again, ends = own[made], problem.ends[made]
     offsets = np.array(policy.recomputed, np.int64)
     # What goes at an op that does not run again is gone before the next that does.
@@ -153,8 +155,8 @@ def _run_again(facts: Facts, number: int, chosen: Chosen, instants: Ints, at: In
         (
             again,
             np.full_like(again, number),
-            instants[np.searchsorted(offsets, problem.birth[made])],
-            np.where(discardable[made], _at(at, facts.death[again]), in_run),
+            instants[np.searchsorted(offsets, problem.alloc_at[made])],
+            np.where(discardable[made], _at(at, facts.free_after[again]), in_run),
         )
     )
 

@@ -177,7 +177,7 @@ def policy_profile(policy: Policy, ops: int) -> Bytes:
     return np.cumsum(change)
 
 
-def candidates_of(
+def build_candidates(
     units: Sequence[Unit],
     frontiers: Sequence[Frontier],
     *,

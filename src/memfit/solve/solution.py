@@ -18,13 +18,13 @@ from memfit.memory import Timeline
 from memfit.memory.timeline import Bytes
 from memfit.sharding.shard import Sharding, shard
 from memfit.solve.least import LeastBudget, least_budget
-from memfit.solve.micro_batches import micro_batches_of
+from memfit.solve.micro_batches import find_micro_batches
 from memfit.solve.milp import Incumbent, Status, relative_gap
 from memfit.solve.options import SolveOptions
 from memfit.solve.planned import PlannedTimeline, planned_timeline
-from memfit.solve.program import Candidate, Choice, MicroBatches, Program, candidates_of
+from memfit.solve.program import Candidate, Choice, MicroBatches, Program, build_candidates
 from memfit.solve.search import SAME_MS, Outcome, infeasible, search
-from memfit.tradeoff import Policy, Unit, frontiers
+from memfit.tradeoff import Policy, Unit, build_frontiers
 from memfit.tradeoff.facts import Facts
 
 _TIGHTENINGS = 8
@@ -51,10 +51,10 @@ class Problem:
         timeline = Timeline.of(trace, target.device.allocator.rounding_bytes)
         sharding = shard(timeline, runtime, target, options.shard) if target.ranks > 1 else None
         runtime = runtime if sharding is None else sharding.runtime
-        found = frontiers(runtime.trace, runtime.op_ms, points=options.points)
+        found = build_frontiers(runtime.trace, runtime.op_ms, points=options.points)
         sharded = options.shard.units or () if sharding is None else tuple(unit.module for unit in sharding.units)
         units = options.allowed(found.units, sharded)
-        candidates = candidates_of(
+        candidates = build_candidates(
             units,
             [found.of(unit) for unit in units],
             forced=options.forced(units),
@@ -84,7 +84,7 @@ class Problem:
         """The micro-batches that take one policy; None when there is one, or each may have its own."""
         if self.options.micro_batches == "own":
             return None
-        return micro_batches_of(self.runtime.trace, self.candidates)
+        return find_micro_batches(self.runtime.trace, self.candidates)
 
     @property
     def during_by_row(self) -> Bytes:

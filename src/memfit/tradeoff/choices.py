@@ -105,7 +105,7 @@ class _Sweep:
         problem = choices.problem
         self.groups = _groups_of(problem)
         self.view_time = np.cumsum(np.where(problem.view, problem.picoseconds, 0)).tolist()
-        self.carriers = np.unique(problem.birth[problem.role == Role.DISCARDABLE]).tolist()
+        self.carriers = np.unique(problem.alloc_at[problem.role == Role.DISCARDABLE]).tolist()
         self.open: dict[int, _Group] = {}
         self.potential_bytes = -problem.input_bytes
         self.time = 0
@@ -191,12 +191,12 @@ def _groups_of(problem: Problem) -> list[_Group]:
             group.forced = min(group.forced, op)
         if fixed:
             group.fixed = min(group.fixed, op)
-    rows = (problem.role, problem.birth, problem.size, problem.need)
+    rows = (problem.role, problem.alloc_at, problem.size, problem.need)
     of_op = problem.group.tolist()
-    for role, birth, size, need in zip(*(row.tolist() for row in rows), strict=True):
-        group = groups[of_op[birth]]
+    for role, alloc_at, size, need in zip(*(row.tolist() for row in rows), strict=True):
+        group = groups[of_op[alloc_at]]
         if role == Role.FRESH:
-            group.fresh_at.append(birth)
+            group.fresh_at.append(alloc_at)
             group.fresh_bytes.append(size)
         elif role == Role.DISCARDABLE:
             group.discardable_bytes += size

@@ -44,8 +44,8 @@ class Facts:
     `signature` has, for each op, everything of it that a frontier depends on and that is its own. `writes` and
     `reads` are pairs of op and storage, `stale` triples of a reader, the storage it reads and the first op
     after it that overwrites that storage. `cached` are copies of parameters that autocast holds until it ends.
-    `packed` is the op after which the last tensor of a storage that autograd saves has been packed; `born` lists the
-    storages made in the forward in the order of their birth.
+    `packed` is the op after which the last tensor of a storage that autograd saves has been packed; `forward_storages`
+    lists the storages made in the forward in the order of their allocation.
     """
 
     trace: Trace
@@ -63,8 +63,8 @@ class Facts:
     write_storage: Ints
     stale: Ints
     size: Ints
-    birth: Ints
-    death: Ints
+    alloc_at: Ints
+    free_after: Ints
     released: Ints
     made: Flags
     cached: Flags
@@ -73,8 +73,8 @@ class Facts:
     packed: Ints
     last_read: Ints
     last_write: Ints
-    born: Ints
-    born_at: Ints
+    forward_storages: Ints
+    forward_alloc_at: Ints
 
     @classmethod
     def of(cls, trace: Trace, op_ms: Times) -> Facts:
@@ -128,7 +128,7 @@ class _Reader:
                 self.reads.append((index, ref.storage))
         if not op.view:
             for ref in op.outputs:
-                if ref.storage != NEVER and storages[ref.storage].birth == index:
+                if ref.storage != NEVER and storages[ref.storage].alloc_at == index:
                     self.made[ref.storage] = True
                     self.cached[ref.storage] = self._is_cached(op)
         for storage in (*op.mutates, *_updated(op)) if op.name in UPDATES else op.mutates:
@@ -160,17 +160,17 @@ class _Reader:
         count = len(storages)
         read = np.array(self.reads, np.int64).reshape(-1, 2)
         write = np.array(self.writes, np.int64).reshape(-1, 2)
-        birth = np.fromiter((storage.birth for storage in storages), np.int64, count)
+        alloc_at = np.fromiter((storage.alloc_at for storage in storages), np.int64, count)
         first_saver, last_saver, packed = self._savers()
         last_read = np.full(count, NEVER)
         np.maximum.at(last_read, read[:, 1], read[:, 0])
         last_write = np.full(count, NEVER)
         np.maximum.at(last_write, write[:, 1], write[:, 0])
         forward = np.fromiter((op.phase in FORWARD for op in trace.ops), bool, ops)
-        in_forward = (birth >= 0) & (birth < ops)
-        in_forward[in_forward] = forward[birth[in_forward]]
-        born = np.flatnonzero(in_forward)
-        born = born[np.argsort(birth[born], kind="stable")]
+        in_forward = (alloc_at >= 0) & (alloc_at < ops)
+        in_forward[in_forward] = forward[alloc_at[in_forward]]
+        forward_storages = np.flatnonzero(in_forward)
+        forward_storages = forward_storages[np.argsort(alloc_at[forward_storages], kind="stable")]
         workspace = _rounded(self.workspace, self.rounding_bytes)
         flags = self.view + 2 * self.random + 4 * self.pinned
         return Facts(
@@ -189,8 +189,8 @@ class _Reader:
             write_storage=write[:, 1],
             stale=self._stale(),
             size=_rounded(np.fromiter((s.bytes for s in storages), np.int64, count), self.rounding_bytes),
-            birth=birth,
-            death=np.fromiter((storage.death for storage in storages), np.int64, count),
+            alloc_at=alloc_at,
+            free_after=np.fromiter((storage.free_after for storage in storages), np.int64, count),
             released=np.fromiter((storage.released for storage in storages), np.int64, count),
             made=self.made,
             cached=self.cached,
@@ -199,8 +199,8 @@ class _Reader:
             packed=packed,
             last_read=last_read,
             last_write=last_write,
-            born=born,
-            born_at=birth[born],
+            forward_storages=forward_storages,
+            forward_alloc_at=alloc_at[forward_storages],
         )
 
     def _savers(self) -> tuple[Ints, Ints, Ints]:

@@ -13,7 +13,7 @@ from memfit.errors import InputError
 from memfit.tradeoff.choices import Choices
 from memfit.tradeoff.facts import Facts, Times
 from memfit.tradeoff.pareto import pool_of
-from memfit.tradeoff.policy import Policy, policy_of
+from memfit.tradeoff.policy import Policy, build_policy
 from memfit.tradeoff.problem import Problem, Role
 from memfit.tradeoff.thinning import thinned
 from memfit.tradeoff.units import Unit, units
@@ -67,7 +67,7 @@ class Frontiers(Mapping[str, Frontier]):
 
 
 @no_garbage_collection()
-def frontiers(trace: Trace, op_ms: Sequence[float] | Times, *, points: int = POINTS) -> Frontiers:
+def build_frontiers(trace: Trace, op_ms: Sequence[float] | Times, *, points: int = POINTS) -> Frontiers:
     """The frontiers of all units of a step, at most `points` policies each, for these times of its ops."""
     if points < 2:
         raise InputError(f"points is {points}; a frontier needs its two ends, give 2 or more")
@@ -79,21 +79,21 @@ def frontiers(trace: Trace, op_ms: Sequence[float] | Times, *, points: int = POI
         problem = Problem.of(facts, unit)
         frontier = shared.get(problem.digest)
         if frontier is None:
-            frontier = shared[problem.digest] = frontier_of(problem, points=points)
+            frontier = shared[problem.digest] = build_frontier(problem, points=points)
         made.append(frontier)
     return Frontiers(found, made)
 
 
-def frontier_of(problem: Problem, *, points: int = POINTS) -> Frontier:
+def build_frontier(problem: Problem, *, points: int = POINTS) -> Frontier:
     """The frontier of one unit."""
     choices = Choices(problem)
     pool = pool_of(choices)
     zero = np.zeros(1, np.int64)
     places = thinned(np.concatenate((zero, pool.discarded_bytes)), np.concatenate((zero, pool.time)), points)
-    policies = [policy_of(problem, np.zeros(problem.groups, bool))]
+    policies = [build_policy(problem, np.zeros(problem.groups, bool))]
     for place in places[1:].tolist():
         candidate = pool.candidate(place - 1)
-        policies.append(policy_of(problem, choices.dropped(candidate.stage, set(candidate.saved))))
+        policies.append(build_policy(problem, choices.dropped(candidate.stage, set(candidate.saved))))
     return Frontier(
         policies=tuple(policies),
         exact=pool.exact,

@@ -33,20 +33,20 @@ class Policy:
     profile: tuple[tuple[int, int], ...] = ()
 
 
-def policy_of(problem: Problem, dropped: Flags) -> Policy:
+def build_policy(problem: Problem, dropped: Flags) -> Policy:
     """The policy that lets these groups run again and saves all others."""
     group, role = problem.group, problem.role
     offsets = np.arange(len(group))
     discardable = role == Role.DISCARDABLE
     owned = discardable | (role == Role.FRESH)
     of_dropped = np.zeros(len(role), bool)
-    of_dropped[owned] = dropped[group[problem.birth[owned]]]
+    of_dropped[owned] = dropped[group[problem.alloc_at[owned]]]
     stop = int(problem.need[discardable & of_dropped].max(initial=-1))
     reached = offsets <= stop
     runs = reached & (problem.view | dropped[group] if problem.groups else problem.view)
     carries = np.zeros(len(group), bool)
-    carries[problem.birth[discardable]] = True
-    newly_held = int(problem.size[(role == Role.FRESH) & ~of_dropped & (problem.birth <= stop)].sum())
+    carries[problem.alloc_at[discardable]] = True
+    newly_held = int(problem.size[(role == Role.FRESH) & ~of_dropped & (problem.alloc_at <= stop)].sum())
     gone = int(problem.size[discardable & of_dropped].sum())
     kept = int(problem.size[discardable & ~of_dropped].sum())
     return Policy(
@@ -69,7 +69,7 @@ def _profile(problem: Problem, dropped: Flags, held: Flags, stop: int) -> tuple[
     count = len(problem.ms)
     change = np.zeros(count + 1, np.int64)
     np.subtract.at(change, problem.gone[dropped], problem.size[dropped])
-    newly = held & (problem.birth <= stop)
+    newly = held & (problem.alloc_at <= stop)
     np.add.at(change, problem.gone[newly], problem.size[newly])
     np.add.at(change, problem.input_ends, problem.input_size)
     return tuple((int(op), int(change[op])) for op in np.flatnonzero(change[: count - 1]))
@@ -78,19 +78,19 @@ def _profile(problem: Problem, dropped: Flags, held: Flags, stop: int) -> tuple[
 def _results(problem: Problem, chosen: Flags) -> tuple[tuple[int, int], ...]:
     """Storages by the op that makes them and their place among the new storages of that op."""
     made = np.flatnonzero(problem.role != Role.LOOSE)
-    birth = problem.birth[made]
-    place = np.arange(len(made)) - np.searchsorted(birth, birth)
+    alloc_at = problem.alloc_at[made]
+    place = np.arange(len(made)) - np.searchsorted(alloc_at, alloc_at)
     picked = chosen[made]
-    return tuple(zip(birth[picked].tolist(), place[picked].tolist(), strict=True))
+    return tuple(zip(alloc_at[picked].tolist(), place[picked].tolist(), strict=True))
 
 
 def _peak_bytes(problem: Problem, runs: Flags, stop: int) -> int:
     """The highest point of a second run: results as they come and go, and the workspace of each op."""
     if stop < 0:
         return 0
-    made = runs[problem.birth] & (problem.ends >= problem.birth)
+    made = runs[problem.alloc_at] & (problem.ends >= problem.alloc_at)
     change = np.zeros(len(runs) + 2, np.int64)
-    np.add.at(change, problem.birth[made], problem.size[made])
+    np.add.at(change, problem.alloc_at[made], problem.size[made])
     np.add.at(change, problem.ends[made] + 1, -problem.size[made])
     level = np.cumsum(change)[: stop + 1]
     return int((level + np.where(runs, problem.workspace, 0)[: stop + 1]).max(initial=0))

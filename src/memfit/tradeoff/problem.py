@@ -60,7 +60,7 @@ class Problem:
     fixed: Flags
     ties: Ints
     size: Ints
-    birth: Ints
+    alloc_at: Ints
     ends: Ints
     role: Ints
     need: Ints
@@ -73,30 +73,30 @@ class Problem:
         """Cut a unit out of a trace."""
         begin, end, backward = unit.begin, unit.end, unit.backward_begin
         count = end - begin
-        low, high = np.searchsorted(facts.born_at, (begin, end))
-        own = facts.born[low:high]
+        low, high = np.searchsorted(facts.forward_alloc_at, (begin, end))
+        own = facts.forward_storages[low:high]
         released = np.where(facts.released[own] == NEVER, len(facts.trace.ops), facts.released[own])
-        birth = facts.born_at[low:high] - begin
-        death = facts.death[own]
-        held = (death == NEVER) | (death >= backward)
+        alloc_at = facts.forward_alloc_at[low:high] - begin
+        free_after = facts.free_after[own]
+        held = (free_after == NEVER) | (free_after >= backward)
         only_here = (
             (facts.first_saver[own] >= begin)
             & (facts.last_saver[own] < end)
             & (facts.packed[own] < end)
             & (facts.last_read[own] < end)
-            & (death != NEVER)
-            & (death < unit.backward_end)
+            & (free_after != NEVER)
+            & (free_after < unit.backward_end)
             & ~facts.cached[own]
             & (released < end)
         )
         role = np.where(held, np.where(only_here, Role.DISCARDABLE, Role.KEPT), Role.FRESH)
         role[~facts.made[own]] = Role.LOOSE
-        ends = np.where(held, np.clip(released - begin, birth, count - 1), death - begin)
+        ends = np.where(held, np.clip(released - begin, alloc_at, count - 1), free_after - begin)
         ends[role == Role.DISCARDABLE] = count
         inputs = lost_inputs(facts, unit)
         ends[(role == Role.LOOSE) & held & (facts.first_saver[own] != NEVER)] = count - 1
         forced, fixed, ties = _constraints(facts, begin, end, backward)
-        fixed[birth[(facts.last_write[own] >= end) & facts.made[own]]] = True
+        fixed[alloc_at[(facts.last_write[own] >= end) & facts.made[own]]] = True
         return cls(
             signature=facts.signature[begin:end],
             ms=facts.op_ms[begin:end],
@@ -107,13 +107,13 @@ class Problem:
             fixed=fixed & ~facts.view[begin:end],
             ties=ties,
             size=facts.size[own],
-            birth=birth,
+            alloc_at=alloc_at,
             ends=np.minimum(ends, count),
             role=role,
             need=np.where(role == Role.DISCARDABLE, facts.packed[own] - begin, NEVER),
-            gone=np.minimum(np.where(role == Role.DISCARDABLE, np.maximum(released - begin, birth), ends), count),
+            gone=np.minimum(np.where(role == Role.DISCARDABLE, np.maximum(released - begin, alloc_at), ends), count),
             input_size=facts.size[inputs],
-            input_ends=np.minimum(facts.death[inputs] - begin, count),
+            input_ends=np.minimum(facts.free_after[inputs] - begin, count),
         )
 
     @property
@@ -125,7 +125,7 @@ class Problem:
     def digest(self) -> bytes:
         """Equal for units that differ in nothing that matters."""
         content = hashlib.blake2b(digest_size=20)
-        for column in (self.signature, self.forced, self.fixed, self.ties, self.size, self.birth):
+        for column in (self.signature, self.forced, self.fixed, self.ties, self.size, self.alloc_at):
             content.update(column.tobytes())
             content.update(b"|")
         for column in (self.ends, self.role, self.need, self.gone, self.input_size, self.input_ends):
@@ -170,7 +170,7 @@ def _constraints(facts: Facts, begin: int, end: int, backward: int) -> tuple[Fla
     fixed = np.zeros(end - begin, bool)
     low, high = np.searchsorted(facts.write_op, (begin, end))
     op, storage = facts.write_op[low:high], facts.write_storage[low:high]
-    made = facts.birth[storage]
+    made = facts.alloc_at[storage]
     forced[op[made < begin] - begin] = True
     fixed[op[(made >= begin) & ~facts.made[storage]] - begin] = True
     inside = made >= begin
@@ -178,7 +178,7 @@ def _constraints(facts: Facts, begin: int, end: int, backward: int) -> tuple[Fla
     low, high = np.searchsorted(facts.stale[:, 0], (begin, end))
     if low < high:
         reader, storage, writer = facts.stale[low:high].T
-        made = facts.birth[storage]
+        made = facts.alloc_at[storage]
         forced[reader[(made < begin) & (writer < backward)] - begin] = True
         inside = (made >= begin) & (writer < end)
         ties = np.concatenate((ties, np.stack((made[inside], reader[inside]), axis=1)))
@@ -193,6 +193,6 @@ def lost_inputs(facts: Facts, unit: Unit) -> Ints:
     low, high = np.searchsorted(facts.read_op, (unit.begin, unit.end))
     given = facts.trace.calls[unit.call].inputs if unit.call != NEVER else ()
     inputs = np.unique(np.concatenate((facts.read_storage[low:high], np.array(given, np.int64))))
-    death = facts.death[inputs]
-    gone = (death != NEVER) & (death < unit.backward_begin)
-    return inputs[(facts.birth[inputs] < unit.begin) & gone]
+    free_after = facts.free_after[inputs]
+    gone = (free_after != NEVER) & (free_after < unit.backward_begin)
+    return inputs[(facts.alloc_at[inputs] < unit.begin) & gone]

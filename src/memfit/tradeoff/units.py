@@ -64,7 +64,7 @@ def _asking(trace: Trace) -> list[tuple[int, int]]:
 def _is_number(trace: Trace, storage: int, op: int) -> bool:
     """Whether a storage is a number that an op keeps for its backward, which no hook sees."""
     refs = (*trace.ops[op].outputs, *trace.ops[op].inputs)
-    return trace.storages[storage].birth == op and all(ref.storage != storage for ref in refs)
+    return trace.storages[storage].alloc_at == op and all(ref.storage != storage for ref in refs)
 
 
 def _from_first_question(unit: Unit, asking: list[tuple[int, int]]) -> Unit:

@@ -62,9 +62,9 @@ class Places:
         storages = timeline.trace.storages
         self._module = [storages[each].module if each != NEVER else "" for each in timeline.planned.storage.tolist()]
         self._row = timeline.lives.row.tolist()
-        self._born = timeline.lives.born.tolist()
+        self._born = timeline.lives.alloc_at.tolist()
         self._going: dict[int, list[int]] = defaultdict(list)
-        for number, instant in enumerate(timeline.lives.dies.tolist()):
+        for number, instant in enumerate(timeline.lives.free_after.tolist()):
             self._going[instant].append(number)
 
     def of(self, number: int) -> Place:
@@ -92,11 +92,11 @@ class Places:
 
     def made(self) -> list[tuple[int, int]]:
         """Number and bytes of everything that the step allocates, in order; workspaces come and go within an op."""
-        count, born = len(self._born), self._born
+        count, alloc_at = len(self._born), self._born
         return [
             (event.key, event.requested_bytes)
             for event in planned_events(self.timeline)
-            if event.requested_bytes > 0 and event.key < count and born[event.key] != NEVER
+            if event.requested_bytes > 0 and event.key < count and alloc_at[event.key] != NEVER
         ]
 
     def at(self, instant: int) -> Filling:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memfit.capture import Step
-from memfit.capture.discovery import step_of
+from memfit.capture.discovery import find_step
 from memfit.engines import plan_of_model
 from memfit.errors import InputError, MissingFeatureError, StateError
 from memfit.plans import Plan
@@ -19,7 +19,7 @@ from memfit.units import display_bytes
 from memfit.verify.state import tensors_in
 
 
-def step_given(step: Step | Callable[[], Any], verb: str = "verify") -> Step:
+def resolve_step(step: Step | Callable[[], Any], verb: str = "verify") -> Step:
     """A step, or the one that a function runs on a model of its own."""
     if isinstance(step, Step):
         return step
@@ -28,7 +28,7 @@ def step_given(step: Step | Callable[[], Any], verb: str = "verify") -> Step:
             f"{verb} takes the step that is run, not a {type(step).__name__}: memfit.Step(model, batch, ...), or a "
             "function that runs one"
         )
-    return step_of(step)
+    return find_step(step)
 
 
 def check_plan(plan: Plan) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from memfit.capture import Step, Trace
 from memfit.plans import Plan, PlanMismatch
-from memfit.plans.making import policy_of
+from memfit.plans.making import build_policy
 from memfit.solve import PlannedTimeline, planned_timeline
 from memfit.tradeoff import units
 from memfit.tradeoff.facts import Facts
@@ -42,7 +42,7 @@ def replayed(plan: Plan, captured: Trace, *, planned: bool = True) -> PlannedTim
     facts = Facts.of(captured, np.zeros(len(captured.ops)))
     found = {unit.name: unit for unit in units(captured)}
     entries = plan.checkpoint if planned else ()
-    return planned_timeline(facts, [(found[entry.unit], policy_of(entry)) for entry in entries])
+    return planned_timeline(facts, [(found[entry.unit], build_policy(entry)) for entry in entries])
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import msgspec
 from rich.console import RenderableType
 
 from memfit.plans.text import json_text
-from memfit.solve.curve_display import text_of
+from memfit.solve.curve_display import render_text
 from memfit.units import display_bytes, display_ms
 from memfit.verify.exactness import Exactness
 
@@ -162,7 +162,7 @@ class Verification:
         return verification_report(self)
 
     def __str__(self) -> str:
-        return text_of(self.__rich__())
+        return render_text(self.__rich__())
 
 
 def _findings(found: Verification) -> Iterator[str]:

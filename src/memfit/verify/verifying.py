@@ -43,7 +43,7 @@ from memfit.verify.exactness import (
 )
 from memfit.verify.faults import is_out_of_memory
 from memfit.verify.generators import same_generators
-from memfit.verify.given import check_plan, real_step, step_given
+from memfit.verify.given import check_plan, real_step, resolve_step
 from memfit.verify.pace import module_forward_ms, predicted_forward_ms, step_ms
 from memfit.verify.peak import Rise, measured_rise
 from memfit.verify.prediction import captured_for, replayed
@@ -71,7 +71,7 @@ def verify(
     if steps < 1:
         raise InputError(f"steps is {steps}; give 1 or more, whose median is the measured time")
     with same_generators(), neutral_modes():
-        real, model = real_step(plan, step_given(step))
+        real, model = real_step(plan, resolve_step(step))
         verifier = _Verifier(plan, real, model)
         return verifier.verification(steps, memory_tolerance, time_tolerance)
 

@@ -16,7 +16,7 @@ from memfit.analysis.levers.optimizer import optimizer
 from memfit.analysis.levers.precision import precision
 from memfit.analysis.levers.sharding import sharding
 
-__all__ = ["LEVERS", "Basis", "Case", "Lever", "enough", "levers_of"]
+__all__ = ["LEVERS", "Basis", "Case", "Lever", "enough", "find_levers"]
 
 LEVERS: dict[str, Callable[[Case], Iterator[Lever]]] = {
     "results that are held": holding,
@@ -32,7 +32,7 @@ LEVERS: dict[str, Callable[[Case], Iterator[Lever]]] = {
 """Every family of levers, by what it tries."""
 
 
-def levers_of(case: Case, watch: Callable[[str], None] | None = None) -> tuple[Lever, ...]:
+def find_levers(case: Case, watch: Callable[[str], None] | None = None) -> tuple[Lever, ...]:
     """All levers that save enough, in order of bytes saved for each millisecond lost; `watch` hears what is tried."""
     found: list[Lever] = []
     for what, family in LEVERS.items():

@@ -19,7 +19,7 @@ def gradients(case: Case) -> Iterator[Lever]:
     kept = [
         each.gradient
         for each in case.trace.parameters
-        if each.gradient != NEVER and case.trace.storages[each.gradient].birth == NEVER
+        if each.gradient != NEVER and case.trace.storages[each.gradient].alloc_at == NEVER
     ]
     if not kept:
         return

@@ -23,14 +23,14 @@ def holding(case: Case) -> Iterator[Lever]:
     there = [
         number
         for number, used in lives.items()
-        if used < now and (trace.storages[number].death == NEVER or trace.storages[number].death >= now)
+        if used < now and (trace.storages[number].free_after == NEVER or trace.storages[number].free_after >= now)
     ]
     if not case.matters(sum(trace.storages[number].bytes for number in there)):
         return
     largest = max(there, key=lambda number: trace.storages[number].bytes)
     there = [number for number in there if _PART * trace.storages[number].bytes >= trace.storages[largest].bytes]
     module = trace.storages[largest].module or "the model"
-    changed = with_lives(trace, {number: (trace.storages[number].birth, used) for number, used in lives.items()})
+    changed = with_lives(trace, {number: (trace.storages[number].alloc_at, used) for number, used in lives.items()})
     yield case.lever(
         f"let go of results that nothing reads: {module}",
         "loss = model(...).loss; del output before loss.backward(): keep no name for what only the loss reads",

@@ -15,8 +15,10 @@ from memfit.capture import NEVER, Phase, Trace
 def with_lives(trace: Trace, lives: Mapping[int, tuple[int, int]]) -> Trace:
     """The trace with other births and deaths of these storages."""
     storages = list(trace.storages)
-    for number, (birth, death) in lives.items():
-        storages[number] = msgspec.structs.replace(storages[number], birth=birth, death=death, released=death)
+    for number, (alloc_at, free_after) in lives.items():
+        storages[number] = msgspec.structs.replace(
+            storages[number], alloc_at=alloc_at, free_after=free_after, released=free_after
+        )
     return msgspec.structs.replace(trace, storages=tuple(storages))
 
 
@@ -50,14 +52,16 @@ def held_for_nothing(trace: Trace) -> dict[int, int]:
     backward = [index for index, op in enumerate(trace.ops) if op.phase is Phase.BACKWARD]
     found = {}
     for number, storage in enumerate(trace.storages):
-        if not 0 <= storage.birth < len(trace.ops) or storage.released != storage.death:
+        if not 0 <= storage.alloc_at < len(trace.ops) or storage.released != storage.free_after:
             continue
-        place = bisect_left(backward, storage.birth)
-        if trace.ops[storage.birth].phase is Phase.OPTIMIZER or place == len(backward):
+        place = bisect_left(backward, storage.alloc_at)
+        if trace.ops[storage.alloc_at].phase is Phase.OPTIMIZER or place == len(backward):
             continue
         saved_until = max((ends.get(op, NEVER) for op in storage.saved_by), default=NEVER)
         used = max(int(reads[number]), saved_until, backward[place] - 1)
-        if trace.ops[storage.birth].phase is not Phase.BACKWARD and (storage.death == NEVER or storage.death > used):
+        if trace.ops[storage.alloc_at].phase is not Phase.BACKWARD and (
+            storage.free_after == NEVER or storage.free_after > used
+        ):
             found[number] = used
     return found
 

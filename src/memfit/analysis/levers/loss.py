@@ -106,7 +106,7 @@ def _copies(trace: Trace, logits: TensorRef) -> list[int]:
             if (
                 number == NEVER
                 or number in owned
-                or trace.storages[number].birth != index
+                or trace.storages[number].alloc_at != index
                 or op.phase is Phase.OPTIMIZER
             ):
                 continue

@@ -118,19 +118,19 @@ def _activations(case: Case) -> Iterator[Lever]:
     at = timeline.step_instants
     change = np.zeros(lives.instants + 2, np.int64)
     moved = 0
-    for number in range(len(lives.born)):
+    for number in range(len(lives.alloc_at)):
         storage = int(planned.storage[number])
         if storage == NEVER or int(planned.remade[number]) != NEVER:
             continue
         found = trace.storages[storage]
-        if found.category is not Category.ACTIVATION or found.birth == NEVER or not found.saved_by:
+        if found.category is not Category.ACTIVATION or found.alloc_at == NEVER or not found.saved_by:
             continue
         back = min((first[op] for op in found.saved_by if op in first), default=NEVER)
         released = found.released if found.released != NEVER else len(trace.ops)
-        gone = max(released, found.birth)
+        gone = max(released, found.alloc_at)
         if back == NEVER or back <= gone + 1:
             continue
-        begins, ends = int(at[gone]) + 1, min(int(at[back]), int(lives.dies[number]) + 1)
+        begins, ends = int(at[gone]) + 1, min(int(at[back]), int(lives.free_after[number]) + 1)
         if begins < ends:
             change[begins] -= found.bytes
             change[ends] += found.bytes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from memfit.cli.given import check_is_there, is_trace, plan_given, trace_given
+from memfit.cli.given import check_is_there, is_trace, read_plan, read_trace
 from memfit.cli.options import Json, arg
 from memfit.cli.output import show, show_json
 from memfit.cli.problems import UsageError
@@ -56,7 +56,7 @@ class Compare:
 def _read(path: Path, option: str) -> Plan | Trace:
     check_is_there(path, option, "a plan (memfit plan -o) or a trace (memfit.save_trace)")
     if is_trace(path):
-        return trace_given(path)
+        return read_trace(path)
     if path.suffix != ".json":
         raise InputError(f"{path} is neither a plan nor a trace; give what `memfit plan -o` or memfit.save_trace wrote")
-    return plan_given(path)
+    return read_plan(path)

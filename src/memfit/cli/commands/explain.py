@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from memfit.cli.given import plan_given, step_and_target, step_given
+from memfit.cli.given import read_plan, resolve_step, step_and_target
 from memfit.cli.options import HardwareOptions, Json, TimedStepOptions, arg
 from memfit.cli.output import show, show_json
 from memfit.cli.problems import UsageError
@@ -44,11 +44,11 @@ class Explain:
             self._check_no_hardware(path)
             if self.plan is not None:
                 raise UsageError(f"--plan: STEP is a plan already ({path}); give the step that it is for as STEP")
-            found = explain(plan_given(path, "STEP"))
+            found = explain(read_plan(path, "STEP"))
         elif self.plan is not None:
             self._check_no_hardware(self.plan)
-            plan = plan_given(self.plan, "--plan")
-            given = step_given(self.step)
+            plan = read_plan(self.plan, "--plan")
+            given = resolve_step(self.step)
             given.show()
             found = explain(plan, given.step, budget=self.hardware.budget, cost=self.step.cost, levers=self.levers)
         else:

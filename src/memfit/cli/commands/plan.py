@@ -10,7 +10,7 @@ import tyro
 
 from memfit.cli.files import write_files, write_text
 from memfit.cli.given import captured, solve_options, step_and_target
-from memfit.cli.levers import levers_given, levers_in_short
+from memfit.cli.levers import find_levers, levers_in_short
 from memfit.cli.options import FileOptions, HardwareOptions, Json, SolverOptions, TimedStepOptions, arg
 from memfit.cli.output import Work, show, show_json
 from memfit.cli.problems import UsageError, check_files
@@ -77,7 +77,7 @@ class Plan:
             with Work("laying the plan over the step"):
                 seen = trace if found.optimizer is None else step
                 report = Report.of(found, seen, cost=self.step.cost, title=given.title, options=options)
-            levers = levers_given(report, step, self.step.cost) if self.levers else None
+            levers = find_levers(report, step, self.step.cost) if self.levers else None
             if self.file.any:
                 write_files(self.file, report.with_curve() if self.curve else report, levers or ())
         if self.json:

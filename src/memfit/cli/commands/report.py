@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from memfit.cli.files import write_files
-from memfit.cli.given import check_is_there, plan_given, reading, step_given
-from memfit.cli.levers import levers_given
+from memfit.cli.given import check_is_there, read_plan, reading, resolve_step
+from memfit.cli.levers import find_levers
 from memfit.cli.options import FileOptions, Json, TimedStepOptions, arg
 from memfit.cli.output import Work, show_json, show_text
 from memfit.cli.problems import check_files
@@ -45,24 +45,24 @@ class Report:
 
     def run(self) -> int:
         from memfit.analysis.facts import Report as Facts
-        from memfit.report.json_document import json_of
-        from memfit.report.markdown import markdown_of
+        from memfit.report.json_document import to_json
+        from memfit.report.markdown import to_markdown
 
         check_files(self.file.by_option)
-        plan = plan_given(self.plan)
+        plan = read_plan(self.plan)
         verification = None if self.verified is None else _verification(self.verified)
-        given = step_given(self.step)
+        given = resolve_step(self.step)
         with Work("capturing the step, and laying the plan over it"):
             report = Facts.of(plan, given.step, cost=self.step.cost, verification=verification, title=given.title)
         if self.curve:
             with Work("solving for the trade-off"):
                 report = report.with_curve()
-        levers = levers_given(report, given.step, self.step.cost) if plan.predicted is None else ()
+        levers = find_levers(report, given.step, self.step.cost) if plan.predicted is None else ()
         write_files(self.file, report, levers)
         if self.json:
-            show_json(json_of(report))
+            show_json(to_json(report))
         elif not self.file.any:
-            show_text(markdown_of(report, levers).rstrip())
+            show_text(to_markdown(report, levers).rstrip())
         return 0
 
 

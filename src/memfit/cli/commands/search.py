@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from memfit.cli.given import Given, captured, solve_options, steps_given, target_given
+from memfit.cli.given import Given, captured, resolve_steps, resolve_target, solve_options
 from memfit.cli.options import Count, HardwareOptions, Json, SolverOptions, StepOptions, TimedStepOptions, arg
 from memfit.cli.output import say, show, show_json
 from memfit.cli.problems import STOPPED, UsageError
@@ -58,12 +58,12 @@ class Search:
         values = None if self.values is None else _numbers(self.values)
         names = (self.solver.force, self.solver.forbid, self.solver.units, self.solver.shard_units)
         if self.hardware.target is not None:
-            target_given(self.hardware)
-        steps = steps_given(self.step)
+            resolve_target(self.hardware)
+        steps = resolve_steps(self.step)
         first = None
         if self.over == "ranks" or any(names):
             first = self._step_at(steps, min(values) if values else _FIRST[self.over])
-        target = target_given(self.hardware, first)
+        target = resolve_target(self.hardware, first)
         trace = None if first is None or not any(names) else captured(first, target)
         options = solve_options(self.solver, trace, several_ranks=self.over == "ranks" or target.ranks > 1)
         code = 0

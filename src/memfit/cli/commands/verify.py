@@ -9,9 +9,9 @@ from typing import Annotated
 import tyro
 
 from memfit.cli.files import write_text
-from memfit.cli.given import plan_given, step_given
+from memfit.cli.given import read_plan, resolve_step
 from memfit.cli.options import Json, StepOptions, arg, number
-from memfit.cli.output import Work, json_of, show, show_json
+from memfit.cli.output import Work, show, show_json, to_json
 from memfit.cli.problems import UsageError, check_files
 
 
@@ -48,8 +48,8 @@ class Verify:
 
         check_files({"--output": self.output})
         self._check()
-        plan = plan_given(self.plan)
-        step = step_given(self.step).step
+        plan = read_plan(self.plan)
+        step = resolve_step(self.step).step
         if isinstance(step, Trace):
             raise UsageError(f"STEP: {self.step.step} is a trace, which cannot be run; give train.py:function")
         with Work("running the step with the plan and without it"):
@@ -57,7 +57,7 @@ class Verify:
                 plan, step, self.steps, memory_tolerance=self.memory_tolerance, time_tolerance=self.time_tolerance
             )
         if self.output is not None:
-            write_text("--output", self.output, json_of(found))
+            write_text("--output", self.output, to_json(found))
         if self.json:
             show_json(found)
         else:

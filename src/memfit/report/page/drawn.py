@@ -21,7 +21,7 @@ from memfit.capture import NEVER, Category, Phase
 from memfit.capture.names import short
 from memfit.memory import CATEGORIES
 from memfit.paths import alike
-from memfit.report.streams import clock_of
+from memfit.report.streams import build_clock
 from memfit.solve import PlannedTimeline
 from memfit.solve.planned import Allocation
 from memfit.solve.planned_lives import BETWEEN
@@ -52,7 +52,7 @@ def drawn(report: Report, timeline: PlannedTimeline, strings: Strings) -> dict[s
     trace, ops = timeline.trace, len(timeline.trace.ops)
     phases, runs = _phases(timeline), _second_runs(timeline)
     instants = drawn_instants(timeline.during_bytes, (edge for span in (*phases, *runs) for edge in span[1:]))
-    starts_ms = clock_of(report, timeline).begins_ns / 1e6
+    starts_ms = build_clock(report, timeline).begins_ns / 1e6
     phase_at = np.zeros(len(timeline.op), np.int64)
     for phase, begin, end in phases:
         phase_at[begin:end] = phase
