@@ -10,8 +10,8 @@ from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.plans import Plan
-from memfit.plans.given import resolve_cost
 from memfit.plans.making import build_policy
+from memfit.plans.resolve import resolve_cost
 from memfit.plans.words import without_plan
 from memfit.sharding import ShardOptions
 from memfit.solve import Curve, PlannedTimeline, Problem, SolveOptions
@@ -78,7 +78,7 @@ class Report:
     @property
     def trace(self) -> Trace:
         """The step; under sharding as it was captured, whole."""
-        return self.problem.timeline.trace
+        return self.problem.trace
 
     @property
     def target(self) -> Target:

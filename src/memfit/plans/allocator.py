@@ -53,15 +53,9 @@ def held_under(problem: Problem, solved: Solved, *, expandable: bool = False) ->
 
 def with_room(
     problem: Problem, solved: Solved, watch: Callable[[Incumbent], None] | None = None, *, expandable: bool = False
-) -> Solved:
-    """A plan for this budget or a lower one with which the allocator, too, stays within the device."""
-    return with_room_held(problem, solved, watch, expandable=expandable)[0]
-
-
-def with_room_held(
-    problem: Problem, solved: Solved, watch: Callable[[Incumbent], None] | None = None, *, expandable: bool = False
 ) -> tuple[Solved, Held | None]:
-    """The plan of `with_room`, and what the allocator does with it.
+    """Return a plan for this budget or a lower one with which the allocator, too, stays within the device, and what the
+    allocator does with it.
 
     What it holds too much is taken off the budget, some times; then the smallest budget is tried, and some between.
     Where none will do it is the plan with the most room, and of those alike the one with the most budget.
@@ -106,12 +100,12 @@ def _between(problem: Problem, tried: list[tuple[Held, Solved]], able: Callable[
             high = middle
 
 
-def note_on_room(problem: Problem, solved: Solved, asked_bytes: int | None) -> str | None:
-    """What to know of the allocator under a plan, and what to do about it; None when it has room.
+def note_on_room(problem: Problem, solved: Solved, held: Held | None, asked_bytes: int | None) -> str | None:
+    """What to know of what the allocator holds under a plan, and what to do about it; None when it has room.
 
     `asked_bytes` is the budget that was asked for, None when it was left to memfit.
     """
-    held, usable = held_under(problem, solved), display_bytes(problem.target.usable_bytes)
+    usable = display_bytes(problem.target.usable_bytes)
     if held is None:
         return None
     if held.room is Room.ENOUGH:
@@ -132,19 +126,18 @@ def note_on_room(problem: Problem, solved: Solved, asked_bytes: int | None) -> s
 def _remedy(problem: Problem, solved: Solved, asked_bytes: int | None) -> str:
     """A lower budget where there is one that has room; else what to do with expandable segments."""
     if asked_bytes is not None:
-        lower = with_room(problem, solved)
-        if _has_room(problem, lower):
+        lower, held = with_room(problem, solved)
+        if _has_room(held):
             return f"A budget of {display_bytes(lower.budget_bytes)} has room"
     least = minimum_budget_bytes(problem)
     none = "No lower budget " + ("" if least is None else f"down to {display_bytes(least)} ") + "was found to have room"
-    grown = with_room(problem, solved, expandable=True)
-    if not _has_room(problem, grown, expandable=True):
+    grown, held = with_room(problem, solved, expandable=True)
+    if not _has_room(held):
         return f"{none}, nor with {EXPANDABLE}: use another lever, such as a smaller batch"
     if grown.budget_bytes == solved.budget_bytes:
         return f"{none}: the plan fits only with {EXPANDABLE}"
     return f"{none}: with {EXPANDABLE} a budget of {display_bytes(grown.budget_bytes)} has"
 
 
-def _has_room(problem: Problem, solved: Solved, *, expandable: bool = False) -> bool:
-    held = held_under(problem, solved, expandable=expandable)
+def _has_room(held: Held | None) -> bool:
     return held is not None and held.room is Room.ENOUGH
