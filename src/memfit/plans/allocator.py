@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from memfit.solve import Incumbent, Problem, Solved, minimum_budget_bytes, planned_reserved, solve
+from memfit.hardware import Device
+from memfit.solve import Incumbent, PlannedTimeline, Problem, Solved, minimum_budget_bytes, planned_reserved, solve
 from memfit.units import display_bytes
 
 _LOWERINGS = 6
@@ -36,19 +37,11 @@ class Held:
 
 
 def held_under(problem: Problem, solved: Solved, *, expandable: bool = False) -> Held | None:
-    """What the allocator does with a plan; None without one. `expandable` segments grow and have no pieces."""
-    device, usable = problem.target.device, problem.target.usable_bytes
+    """Return what the allocator does with a plan; None without one. `expandable` segments grow and have no pieces."""
     if solved.replay is None:
         return None
-    if expandable:
-        device = replace(device, allocator=replace(device.allocator, expandable_segments=True))
-    if not device.allocator.caches:
-        return Held(reserved_bytes=solved.replay.peak_bytes, room=Room.ENOUGH)
-    reserved_bytes = planned_reserved(solved.replay, device).peak_reserved_bytes
-    if reserved_bytes <= usable:
-        return Held(reserved_bytes=reserved_bytes, room=Room.ENOUGH)
-    fails = planned_reserved(solved.replay, device, limit_bytes=usable).out_of_memory_op is not None
-    return Held(reserved_bytes=reserved_bytes, room=Room.TOO_LITTLE if fails else Room.TIGHT)
+    reserved_bytes = _reserved_bytes(problem, solved.replay, expandable)
+    return Held(reserved_bytes=reserved_bytes, room=_room(problem, solved.replay, reserved_bytes, expandable))
 
 
 def with_room(
@@ -61,35 +54,60 @@ def with_room(
     Where none will do it is the plan with the most room, and of those alike the one with the most budget.
     """
     usable = problem.target.usable_bytes
-    tried: list[tuple[Held, Solved]] = []
+    tried: list[tuple[int, Solved, PlannedTimeline]] = []
 
     def able(found: Solved) -> bool:
-        held = held_under(problem, found, expandable=expandable)
-        if held is not None:
-            tried.append((held, found))
-        return held is not None and held.room is Room.ENOUGH
+        if found.replay is None:
+            return False
+        tried.append((_reserved_bytes(problem, found.replay, expandable), found, found.replay))
+        return tried[-1][0] <= usable
 
     if solved.replay is None:
         return solved, None
-    if able(solved):
-        return solved, tried[0][0]
-    for _ in range(_LOWERINGS):
-        held, lowest = tried[-1]
-        budget_bytes = lowest.budget_bytes - max(held.reserved_bytes - usable, usable // _STEP)
-        if budget_bytes <= 0:
-            break
-        found = solve(problem, budget_bytes, start=lowest.choice, watch=watch)
-        if found.replay is None or able(found):
-            break
-    if tried[-1][0].room is not Room.ENOUGH:
-        _between(problem, tried, able)
-    held, found = min(tried, key=lambda each: (each[0].room.value, -each[1].budget_bytes))
-    return found, held
+    if not able(solved):
+        for _ in range(_LOWERINGS):
+            reserved_bytes, lowest, _ = tried[-1]
+            budget_bytes = lowest.budget_bytes - max(reserved_bytes - usable, usable // _STEP)
+            if budget_bytes <= 0:
+                break
+            found = solve(problem, budget_bytes, start=lowest.choice, watch=watch)
+            if found.replay is None or able(found):
+                break
+        if tried[-1][0] > usable:
+            _between(problem, tried[-1][1].budget_bytes, able)
+    fits = [each for each in tried if each[0] <= usable]  # the rest is simulated again, to see whether it runs out
+    held = [
+        (Held(reserved_bytes=reserved_bytes, room=_room(problem, replay, reserved_bytes, expandable)), found)
+        for reserved_bytes, found, replay in fits or tried
+    ]
+    best, found = min(held, key=lambda each: (each[0].room.value, -each[1].budget_bytes))
+    return found, best
 
 
-def _between(problem: Problem, tried: list[tuple[Held, Solved]], able: Callable[[Solved], bool]) -> None:
+def _reserved_bytes(problem: Problem, replay: PlannedTimeline, expandable: bool) -> int:
+    """Return what the allocator holds at most when nothing limits it."""
+    device = _device(problem, expandable)
+    return planned_reserved(replay, device).peak_reserved_bytes if device.allocator.caches else replay.peak_bytes
+
+
+def _room(problem: Problem, replay: PlannedTimeline, reserved_bytes: int, expandable: bool) -> Room:
+    device, usable = _device(problem, expandable), problem.target.usable_bytes
+    if reserved_bytes <= usable or not device.allocator.caches:
+        return Room.ENOUGH
+    fails = planned_reserved(replay, device, limit_bytes=usable).out_of_memory_op is not None
+    return Room.TOO_LITTLE if fails else Room.TIGHT
+
+
+def _device(problem: Problem, expandable: bool) -> Device:
+    device = problem.target.device
+    if not expandable:
+        return device
+    return replace(device, allocator=replace(device.allocator, expandable_segments=True))
+
+
+def _between(problem: Problem, high: int, able: Callable[[Solved], bool]) -> None:
     """Try the smallest budget; when it will do, also some between it and the lowest that will not."""
-    low, high = minimum_budget_bytes(problem), tried[-1][1].budget_bytes
+    low = minimum_budget_bytes(problem)
     if low is None or low >= high or not able(solve(problem, low)):
         return
     for _ in range(_HALVINGS):

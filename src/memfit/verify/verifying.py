@@ -27,7 +27,6 @@ from memfit.capture.optimizers import set_flags
 from memfit.engines import plan_of_model, unplanned
 from memfit.errors import InputError
 from memfit.plans import Plan
-from memfit.plans.uses import use
 from memfit.torch_private.storages import storage_key
 from memfit.units import display_bytes
 from memfit.verify.attribution import Filling, Places, filled
@@ -54,7 +53,6 @@ _COMPARED = 2
 """Steps whose losses and gradients are compared: the engine learns in the first and knows in the second."""
 
 
-@use("verify")
 def verify(
     plan: Plan,
     step: Step | Callable[[], Any],
