@@ -7,6 +7,7 @@ from collections import defaultdict
 from memfit.analysis.explanation import HeldStorage
 from memfit.capture import NEVER, Category, Phase, TensorRef
 from memfit.capture.names import short
+from memfit.memory.timeline import Bytes
 from memfit.solve import PlannedTimeline
 from memfit.tradeoff import LOSS
 
@@ -176,3 +177,17 @@ class Holders:
 
 def _until(op: int) -> str:
     return "beyond the step" if op == NEVER else f"until op {op}"
+
+
+# Bytes as the allocator rounds them
+
+
+def rounded(n_bytes: int, rounding_bytes: int) -> int:
+    """Bytes up to the end of a block."""
+    return -(-n_bytes // rounding_bytes) * rounding_bytes
+
+
+def allocation_bytes(timeline: PlannedTimeline) -> Bytes:
+    """What every allocation of a timeline takes."""
+    rounding = timeline.rounding_bytes
+    return -(-timeline.lives.size_bytes // rounding) * rounding

@@ -13,8 +13,8 @@ from memfit.progress import Progress
 from memfit.units import display_bytes, display_ms
 
 if TYPE_CHECKING:
-    from memfit.analysis.facts import Report
     from memfit.analysis.levers import Lever
+    from memfit.analysis.report import Report
     from memfit.capture import Step, Trace
     from memfit.plans import Plan
 

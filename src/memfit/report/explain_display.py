@@ -15,7 +15,7 @@ from memfit.analysis.levers import Lever
 from memfit.capture import Category
 from memfit.capture.names import short
 from memfit.paths import alike, folded
-from memfit.plans.display import counted
+from memfit.text import counted
 from memfit.units import display_bytes, display_ms
 
 _ROWS = 8

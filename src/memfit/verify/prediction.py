@@ -10,7 +10,7 @@ import torch
 
 from memfit.capture import Step, Trace
 from memfit.plans import Plan, PlanMismatch
-from memfit.plans.making import build_policy
+from memfit.plans.build import build_policy
 from memfit.solve import PlannedTimeline, planned_timeline
 from memfit.tradeoff import units
 from memfit.tradeoff.facts import Facts

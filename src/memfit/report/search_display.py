@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from memfit.plans.allocator import EXPANDABLE
+from memfit.plans.search_result import Over, Search, SearchPoint
 from memfit.units import display_bytes, display_ms
-
-if TYPE_CHECKING:
-    from memfit.plans.search_result import Over, Search, SearchPoint
 
 _WHAT: dict[Over, str] = {"batch": "batch size of a rank", "seq": "sequence length", "ranks": "number of ranks"}
 _LARGEST: dict[Over, str] = {"batch": "largest that fits", "seq": "longest that fits", "ranks": ""}

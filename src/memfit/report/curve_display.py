@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import math
-import shutil
-from typing import TYPE_CHECKING
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from memfit.solve.curve import Curve, CurvePoint
 from memfit.units import GiB, MiB, display_bytes, display_ms
-
-if TYPE_CHECKING:
-    from memfit.solve.curve import Curve, CurvePoint
-
-_WIDTH = 100
-"""Columns where no terminal says how many it has."""
-
-
-def render_text(report: RenderableType) -> str:
-    """A report as plain text, as wide as COLUMNS or the terminal says."""
-    width = shutil.get_terminal_size((_WIDTH, 24)).columns
-    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
-    with console.capture() as captured:
-        console.print(report)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def headline(curve: Curve) -> str:

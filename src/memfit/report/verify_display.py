@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -12,9 +11,7 @@ from rich.text import Text
 
 from memfit.paths import alike, folded
 from memfit.units import display_bytes, display_ms
-
-if TYPE_CHECKING:
-    from memfit.verify.verification import BytesBeside, MsBeside, Verification
+from memfit.verify.verification import BytesBeside, MsBeside, Verification
 
 _ROWS = 8
 
