@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from memfit.errors import StateError
-from memfit.sharded.layout import Layout, Part
-from memfit.sharded.links import Link, Transfer
-from memfit.sharded.streams import Streams
-from memfit.sharded.whole import Whole
-from memfit.torch_private.autograd import version_of
+from memfit.sharded.comm import ShardComm, Transfer
+from memfit.sharded.mesh import Streams
+from memfit.torch_private.autograd import set_version_counters, version_of
 from memfit.torch_private.modules import parameter_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class ParameterSlot:
     """Where a module holds a parameter."""
 
     module: nn.Module
@@ -39,7 +38,7 @@ class Member:
 
     parameter: nn.Parameter
     names: tuple[str, ...]
-    places: tuple[Place, ...]
+    places: tuple[ParameterSlot, ...]
 
 
 class FlatShard:
@@ -51,7 +50,7 @@ class FlatShard:
     def __init__(
         self,
         members: Sequence[Member],
-        link: Link,
+        link: ShardComm,
         device: torch.device,
         compute_device: torch.device,
         streams: Streams,
@@ -136,12 +135,12 @@ class FlatShard:
             streams.wait(prepared)
             return self.link.gather(whole.buffer, tag, about)
 
-    def keep_part(self, whole: Whole, link: Link) -> None:
+    def keep_part(self, whole: Whole, link: ShardComm) -> None:
         """Keep this rank's part in a smaller group of the gathered parameters, and free them."""
         self._kept = link.part(whole.buffer).clone()
         whole.free()
 
-    def begin_regather(self, whole: Whole, link: Link, tag: int, about: str) -> Transfer | None:
+    def begin_regather(self, whole: Whole, link: ShardComm, tag: int, about: str) -> Transfer | None:
         """Begin to gather from the ranks of a smaller group, which kept parts of the forward's parameters."""
         if self._kept is None:
             return self.unshard(whole, tag, about)
@@ -215,3 +214,194 @@ class FlatShard:
                 flat.listener(number, parameter)
 
         return hear
+
+
+# -- Where every parameter lies in the flat tensor of its unit, and which part of it each rank keeps ------------------
+
+
+ALIGNED_ELEMENTS = 32
+"""Parameters and shards begin at multiples of this many elements, so that kernels read aligned addresses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One parameter, under all its names, at elements `begin` up to (not including) `end` of the flat tensor."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def elements(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The elements of one parameter that one rank keeps.
+
+    They are elements `begin` up to `end` of the flattened parameter and begin at element `at` of the rank's shard.
+    """
+
+    begin: int
+    end: int
+    at: int
+
+    @property
+    def elements(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The slots of a flat tensor of `elements`, padding included, which `ranks` ranks divide evenly."""
+
+    slots: tuple[Slot, ...]
+    elements: int
+    ranks: int
+
+    @classmethod
+    def of(cls, shapes: Iterable[tuple[tuple[str, ...], Sequence[int]]], ranks: int) -> Layout:
+        """Put parameters one after another; what follows the last of them is padding."""
+        slots: list[Slot] = []
+        end = 0
+        for names, shape in shapes:
+            begin = aligned(end)
+            end = begin + math.prod(shape)
+            slots.append(Slot(names=names, shape=tuple(shape), begin=begin, end=end))
+        shard = aligned(-(-end // ranks))
+        return cls(slots=tuple(slots), elements=shard * ranks, ranks=ranks)
+
+    @property
+    def shard_elements(self) -> int:
+        """Elements of one rank's shard."""
+        return self.elements // self.ranks
+
+    def gaps(self, rank: int) -> list[tuple[int, int]]:
+        """The elements of a rank's shard that belong to no parameter, from and up to."""
+        first, elements = rank * self.shard_elements, self.shard_elements
+        ends = [0, *(slot.end for slot in self.slots)]
+        begins = [*(slot.begin for slot in self.slots), self.elements]
+        inside = [(max(begin - first, 0), min(end - first, elements)) for begin, end in zip(ends, begins, strict=True)]
+        return [(begin, end) for begin, end in inside if begin < end]
+
+    def part(self, slot: Slot, rank: int) -> Part:
+        """What a rank keeps of a parameter; nothing, at the end of it, where its shard lies elsewhere."""
+        first = rank * self.shard_elements
+        begin = min(max(slot.begin, first), slot.end)
+        end = max(min(slot.end, first + self.shard_elements), begin)
+        at = begin - first if end > begin else 0
+        return Part(begin=begin - slot.begin, end=end - slot.begin, at=at)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """A block of a tensor with as many dimensions, whose elements follow each other in the flattened tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def aligned(elements: int) -> int:
+    """The next multiple of the alignment."""
+    return -(-elements // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
+
+
+def boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
+    """The blocks, in order, that elements `begin` up to `end` of a flattened tensor consist of.
+
+    At most two for every dimension but the last, and one more: the rest of a row, whole rows, the start of a row.
+    """
+    if end <= begin:
+        return []
+    if not shape:
+        return [Box(offsets=(), sizes=())]
+    if len(shape) == 1:
+        return [Box(offsets=(begin,), sizes=(end - begin,))]
+    row = math.prod(shape[1:])
+    first, last = -(-begin // row), end // row
+    if first > last:  # inside one row
+        return _in_row(shape[1:], last, begin - last * row, end - last * row)
+    found: list[Box] = []
+    if begin < first * row:
+        found += _in_row(shape[1:], first - 1, begin - (first - 1) * row, row)
+    if first < last:
+        found.append(Box(offsets=(first, *(0 for _ in shape[1:])), sizes=(last - first, *shape[1:])))
+    if last * row < end:
+        found += _in_row(shape[1:], last, 0, end - last * row)
+    return found
+
+
+def _in_row(shape: Sequence[int], number: int, begin: int, end: int) -> list[Box]:
+    return [Box(offsets=(number, *box.offsets), sizes=(1, *box.sizes)) for box in boxes(shape, begin, end)]
+
+
+# -- The gathered parameters of a unit: views of one flat buffer whose memory comes and goes --------------------------
+#
+# Note [Aliases] Autograd keeps parameters, and views of them, between forward and backward. They share the buffer's
+# storage object, so that its memory can be freed and allocated again under them, as FSDP2 does. The parameters have
+# version counters of their own, which are raised while they are not gathered: autograd, which compares them before
+# it reads a tensor that it kept, then says that the tensor was modified. This happens to what leaves a unit by
+# another way than its return value, such as a loss kept as an attribute: its backward may begin before that of the
+# unit. So does a change of the parameters between forward and backward.
+
+
+class Whole:
+    """A flat buffer in one dtype and the parameters that are its views."""
+
+    def __init__(self, layout: Layout, buffer: torch.Tensor, *, owned: bool) -> None:
+        self.buffer = buffer
+        self._owned = owned
+        self._bytes = buffer.untyped_storage().nbytes()
+        with torch.inference_mode(False), torch.no_grad():
+            self.parameters = [
+                nn.Parameter(buffer.data[slot.begin : slot.end].view(slot.shape), requires_grad=False)
+                for slot in layout.slots
+            ]
+        self._tensors = tuple(self.parameters)
+        self._versions = tuple(version_of(parameter) for parameter in self.parameters)
+        self.changes = 0
+        """How often the shards had been changed when they were gathered for a forward."""
+        self.free()
+
+    @classmethod
+    def empty(cls, layout: Layout, dtype: torch.dtype, device: torch.device) -> Whole:
+        """One with a buffer of its own, without memory for now."""
+        with torch.inference_mode(False):
+            return cls(layout, torch.empty(layout.elements, dtype=dtype, device=device), owned=True)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the buffer when it has memory; none where the parameters are views of the shard itself."""
+        return self._bytes if self._owned else 0
+
+    @property
+    def allocated(self) -> bool:
+        return not self._owned or self.buffer.untyped_storage().nbytes() > 0
+
+    def allocate(self) -> None:
+        """Give the buffer memory."""
+        if not self.allocated:
+            self.buffer.untyped_storage().resize_(self._bytes)
+
+    def free(self) -> None:
+        """Take the buffer's memory; the parameters stay valid objects."""
+        if self._owned:
+            self.buffer.untyped_storage().resize_(0)
+            self.hide()
+
+    def hide(self) -> None:
+        """Make autograd refuse to read the parameters."""
+        set_version_counters(self._tensors, tuple(version + 1 for version in self._versions))
+
+    def reveal(self) -> None:
+        """Let autograd read the parameters, which are gathered."""
+        if self._owned:
+            set_version_counters(self._tensors, self._versions)
+
+    def require_gradients(self, wanted: Sequence[bool]) -> None:
+        """Make the same parameters need gradients as of the shards."""
+        for parameter, requires_grad in zip(self.parameters, wanted, strict=True):
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from memfit.errors import InputError
-from memfit.sharded.sharding import get_runtime
+from memfit.sharded.fully_shard import get_runtime
 
 
 @torch.no_grad()
@@ -53,3 +54,23 @@ def finite_gradients(model: nn.Module) -> bool:
     for link in runtime.links:
         link.all_reduce(wrong, "all-reduce of what gradients are finite").wait()
     return not wrong.item()
+
+
+# -- A gradient scaler for sharded models: a step is skipped on all ranks or on none ----------------------------------
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """torch's `GradScaler` for one sharded model; what one rank finds infinite, every rank does."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        self._runtime = get_runtime(model)
+        super().__init__(self._runtime.device.type, **options)
+
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
+        found = super()._unscale_grads_(*args, **kwargs)
+        for found_inf in found.values():
+            shared = found_inf.to(self._runtime.device)
+            for link in self._runtime.links:
+                link.all_reduce(shared, "all-reduce of what gradients are finite", largest=True).wait()
+            found_inf.copy_(shared)
+        return found

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from memfit.errors import InputError
-from memfit.sharded.finding import FoundUnit
-from memfit.sharded.flat import Member
-from memfit.sharded.links import Link
+from memfit.sharded.comm import ShardComm
+from memfit.sharded.flat_param import Member
+from memfit.sharded.wrap_policy import FoundUnit
 from memfit.torch_private.modules import buffer_table, parameter_table
 
 Init = Callable[[nn.Module], object]
@@ -24,7 +24,7 @@ def with_values(
     inside: Sequence[nn.Module],
     device: torch.device,
     init: Init | None,
-    links: Sequence[Link] | None,
+    links: Sequence[ShardComm] | None,
 ) -> Iterator[Callable[[Member], torch.Tensor]]:
     """The values of a unit's parameters, whole, one unit at a time; what is on meta is made and given up again.
 
@@ -78,7 +78,7 @@ def check_init(model: nn.Module, init: Init | None) -> None:
 
 
 def prepare_buffers(
-    model: nn.Module, device: torch.device, dtype: torch.dtype | None, links: Sequence[Link] | None
+    model: nn.Module, device: torch.device, dtype: torch.dtype | None, links: Sequence[ShardComm] | None
 ) -> None:
     """Move buffers to the device, in their dtype; with `links`, give them rank 0's values."""
     for module in model.modules():
@@ -89,7 +89,7 @@ def prepare_buffers(
             buffer_table(module)[name] = moved.to(device=device, dtype=dtype if buffer.is_floating_point() else None)
 
 
-def _from_rank_0(tensor: torch.Tensor, device: torch.device, links: Sequence[Link]) -> torch.Tensor:
+def _from_rank_0(tensor: torch.Tensor, device: torch.device, links: Sequence[ShardComm]) -> torch.Tensor:
     """Rank 0's values: along replicas first, then along the ranks of each."""
     values = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device, copy=True).contiguous()
     for link in reversed(links):

@@ -15,17 +15,19 @@ gives up its works first, since Gloo writes to their buffers as long as they exi
 
 from __future__ import annotations
 
+import hashlib
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
+from threading import Thread
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from memfit.sharded.errors import CollectiveError
-from memfit.sharded.notices import Notices
+from memfit.errors import MemfitError
 from memfit.torch_private.autograd import base_of
 
 TELL_TAG = 1 << 29
@@ -44,7 +46,7 @@ class Transfer:
 
     __slots__ = ("_link", "_works", "about")
 
-    def __init__(self, link: Link, about: str, works: list[tuple[dist.Work, int | None]]) -> None:
+    def __init__(self, link: ShardComm, about: str, works: list[tuple[dist.Work, int | None]]) -> None:
         self._link = link
         self._works = works
         self.about = about
@@ -106,7 +108,7 @@ class ReplicaSum(Transfer):
     __slots__ = ("_parts",)
 
     def __init__(
-        self, link: Link, about: str, works: list[tuple[dist.Work, int | None]], parts: list[torch.Tensor]
+        self, link: ShardComm, about: str, works: list[tuple[dist.Work, int | None]], parts: list[torch.Tensor]
     ) -> None:
         super().__init__(link, about, works)
         self._parts = parts
@@ -136,7 +138,7 @@ _failures: WeakKeyDictionary[dist.ProcessGroup, str] = WeakKeyDictionary()
 _notices: WeakKeyDictionary[dist.ProcessGroup, Notices] = WeakKeyDictionary()
 
 
-class Link:
+class ShardComm:
     """A process group and this rank's place in it."""
 
     def __init__(
@@ -144,7 +146,7 @@ class Link:
         group: dist.ProcessGroup,
         device: torch.device,
         timeout: timedelta | None = None,
-        talk: Link | None = None,
+        talk: ShardComm | None = None,
     ) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
@@ -324,3 +326,112 @@ def _said(error: str, timeout: timedelta | None) -> tuple[str, bool]:
         return "closed its connection: it ended, or gave up", True
     lines = re.sub(r"\[[^]]*\.(cc|cpp|h|hpp):\d+\] ?", "", error).strip().splitlines()
     return f"cannot be reached: {lines[0] if lines else 'no reason given'}", False
+
+
+# -- What can go wrong between ranks ----------------------------------------------------------------------------------
+
+
+class CollectiveError(MemfitError, RuntimeError):
+    """A collective did not end: a rank died, stopped, or does something else."""
+
+
+class OrderError(MemfitError, RuntimeError):
+    """Ranks run units in different orders, so that their collectives would not meet."""
+
+
+class RankMismatch(MemfitError, ValueError):
+    """Ranks were given different models, units or options."""
+
+
+# What a rank says to the others when it fails: left in the group's store, and read by those who wait for it in vain.
+#
+# A rank that gives up closes its connections, and the ones it leaves see only that. With what it said last, their
+# errors name the rank where it all began. A store may not answer either, so nobody waits for it long.
+
+
+_ANSWER_S = 2.0
+_LATE_S = 0.5
+_POLL_S = 0.05
+
+
+class Notices:
+    """The notices of one process group, one for each rank."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.said: str | None = None
+        self._store = group.get_group_store()
+        self._rank = dist.get_rank(group)
+
+    def say(self, text: str) -> None:
+        """Leave a notice, unless there is one: what came first is the cause of the rest."""
+        if self.said is None:
+            self.said = text
+            _bounded(lambda: self._store.set(_key(self._rank), text))
+
+    def clear(self) -> None:
+        """Take the notice back: this rank goes on."""
+        if self.said is not None:
+            self.said = None
+            _bounded(lambda: self._store.set(_key(self._rank), ""))
+
+    def of(self, rank: int, *, late: bool = False) -> str | None:
+        """What a rank said last, if anything; one that has just closed its connection may be `late` to say why."""
+
+        def read() -> str:
+            until = time.monotonic() + (_LATE_S if late else 0)
+            while not self._store.check([_key(rank)]):
+                if time.monotonic() > until:
+                    return ""
+                time.sleep(_POLL_S)
+            return self._store.get(_key(rank)).decode()
+
+        return _bounded(read) or None
+
+
+def _key(rank: int) -> str:
+    return f"memfit/notice/{rank}"
+
+
+def _bounded(act: Callable[[], str | None]) -> str | None:
+    """The result of something that may hang or fail; None where it does."""
+    found: list[str | None] = []
+
+    def run() -> None:
+        try:
+            found.append(act())
+        except Exception:
+            return  # a store that is gone: the error that is being told is the one that matters
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(_ANSWER_S)
+    return found[0] if found else None
+
+
+# -- Whether all ranks were given the same: asked before anything else is sent ----------------------------------------
+
+
+def check_agreement(link: ShardComm, facts: Sequence[str]) -> None:
+    """Compare facts, one a line, between the ranks of a group; name the first that differs, and on which rank."""
+    text = "\n".join(facts).encode()
+    digests = link.tell(hashlib.sha256(text).digest(), "comparison of what ranks were given")
+    if len(set(digests)) == 1:
+        return
+    told = [each.decode().split("\n") for each in link.tell(text, "comparison of what ranks were given")]
+    for rank, other in enumerate(told[1:], 1):
+        if other != told[0]:
+            here, there = _difference(told[0], other)
+            raise RankMismatch(
+                f"ranks were given different models, units or options: rank {link.global_rank(0)} has {here}, rank "
+                f"{link.global_rank(rank)} has {there}. Build the same model with the same options on every rank"
+            )
+
+
+def _difference(first: Sequence[str], second: Sequence[str]) -> tuple[str, str]:
+    """The first facts that only one of two ranks has; where both have the same, the first in another place."""
+    here = next((fact for fact in first if fact not in set(second)), None)
+    there = next((fact for fact in second if fact not in set(first)), None)
+    if here is None and there is None and len(first) == len(second):
+        pairs = zip(first, second, strict=True)
+        return next((f"{one} first", f"{other} first") for one, other in pairs if one != other)
+    return here or "no such thing", there or "no such thing"

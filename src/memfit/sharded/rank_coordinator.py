@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from memfit.errors import MemfitError
-from memfit.sharded.errors import CollectiveError
-from memfit.sharded.links import Link
+from memfit.sharded.comm import CollectiveError, ShardComm
 from memfit.sharded.runtime import Runtime
 
 
@@ -23,7 +22,7 @@ class RankCoordinator:
     """All ranks of a sharded model, numbered through replicas; a plain model has a crew of one."""
 
     def __init__(self, runtime: Runtime | None) -> None:
-        self._links: Sequence[Link] = [] if runtime is None else runtime.links
+        self._links: Sequence[ShardComm] = [] if runtime is None else runtime.links
         self.rank, self.ranks = 0, 1
         for link in self._links:  # ranks that shard first, then replicas
             self.rank += self.ranks * link.rank

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
 import re
 import shutil
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+import msgspec
 import torch
 
 from memfit.errors import InputError, MissingFeatureError
-from memfit.sharded.json_values import dtype_of, tensor_bytes, tensor_of
-from memfit.sharded.manifest import Manifest, Piece, StoredTensor
 
 BLOCK_BYTES = 4 << 20
 """What is checked at once, and the most that is read beside what is needed."""
@@ -214,3 +216,179 @@ def remove_old(folder: Path, keep: int) -> None:
         if name != latest_name(folder):
             os.rename(folder / name, unfinished(folder, name))
             shutil.rmtree(unfinished(folder, name))
+
+
+# -- What a save says of itself: which elements of which tensor lie where, with checksums -----------------------------
+#
+# The types are its only definition. A file is an envelope with a checksum of its content, which is read before
+# anything in it is believed.
+
+
+VERSION = 1
+MANIFEST = "manifest.json"
+
+
+class Piece(msgspec.Struct, frozen=True, kw_only=True):
+    """Elements `begin` up to `end` of a flattened tensor, at `offset` bytes of a rank's file.
+
+    `crc32` has one checksum for every `block_bytes` of the piece, so that a part of it can be read and checked.
+    """
+
+    rank: int
+    offset: int
+    begin: int
+    end: int
+    crc32: tuple[int, ...]
+
+
+class StoredTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor and the pieces that it consists of."""
+
+    path: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank wrote: bytes of its file, its pieces, and tensors that it alone has, such as its random state."""
+
+    rank: int
+    file_bytes: int
+    pieces: tuple[StoredTensor, ...]
+    own: tuple[StoredTensor, ...]
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole save."""
+
+    version: int
+    memfit: str
+    ranks: int
+    block_bytes: int
+    file_bytes: tuple[int, ...]
+    tensors: tuple[StoredTensor, ...]
+    own: tuple[tuple[StoredTensor, ...], ...]
+    tied: dict[str, str]
+    values: dict[str, Any]
+    optimizer: dict[str, Any] | None
+    extra: Any
+
+
+class _Envelope(msgspec.Struct, frozen=True, kw_only=True):
+    version: int
+    sha256: str
+    content: msgspec.Raw
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of a manifest's file."""
+    content = msgspec.json.encode(manifest)
+    envelope = _Envelope(
+        version=manifest.version, sha256=hashlib.sha256(content).hexdigest(), content=msgspec.Raw(content)
+    )
+    return msgspec.json.encode(envelope)
+
+
+def decode_manifest(encoded: bytes, where: str) -> Manifest:
+    """Read a manifest; refuse one that is damaged or of another version."""
+    try:
+        envelope = msgspec.json.decode(encoded, type=_Envelope)
+    except msgspec.MsgspecError as error:
+        raise InputError(f"{where} is damaged: {error}; load another save") from error
+    if envelope.version != VERSION:
+        raise InputError(
+            f"{where} has version {envelope.version}, and this memfit reads version {VERSION}; load it with the memfit "
+            "that wrote it"
+        )
+    if hashlib.sha256(envelope.content).hexdigest() != envelope.sha256:
+        raise InputError(f"{where} is damaged: its checksum is another one; load another save")
+    try:
+        return msgspec.json.decode(envelope.content, type=Manifest)
+    except msgspec.MsgspecError as error:
+        raise InputError(f"{where} is no manifest of a save: {error}; load another save") from error
+
+
+def merge_records(records: list[RankRecord]) -> tuple[StoredTensor, ...]:
+    """Every tensor once, with the pieces of all ranks in the order of its elements."""
+    found: dict[tuple[str, ...], list[Piece]] = {}
+    first: dict[tuple[str, ...], StoredTensor] = {}
+    for record in records:
+        for tensor in record.pieces:
+            first.setdefault(tensor.path, tensor)
+            found.setdefault(tensor.path, []).extend(tensor.pieces)
+    return tuple(
+        msgspec.structs.replace(first[path], pieces=tuple(sorted(pieces, key=lambda piece: piece.begin)))
+        for path, pieces in found.items()
+    )
+
+
+# Python values as JSON that gives them back exactly: tuples, small tensors and floats that JSON has no word for.
+
+
+_MARK = "$"
+
+
+def to_json(value: Any, what: str) -> Any:
+    """A value that msgspec can write; `what` names it where it cannot be written."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, torch.Tensor):
+        return {"$tensor": tensor_bytes(value).hex(), "dtype": dtype_name(value.dtype), "shape": list(value.shape)}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": dtype_name(value)}
+    if type(value) is list:
+        return [to_json(each, what) for each in value]
+    if type(value) is tuple:
+        return {"$tuple": [to_json(each, what) for each in value]}
+    if isinstance(value, Mapping):
+        wrong = [key for key in value if not isinstance(key, str) or key.startswith(_MARK)]
+        if wrong:
+            raise InputError(f"{what} has the key {wrong[0]!r}; keys must be strings that do not begin with '{_MARK}'")
+        return {key: to_json(each, what) for key, each in value.items()}
+    raise InputError(
+        f"{what} has a {type(value).__name__}, which cannot be saved as JSON; give numbers, strings, lists, tuples, "
+        "dicts and tensors"
+    )
+
+
+def from_json(value: Any) -> Any:
+    """The value that was given to `to_json`."""
+    if isinstance(value, list):
+        return [from_json(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if "$float" in value:
+        return float(value["$float"])
+    if "$tuple" in value:
+        return tuple(from_json(each) for each in value["$tuple"])
+    if "$dtype" in value:
+        return dtype_of(value["$dtype"])
+    if "$tensor" in value:
+        content = bytearray.fromhex(value["$tensor"])
+        return tensor_of(content, dtype_of(value["dtype"])).reshape(value["shape"])
+    return {key: from_json(each) for key, each in value.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise InputError(f"this save has tensors of dtype {name!r}, which this PyTorch has not; install a newer one")
+    return found
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The elements of a tensor, one after another; on a CPU without a copy."""
+    flat = tensor.detach().reshape(-1).contiguous().cpu()
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def tensor_of(content: bytearray, dtype: torch.dtype) -> torch.Tensor:
+    """A flat tensor on these bytes."""
+    return torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)

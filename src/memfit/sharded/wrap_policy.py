@@ -10,7 +10,7 @@ from torch import nn
 
 from memfit.errors import InputError
 from memfit.paths import around, repeated_blocks
-from memfit.sharded.flat import Member, Place
+from memfit.sharded.flat_param import Member, ParameterSlot
 from memfit.sharded.options import UnitOptions
 from memfit.torch_private.modules import parameter_table
 
@@ -122,16 +122,16 @@ def _paths(modules: Mapping[str, nn.Module], given: str | nn.Module | type[nn.Mo
 
 def _parameters(
     model: nn.Module, ignored: set[nn.Parameter]
-) -> Iterable[tuple[tuple[str, ...], tuple[Place, ...], nn.Parameter]]:
+) -> Iterable[tuple[tuple[str, ...], tuple[ParameterSlot, ...], nn.Parameter]]:
     """Every parameter once, with all its names and places."""
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
-    places: dict[nn.Parameter, list[Place]] = defaultdict(list)
+    places: dict[nn.Parameter, list[ParameterSlot]] = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in parameter_table(module).items():
             if parameter is None or parameter in ignored:
                 continue
             names[parameter].append(f"{path}.{attribute}" if path else attribute)
-            place = Place(module=module, attribute=attribute)
+            place = ParameterSlot(module=module, attribute=attribute)
             if place not in places[parameter]:
                 places[parameter].append(place)
     for parameter, found in names.items():

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from memfit.errors import InputError, StateError
-from memfit.sharded.flat import FlatShard
+from memfit.sharded.flat_param import FlatShard
+from memfit.sharded.full_parameters import gather_alike, gather_shard
+from memfit.sharded.fully_shard import get_runtime
 from memfit.sharded.optimizer_state import NamedState, flat_places, load_named_state, named_state, parameter_names
 from memfit.sharded.runtime import Runtime
 from memfit.sharded.sharded_value import ShardedValue
-from memfit.sharded.sharding import get_runtime
-from memfit.sharded.summon import gather_alike, gather_shard
 
 
 def sharded_state_dict(

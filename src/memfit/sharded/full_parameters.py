@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from memfit.errors import InputError, StateError
-from memfit.sharded.flat import FlatShard
+from memfit.sharded.flat_param import FlatShard
+from memfit.sharded.fully_shard import get_runtime
 from memfit.sharded.runtime import Runtime
-from memfit.sharded.sharding import get_runtime
-from memfit.sharded.states import State, check_transition
-from memfit.sharded.unit import Unit
+from memfit.sharded.unit import State, Unit, check_transition
 from memfit.torch_private.autograd import in_backward
 
 STATE_TAG = 1 << 28

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,18 +17,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from memfit.errors import InputError, StateError
-from memfit.sharded.agreement import check_agreement
-from memfit.sharded.finding import FoundUnit, Units, find_units
-from memfit.sharded.flat import FlatShard, Member
+from memfit.sharded.comm import check_agreement
+from memfit.sharded.flat_param import FlatShard, Member
 from memfit.sharded.gradients import Gradients
-from memfit.sharded.hooks import attach
-from memfit.sharded.meshes import device_of, make_comms, nearby, resolve_mesh
+from memfit.sharded.materialize import Init, check_init, check_source, prepare_buffers, with_values
+from memfit.sharded.mesh import Streams, device_of, make_comms, nearby, resolve_mesh
 from memfit.sharded.options import Precision, Reduction, Schedule
 from memfit.sharded.runtime import Runtime
-from memfit.sharded.starting import Init, check_init, check_source, prepare_buffers, with_values
-from memfit.sharded.state_hooks import attach_state
-from memfit.sharded.streams import Streams
-from memfit.sharded.unit import Unit
+from memfit.sharded.sharded_value import attach_state
+from memfit.sharded.unit import Run, Unit
+from memfit.sharded.wrap_policy import FoundUnit, Units, find_units
+from memfit.torch_private.compiler import disable_dynamo
+from memfit.torch_private.modules import forward_hooks
 from memfit.torch_private.wrappers import has_compiled_parts
 
 _RUNTIME = "_memfit_runtime"
@@ -209,3 +212,50 @@ def _facts(
         f"buffer {name!r} of shape {tuple(buffer.shape)}, {buffer.dtype}" for name, buffer in model.named_buffers()
     ]
     return facts
+
+
+# -- How modules call the runtime -------------------------------------------------------------------------------------
+
+
+def attach(runtime: Runtime, unit: Unit) -> None:
+    """Make a unit's module call the runtime around its forward; user hooks see gathered parameters."""
+    module = unit.module
+    entered: list[tuple[Run | None, BaseException | None]] = []
+
+    def before(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        run = Run(unit) if torch.is_grad_enabled() else None
+        entered.append((run, sys.exc_info()[1]))
+        hooks = forward_hooks(module)
+        hooks[last.id] = hooks.pop(last.id)
+        args, kwargs = runtime.before_forward(unit, args, kwargs)
+        return (args, kwargs) if run is None else runtime.mark_inputs(run, args, kwargs)
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        run, handled = entered.pop() if entered else (None, None)
+        if sys.exc_info()[1] is not handled:
+            runtime.failed_forward(unit)
+            return None
+        return runtime.after_forward(unit, run, (args, kwargs), output)
+
+    module.register_forward_pre_hook(disable_dynamo(before), prepend=True, with_kwargs=True)
+    last = module.register_forward_hook(disable_dynamo(after), with_kwargs=True, always_call=True)
+
+
+# -- Passes whose gradients are not sent ------------------------------------------------------------------------------
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Keep the whole gradients of backwards in here on each rank; the first one after it sums them all.
+
+    It saves communication and takes the memory of whole gradients. Without it every pass adds to the gradients of the
+    shards, which takes no more memory than one pass does.
+    """
+    runtime = get_runtime(model)
+    before, runtime.communicates = runtime.communicates, False
+    try:
+        yield
+    finally:
+        runtime.communicates = before
