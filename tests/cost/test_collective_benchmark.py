@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.cost.collective_benchmark import CollectiveBenchmark, CollectiveTime, CollectiveTimes, fit_line, fit_link
-from memfit.cost.collective_figures import Collective
-from memfit.cost.collectives import CollectiveCost, CollectiveModel, Group
+from memfit.cost.collectives import Collective, CollectiveCost, CollectiveModel, Group
 from memfit.errors import InputError, StateError
 from memfit.hardware import Link, Target
 

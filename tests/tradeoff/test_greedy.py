@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 import memfit
 from memfit.compat import SACStats, greedy_order
-from memfit.compat.greedy import group_of
-from memfit.compat.sac import SACTable
+from memfit.compat.sac import SACTable, group_of
 from memfit.tradeoff import build_frontier, units
 from memfit.tradeoff.problem import Problem, Role
 

@@ -28,7 +28,7 @@ from memfit.plans import PlanMismatch
 from memfit.solve import SolveOptions
 from memfit.verify import Verification
 from memfit.verify import verifying as verifying_module
-from memfit.verify.attribution import beside, outlived
+from memfit.verify.align_events import beside, outlived
 from memfit.verify.exactness import host_copy
 from memfit.verify.verification import BytesBeside, MsBeside
 

@@ -1,11 +1,17 @@
 """Run time: of an op (roofline or benchmark), of a collective, and of a step by module."""
 
-from memfit.cost.benchmark import Benchmark
+from memfit.cost.benchmark import Benchmark, cost_model
 from memfit.cost.calibration import Calibration, calibrate
 from memfit.cost.collective_benchmark import CollectiveBenchmark, CollectiveTime, CollectiveTimes, fit_link
-from memfit.cost.collective_figures import Algorithm, Collective
-from memfit.cost.collectives import CollectiveCost, CollectiveEstimate, CollectiveModel, Group, collective_ms
-from memfit.cost.models import cost_model
+from memfit.cost.collectives import (
+    Algorithm,
+    Collective,
+    CollectiveCost,
+    CollectiveEstimate,
+    CollectiveModel,
+    Group,
+    collective_ms,
+)
 from memfit.cost.roofline import Roofline
 from memfit.cost.runtime import Cost, ModuleTime, Runtime
 

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from memfit.cost.collective_figures import Collective, collective_figures
-from memfit.cost.collectives import Group, check_whole, traffic
+from memfit.cost.collectives import Collective, Group, check_whole, collective_figures, traffic
 from memfit.errors import InputError, StateError
 from memfit.hardware import Link
 from memfit.units import KiB, MiB

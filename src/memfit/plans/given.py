@@ -14,7 +14,7 @@ from torch import nn
 from memfit.capture import Step, Trace
 from memfit.capture.discovery import find_step
 from memfit.cost import Cost, Roofline
-from memfit.cost.models import BENCHMARK, ROOFLINE, cost_model
+from memfit.cost.benchmark import BENCHMARK, ROOFLINE, cost_model
 from memfit.errors import InputError
 from memfit.hardware import Device, Target, list_devices
 from memfit.plans.document import Plan

@@ -1,7 +1,7 @@
 """When every op, wait and collective of a step runs, as the model of its time has it.
 
 Note [Clock]: ops run one after another. Under sharding collectives run beside them, one after another too, and where
-one is needed the device waits for it (`memfit.sharding.communication`). A wait is as long with a plan as without,
+one is needed the device waits for it (`memfit.sharding.schedule`). A wait is as long with a plan as without,
 so what runs again moves everything after it by as much; a collective that is under way meanwhile keeps its length.
 What the host takes for a unit that runs again, beyond its ops, stands before the second run, though a part of it is
 really spent in the first.

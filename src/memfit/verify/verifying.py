@@ -30,8 +30,7 @@ from memfit.plans import Plan
 from memfit.plans.uses import use
 from memfit.torch_private.storages import storage_key
 from memfit.units import display_bytes
-from memfit.verify.attribution import Filling, Places, filled
-from memfit.verify.available import free_bytes
+from memfit.verify.align_events import Filling, Places, filled
 from memfit.verify.exactness import (
     Difference,
     Exactness,
@@ -42,12 +41,10 @@ from memfit.verify.exactness import (
     recorded,
 )
 from memfit.verify.faults import is_out_of_memory
-from memfit.verify.generators import same_generators
 from memfit.verify.given import check_plan, real_step, resolve_step
-from memfit.verify.pace import module_forward_ms, predicted_forward_ms, step_ms
-from memfit.verify.peak import Rise, measured_rise
+from memfit.verify.measure import Rise, free_bytes, measured_rise, module_forward_ms, predicted_forward_ms, step_ms
 from memfit.verify.prediction import captured_for, replayed
-from memfit.verify.state import Found, tensors_in
+from memfit.verify.state import Found, same_generators, tensors_in
 from memfit.verify.verification import MEMORY_TOLERANCE, TIME_TOLERANCE, BytesBeside, MsBeside, Verification
 
 _COMPARED = 2

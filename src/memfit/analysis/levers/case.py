@@ -17,7 +17,7 @@ from memfit.hardware import Target
 from memfit.memory import CATEGORIES
 from memfit.memory.timeline import Bytes
 from memfit.sharding import ShardOptions
-from memfit.sharding.communication import copies_ms
+from memfit.sharding.schedule import copies_ms
 from memfit.solve import Limits, PlannedTimeline, Problem, solve
 from memfit.solve.least import LeastBudget
 from memfit.tradeoff import Policy, Unit

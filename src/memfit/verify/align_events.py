@@ -27,7 +27,7 @@ from memfit.capture import NEVER, Category
 from memfit.capture.allocations import AllocatorEvent
 from memfit.memory import CATEGORIES
 from memfit.solve import PlannedTimeline, planned_events
-from memfit.verify.peak import Rise
+from memfit.verify.measure import Rise
 
 _WINDOW = 2048
 """How many of either are laid beside each other at once; the first half of that is final."""
