@@ -2,11 +2,9 @@
 
 from memfit.cost.benchmark import Benchmark, cost_model
 from memfit.cost.calibration import Calibration, calibrate
-from memfit.cost.collective_benchmark import CollectiveBenchmark, CollectiveTime, CollectiveTimes, fit_link
 from memfit.cost.collectives import (
     Algorithm,
     Collective,
-    CollectiveCost,
     CollectiveEstimate,
     CollectiveModel,
     Group,
@@ -20,12 +18,8 @@ __all__ = [
     "Benchmark",
     "Calibration",
     "Collective",
-    "CollectiveBenchmark",
-    "CollectiveCost",
     "CollectiveEstimate",
     "CollectiveModel",
-    "CollectiveTime",
-    "CollectiveTimes",
     "Cost",
     "Group",
     "ModuleTime",
@@ -34,5 +28,4 @@ __all__ = [
     "calibrate",
     "collective_ms",
     "cost_model",
-    "fit_link",
 ]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
@@ -250,14 +250,6 @@ class Group:
         """One of the groups of every `shard_ranks`-th rank, with the same shard: the outer dimension of a mesh."""
         target = Target.parse(target)
         return _spread(target, target.ranks // _divided(target, shard_ranks), stride=shard_ranks)
-
-
-class CollectiveCost(Protocol):
-    """Anything that knows how long a collective takes: the model, or times measured."""
-
-    def collective_ms(self, kind: Collective | str, n_bytes: int, group: Group | None = None) -> float:
-        """Milliseconds from the call to the result. Without a group, all ranks; `Collective` says what bytes count."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
