@@ -6,7 +6,10 @@ import copy
 import dataclasses
 import itertools
 import random
+import runpy
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -303,6 +306,24 @@ def test_thirty_steps_on_random_paths_stay_within_the_budget_and_exact(name: str
             assert one.grad is None or torch.equal(one.grad, other.grad)
         plain.zero_grad()
         model.zero_grad()
+
+
+def test_generators_that_libraries_make_for_themselves_are_none_of_the_step(tmp_path: Path) -> None:
+    module = tmp_path / "lazily_imported.py"
+    module.write_text("import random\nGENERATOR = random.Random()\n")
+
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            next(tempfile._RandomNameSequence())  # as `tempfile` does once a process
+            runpy.run_path(str(module))
+            return self.linear(x)
+
+    trace = memfit.trace(Step(Lazy(), torch.randn(4, 8), loss=lambda output, _: output.sum()), target="cpu")
+    assert not any("random" in note for note in trace.notes)
 
 
 class Chosen(nn.Module):

@@ -7,6 +7,7 @@ import gc
 import os
 import random
 import sys
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -527,7 +528,7 @@ class _Capture:
         """Note that the step makes a `random.Random()`, which nobody can put back to a state that it had."""
 
         def seed(generator: random.Random, a: Any = None, *args: Any, **kwargs: Any) -> None:
-            if a is None:
+            if a is None and _made_by_step(sys._getframe(1)):
                 self.chance.note_unseeded(self.sources.sources[self.sources.here(4)])  # what called its __init__
             original(generator, a, *args, **kwargs)
 
@@ -537,7 +538,7 @@ class _Capture:
         """Note that the step makes a `np.random.default_rng()`."""
 
         def default_rng(seed: Any = None) -> Any:
-            if seed is None:
+            if seed is None and _made_by_step(sys._getframe(1)):
                 self.chance.note_unseeded(self.sources.sources[self.sources.here(2)])
             return original(seed)
 
@@ -624,6 +625,24 @@ def _always_step(original: Callable[..., Any]) -> Callable[..., Any]:
         return optimizer.step(*args, **kwargs)
 
     return step
+
+
+def _made_by_step(frame: types.FrameType | None) -> bool:
+    """Tell whether code of the step makes a generator; the standard library and imports make some for themselves."""
+    while frame is not None and frame.f_code.co_filename == random.__file__:
+        frame = frame.f_back
+    if frame is None or _is_standard(frame.f_code.co_filename):
+        return False
+    while frame is not None and frame.f_code is not _Capture.run.__code__:
+        if frame.f_code.co_name == "<module>":
+            return False
+        frame = frame.f_back
+    return True
+
+
+def _is_standard(filename: str) -> bool:
+    folder = os.path.dirname(random.__file__) + os.sep
+    return filename.startswith(folder) and "site-packages" not in filename
 
 
 _SWITCHES = (torch.bool, torch.uint8)
