@@ -629,7 +629,7 @@ def _always_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _made_by_step(frame: types.FrameType | None) -> bool:
     """Tell whether code of the step makes a generator; the standard library and imports make some for themselves."""
-    while frame is not None and frame.f_code.co_filename == random.__file__:
+    while frame is not None and frame.f_code.co_filename.startswith((random.__file__, _OWN)):
         frame = frame.f_back
     if frame is None or _is_standard(frame.f_code.co_filename):
         return False
@@ -638,6 +638,9 @@ def _made_by_step(frame: types.FrameType | None) -> bool:
             return False
         frame = frame.f_back
     return True
+
+
+_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def _is_standard(filename: str) -> bool:
