@@ -64,6 +64,7 @@ from memfit.torch_private.autograd import (
 )
 from memfit.torch_private.compiler import dynamo_is_loaded
 from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes
+from memfit.torch_private.frames import frame_above
 from memfit.torch_private.functorch import unwrap
 from memfit.torch_private.modules import buffer_table, parameter_table
 from memfit.torch_private.wrappers import compiled_original, has_compiled_parts
@@ -528,7 +529,7 @@ class _Capture:
         """Note that the step makes a `random.Random()`, which nobody can put back to a state that it had."""
 
         def seed(generator: random.Random, a: Any = None, *args: Any, **kwargs: Any) -> None:
-            if a is None and _made_by_step(sys._getframe(1)):
+            if a is None and _made_by_step(frame_above(1)):
                 self.chance.note_unseeded(self.sources.sources[self.sources.here(4)])  # what called its __init__
             original(generator, a, *args, **kwargs)
 
@@ -538,7 +539,7 @@ class _Capture:
         """Note that the step makes a `np.random.default_rng()`."""
 
         def default_rng(seed: Any = None) -> Any:
-            if seed is None and _made_by_step(sys._getframe(1)):
+            if seed is None and _made_by_step(frame_above(1)):
                 self.chance.note_unseeded(self.sources.sources[self.sources.here(2)])
             return original(seed)
 
