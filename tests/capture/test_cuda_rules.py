@@ -15,7 +15,7 @@ from torch import nn
 
 from memfit.capture.capture import trace
 from memfit.capture.record import Category
-from memfit.capture.rules.cuda_copies import blas_copy
+from memfit.capture.rules.products import blas_copy
 from memfit.capture.step import Step, spec
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -24,7 +24,7 @@ from memfit.capture.kernels import MEASURED_LIMIT_BYTES, certified_ops, measure_
 from memfit.capture.record import Phase
 from memfit.capture.rules import Rule, RuleContext, Rules
 from memfit.capture.rules.flops import FLOPS
-from memfit.capture.rules.vendor import DEPENDS_ON_VALUES, is_slow_decomposition
+from memfit.capture.rules.measured_kernels import DEPENDS_ON_VALUES, is_slow_decomposition
 from memfit.capture.storages import StorageTable
 from memfit.torch_private.autograd import current_autograd_node
 from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes, schema_of
