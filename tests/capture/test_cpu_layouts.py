@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import memfit
 from memfit.capture import Step
 from memfit.capture.arguments import map_tensors, tensors_of
-from memfit.capture.probe import probe_workspace
+from memfit.capture.kernels import probe_workspace
 from memfit.capture.rules import RuleContext, measured_kernels, rules_for
 from memfit.memory import Timeline, measured
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from memfit.capture.allocations import AllocatorEvent
 from memfit.capture.environment import no_garbage_collection
+from memfit.capture.kernels import AllocatorEvent
 from memfit.memory import measured
 
 _MARK_BYTES = 4099

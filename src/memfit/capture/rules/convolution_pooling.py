@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit.capture.probe import vendor_has
+from memfit.capture.kernels import vendor_has
 from memfit.capture.rules.base import LOW_PRECISION, RuleContext, bytes_of, format_copy, suggested_format
 from memfit.capture.rules.measured_kernels import probed
 

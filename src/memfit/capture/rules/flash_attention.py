@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit.capture.probe import filled, probe_workspace, real_execution, remembered
+from memfit.capture.kernels import filled, probe_workspace, real_execution, remembered
 from memfit.capture.rules.base import LOW_PRECISION, RuleContext, bytes_of, contiguous_copy
 
 _aten = torch.ops.aten

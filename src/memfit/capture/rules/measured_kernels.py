@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from memfit.capture.arguments import map_tensors, tensors_of
-from memfit.capture.probe import probe_workspace, remembered, signature
+from memfit.capture.kernels import probe_workspace, remembered, signature
 from memfit.capture.rules.base import RuleContext, bytes_of, run_unchanged
 from memfit.torch_private.dispatch import schema_of
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit.capture.probe import probe_workspace, remembered, signature
+from memfit.capture.kernels import probe_workspace, remembered, signature
 from memfit.capture.rules.base import RuleContext, bytes_of, fills_its_memory
 
 _aten = torch.ops.aten

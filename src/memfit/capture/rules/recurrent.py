@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memfit.capture.arguments import map_tensors
 from memfit.capture.errors import PACKED, UnsupportedError
-from memfit.capture.probe import probe_workspace, real_execution, real_like, remembered, signature, vendor_has
+from memfit.capture.kernels import probe_workspace, real_execution, real_like, remembered, signature, vendor_has
 from memfit.capture.rules.base import Rule, RuleContext
 from memfit.capture.rules.measured_kernels import probed
 
