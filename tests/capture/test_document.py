@@ -14,7 +14,7 @@ from torch import nn
 
 import memfit
 from memfit.capture import Step, Trace, load_trace, save_trace
-from memfit.capture.record import SCHEMA
+from memfit.capture.trace_types import SCHEMA
 from memfit.errors import InputError
 
 

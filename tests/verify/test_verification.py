@@ -19,7 +19,7 @@ from verified_steps import Block, Counting, Failing, Forgetful, Hoarding, find_s
 from zoo_models import STEPS
 
 import memfit
-from memfit.capture.allocations import AllocatorEvent
+from memfit.capture.kernels import AllocatorEvent
 from memfit.engines import plan_of_model
 from memfit.engines.attachment import attached
 from memfit.errors import InputError, StateError

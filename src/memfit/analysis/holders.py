@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from memfit.analysis.explanation import HeldStorage
 from memfit.capture import NEVER, Category, Phase, TensorRef
-from memfit.capture.names import short
+from memfit.capture.trace_types import short
 from memfit.solve import PlannedTimeline
 from memfit.tradeoff import LOSS
 

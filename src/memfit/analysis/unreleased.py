@@ -12,7 +12,7 @@ from memfit.analysis.facts import Report
 from memfit.analysis.forced import forced_ops
 from memfit.analysis.holders import Holders
 from memfit.capture import NEVER, Category, Phase, Trace
-from memfit.capture.names import short
+from memfit.capture.trace_types import short
 from memfit.cost.runtime import repeats
 from memfit.plans.making import build_policy
 from memfit.solve import PlannedTimeline

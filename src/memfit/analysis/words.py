@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from memfit.analysis.facts import Report
 from memfit.analysis.strings import named
-from memfit.capture.names import short
+from memfit.capture.trace_types import short
 from memfit.paths import alike, folded
 from memfit.plans import Plan
 from memfit.plans.display import counted

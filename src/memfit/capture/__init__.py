@@ -4,11 +4,21 @@ import memfit.torch_private.version  # noqa: F401  first, so that a torch which 
 
 # isort: split
 from memfit.capture.capture import trace
-from memfit.capture.document import load_trace, save_trace
 from memfit.capture.errors import CaptureError
-from memfit.capture.grammar import check_trace
-from memfit.capture.record import NEVER, Category, Module, ModuleCall, Op, Parameter, Phase, Storage, TensorRef, Trace
 from memfit.capture.step import Step, spec
+from memfit.capture.trace_file import check_trace, load_trace, save_trace
+from memfit.capture.trace_types import (
+    NEVER,
+    Category,
+    Module,
+    ModuleCall,
+    Op,
+    Parameter,
+    Phase,
+    Storage,
+    TensorRef,
+    Trace,
+)
 
 __all__ = [
     "NEVER",

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
-from memfit.capture.record import Op, TensorRef
+from memfit.capture.trace_types import Op, TensorRef
 from memfit.torch_private.pytree import tree_leaves
 
 _ENCODER = msgspec.json.Encoder(enc_hook=str)

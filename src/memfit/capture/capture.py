@@ -22,12 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memfit._version import __version__
-from memfit.capture.advice import Advice
 from memfit.capture.arguments import tensor_leaves, tensors_of, visit_tensors
-from memfit.capture.calls import CallTracker, is_container, module_calls
-from memfit.capture.chance import Chance, largest_path
+from memfit.capture.call_stack import CallTracker, SourceTable, is_container, module_calls
 from memfit.capture.cuda_api import replaced
-from memfit.capture.discovery import Companions, find_step, find_variables
 from memfit.capture.emulation import Emulation, python_functions_open
 from memfit.capture.environment import (
     LOCK,
@@ -42,18 +39,18 @@ from memfit.capture.environment import (
     torch_threads,
     unoptimized_scripts,
 )
-from memfit.capture.generators import Held, held_generators, same_generators
-from memfit.capture.leftovers import take_out
-from memfit.capture.optimizer_state import LeftState, OptimizerStates, optimizers_by_key
-from memfit.capture.placeholders import Placeholders, on_meta, optimizer_on_meta
-from memfit.capture.record import NEVER, SCHEMA, Category, ModelCall, Module, Parameter, Phase, Trace
+from memfit.capture.errors import Advice
+from memfit.capture.meta_tensors import MetaTensors, on_meta, optimizer_on_meta
+from memfit.capture.optimizers import LeftState, OptimizerStates, optimizers_by_key
+from memfit.capture.random_numbers import Held, held_generators, same_generators
+from memfit.capture.random_paths import RandomDraws, largest_path
 from memfit.capture.recorder import Recorder
+from memfit.capture.restoration import Snapshot, take_out
 from memfit.capture.rules import RuleContext, rules_for
-from memfit.capture.snapshot import Snapshot
-from memfit.capture.source import SourceTable
-from memfit.capture.step import Step
-from memfit.capture.step_input import check_batch_tensors, check_model, refuse_sharded_module
+from memfit.capture.step import Companions, Step, find_step, find_variables
+from memfit.capture.step_checks import check_batch_tensors, check_model, refuse_sharded_module
 from memfit.capture.storages import HOST, StorageDraft, StorageTable
+from memfit.capture.trace_types import NEVER, SCHEMA, Category, ModelCall, Module, Parameter, Phase, Trace
 from memfit.errors import InputError, MemfitError
 from memfit.hardware import Device, Target
 from memfit.torch_private.autograd import (
@@ -92,8 +89,8 @@ def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | D
         snapshot = Snapshot(model, (step.run, step.loss, step.optimizer, step.model))
         leftovers: list[weakref.ref[Any]] = []
 
-        def captured(gradients: dict[str, torch.Tensor], state: LeftState, chance: Chance) -> _Capture:
-            capture = _Capture(step, model, device, gradients, state, chance, held)
+        def captured(gradients: dict[str, torch.Tensor], state: LeftState, draws: RandomDraws) -> _Capture:
+            capture = _Capture(step, model, device, gradients, state, draws, held)
             try:
                 capture.run()
             finally:
@@ -101,10 +98,10 @@ def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | D
                 snapshot.restore()
             return capture
 
-        def capture_with(chance: Chance) -> Trace:
-            capture = captured({}, {}, chance)
+        def capture_with(draws: RandomDraws) -> Trace:
+            capture = captured({}, {}, draws)
             if capture.left_gradients or capture.left_state:
-                capture = captured(capture.left_gradients, capture.left_state, chance)
+                capture = captured(capture.left_gradients, capture.left_state, draws)
             return capture.result(notes)
 
         try:
@@ -156,15 +153,15 @@ class _Capture:
         device: Device,
         gradients: dict[str, torch.Tensor],
         state: LeftState,
-        chance: Chance,
+        draws: RandomDraws,
         held: list[Held],
     ) -> None:
         self.step = step
-        self.chance = chance
+        self.draws = draws
         self.held = held
         self.model = model
         self.device = device
-        self.placeholders = Placeholders(compact=device.type != "cpu")
+        self.meta_tensors = MetaTensors(compact=device.type != "cpu")
         self.companions = Companions.of(step, model)
         self.first_gradients = gradients
         self.left_gradients: dict[str, torch.Tensor] = {}
@@ -181,15 +178,13 @@ class _Capture:
         self.sources = SourceTable()
         self.advice = Advice()
         rules = rules_for(context.device_type)
-        self.recorder = Recorder(
-            context=context, rules=rules, calls=self.calls, sources=self.sources, chance=self.chance
-        )
+        self.recorder = Recorder(context=context, rules=rules, calls=self.calls, sources=self.sources, draws=self.draws)
         self.emulation = Emulation(self.recorder, context, rules.functions)
         self.parameters: dict[int, tuple[torch.Tensor, list[str]]] = {}
         self.parameter_storages: dict[int, int] = {}
         self.modules: list[Module] = []
         self.gradients: dict[int, int] = {}
-        self.states = OptimizerStates(self.recorder, self.placeholders, self.parameters)
+        self.states = OptimizerStates(self.recorder, self.meta_tensors, self.parameters)
         self._model_inputs: list[tuple[tuple[tuple[int, ...], str], ...]] = []
         self._model_calls: list[ModelCall] = []
         self._more_batches: list[torch.Tensor] = []
@@ -203,10 +198,10 @@ class _Capture:
         with contextlib.ExitStack() as stack:
             stack.enter_context(no_garbage_collection())
             stack.enter_context(same_attributes(self.companions.all))
-            stack.enter_context(on_meta(self.model, self.placeholders))
+            stack.enter_context(on_meta(self.model, self.meta_tensors))
             for optimizer in self.companions.optimizers:
-                stack.enter_context(optimizer_on_meta(optimizer, self.placeholders))
-            step = self.step.with_batch(self.placeholders.batch(self.step.batch))
+                stack.enter_context(optimizer_on_meta(optimizer, self.meta_tensors))
+            step = self.step.with_batch(self.meta_tensors.batch(self.step.batch))
             switches = self._switches()
             made = self._pass(step, None, None)
             if self._left_tensors() or switches != self._switches():
@@ -230,12 +225,12 @@ class _Capture:
                 for optimizer in optimizers_by_key(self.companions.optimizers, made).values():
                     self.states.register(optimizer)
                 self.recorder.table.inherit(before)
-            self.placeholders.settle()
+            self.meta_tensors.settle()
             if step.run is not None:
-                self.emulation.stand_ins = self.placeholders.of
+                self.emulation.stand_ins = self.meta_tensors.of
             self._enter_modes(stack)
             place = "the making of the optimizer"
-            seeded = self.chance.seed(self.held)
+            seeded = self.draws.seed(self.held)
             try:
                 if before is None:
                     with self.recorder.table.pause(Category.OPTIMIZER_STATE):
@@ -251,7 +246,7 @@ class _Capture:
             except Exception as error:
                 raise self.recorder.explain(error, place) from error
             finally:
-                self.chance.note_host(seeded, self.held)
+                self.draws.note_host(seeded, self.held)
                 self.leftovers += self.recorder.table.outliving()
             with DisableTorchFunction(), disable_current_modes():
                 self.left_state = self.states.left(optimizers)
@@ -371,7 +366,7 @@ class _Capture:
             for size_bytes in held.values():
                 self._more_batches.append(torch.empty(size_bytes, dtype=torch.uint8, device="meta"))
                 table.adopt(self._more_batches[-1], Category.INPUT, name="batch")
-        for tensor in self.placeholders.attributes:  # last, like those that a first step makes: `inherit`
+        for tensor in self.meta_tensors.attributes:  # last, like those that a first step makes: `inherit`
             table.adopt(tensor, Category.BUFFER)
 
     def _register_buckets(self, path: str, module: nn.Module) -> None:
@@ -406,7 +401,7 @@ class _Capture:
             leaves = tensor_leaves((args, kwargs))
             self._model_inputs.append(tuple((tuple(each.shape), str(each.dtype)[6:]) for each in leaves))
         self.calls.enter(module, recorder.phase, len(recorder.ops), inputs)
-        self.chance.force_host(self.held)
+        self.draws.force_host(self.held)
         if outermost and recorder.phase is Phase.BACKWARD:
             self.advice.again(self.calls.path)
 
@@ -530,7 +525,7 @@ class _Capture:
 
         def seed(generator: random.Random, a: Any = None, *args: Any, **kwargs: Any) -> None:
             if a is None and _made_by_step(frame_above(1)):
-                self.chance.note_unseeded(self.sources.sources[self.sources.here(4)])  # what called its __init__
+                self.draws.note_unseeded(self.sources.sources[self.sources.here(4)])  # what called its __init__
             original(generator, a, *args, **kwargs)
 
         return seed
@@ -540,7 +535,7 @@ class _Capture:
 
         def default_rng(seed: Any = None) -> Any:
             if seed is None and _made_by_step(frame_above(1)):
-                self.chance.note_unseeded(self.sources.sources[self.sources.here(2)])
+                self.draws.note_unseeded(self.sources.sources[self.sources.here(2)])
             return original(seed)
 
         return default_rng

@@ -21,11 +21,11 @@ from torch.utils.flop_counter import flop_registry
 from memfit.capture.arguments import map_tensors, tensors_of
 from memfit.capture.errors import MADE_IN_STEP, UnsupportedError
 from memfit.capture.kernels import MEASURED_LIMIT_BYTES, certified_ops, measure_call, operand_kind
-from memfit.capture.record import Phase
 from memfit.capture.rules import Rule, RuleContext, Rules
 from memfit.capture.rules.flops import FLOPS
-from memfit.capture.rules.vendor import DEPENDS_ON_VALUES, is_slow_decomposition
+from memfit.capture.rules.measured_kernels import DEPENDS_ON_VALUES, is_slow_decomposition
 from memfit.capture.storages import StorageTable
+from memfit.capture.trace_types import Phase
 from memfit.torch_private.autograd import current_autograd_node
 from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes, schema_of
 from memfit.torch_private.functorch import differentiates, unwrap

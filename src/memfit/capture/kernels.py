@@ -1,4 +1,4 @@
-"""Which calls of CPU kernels are known to the byte, and the measurement of all others.
+"""Real CPU kernels: which calls are known to the byte, and the measurement of all others.
 
 Note [Certified]: a kernel may copy an operand whose layout or dtype it cannot read, and lay its results out unlike its
 meta kernel says. `certified.txt` lists the ops, and the kinds of operands, for which the capture was found equal to the
@@ -8,18 +8,29 @@ on real tensors of its geometry when it is small enough; what cannot be measured
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from memfit.capture.allocations import allocations
 from memfit.capture.arguments import map_tensors, tensors_of
-from memfit.capture.probe import filled, held_bytes, real_execution, real_like, remembered, signature
-from memfit.torch_private.dispatch import schema_of
+from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes, schema_of
+from memfit.torch_private.kernels import (
+    fp32_precisions,
+    has_onednn,
+    onednn_deterministic,
+    onednn_enabled,
+    onednn_has_bfloat16,
+    onednn_has_float16,
+)
+from memfit.torch_private.profiler import ALLOCATION, TORCH_OP
 from memfit.torch_private.storages import storage_key
 
 MEASURED_LIMIT_BYTES = 1 << 28
@@ -184,3 +195,169 @@ def _made(tensor: torch.Tensor) -> Made:
         tensor.dtype,
         tensor.untyped_storage().nbytes(),
     )
+
+
+# -- The internal allocations of a CPU kernel, measured by running it once on tensors of its shapes -------------------
+#
+# Only for kernels whose choice of layout is the vendor library's own and changes with the machine (oneDNN's
+# convolutions, recurrent layers and low-precision products); what ATen allocates itself is in the rules.
+
+
+@contextlib.contextmanager
+def real_execution() -> Iterator[None]:
+    """No mode of the capture applies: ops run for real, in the grad mode of the moment."""
+    with disable_current_modes(), DisableTorchFunction():
+        yield
+
+
+def probe_workspace(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+    """Bytes that the kernel holds at its highest beyond its results."""
+    with real_execution():
+        args, kwargs = map_tensors(args, real_like), map_tensors(kwargs, real_like)
+        func(*args, **kwargs)
+        with allocations() as events:
+            result = func(*args, **kwargs)
+        del result
+    return held_bytes(events)
+
+
+def held_bytes(events: Iterable[AllocatorEvent]) -> int:
+    """Bytes held at the highest point beyond those that are left in the end."""
+    alive: dict[int, int] = {}
+    level = peak = 0
+    for event in events:
+        if event.bytes > 0:
+            alive[event.address] = event.bytes
+            level += event.bytes
+        else:  # what was allocated earlier, and is only freed here, is not the kernel's
+            level -= alive.pop(event.address, 0)
+        peak = max(peak, level)
+    return peak - level
+
+
+_PROBED: dict[Any, Any] = {}
+_Measurement = TypeVar("_Measurement")
+
+
+def remembered(key: Any, probe: Callable[[], _Measurement]) -> _Measurement:
+    """A measurement made once in the life of the process for each signature and all that kernels are chosen by."""
+    full = (torch.get_num_threads(), *_kernel_choices(), key)
+    if full not in _PROBED:
+        _PROBED[full] = probe()
+    return _PROBED[full]
+
+
+def _kernel_choices() -> tuple[Any, ...]:
+    """Settings of torch by which CPU kernels are chosen; the instruction set cannot change within a process."""
+    return (
+        onednn_enabled(),
+        onednn_deterministic(),
+        torch.are_deterministic_algorithms_enabled(),
+        *fp32_precisions("matmul", "conv", "rnn"),
+    )
+
+
+def vendor_has(dtype: torch.dtype) -> bool:
+    """Ask torch whether oneDNN is used for this floating point dtype on this machine (mkldnn/Utils.h)."""
+    if not has_onednn or not onednn_enabled():
+        return False
+    with real_execution():
+        if dtype == torch.bfloat16:
+            return onednn_has_bfloat16()
+        if dtype == torch.float16:
+            return onednn_has_float16()
+    return dtype == torch.float32
+
+
+def signature(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What the internal allocations of a call depend on."""
+    tensors = tensors_of((*args, *kwargs.values()))
+    rest = repr(map_tensors((args, kwargs), lambda _: None))
+    return (func, rest, *((tuple(t.shape), t.stride(), t.dtype) for t in tensors))
+
+
+def real_like(tensor: torch.Tensor) -> torch.Tensor:
+    """A real tensor of the same geometry; integers are zeros, so that they are valid as indices."""
+    return filled(tensor.size(), tensor.stride(), tensor.dtype) if tensor.is_meta else tensor
+
+
+def filled(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A real tensor of this geometry, of small numbers; its elements may share memory."""
+    last = sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    value = 0.01 if dtype.is_floating_point or dtype.is_complex else 0
+    flat = torch.full((0 if 0 in size else last + 1,), value, dtype=dtype, device="cpu")
+    return flat.as_strided(size, stride)
+
+
+# -- What the CPU allocator does while something runs, as torch's profiler records it ---------------------------------
+
+
+_STDERR = 2
+_CHATTER = b"SyncActivityProfilerHandler"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorEvent:
+    """One allocation (positive bytes) or free (negative) and the ops it happened in, outermost first."""
+
+    bytes: int
+    address: int
+    ops: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def allocations() -> Iterator[list[AllocatorEvent]]:
+    """Every allocation and free of the CPU allocator inside the block, in order of time, once the block has ended.
+
+    Frees on threads that the profiler does not know (Gloo's) are missing.
+    """
+    events: list[AllocatorEvent] = []
+    # torch.profiler.profile would warn or parse every event into Python objects that nobody reads, which takes longer
+    # than the step; the tree of events is all that is needed.
+    profiler = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
+    with _without_chatter():
+        profiler.__enter__()
+    try:
+        yield events
+    finally:
+        with _without_chatter():
+            profiler.__exit__(None, None, None)
+    assert profiler.kineto_results is not None
+    events.extend(_collect(profiler.kineto_results.experimental_event_tree()))
+
+
+def _collect(roots: list[Any]) -> list[AllocatorEvent]:
+    """Return the CPU's events of the profiler's trees in order of time."""
+    found: list[tuple[int, AllocatorEvent]] = []
+    stack: list[tuple[Any, tuple[str, ...]]] = [(root, ()) for root in reversed(roots)]
+    while stack:
+        event, ops = stack.pop()
+        children = event.children
+        if children:
+            inner = (*ops, event.name) if event.tag == TORCH_OP else ops
+            stack.extend([(child, inner) for child in reversed(children)])
+        elif event.tag == ALLOCATION:  # has no children
+            fields = event.extra_fields
+            if fields.device.type == "cpu":
+                record = AllocatorEvent(bytes=fields.alloc_size, address=fields.ptr or 0, ops=ops)
+                found.append((event.start_time_ns, record))
+    found.sort(key=lambda pair: pair[0])
+    return [event for _, event in found]
+
+
+@contextlib.contextmanager
+def _without_chatter() -> Iterator[None]:
+    """Keep the profiler's two lines a session off the user's terminal; anything else that was written passes."""
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as written:
+        saved = os.dup(_STDERR)
+        os.dup2(written.fileno(), _STDERR)
+        try:
+            yield
+        finally:
+            os.dup2(saved, _STDERR)
+            os.close(saved)
+            written.seek(0)
+            for line in written:
+                if _CHATTER not in line:
+                    os.write(_STDERR, line)

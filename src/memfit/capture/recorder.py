@@ -13,9 +13,8 @@ import msgspec
 import torch
 
 from memfit.capture.arguments import GENERATOR, ArgumentTable, generators_of, is_wrapper, map_tensors, tensors_of
-from memfit.capture.calls import CallTracker
-from memfit.capture.chance import Chance
-from memfit.capture.engine import SEEN_DIFFERENTLY, adds_in_place, in_place_in_backward, sole_owner_counts
+from memfit.capture.autograd_engine import SEEN_DIFFERENTLY, adds_in_place, in_place_in_backward, sole_owner_counts
+from memfit.capture.call_stack import CallTracker, SourceTable
 from memfit.capture.errors import (
     BAD_SHAPES,
     DATA_DEPENDENT,
@@ -27,10 +26,10 @@ from memfit.capture.errors import (
 )
 from memfit.capture.execution import INDEXING, Executor, OpInfo, Outcome, written_by
 from memfit.capture.kernels import inexact
-from memfit.capture.record import NEVER, Category, Op, Phase, Storage, TensorRef
+from memfit.capture.random_paths import RandomDraws
 from memfit.capture.rules import RuleContext, Rules
-from memfit.capture.source import SourceTable
 from memfit.capture.storages import BATCH, HOST, StorageDraft, StorageTable
+from memfit.capture.trace_types import NEVER, Category, Op, Phase, Storage, TensorRef
 from memfit.torch_private.autograd import current_autograd_node, next_sequence_number, sequence_number
 from memfit.torch_private.dispatch import DisableTorchFunction, TorchDispatchMode, disable_current_modes, schema_of
 from memfit.torch_private.storages import storage_key
@@ -58,10 +57,10 @@ class Recorder(TorchDispatchMode):
     """Runs every op through the executor and keeps the record."""
 
     def __init__(
-        self, *, context: RuleContext, rules: Rules, calls: CallTracker, sources: SourceTable, chance: Chance
+        self, *, context: RuleContext, rules: Rules, calls: CallTracker, sources: SourceTable, draws: RandomDraws
     ) -> None:
         super().__init__()
-        self.chance = chance
+        self.draws = draws
         sole_owner_counts()
         self.device_type = context.device_type
         self.table = StorageTable(context.device_type)
@@ -242,7 +241,7 @@ class Recorder(TorchDispatchMode):
         number = self.table.number_of(tensor)
         return number != HOST and self.table.drafts[number].alloc_at >= self.backward_began[-1]
 
-    # -- Note [Chance] ----------------------------------------------------------------------------------------------
+    # -- Note [Random paths] ----------------------------------------------------------------------------------------
 
     def _follow_values(
         self,
@@ -262,7 +261,7 @@ class Recorder(TorchDispatchMode):
             line = self.sources.sources[self.sources.here(3)]
             with disable_current_modes():  # an op in place also returns what it has written to
                 once = {storage_key(each): each for each in known}
-                self.chance.force(func, args, kwargs, list(once.values()), line)
+                self.draws.force(func, args, kwargs, list(once.values()), line)
             lines |= {line}
         if not lines:
             return
@@ -280,7 +279,7 @@ class Recorder(TorchDispatchMode):
             lines = self.table.origins.get(storage_key(tensor))
             if lines:
                 here = self.sources.sources[self.sources.here(2)]
-                self.chance.note_read(sorted(lines - {BATCH}), here)
+                self.draws.note_read(sorted(lines - {BATCH}), here)
                 if BATCH in lines:
                     self.reads_of_batch[here] = None
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memfit.capture.record import NEVER, Category, Phase
+from memfit.capture.trace_types import NEVER, Category, Phase
 from memfit.torch_private.storages import key_of, storage_key
 
 BATCH = "the batch"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.capture.generators import held_generators
+from memfit.capture.random_numbers import held_generators
 from memfit.torch_private.modules import buffer_table, parameter_table
 
 _NONE = object()

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from memfit.capture.calls import is_container
+from memfit.capture.call_stack import is_container
 from memfit.capture.optimizers import implementations, set_flags, set_implementation
 from memfit.engines.attachment import Handler, attach, attached, detach
 from memfit.engines.loop_watch import LoopWatch, WatchedUnit, user_level

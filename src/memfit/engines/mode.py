@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from memfit.capture.calls import is_trained
+from memfit.capture.call_stack import is_trained
 from memfit.capture.environment import is_capturing
 
 

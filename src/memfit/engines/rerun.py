@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memfit.capture.generators import host_state, with_host_state
+from memfit.capture.random_numbers import host_state, with_host_state
 from memfit.engines.ambient import Ambient, generators_of, with_generators
 from memfit.engines.bindings import Bindings
 from memfit.engines.recipe import Gap, OpKey, OpKind, Recipe, op_kind

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from memfit.capture.allocations import AllocatorEvent, allocations
+from memfit.capture.kernels import AllocatorEvent, allocations
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.capture import Category
-from memfit.capture.names import short
+from memfit.capture.trace_types import short
 from memfit.paths import alike, folded, ranges
 from memfit.plans.record import Blocker, Checkpoint, DdpPlan, Estimate, PeakAt, ShardPlan
 from memfit.plans.words import STEP_WAYS, Tone, changes_nothing, verdict_of, without_plan

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from memfit.capture import Step, Trace
 from memfit.capture import trace as capture
-from memfit.capture.discovery import find_step
 from memfit.capture.optimizers import Implementation, step_with
+from memfit.capture.step import find_step
 from memfit.errors import InputError
 from memfit.files import write_whole
 from memfit.plans.display import counted, plan_report

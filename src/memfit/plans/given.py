@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memfit.capture import Step, Trace
-from memfit.capture.discovery import find_step
+from memfit.capture.step import find_step
 from memfit.cost import Cost, Roofline
 from memfit.cost.benchmark import BENCHMARK, ROOFLINE, cost_model
 from memfit.errors import InputError

@@ -9,7 +9,7 @@ from typing import Any
 from memfit.analysis.facts import Report
 from memfit.analysis.forced import forced_ops
 from memfit.analysis.strings import named
-from memfit.capture.names import short
+from memfit.capture.trace_types import short
 from memfit.paths import alike, folded
 from memfit.plans import Plan
 from memfit.plans.display import same_policy, units_label

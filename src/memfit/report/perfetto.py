@@ -20,7 +20,7 @@ from memfit._version import __version__
 from memfit.analysis.facts import Report
 from memfit.analysis.strings import named
 from memfit.capture import NEVER, Op, Phase, Trace
-from memfit.capture.names import short
+from memfit.capture.trace_types import short
 from memfit.cost import Collective
 from memfit.files import write_whole
 from memfit.memory import CATEGORIES

@@ -20,7 +20,7 @@ from typing import Any
 from memfit._version import __version__
 from memfit.analysis.facts import Report
 from memfit.capture import NEVER, Category
-from memfit.capture.names import short
+from memfit.capture.trace_types import short
 from memfit.files import write_whole
 from memfit.hardware import Device
 from memfit.memory import allocator_config

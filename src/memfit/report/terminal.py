@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from memfit.capture.names import short
+from memfit.capture.trace_types import short
 from memfit.memory import Fit, MemorySummary, ModuleMemory, Place
 from memfit.paths import alike
 from memfit.units import display_bytes

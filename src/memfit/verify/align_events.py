@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from memfit.capture import NEVER, Category
-from memfit.capture.allocations import AllocatorEvent
+from memfit.capture.kernels import AllocatorEvent
 from memfit.memory import CATEGORIES
 from memfit.solve import PlannedTimeline, planned_events
 from memfit.verify.measure import Rise

@@ -22,8 +22,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from memfit.capture import NEVER, Phase, Trace
-from memfit.capture.allocations import AllocatorEvent
 from memfit.capture.environment import no_garbage_collection
+from memfit.capture.kernels import AllocatorEvent
 from memfit.cost import Roofline, Runtime
 from memfit.memory import measured
 from memfit.torch_private.autograd import in_backward

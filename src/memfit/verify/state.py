@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from memfit.capture import Step
-from memfit.capture.discovery import Companions
 from memfit.capture.environment import same_attributes
+from memfit.capture.step import Companions
 from memfit.torch_private.autograd import preserve_version_counters
 from memfit.torch_private.storages import storage_key
 

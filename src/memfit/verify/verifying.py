@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 from memfit.capture import NEVER, Category, Step, Trace
-from memfit.capture.chance import SEVERAL_PATHS
 from memfit.capture.environment import cheap_collections, neutral_modes
 from memfit.capture.optimizers import set_flags
+from memfit.capture.random_paths import SEVERAL_PATHS
 from memfit.engines import plan_of_model, unplanned
 from memfit.errors import InputError
 from memfit.plans import Plan

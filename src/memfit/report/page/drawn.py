@@ -18,7 +18,7 @@ from memfit.analysis.facts import Report
 from memfit.analysis.sizes import allocation_bytes, rounded
 from memfit.analysis.strings import Strings, named
 from memfit.capture import NEVER, Category, Phase
-from memfit.capture.names import short
+from memfit.capture.trace_types import short
 from memfit.memory import CATEGORIES
 from memfit.paths import alike
 from memfit.report.streams import build_clock

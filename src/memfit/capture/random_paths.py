@@ -1,10 +1,10 @@
 """Random values that a step reads: what it does then differs from step to step, and the largest path is captured.
 
-Note [Chance]: a step reads a random value when it branches on one (LayerDrop's `if torch.rand([]) < p`), counts with
-one (`.item()`) or takes a shape from one (`x[torch.rand(n) < p]`). Values are followed from the op that draws them,
-through tensors whose values are known, to where they are read. A step that reads some is captured several times: with
-what a fixed seed draws; with the highest, lowest and middle values; with low and high ones in turn; with values in
-between, which make an index take each value of a small range; and then with those of one line after another turned
+Note [Random paths]: a step reads a random value when it branches on one (LayerDrop's `if torch.rand([]) < p`), counts
+with one (`.item()`) or takes a shape from one (`x[torch.rand(n) < p]`). Values are followed from the op that draws
+them, through tensors whose values are known, to where they are read. A step that reads some is captured several times:
+with what a fixed seed draws; with the highest, lowest and middle values; with low and high ones in turn; with values
+in between, which make an index take each value of a small range; and then with those of one line after another turned
 round. The capture with the highest peak is kept. Numbers of Python and numpy are read wherever they are drawn; their
 generators are given states from which the wanted numbers come. What was not tried is never called safe: the note in
 the trace says whether all values were tried, and which lines draw from a distribution that cannot be chosen from.
@@ -21,10 +21,9 @@ import msgspec
 import numpy as np
 import torch
 
-from memfit.capture.distributions import Distribution
 from memfit.capture.errors import CaptureError
-from memfit.capture.generators import Held, HostState, host_state, set_state
-from memfit.capture.record import NEVER, Category, Trace
+from memfit.capture.random_numbers import Distribution, Held, HostState, host_state, set_state
+from memfit.capture.trace_types import NEVER, Category, Trace
 from memfit.paths import alike, folded
 from memfit.units import display_bytes
 
@@ -70,7 +69,7 @@ class DrawnValues:
 
 
 @dataclass(slots=True)
-class Chance:
+class RandomDraws:
     """How values are drawn in one capture, by the line that draws them, and which lines had their values read."""
 
     draw: Draw = SEEDED
@@ -194,10 +193,10 @@ def _before_tempering(word: int) -> int:
     return found & 0xFFFFFFFF
 
 
-def largest_path(capture: Callable[[Chance], Trace]) -> Trace:
-    """Capture a step; when it reads random values, as often as it takes to find its largest path (Note [Chance])."""
-    first = Chance()
-    tried: list[tuple[int, Chance, Trace]] = []
+def largest_path(capture: Callable[[RandomDraws], Trace]) -> Trace:
+    """Capture a step, several times when it reads random values; return its largest path (Note [Random paths])."""
+    first = RandomDraws()
+    tried: list[tuple[int, RandomDraws, Trace]] = []
     failure: Exception | None = None
     failures = 0
     try:
@@ -211,32 +210,32 @@ def largest_path(capture: Callable[[Chance], Trace]) -> Trace:
             return trace
         tried.append((peak_bytes(trace), first, trace))
 
-    def attempt(chance: Chance) -> None:
+    def attempt(draws: RandomDraws) -> None:
         try:
-            found = capture(chance)
+            found = capture(draws)
         except Exception:  # a step may be possible with some values only: a loss needs a layer that is not dropped
             nonlocal failures
             failures += 1
             return
         if HOST_LINE in first.read:
-            chance.note_read([HOST_LINE], "")
-        tried.append((peak_bytes(found), chance, found))
+            draws.note_read([HOST_LINE], "")
+        tried.append((peak_bytes(found), draws, found))
 
     for draw in (HIGHEST, LOWEST, MIDDLE):
-        attempt(Chance(draw))
+        attempt(RandomDraws(draw))
     if not tried and failure is not None:
         raise failure
     for draw in (*_IN_TURN, *_BETWEEN):
         if sum(len(each.ops) for *_, each in tried) > _MOST_OPS:
             break
         if not draw.alternating or _draws_again(_all_read(tried)):
-            attempt(Chance(draw))
+            attempt(RandomDraws(draw))
     same = not failures and len({_path(each) for *_, each in tried}) == 1
     if not same:
         _turn_lines_round(tried, attempt)
-    peak, chance, trace = max(tried, key=lambda each: each[0])
+    peak, draws, trace = max(tried, key=lambda each: each[0])
     everything = _all_read(tried)
-    lines = _lines(chance if same else everything)
+    lines = _lines(draws if same else everything)
     rest = "" if not failures and _all_values_tried(tried) else _untried(everything)
     if same:
         tries = (
@@ -254,7 +253,7 @@ def largest_path(capture: Callable[[Chance], Trace]) -> Trace:
     return msgspec.structs.replace(trace, notes=(*trace.notes, note))
 
 
-def _turn_lines_round(tried: list[tuple[int, Chance, Trace]], attempt: Callable[[Chance], None]) -> None:
+def _turn_lines_round(tried: list[tuple[int, RandomDraws, Trace]], attempt: Callable[[RandomDraws], None]) -> None:
     """Draw the opposite at one line after another, and keep what makes the peak higher."""
     turned: set[str] = set()
     while len(turned) < _MOST_TURNED:
@@ -267,25 +266,25 @@ def _turn_lines_round(tried: list[tuple[int, Chance, Trace]], attempt: Callable[
         attempt(replace(best, of_line=of_line, read={}, drawn={}))
 
 
-def _draws_again(chance: Chance) -> bool:
+def _draws_again(draws: RandomDraws) -> bool:
     """Return whether a line draws more than once a step, as far as is known."""
-    return any(line == HOST_LINE or len(chance.drawn.get(line, ())) > 1 for line in chance.read)
+    return any(line == HOST_LINE or len(draws.drawn.get(line, ())) > 1 for line in draws.read)
 
 
-def _all_values_tried(tried: list[tuple[int, Chance, Trace]]) -> bool:
+def _all_values_tried(tried: list[tuple[int, RandomDraws, Trace]]) -> bool:
     """Return whether the step reads a single number, which had each of its possible values in some capture."""
     values: set[float | None] = set()
     most = 0
-    for _, chance, _ in tried:
-        calls = [call for line in chance.read for call in chance.drawn.get(line, ())]
-        if len(chance.read) != 1 or len(calls) != 1 or calls[0].count is None:
+    for _, draws, _ in tried:
+        calls = [call for line in draws.read for call in draws.drawn.get(line, ())]
+        if len(draws.read) != 1 or len(calls) != 1 or calls[0].count is None:
             return False
         values.add(calls[0].value)
         most = max(most, calls[0].count)
     return len(values) == most
 
 
-def _untried(everything: Chance) -> str:
+def _untried(everything: RandomDraws) -> str:
     """Say of which paths nothing is known."""
     free = [line for line in everything.read if any(not call.chosen for call in everything.drawn.get(line, ()))]
     if free:
@@ -296,19 +295,19 @@ def _untried(everything: Chance) -> str:
     return "; other values were not tried, and steps on other paths may need more"
 
 
-def _all_read(tried: list[tuple[int, Chance, Trace]]) -> Chance:
-    found = Chance()
-    for _, chance, _ in tried:
-        found.read = {**chance.read, **found.read}
-        for line, calls in chance.drawn.items():
+def _all_read(tried: list[tuple[int, RandomDraws, Trace]]) -> RandomDraws:
+    found = RandomDraws()
+    for _, draws, _ in tried:
+        found.read = {**draws.read, **found.read}
+        for line, calls in draws.drawn.items():
             found.drawn[line] = max(calls, found.drawn.get(line, []), key=len)
     return found
 
 
-def _lines(chance: Chance) -> str:
+def _lines(draws: RandomDraws) -> str:
     lines = [
         f"drawn by {line}" if not where else f"drawn at {line}, read at {where}" if where != line else f"at {line}"
-        for line, where in chance.read.items()
+        for line, where in draws.read.items()
     ]
     return "; ".join(lines[:3]) + (f"; and {len(lines) - 3} more" if len(lines) > 3 else "")
 
@@ -319,7 +318,7 @@ def _path(trace: Trace) -> tuple[Any, ...]:
     return tuple((op.name, modules[op.call], op.phase, tuple(ref.shape for ref in op.outputs)) for op in trace.ops)
 
 
-def _check_covered(largest: Trace, peak: int, others: list[Trace], chance: Chance) -> None:
+def _check_covered(largest: Trace, peak: int, others: list[Trace], draws: RandomDraws) -> None:
     """Refuse a step whose largest path leaves out modules that hold memory in others: no plan would cover those."""
     covered = {call.module for call in largest.calls}
     for other in others:
@@ -333,12 +332,12 @@ def _check_covered(largest: Trace, peak: int, others: list[Trace], chance: Chanc
                 groups.setdefault(alike(module), []).append(module)
             names = ", ".join(map(folded, groups.values()))
             raise CaptureError(
-                f"the step takes one of several paths at random ({_lines(chance)}), and the largest does not contain "
+                f"the step takes one of several paths at random ({_lines(draws)}), and the largest does not contain "
                 f"the others: {names} {'hold' if len(held) > 1 else 'holds'} {display_bytes(sum(held.values()))} in "
                 "another, which a plan would leave as it is",
                 op="a random draw",
                 module=next(iter(held)),
-                source=next(filter(None, chance.read.values()), ""),
+                source=next(filter(None, draws.read.values()), ""),
                 advice="plan with the choice made, for example with its probability set to 0 or to 1, the larger way",
             )
 

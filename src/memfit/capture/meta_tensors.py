@@ -1,4 +1,4 @@
-"""Puts meta tensors in the place of a model's and an optimizer's own for the time of a capture, and takes them out."""
+"""Replace a model's and an optimizer's tensors by meta tensors for the time of a capture."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from memfit.torch_private.storages import key_of, make_subclass, storage_key
 _META = torch.device("meta")
 
 
-class Placeholders:
+class MetaTensors:
     """Stand-ins by identity, so that tied tensors stay tied and an optimizer finds its parameters."""
 
     def __init__(self, *, compact: bool = False) -> None:
@@ -142,25 +142,25 @@ def _rebuilt(value: Mapping, items: dict) -> Any:
 
 
 @contextlib.contextmanager
-def on_meta(model: nn.Module, placeholders: Placeholders) -> Iterator[None]:
+def on_meta(model: nn.Module, meta_tensors: MetaTensors) -> Iterator[None]:
     """The model with stand-ins for its parameters and buffers; all attributes of all modules are put back."""
     modules = list(model.modules())
     with same_attributes(modules), _same_tables(modules):
         for module in modules:
             for name, parameter in parameter_table(module).items():
                 if parameter is not None:
-                    parameter_table(module)[name] = placeholders.parameter(parameter)
+                    parameter_table(module)[name] = meta_tensors.parameter(parameter)
             for name, buffer in buffer_table(module).items():
                 if buffer is not None:
-                    buffer_table(module)[name] = placeholders.buffer(buffer)
+                    buffer_table(module)[name] = meta_tensors.buffer(buffer)
         for module in modules:
             for name, value in list(vars(module).items()):
                 if name in _MODULE_TABLES:
                     continue
-                if isinstance(value, torch.Tensor) and id(value) not in placeholders.of and not placeholders.compact:
-                    vars(module)[name] = placeholders.attribute(value)
-                elif _mentions(value, placeholders):
-                    vars(module)[name] = _replaced(value, placeholders)
+                if isinstance(value, torch.Tensor) and id(value) not in meta_tensors.of and not meta_tensors.compact:
+                    vars(module)[name] = meta_tensors.attribute(value)
+                elif _mentions(value, meta_tensors):
+                    vars(module)[name] = _replaced(value, meta_tensors)
         yield
 
 
@@ -188,49 +188,49 @@ def _same_tables(modules: list[nn.Module]) -> Iterator[None]:
 _MODULE_TABLES = frozenset(("_parameters", "_buffers", "_modules"))
 
 
-def _mentions(value: Any, placeholders: Placeholders) -> bool:
+def _mentions(value: Any, meta_tensors: MetaTensors) -> bool:
     """Whether a plain attribute holds tensors that have a stand-in, as an RNN's list of flat weights does."""
     if isinstance(value, torch.Tensor):
-        return id(value) in placeholders.of
+        return id(value) in meta_tensors.of
     if type(value) in (list, tuple):
-        return any(_mentions(item, placeholders) for item in value)
+        return any(_mentions(item, meta_tensors) for item in value)
     if type(value) is dict:
-        return any(_mentions(item, placeholders) for item in value.values())
+        return any(_mentions(item, meta_tensors) for item in value.values())
     return False
 
 
-def _replaced(value: Any, placeholders: Placeholders) -> Any:
+def _replaced(value: Any, meta_tensors: MetaTensors) -> Any:
     if isinstance(value, torch.Tensor):
-        return placeholders.of.get(id(value), value)
+        return meta_tensors.of.get(id(value), value)
     if type(value) in (list, tuple):
-        return type(value)(_replaced(item, placeholders) for item in value)
+        return type(value)(_replaced(item, meta_tensors) for item in value)
     if type(value) is dict:
-        return {key: _replaced(item, placeholders) for key, item in value.items()}
+        return {key: _replaced(item, meta_tensors) for key, item in value.items()}
     return value
 
 
-def _with_stand_ins(value: Any, placeholders: Placeholders) -> Any:
+def _with_meta_tensors(value: Any, meta_tensors: MetaTensors) -> Any:
     """Copy lists, tuples and dicts with stand-ins for their tensors, also for those that are keys of a dict."""
     if isinstance(value, nn.Parameter):
-        return placeholders.of.get(id(value), value)
+        return meta_tensors.of.get(id(value), value)
     if isinstance(value, torch.Tensor):
-        return placeholders.buffer(value)
+        return meta_tensors.buffer(value)
     if type(value) in (list, tuple):
-        return type(value)(_with_stand_ins(item, placeholders) for item in value)
+        return type(value)(_with_meta_tensors(item, meta_tensors) for item in value)
     if type(value) in (dict, defaultdict):
         copied = copy.copy(value)
         copied.clear()
         for key, item in value.items():
-            key = placeholders.of.get(id(key), key) if isinstance(key, torch.Tensor) else key
-            copied[key] = _with_stand_ins(item, placeholders)
+            key = meta_tensors.of.get(id(key), key) if isinstance(key, torch.Tensor) else key
+            copied[key] = _with_meta_tensors(item, meta_tensors)
         return copied
     return value
 
 
 @contextlib.contextmanager
-def optimizer_on_meta(optimizer: torch.optim.Optimizer, placeholders: Placeholders) -> Iterator[None]:
+def optimizer_on_meta(optimizer: torch.optim.Optimizer, meta_tensors: MetaTensors) -> Iterator[None]:
     """Let an optimizer of the user's own model work on the stand-ins; its groups, state and attributes are put back."""
-    known = placeholders.of.keys() | placeholders.stand_ins
+    known = meta_tensors.of.keys() | meta_tensors.stand_ins
     strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
     if strangers:
         raise InputError(
@@ -241,16 +241,16 @@ def optimizer_on_meta(optimizer: torch.optim.Optimizer, placeholders: Placeholde
     state, attributes = optimizer.state, dict(vars(optimizer))
     try:
         for group in optimizer.param_groups:
-            group["params"] = [placeholders.of.get(id(p), p) for p in group["params"]]
+            group["params"] = [meta_tensors.of.get(id(p), p) for p in group["params"]]
             for key, value in group.items():
                 if isinstance(value, torch.Tensor):
-                    group[key] = placeholders.buffer(value)
+                    group[key] = meta_tensors.buffer(value)
         for name, value in list(vars(optimizer).items()):  # an optimizer may keep its state in attributes
             if name not in ("param_groups", "state", "defaults"):
-                vars(optimizer)[name] = _with_stand_ins(value, placeholders)
+                vars(optimizer)[name] = _with_meta_tensors(value, meta_tensors)
         optimizer.state = defaultdict(dict)
         for parameter, entries in state.items():
-            optimizer.state[placeholders.of.get(id(parameter), parameter)] = placeholders.tree(entries)
+            optimizer.state[meta_tensors.of.get(id(parameter), parameter)] = meta_tensors.tree(entries)
         yield
     finally:
         for group, saved in zip(optimizer.param_groups, groups, strict=True):

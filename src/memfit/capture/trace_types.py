@@ -1,4 +1,4 @@
-"""The trace: an immutable record of one training step, the same for every budget."""
+"""The types of a trace: an immutable record of one training step, the same for every budget."""
 
 from __future__ import annotations
 
@@ -215,3 +215,11 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def source_of(self, op: int) -> str:
         """The user's line that made this op, as `file:line`."""
         return self.sources[self.ops[op].source]
+
+
+# -- Names of ops as people read them ---------------------------------------------------------------------------------
+
+
+def short(name: str) -> str:
+    """An op's name without what all of them have: `aten.mm.default` is `mm`."""
+    return name.removeprefix("aten.").removesuffix(".default")

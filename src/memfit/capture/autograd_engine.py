@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from memfit.capture.rules.layout import fills_its_memory
+from memfit.capture.rules.base import fills_its_memory
 from memfit.torch_private.autograd import current_autograd_node
 from memfit.torch_private.dispatch import TorchDispatchMode
 from memfit.torch_private.frames import frame_above

@@ -1,4 +1,8 @@
-"""CPU kernels whose internal allocations change with the machine, or are many small ones: measured once on this one."""
+"""CPU kernels whose internal allocations change with the machine, or are many small ones: measured on this one.
+
+`probed` is the rule that others use; here are also the decompositions of linear algebra and Fourier transforms, whose
+libraries allocate as they like (ATen/native/BatchLinearAlgebra.cpp, SpectralOps.cpp), and `aten._trilinear`.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,8 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from memfit.capture.arguments import map_tensors, tensors_of
-from memfit.capture.probe import probe_workspace, remembered, signature, vendor_has
-from memfit.capture.rules import RuleContext
-from memfit.capture.rules.layout import bytes_of
+from memfit.capture.kernels import probe_workspace, remembered, signature
+from memfit.capture.rules.base import RuleContext, bytes_of, run_unchanged
 from memfit.torch_private.dispatch import schema_of
 
 _PROBE_LIMIT_BYTES = 1 << 28
@@ -73,9 +76,16 @@ def _with_samples(func: Any, args: Any, count: int) -> tuple[Any, ...]:
     return tuple(fewer(position, value) for position, value in enumerate(args))
 
 
-def _not_counted(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-    context.note(f"{func}: what the library allocates inside it is not counted")
-    return 0
+# -- decompositions and transforms ---------------------------------------------------------------------------
+
+
+_DECOMPOSITIONS = ("aten.linalg_", "aten._linalg_", "aten._fft", "aten.cholesky", "aten.triangular_solve", "aten.geqrf")
+_SIMPLE = ("aten.linalg_vector_norm", "aten._linalg_check_errors")
+
+
+def is_decomposition(name: str) -> bool:
+    """Tell whether an op is a decomposition or transform, which takes memory as its library likes."""
+    return name.startswith(_DECOMPOSITIONS) and not name.startswith(_SIMPLE)
 
 
 def _decomposition(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
@@ -83,6 +93,11 @@ def _decomposition(context: RuleContext, func: Any, args: Any, kwargs: dict[str,
     args = map_tensors(args, _valid_pivots)
     dims = 0 if "fft" in schema_of(func).name else 2
     return _probed(context, func, args, kwargs, result, _decomposition_flops(func, args), dims)
+
+
+def _not_counted(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    context.note(f"{func}: what the library allocates inside it is not counted")
+    return 0
 
 
 def is_slow_decomposition(func: Any, args: Any) -> bool:
@@ -103,66 +118,5 @@ def _valid_pivots(tensor: Tensor) -> Tensor:
 
 
 DECOMPOSITIONS = {"cpu": _decomposition, "cuda": _not_counted}
-
-
-def _convolution(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-    """Channels-last in, channels-last out (ATen/native/ConvUtils.h, `mkldnn_conv_use_channels_last`).
-
-    ATen's own kernels for three dimensions are contiguous.
-    """
-    result = func(*args, **kwargs)
-    vendor = result.dim() != 5 or _vendor_convolves(context, *args)
-    if vendor and any(map(_channels_last, args[:2])):
-        return torch.empty_like(result, memory_format=_FORMATS[result.dim()])
-    return torch.empty_like(result, memory_format=torch.contiguous_format)
-
-
-def _vendor_convolves(
-    context: RuleContext, source: Tensor, weight: Tensor, _: Any, stride: Any, padding: Any, dilation: Any, *rest: Any
-) -> bool:
-    """Whether oneDNN convolves (ATen/native/Convolution.cpp, `ConvParams::use_mkldnn`)."""
-    if source.dtype in _LOW:
-        return vendor_has(source.dtype)
-    plain = all(step == 1 for step in (*stride, *dilation)) and weight.shape[-2:] == (1, 1)
-    wide = weight.size(-1) > 3 and weight.size(-2) > 3
-    samples, groups = source.size(0), rest[-1]
-    return (
-        vendor_has(source.dtype)
-        and (not plain or samples >= 16 or context.threads > 1)
-        and (groups > 1 or wide or samples > 1 or math.prod(source.shape[:4]) > 20480)
-    )
-
-
-_LOW = (torch.bfloat16, torch.float16)
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-def _channels_last(tensor: Tensor) -> bool:
-    memory_format = _FORMATS.get(tensor.dim())
-    return (
-        memory_format is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=memory_format)
-    )
-
-
-_RESAMPLING = """upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d
-_upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d
-upsample_bicubic2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa max_pool3d_with_indices avg_pool3d
-_adaptive_avg_pool3d adaptive_max_pool3d"""
-"""Forward and backward: positions and weights of each output, and copies, by format and instruction set."""
-
-KERNELS = {"cpu": {"aten.convolution.default": _convolution}}
-WORKSPACES = {
-    "cpu": {
-        "aten.convolution.default": probed,
-        "aten.convolution_backward.default": probed,
-        "aten.mkldnn_rnn_layer.default": probed,
-        **{f"aten.{name}{suffix}.default": probed for name in _RESAMPLING.split() for suffix in ("", "_backward")},
-        "aten.sort.default": probed,
-        "aten.sort.stable": probed,
-        "aten._trilinear.default": probed,
-        "aten.binary_cross_entropy.default": probed,
-        "aten.binary_cross_entropy_backward.default": probed,
-        "aten.soft_margin_loss.default": probed,
-        "aten.soft_margin_loss_backward.default": probed,
-    }
-}
+FUNCTIONS = {device: dict.fromkeys(("stft", "istft"), run_unchanged) for device in ("cpu", "cuda")}
+WORKSPACES = {"cpu": {"aten._trilinear.default": probed}}

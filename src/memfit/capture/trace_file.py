@@ -1,11 +1,60 @@
-"""The grammar of a trace: what must hold of every one, wherever it comes from."""
+"""Write, read and check traces.
+
+A file is compact and versioned, checked before it is believed, and never pickled. `check_trace` has the rules that
+every trace obeys, wherever it comes from.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import zlib
 from collections.abc import Iterator
 
-from memfit.capture.record import NEVER, SCHEMA, Phase, Trace
+import msgspec
+
+from memfit.capture.trace_types import NEVER, SCHEMA, Phase, Trace
 from memfit.errors import InputError
+from memfit.files import write_whole
+
+_MAGIC = b"memfit trace"
+_LIMIT_BYTES = 4 << 30
+"""More than this no trace of ours unpacks to."""
+
+
+def save_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
+    """Write a trace; the file appears whole or not at all."""
+    packed = zlib.compress(msgspec.msgpack.encode(trace), 6)
+    header = b"%s %d %s\n" % (_MAGIC, SCHEMA, hashlib.sha256(packed).hexdigest().encode())
+    write_whole(path, header + packed, "step.memfit")
+
+
+def load_trace(path: str | os.PathLike[str]) -> Trace:
+    """Read a trace. A file of another kind or version, damaged or inconsistent, is refused."""
+    with open(path, "rb") as file:
+        header = file.readline(256)
+        packed = file.read()
+    words = header.rsplit(b" ", 2)
+    if len(words) != 3 or words[0] != _MAGIC:
+        raise InputError(f"{path} is not a memfit trace; write one with memfit.save_trace")
+    if words[1] != b"%d" % SCHEMA:
+        version = words[1][:20].decode(errors="replace")
+        raise InputError(f"{path} has trace schema {version}, this memfit reads {SCHEMA}; capture the step again")
+    if words[2].strip() != hashlib.sha256(packed).hexdigest().encode():
+        raise InputError(f"{path} is damaged: its content is not what was written; capture the step again")
+    try:
+        unpacker = zlib.decompressobj()
+        content = unpacker.decompress(packed, _LIMIT_BYTES)
+        if unpacker.unconsumed_tail or not unpacker.eof:
+            raise InputError(f"{path} is damaged: it does not unpack to a trace; capture the step again")
+        trace = msgspec.msgpack.decode(content, type=Trace)
+    except (zlib.error, msgspec.MsgspecError) as error:
+        raise InputError(f"{path} does not hold a valid trace: {error}; capture the step again") from error
+    check_trace(trace, str(path))
+    return trace
+
+
+# -- The grammar of a trace: what must hold of every one, wherever it comes from --------------------------------------
 
 
 def check_trace(trace: Trace, where: str = "trace") -> None:

@@ -1,4 +1,4 @@
-"""What users give to `Step` and `spec`, checked, with what to write instead."""
+"""Check what users give to `Step` and `spec`; each error says what to write instead."""
 
 from __future__ import annotations
 
