@@ -69,7 +69,7 @@ def replay(program: Program, facts: Facts, chosen: Sequence[tuple[Candidate, Pol
         runs[list(policy.recomputed)] = True
         own = saved[problem.alloc_at]
         dropped = (problem.role == Role.DISCARDABLE) & ~own
-        begin, end, again = candidate.unit.begin, candidate.unit.end, candidate.again
+        begin, end, again = candidate.unit.begin, candidate.unit.end, candidate.recompute_at
         low, high = np.searchsorted(facts.forward_alloc_at, (begin, end))
         gone = facts.forward_storages[low:high][dropped]
         np.subtract.at(change, np.maximum(facts.released[gone], facts.alloc_at[gone]) + 1, problem.size[dropped])
@@ -84,7 +84,7 @@ def replay(program: Program, facts: Facts, chosen: Sequence[tuple[Candidate, Pol
     shift = np.cumsum(change)[:ops]
     reruns = []
     for candidate, policy, problem, runs in parts:
-        again = candidate.again
+        again = candidate.recompute_at
         level = int(program.before[again]) + int(shift[again - 1])
         reruns.append(
             Rerun(

@@ -45,7 +45,7 @@ from memfit.plans.given import (
 )
 from memfit.plans.record import PeakAt
 from memfit.solve import PlannedTimeline, Problem, SolveOptions
-from memfit.solve.least import LeastBudget
+from memfit.solve.min_budget import MinBudget
 
 _LARGEST = 10
 _ACTIVATION = CATEGORIES.index(Category.ACTIVATION)
@@ -135,7 +135,7 @@ def _given(
         return Report(problem=Problem.of(Runtime.of(captured, chosen), aim, solver), plan=None), step
 
 
-def _explanation(case: Case, levers: tuple[Lever, ...], least: LeastBudget | None) -> StepExplanation:
+def _explanation(case: Case, levers: tuple[Lever, ...], least: MinBudget | None) -> StepExplanation:
     report, timeline = case.report, case.timeline
     instant = timeline.peak_instant
     holders = Holders(timeline, instant, kept_by_plan(report, timeline))

@@ -7,11 +7,28 @@ from memfit.capture.capture import trace
 from memfit.capture.document import load_trace, save_trace
 from memfit.capture.errors import CaptureError
 from memfit.capture.grammar import check_trace
-from memfit.capture.record import NEVER, Category, Module, ModuleCall, Op, Parameter, Phase, Storage, TensorRef, Trace
+from memfit.capture.record import (
+    AFTER_STEP,
+    BEFORE_STEP,
+    NEVER,
+    NO_INDEX,
+    Category,
+    Module,
+    ModuleCall,
+    Op,
+    Parameter,
+    Phase,
+    Storage,
+    TensorRef,
+    Trace,
+)
 from memfit.capture.step import Step, spec
 
 __all__ = [
+    "AFTER_STEP",
+    "BEFORE_STEP",
     "NEVER",
+    "NO_INDEX",
     "CaptureError",
     "Category",
     "Module",

@@ -19,7 +19,7 @@ from memfit.memory.timeline import Bytes
 from memfit.sharding import ShardOptions
 from memfit.sharding.communication import copies_ms
 from memfit.solve import Limits, PlannedTimeline, Problem, solve
-from memfit.solve.least import LeastBudget
+from memfit.solve.min_budget import MinBudget
 from memfit.tradeoff import Policy, Unit
 
 LEAST_PART = 0.005
@@ -104,7 +104,7 @@ class Case:
         return replace(given, options=replace(given.options, limits=_LIMITS))
 
     @property
-    def least(self) -> LeastBudget | None:
+    def least(self) -> MinBudget | None:
         """The plan that needs least; as it is proven where nothing fits."""
         return self.report.problem.least if self.hopeless else self.quick.least
 
