@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memfit.memory.timeline import Bytes
+from memfit.memory import Bytes
 from memfit.solve.program import Candidate, Program
 from memfit.tradeoff import Policy
 from memfit.tradeoff.facts import Facts
@@ -56,7 +56,7 @@ class Replay:
         return rerun.before_op if rerun is not None else int(self.during_bytes.argmax())
 
 
-def replay(program: Program, facts: Facts, chosen: Sequence[tuple[Candidate, Policy]]) -> Replay:
+def replay_levels(program: Program, facts: Facts, chosen: Sequence[tuple[Candidate, Policy]]) -> Replay:
     """Run the step's memory again under these policies."""
     ops = len(program.during)
     change = np.zeros(ops + 1, np.int64)

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from memfit.capture import NO_INDEX
-from memfit.memory.timeline import Bytes
+from memfit.memory import Bytes
 from memfit.solve.program import Choice, Program, build_candidates
 from memfit.tradeoff import Frontier, Policy, Unit
 

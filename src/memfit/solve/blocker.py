@@ -39,7 +39,7 @@ def find_blocker(problem: Problem, choice: Choice) -> Blocker:
         phase=trace.ops[op].phase,
         module=trace.calls[call].module if call != NO_INDEX else None,
         source=trace.source_of(op),
-        second_run_of=judged.second_run_of(instant),
+        second_run_of=judged.recomputed_unit(instant),
         peak_bytes=judged.peak_bytes,
         by_category=judged.peak_by_category,
     )

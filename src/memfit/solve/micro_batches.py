@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 
 from memfit.capture import NO_INDEX, Phase, Trace
-from memfit.memory.timeline import Bytes
+from memfit.memory import Bytes
 from memfit.solve.program import Candidate, Choice, MicroBatches, Program
 
 

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.capture import NO_INDEX
-from memfit.memory.timeline import Bytes
+from memfit.memory import Bytes
 from memfit.tradeoff import Frontier, Policy, Unit
 
 Choice = npt.NDArray[np.int64]

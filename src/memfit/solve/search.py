@@ -1,7 +1,7 @@
 """Find the least recompute time under the budget.
 
 The dynamic program proves it where backward mirrors forward (dp.py, Note [Prefix sums]), which is the rule. Elsewhere
-its time is a bound, and the mixed-integer program follows, from the best plan that is known.
+its time is a bound, and integer programs follow: equal layers together first, all units where that is not enough.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from memfit.capture import NO_INDEX
 from memfit.solve.checkpoint import CheckpointModel
+from memfit.solve.classes import ClassModel
 from memfit.solve.dp import WIDTHS, DynamicProgram
 from memfit.solve.micro_batches import fold, spread
 from memfit.solve.milp import Incumbent, Limits, Status, relative_gap
@@ -25,6 +26,7 @@ Watch = Callable[[Incumbent], None]
 SAME_MS = 1e-5
 """Ten nanoseconds: what the solver's tolerances and the order of sums may make of equal times."""
 _REPAIRS = 30
+_ROUNDS = 60
 _PROVEN = 1e-6
 
 
@@ -89,6 +91,16 @@ def search(
         tell(bound_ms, best_ms)
         if best_ms <= bound_ms + SAME_MS + limits.gap * bound_ms:
             return _result(program, best, Status.OPTIMAL, bound_ms, began, rows, columns)
+    class_bound_ms, plans, rows, columns = _by_classes(program, limits, began, lambda heard: tell(heard.bound, best_ms))
+    if class_bound_ms is None:
+        return _result(program, None, Status.INFEASIBLE, math.inf, began, rows, columns)
+    bound_ms = max(bound_ms, class_bound_ms)
+    best = min(plans if best is None else (best, *plans), key=program.recompute_ms, default=None)
+    if best is not None:
+        best_ms = program.recompute_ms(best)
+        tell(bound_ms, best_ms)
+        if best_ms <= bound_ms + SAME_MS + limits.gap * bound_ms:
+            return _result(program, best, Status.OPTIMAL, bound_ms, began, rows, columns)
     return _by_milp(program, limits, best, bound_ms, began, watch)
 
 
@@ -141,6 +153,33 @@ def _by_dp(
         if stricter is not None:
             choice = stricter.solve(gap=limits.gap, deadline=deadline, widths=WIDTHS[:2]).choice
     return found.bound_ms, choice if choice is not None and usable(program, choice) else None
+
+
+def _by_classes(
+    program: Program, limits: Limits, began: float, watch: Watch
+) -> tuple[float | None, list[Choice], int, int]:
+    """Return a proven bound, None when nothing fits, and the assigned plans that hold every row (Note [Classes]).
+
+    It may take half of the time that is left: where it proves something it is quick.
+    """
+    model = ClassModel(program)
+    bound, plans = 0.0, []
+    deadline = (time.perf_counter() + began + limits.time_limit_s) / 2
+    for _ in range(_ROUNDS):
+        left = deadline - time.perf_counter()
+        if left <= 0:
+            break
+        relaxed = model.milp.solve(replace(limits, time_limit_s=left), watch=watch)
+        if relaxed.status is Status.INFEASIBLE:
+            return None, [], relaxed.rows, relaxed.columns
+        bound = max(bound, relaxed.bound)
+        if not relaxed.values:
+            break
+        assigned = [model.assign(relaxed.values, largest_first=order) for order in (True, False)]
+        plans += [choice for choice in assigned if usable(program, choice)]
+        if plans or not model.add_broken_rows(assigned[0]):
+            break
+    return bound, plans, model.milp.rows, model.milp.columns
 
 
 def most_freed(program: Program) -> Choice:

@@ -14,18 +14,17 @@ from memfit.capture import NO_INDEX
 from memfit.cost import Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
-from memfit.memory import Timeline
-from memfit.memory.timeline import Bytes
+from memfit.memory import Bytes, Interval, Timeline
 from memfit.sharding.shard import Sharding, shard
 from memfit.solve.micro_batches import find_micro_batches
 from memfit.solve.milp import Incumbent, Status, relative_gap
 from memfit.solve.min_budget import MinBudget, min_budget
 from memfit.solve.options import SolveOptions
-from memfit.solve.planned import PlannedTimeline, planned_timeline
 from memfit.solve.program import Candidate, Choice, MicroBatches, Program, build_candidates
 from memfit.solve.search import SAME_MS, SearchResult, infeasible, search
 from memfit.tradeoff import Policy, Unit, build_frontiers
 from memfit.tradeoff.facts import Facts
+from memfit.tradeoff.policy import build_recompute
 
 _TIGHTENINGS = 8
 
@@ -113,9 +112,9 @@ class Problem:
         """Whether the lowest peak was asked for and could not be proven in its time."""
         return "least" in self.__dict__ and self.least is not None and not self.least.proven
 
-    def replay(self, chosen: Iterable[tuple[Unit, Policy]]) -> PlannedTimeline:
+    def replay(self, chosen: Iterable[tuple[Unit, Policy]]) -> Timeline:
         """The step under these policies, op by op."""
-        return planned_timeline(
+        return replay(
             self.facts,
             chosen,
             intervals=self.sharding.allocations if self.sharding is not None else (),
@@ -126,6 +125,21 @@ class Problem:
     def exposed_ms(self) -> float:
         """Communication that compute does not hide."""
         return self.sharding.exposed_ms if self.sharding is not None else 0.0
+
+
+def replay(
+    facts: Facts,
+    chosen: Iterable[tuple[Unit, Policy]],
+    *,
+    intervals: Sequence[Interval] = (),
+    removed: frozenset[int] = frozenset(),
+) -> Timeline:
+    """Return the memory of the step with these units checkpointed, none of them inside another.
+
+    Under sharding `removed` are the storages that a rank does not have and `intervals` what it has instead.
+    """
+    recomputes = [build_recompute(facts, unit, policy) for unit, policy in chosen if policy.stop >= 0]
+    return Timeline.of(facts.trace, facts.rounding_bytes, recomputes=recomputes, intervals=intervals, removed=removed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +154,7 @@ class Solved:
     budget_bytes: int
     chosen: tuple[tuple[Candidate, Policy], ...]
     choice: Choice | None
-    replay: PlannedTimeline | None
+    replay: Timeline | None
     recompute_ms: float
     bound_ms: float
     seconds: float
@@ -232,7 +246,7 @@ def _without_plan(problem: Problem, budget_bytes: int, outcome: SearchResult, ti
     )
 
 
-def _tighter(program: Program, judged: PlannedTimeline, choice: Choice) -> Program:
+def _tighter(program: Program, judged: Timeline, choice: Choice) -> Program:
     """The program with the levels raised where the replay was higher than it thought."""
     during, before = program.during.copy(), program.before.copy()
     thought, recomputes = program.peaks(choice)
@@ -241,7 +255,7 @@ def _tighter(program: Program, judged: PlannedTimeline, choice: Choice) -> Progr
     during[high] += worse[high]
     expected = {candidate.unit.name: peak for candidate, peak in recomputes}
     for number, unit in enumerate(judged.units):
-        peak = int(judged.during_bytes[judged.second_run_instants(number)].max(initial=0))
+        peak = int(judged.during_bytes[judged.recompute_instants(number)].max(initial=0))
         more, op = peak - expected[unit.name], unit.backward_begin
         if peak > program.budget_bytes and more > 0:
             before[op] += more
