@@ -48,7 +48,7 @@ def test_blocks_are_read_only_where_they_are_needed(tmp_path: Path, monkeypatch:
     stored = next(each for each in manifest.tensors if each.path == ("model", "weight"))
     assert len(stored.pieces[0].crc32) == 4000 // 64 + 1
     for begin, end, blocks in ((0, 1, 1), (15, 17, 2), (16, 32, 1), (990, 1000, 2), (5, 5, 0)):
-        with durable.DataReader(where, manifest) as reader:
+        with checkpoint_files.DataReader(where, manifest) as reader:
             assert torch.equal(reader.read(stored, begin, end), model.weight.detach().view(-1)[begin:end])
             assert reader.bytes <= 64 * blocks
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memfit.memory.timeline import Bytes
+from memfit.memory import Bytes
 from memfit.solve.program import Candidate, Program
 from memfit.tradeoff import Policy
 from memfit.tradeoff.facts import Facts
@@ -56,7 +56,7 @@ class Replay:
         return rerun.before_op if rerun is not None else int(self.during_bytes.argmax())
 
 
-def replay(program: Program, facts: Facts, chosen: Sequence[tuple[Candidate, Policy]]) -> Replay:
+def replay_levels(program: Program, facts: Facts, chosen: Sequence[tuple[Candidate, Policy]]) -> Replay:
     """Run the step's memory again under these policies."""
     ops = len(program.during)
     change = np.zeros(ops + 1, np.int64)
@@ -69,7 +69,7 @@ def replay(program: Program, facts: Facts, chosen: Sequence[tuple[Candidate, Pol
         runs[list(policy.recomputed)] = True
         own = saved[problem.alloc_at]
         dropped = (problem.role == Role.DISCARDABLE) & ~own
-        begin, end, again = candidate.unit.begin, candidate.unit.end, candidate.again
+        begin, end, again = candidate.unit.begin, candidate.unit.end, candidate.recompute_at
         low, high = np.searchsorted(facts.forward_alloc_at, (begin, end))
         gone = facts.forward_storages[low:high][dropped]
         np.subtract.at(change, np.maximum(facts.released[gone], facts.alloc_at[gone]) + 1, problem.size[dropped])
@@ -84,7 +84,7 @@ def replay(program: Program, facts: Facts, chosen: Sequence[tuple[Candidate, Pol
     shift = np.cumsum(change)[:ops]
     reruns = []
     for candidate, policy, problem, runs in parts:
-        again = candidate.again
+        again = candidate.recompute_at
         level = int(program.before[again]) + int(shift[again - 1])
         reruns.append(
             Rerun(

@@ -7,7 +7,7 @@ from collections import defaultdict
 from memfit.analysis.explanation import HeldStorage
 from memfit.capture import NEVER, Category, Phase, TensorRef
 from memfit.capture.trace_types import short
-from memfit.solve import PlannedTimeline
+from memfit.memory import Timeline
 from memfit.tradeoff import LOSS
 
 _SHARDED = {
@@ -28,7 +28,7 @@ class Holders:
     `now` is the first op of the step that is not over; between two ops and in a second run it is not `running` yet.
     """
 
-    def __init__(self, timeline: PlannedTimeline, instant: int, kept: dict[int, str] | None = None) -> None:
+    def __init__(self, timeline: Timeline, instant: int, kept: dict[int, str] | None = None) -> None:
         self.timeline = timeline
         self.instant = instant
         self.trace = timeline.trace

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from memfit.memory.timeline import Bytes
-from memfit.solve import PlannedTimeline
+from memfit.memory import Bytes, Timeline
 
 
 def rounded(n_bytes: int, rounding_bytes: int) -> int:
@@ -11,7 +10,7 @@ def rounded(n_bytes: int, rounding_bytes: int) -> int:
     return -(-n_bytes // rounding_bytes) * rounding_bytes
 
 
-def allocation_bytes(timeline: PlannedTimeline) -> Bytes:
+def allocation_bytes(timeline: Timeline) -> Bytes:
     """What every allocation of a timeline takes."""
     rounding = timeline.rounding_bytes
-    return -(-timeline.lives.size_bytes // rounding) * rounding
+    return -(-timeline.allocations.size_bytes // rounding) * rounding

@@ -8,7 +8,10 @@ from memfit.capture.errors import CaptureError
 from memfit.capture.step import Step, spec
 from memfit.capture.trace_file import check_trace, load_trace, save_trace
 from memfit.capture.trace_types import (
+    AFTER_STEP,
+    BEFORE_STEP,
     NEVER,
+    NO_INDEX,
     Category,
     Module,
     ModuleCall,
@@ -21,7 +24,10 @@ from memfit.capture.trace_types import (
 )
 
 __all__ = [
+    "AFTER_STEP",
+    "BEFORE_STEP",
     "NEVER",
+    "NO_INDEX",
     "CaptureError",
     "Category",
     "Module",

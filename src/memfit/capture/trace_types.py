@@ -11,8 +11,14 @@ import msgspec
 from memfit.hardware import Device
 
 SCHEMA = 3
+BEFORE_STEP = -1
+"""The `alloc_at` of a storage that is there before the step."""
+AFTER_STEP = -1
+"""The `free_after` of a storage that the step does not free."""
+NO_INDEX = -1
+"""Marks an index that does not apply: no call, no storage, no op."""
 NEVER = -1
-"""Marks a birth before the step, a death after it, or an index that does not apply."""
+"""Any of the three above."""
 
 
 class Phase(str, enum.Enum):

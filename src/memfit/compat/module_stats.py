@@ -231,7 +231,7 @@ class _Levels:
     def __init__(self, timeline: Timeline) -> None:
         trace = timeline.trace
         self._ops = trace.ops
-        sizes: list[int] = timeline.storage_bytes.tolist()
+        sizes: list[int] = timeline.allocation_bytes.tolist()
         change = np.zeros(len(trace.ops) + 2, np.int64)
         self._gradients: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
         for storage, size in zip(trace.storages, sizes, strict=True):
@@ -267,7 +267,7 @@ class _Levels:
 def _kept(timeline: Timeline) -> list[int]:
     """For each call the activations that it leaves for backward and that are not among its outputs."""
     trace = timeline.trace
-    sizes: list[int] = timeline.storage_bytes.tolist()
+    sizes: list[int] = timeline.allocation_bytes.tolist()
     last_read = [NEVER] * len(trace.storages)
     for index, op in enumerate(trace.ops):
         if op.phase in _FORWARD:

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from memfit.capture import NEVER, Category, Phase, Trace
-from memfit.memory.timeline import CATEGORIES, Bytes, Timeline
+from memfit.memory.allocations import CATEGORIES, Bytes
+from memfit.memory.timeline import Timeline
 
 _OWNED = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE)
 
@@ -270,7 +271,7 @@ def _held(timeline: Timeline, nesting: _Nesting) -> Bytes:
     until = np.where(free_after == NEVER, len(trace.ops), free_after)
     held = np.zeros(len(trace.calls), np.int64)
     for item, call in nesting.outlived(chosen, until):
-        np.add.at(held, call, timeline.storage_bytes[chosen[item]])
+        np.add.at(held, call, timeline.allocation_bytes[chosen[item]])
     return held
 
 
@@ -338,7 +339,7 @@ def _sum_pairs(timeline: Timeline, pairs: list[Bytes]) -> Bytes:
     total = np.zeros(len(timeline.trace.calls), np.int64)
     if pairs:
         call, storage = np.divmod(np.unique(np.concatenate(pairs)), len(timeline.trace.storages))
-        np.add.at(total, call, timeline.storage_bytes[storage])
+        np.add.at(total, call, timeline.allocation_bytes[storage])
     return total
 
 
@@ -399,7 +400,7 @@ class _Owned:
     """What modules own, by kind and path: alone, and with their children, a shared storage once for each."""
 
     def __init__(self, timeline: Timeline) -> None:
-        self._bytes: list[int] = timeline.storage_bytes.tolist()
+        self._bytes: list[int] = timeline.allocation_bytes.tolist()
         self.own: dict[Category, dict[str, int]] = {}
         self.total: dict[Category, dict[str, int]] = {}
         trace = timeline.trace

@@ -5,11 +5,13 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+import numpy as np
+
 from memfit.capture import NEVER, Category, Trace
 from memfit.errors import InputError
 from memfit.hardware import Device, Target
-from memfit.memory.events import Reserved, reserved
 from memfit.memory.modules import ModuleMemory, module_memory
+from memfit.memory.steady_state import Reserved, reserved
 from memfit.memory.timeline import Timeline
 
 
@@ -116,6 +118,8 @@ def summarize(trace: Trace, *, target: str | Device | Target | None = None, larg
     timeline = Timeline.of(trace, device.allocator.rounding_bytes)
     free = reserved(trace, device)
     fit, limited = _fit(trace, device, free)
+    there = timeline.alive_at(timeline.peak_op)
+    order = np.argsort(-timeline.allocation_bytes[there], kind="stable")  # older first among equals
     return MemorySummary(
         device=device.name,
         device_title=device.title,
@@ -133,7 +137,7 @@ def summarize(trace: Trace, *, target: str | Device | Target | None = None, larg
         failing=None if limited.out_of_memory_op is None else place_of(timeline, limited.out_of_memory_op),
         failing_step=None if limited.out_of_memory_op is None else limited.steps,
         modules=tuple(module_memory(timeline).values()),
-        largest=tuple(_at_peak(timeline, int(storage)) for storage in timeline.largest_at(timeline.peak_op, largest)),
+        largest=tuple(_storage_at_peak(timeline, int(storage)) for storage in there[order[:largest]]),
         notes=trace.notes,
     )
 
@@ -171,13 +175,13 @@ def _overheads(device: Device) -> tuple[Overhead, ...]:
     return tuple(Overhead(name=name, bytes=n_bytes) for name, n_bytes in named if n_bytes)
 
 
-def _at_peak(timeline: Timeline, number: int) -> StorageAtPeak:
+def _storage_at_peak(timeline: Timeline, number: int) -> StorageAtPeak:
     trace = timeline.trace
     storage = trace.storages[number]
     made = 0 <= storage.alloc_at < len(trace.ops)
     return StorageAtPeak(
         storage=number,
-        bytes=int(timeline.storage_bytes[number]),
+        bytes=int(timeline.allocation_bytes[number]),
         category=storage.category,
         name=storage.name or (trace.ops[storage.alloc_at].name if made else ""),
         module=storage.module,

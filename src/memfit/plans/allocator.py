@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from memfit.solve import Incumbent, Problem, Solved, minimum_budget_bytes, planned_reserved, solve
+from memfit.memory import reserved
+from memfit.solve import Incumbent, Problem, Solved, minimum_budget_bytes, solve
 from memfit.units import display_bytes
 
 _LOWERINGS = 6
@@ -44,10 +45,10 @@ def held_under(problem: Problem, solved: Solved, *, expandable: bool = False) ->
         device = replace(device, allocator=replace(device.allocator, expandable_segments=True))
     if not device.allocator.caches:
         return Held(reserved_bytes=solved.replay.peak_bytes, room=Room.ENOUGH)
-    reserved_bytes = planned_reserved(solved.replay, device).peak_reserved_bytes
+    reserved_bytes = reserved(solved.replay.allocations, device).peak_reserved_bytes
     if reserved_bytes <= usable:
         return Held(reserved_bytes=reserved_bytes, room=Room.ENOUGH)
-    fails = planned_reserved(solved.replay, device, limit_bytes=usable).out_of_memory_op is not None
+    fails = reserved(solved.replay.allocations, device, limit_bytes=usable).out_of_memory_op is not None
     return Held(reserved_bytes=reserved_bytes, room=Room.TOO_LITTLE if fails else Room.TIGHT)
 
 

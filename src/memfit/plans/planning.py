@@ -14,6 +14,7 @@ from rich.status import Status as Spinner
 from memfit.capture import Step, Trace, trace
 from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
+from memfit.memory import Timeline, reserved
 from memfit.plans.allocator import note_on_room, with_room
 from memfit.plans.document import Plan
 from memfit.plans.facts import peak_at
@@ -34,7 +35,6 @@ from memfit.solve import (
     Choice,
     Curve,
     Incumbent,
-    PlannedTimeline,
     Problem,
     Solved,
     SolveOptions,
@@ -42,7 +42,6 @@ from memfit.solve import (
     build_curve,
     find_blocker,
     nothing,
-    planned_reserved,
     solve,
 )
 from memfit.units import display_bytes, display_ms
@@ -223,17 +222,17 @@ def _prediction(problem: Problem, solved: Solved, base_ms: float) -> Prediction 
     )
 
 
-def _peak(problem: Problem, judged: PlannedTimeline) -> dict[str, Any]:
+def _peak(problem: Problem, judged: Timeline) -> dict[str, Any]:
     """The fields of an estimate that are about memory."""
     device, instant = problem.target.device, judged.peak_instant
     held = judged.peak_bytes
     if device.allocator.caches:
-        held = max(held, planned_reserved(judged, device).peak_reserved_bytes)
+        held = max(held, reserved(judged.allocations, device).peak_reserved_bytes)
     return {
         "peak_bytes": judged.peak_bytes,
         "peak_reserved_bytes": held,
         "peak_by_category": judged.peak_by_category,
-        "peak_at": peak_at(judged.trace, int(judged.op[instant]), second_run_of=judged.second_run_of(instant)),
+        "peak_at": peak_at(judged.trace, int(judged.op[instant]), second_run_of=judged.recomputed_unit(instant)),
     }
 
 

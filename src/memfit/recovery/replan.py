@@ -14,9 +14,10 @@ from memfit.capture import trace as capture
 from memfit.cost import Cost
 from memfit.engines import unplanned
 from memfit.errors import MemfitError
+from memfit.memory import Timeline
 from memfit.plans import Plan
 from memfit.plans import plan as make_plan
-from memfit.solve import PlannedTimeline, SolveOptions
+from memfit.solve import SolveOptions
 from memfit.verify.faults import is_out_of_memory
 from memfit.verify.given import resolve_step
 from memfit.verify.prediction import replayed
@@ -52,7 +53,7 @@ class Replanner:
             least = self.least(plan)
             self._spare = None if least is None else (least, self.trace)
 
-    def timeline(self, plan: Plan) -> PlannedTimeline:
+    def timeline(self, plan: Plan) -> Timeline:
         """Memory at every instant of the step under a plan."""
         return replayed(plan, self.trace)
 

@@ -118,7 +118,7 @@ def _why_kept(report: Report, candidate: Candidate) -> str:
     op = int(planned.op[instant]) if run < 0 else planned.units[run].backward_begin
     if op < candidate.unit.end:
         return "no help: the peak comes before its forward is over"
-    if op >= candidate.again:
+    if op >= candidate.recompute_at:
         return "no help: the peak comes when its backward has begun"
     return "not needed: the others are enough for less"
 

@@ -23,10 +23,8 @@ from memfit.capture import NEVER, Op, Phase, Trace
 from memfit.capture.trace_types import short
 from memfit.cost import Collective
 from memfit.files import write_whole
-from memfit.memory import CATEGORIES
+from memfit.memory import BETWEEN, CATEGORIES, Timeline
 from memfit.report.streams import Clock, Sending, Wait, build_clock
-from memfit.solve import PlannedTimeline
-from memfit.solve.planned_lives import BETWEEN
 
 _MODULES, _COMPUTE, _TIMELESS = 1, 2, 5
 _TRACKS = {_MODULES: "modules", _COMPUTE: "compute", _TIMELESS: "ops that take no time"}
@@ -75,7 +73,7 @@ class _Process:
     """One step as a process of the trace."""
 
     report: Report
-    timeline: PlannedTimeline
+    timeline: Timeline
     pid: int
     name: str
 
@@ -216,7 +214,7 @@ def _moments(during: np.ndarray, clock: Clock) -> Iterator[tuple[int, int]]:
 class _Paths:
     """The slices around each op: its phase, the second run that it belongs to, the module calls, outermost first."""
 
-    def __init__(self, timeline: PlannedTimeline) -> None:
+    def __init__(self, timeline: Timeline) -> None:
         self.timeline, self.trace = timeline, timeline.trace
         self._calls: dict[int, tuple[int, ...]] = {NEVER: ()}
 

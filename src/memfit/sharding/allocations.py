@@ -12,8 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from memfit.capture import NEVER, Category
-from memfit.memory.intervals import Interval
-from memfit.memory.timeline import CATEGORIES, Bytes, Timeline
+from memfit.memory import CATEGORIES, Bytes, Interval, Timeline
 
 _ROW = {category: row for row, category in enumerate(CATEGORIES)}
 
@@ -105,7 +104,7 @@ class Levels:
             alloc_at, free_after = int(self.timeline.alloc_at[storage]), int(self.timeline.free_after[storage])
             if free_after != NEVER and free_after < alloc_at:
                 continue
-            row, n_bytes = _ROW[storages[storage].category], int(self.timeline.storage_bytes[storage])
+            row, n_bytes = _ROW[storages[storage].category], int(self.timeline.allocation_bytes[storage])
             if alloc_at == NEVER:
                 start[row] -= n_bytes
             else:

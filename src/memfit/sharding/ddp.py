@@ -20,7 +20,7 @@ from memfit.cost import Collective, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Device, Target
 from memfit.hardware.efficiency import Family
-from memfit.memory.timeline import Timeline
+from memfit.memory import Timeline
 from memfit.sharding.allocations import Levels
 from memfit.sharding.gradients import WholeGradient, whole_gradients
 from memfit.sharding.options import FIRST_BUCKET_BYTES, ShardDtypes, ShardOptions, elements, item_bytes

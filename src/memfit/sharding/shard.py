@@ -14,7 +14,7 @@ from memfit.capture import NEVER, Category, Parameter, Phase
 from memfit.cost import Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
-from memfit.memory.timeline import Timeline
+from memfit.memory import Timeline
 from memfit.sharding.allocations import Levels
 from memfit.sharding.ddp import replicate
 from memfit.sharding.gradients import WholeGradient, casts_of, whole_gradients, without_casts

@@ -28,7 +28,7 @@ class Candidate:
     saved: frozenset[int]
 
 
-def lower_hull(x: Ints, y: Ints) -> Ints:
+def lower_hull(x: Ints | Times, y: Ints | Times) -> Ints:
     """The corners of the convex hull below points that are sorted by x."""
     corners: list[int] = []
     xs, ys = x.tolist(), y.tolist()

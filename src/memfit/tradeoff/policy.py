@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memfit.tradeoff.facts import Flags
-from memfit.tradeoff.problem import Problem, Role
+from memfit.memory import Recompute, Unit
+from memfit.tradeoff.facts import Facts, Flags
+from memfit.tradeoff.problem import Problem, Role, lost_inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,3 +95,28 @@ def _peak_bytes(problem: Problem, runs: Flags, stop: int) -> int:
     np.add.at(change, problem.ends[made] + 1, -problem.size[made])
     level = np.cumsum(change)[: stop + 1]
     return int((level + np.where(runs, problem.workspace, 0)[: stop + 1]).max(initial=0))
+
+
+def build_recompute(facts: Facts, unit: Unit, policy: Policy) -> Recompute:
+    """Return what a policy changes in the allocations of the step (memory's Note [Allocations under a plan])."""
+    problem = Problem.of(facts, unit)
+    low, high = np.searchsorted(facts.forward_alloc_at, (unit.begin, unit.end))
+    own = facts.forward_storages[low:high]
+    saved, runs = np.zeros((2, len(problem.view)), bool)
+    saved[list(policy.saved)] = True
+    runs[list(policy.recomputed)] = True
+    held, discardable = saved[problem.alloc_at], problem.role == Role.DISCARDABLE
+    newly_held = own[(problem.role == Role.FRESH) & held & (problem.alloc_at <= policy.stop)]
+    dropped = own[discardable & ~held]
+    made = runs[problem.alloc_at] & (problem.ends >= problem.alloc_at)
+    return Recompute(
+        unit=unit,
+        ops=unit.begin + np.array(policy.recomputed, np.int64),
+        held=np.concatenate((newly_held, lost_inputs(facts, unit))),
+        dropped=dropped,
+        dropped_after=np.maximum(facts.released[dropped], facts.alloc_at[dropped]),
+        remade=own[made],
+        remade_at=unit.begin + problem.alloc_at[made],
+        remade_until=unit.begin + problem.ends[made],
+        replaces=discardable[made],
+    )

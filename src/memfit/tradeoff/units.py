@@ -5,33 +5,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from memfit.capture import NEVER, ModuleCall, Phase, Trace
+from memfit.memory import Unit
 
 LOSS = "<loss>"
 """The name of the loss region; it is no module, so its `call` is `NEVER`."""
 
 FORWARD = (Phase.FORWARD, Phase.LOSS)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """Forward ops `begin` up to (not including) `end` that can be run again as one, and their backward.
-
-    `name` is the module's path, with `#1` appended for its second call of the step, `#2` for its third; the
-    model itself has the empty path. `call` is the index of the module call. `backward_begin` is the first op that asks
-    for a tensor which autograd saved in the unit.
-    """
-
-    name: str
-    module: str
-    kind: str
-    call: int
-    begin: int
-    end: int
-    backward_begin: int
-    backward_end: int
 
 
 def units(trace: Trace) -> tuple[Unit, ...]:

@@ -25,8 +25,7 @@ import numpy as np
 
 from memfit.capture import NEVER, Category
 from memfit.capture.kernels import AllocatorEvent
-from memfit.memory import CATEGORIES
-from memfit.solve import PlannedTimeline, planned_events
+from memfit.memory import CATEGORIES, Timeline, events
 from memfit.verify.measure import Rise
 
 _WINDOW = 2048
@@ -57,14 +56,16 @@ class Filling:
 class Places:
     """What each allocation of a predicted step is for."""
 
-    def __init__(self, timeline: PlannedTimeline) -> None:
+    def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
         storages = timeline.trace.storages
-        self._module = [storages[each].module if each != NEVER else "" for each in timeline.planned.storage.tolist()]
-        self._row = timeline.lives.row.tolist()
-        self._born = timeline.lives.alloc_at.tolist()
+        self._module = [
+            storages[each].module if each != NEVER else "" for each in timeline.allocations.storage.tolist()
+        ]
+        self._row = timeline.allocations.row.tolist()
+        self._born = timeline.allocations.alloc_at.tolist()
         self._going: dict[int, list[int]] = defaultdict(list)
-        for number, instant in enumerate(timeline.lives.free_after.tolist()):
+        for number, instant in enumerate(timeline.allocations.free_after.tolist()):
             self._going[instant].append(number)
 
     def of(self, number: int) -> Place:
@@ -83,7 +84,7 @@ class Places:
     def written_over(self, number: int) -> Iterator[int]:
         """Inputs of the op that makes this one, of the same size, that go with the op."""
         timeline, instant = self.timeline, self._born[number]
-        size, storage = timeline.lives.size_bytes, timeline.planned.storage
+        size, storage = timeline.allocations.size_bytes, timeline.allocations.storage
         op = int(timeline.op[instant])
         read = {ref.storage for ref in timeline.trace.ops[op].inputs} - {NEVER} if op < len(timeline.trace.ops) else ()
         for other in self._going[instant]:
@@ -95,15 +96,15 @@ class Places:
         count, alloc_at = len(self._born), self._born
         return [
             (event.key, event.requested_bytes)
-            for event in planned_events(self.timeline)
+            for event in events(self.timeline.allocations)
             if event.requested_bytes > 0 and event.key < count and alloc_at[event.key] != NEVER
         ]
 
     def at(self, instant: int) -> Filling:
         """What is predicted to be there at an instant, workspace included; -1 is the start of the step."""
-        lives, rounding = self.timeline.lives, self.timeline.rounding_bytes
+        lives, rounding = self.timeline.allocations, self.timeline.rounding_bytes
         filling = Filling()
-        for key in self.timeline.alive(instant).tolist():
+        for key in self.timeline.alive_at(instant).tolist():
             filling.add(self.of(key), _rounded(int(lives.size_bytes[key]), rounding))
         if 0 <= instant < lives.instants:
             workspace = _rounded(int(lives.workspace_bytes[instant]), rounding)

@@ -8,7 +8,7 @@ from memfit.analysis.levers.case import Case
 from memfit.analysis.levers.lever import Lever
 from memfit.analysis.levers.lives import held_for_nothing, with_lives
 from memfit.capture import NEVER
-from memfit.solve.planned_lives import BETWEEN
+from memfit.memory import BETWEEN
 
 _PART = 1000
 """Results that are smaller than the largest by this are not worth a name."""

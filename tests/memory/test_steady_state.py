@@ -14,9 +14,9 @@ from torch import nn
 from memfit import Step, spec, trace
 from memfit.capture import NEVER, Category, Phase, Trace
 from memfit.hardware import Target
-from memfit.memory import Timeline, allocator_config, events, reserved
+from memfit.memory import AllocationTable, Timeline, allocator_config, events, reserved
 from memfit.memory.allocator import FREE, AllocatorConfig, simulate
-from memfit.memory.events import MOST_STEPS, AllocationTable, Replay, allocator_events, simulate_reserved
+from memfit.memory.steady_state import MOST_STEPS, ProcessEvents
 
 MIB = 1 << 20
 H100 = Target.parse("h100-sxm").device
@@ -56,7 +56,7 @@ def test_allocator_agrees_with_the_timeline(trace: Trace) -> None:
 
 
 @given(traces())
-def test_lives_of_a_trace_have_its_levels(trace: Trace) -> None:
+def test_the_table_of_a_trace_has_its_levels(trace: Trace) -> None:
     for rounding_bytes in (1, 512):
         timeline = Timeline.of(trace, rounding_bytes)
         before, during = AllocationTable.of(trace).levels(rounding_bytes)
@@ -64,9 +64,13 @@ def test_lives_of_a_trace_have_its_levels(trace: Trace) -> None:
         assert during.tolist() == timeline.during_by_row.tolist()
 
 
-def test_lives_may_come_from_elsewhere() -> None:
+def test_a_table_may_come_from_elsewhere() -> None:
     """Two instants: 8 bytes before the step, 5 of the first instant alone, and a workspace of 3 in the second."""
-    lives = AllocationTable(
+    table = AllocationTable(
+        op=np.arange(3),
+        run=np.full(3, -1),
+        storage=np.arange(2),
+        remade=np.full(2, -1),
         size_bytes=np.array([8, 5]),
         row=np.array([0, 3]),
         alloc_at=np.array([-1, 0]),
@@ -74,10 +78,10 @@ def test_lives_may_come_from_elsewhere() -> None:
         workspace_bytes=np.array([0, 3]),
         states_made=2,
     )
-    assert [tuple(event) for event in allocator_events(lives)] == [(0, 8), (1, 5), (1, FREE), (2 + 1, 3), (2 + 1, FREE)]
-    assert lives.levels()[1].sum(axis=0).tolist() == [13, 11, 8]
-    assert simulate_reserved(lives, CPU).peak_reserved_bytes == 13
-    assert simulate_reserved(lives, H100).peak_reserved_bytes == 2 * MIB
+    assert [tuple(event) for event in events(table)] == [(0, 8), (1, 5), (1, FREE), (2 + 1, 3), (2 + 1, FREE)]
+    assert table.levels()[1].sum(axis=0).tolist() == [13, 11, 8]
+    assert reserved(table, CPU).peak_reserved_bytes == 13
+    assert reserved(table, H100).peak_reserved_bytes == 2 * MIB
 
 
 @given(traces())
@@ -92,12 +96,12 @@ def test_any_step_can_be_repeated_until_it_settles(trace: Trace) -> None:
 
 @given(traces())
 def test_every_step_of_a_process_leaves_what_the_first_left(trace: Trace) -> None:
-    lives = AllocationTable.of(trace)
-    resident = set(np.flatnonzero(lives.alloc_at == NEVER).tolist())
-    lost = set(np.flatnonzero((lives.alloc_at == NEVER) & (lives.free_after != NEVER)).tolist())
+    table = AllocationTable.of(trace)
+    resident = set(np.flatnonzero(table.alloc_at == NEVER).tolist())
+    lost = set(np.flatnonzero((table.alloc_at == NEVER) & (table.free_after != NEVER)).tolist())
     there: set[int] = set()
     after = []
-    for stream in Replay(lives).steps():
+    for stream in ProcessEvents(table).steps():
         for _, key, requested_bytes in stream:
             assert (key in there) == (requested_bytes == FREE)
             there ^= {key}
