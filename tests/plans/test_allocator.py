@@ -50,7 +50,7 @@ def devices(trace: Trace) -> dict[tuple[Room, Room], Device]:
         device = device_with(low + (high - low) * place // PLACES)
         problem = problem_on(trace, device)
         first = solve(problem, device.usable_bytes)
-        held, most = held_under(problem, first), held_under(problem, with_room(problem, first))
+        held, most = held_under(problem, first), with_room(problem, first)[1]
         if held is not None and most is not None:
             found.setdefault((held.room, most.room), device)
     return found

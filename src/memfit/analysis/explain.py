@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from memfit.analysis.explanation import (
     GatheredUnit,
@@ -26,25 +24,17 @@ from memfit.analysis.levers.case import Case
 from memfit.analysis.levers.lever import Lever
 from memfit.analysis.sizes import rounded
 from memfit.analysis.unreleased import checkpointing_of, kept_by_plan
-from memfit.capture import Category, Step, Trace, trace
-from memfit.cost import Cost, Runtime
+from memfit.capture import Category, Step, Trace
+from memfit.cost import Cost
 from memfit.errors import InputError
 from memfit.memory import CATEGORIES, Timeline
 from memfit.paths import around
 from memfit.plans import Plan
 from memfit.plans.facts import peak_at
-from memfit.plans.given import (
-    Model,
-    TargetLike,
-    check_asked,
-    check_nothing_beside,
-    resolve_cost,
-    resolve_options,
-    resolve_step,
-    resolve_target,
-)
 from memfit.plans.record import PeakAt
-from memfit.solve import Problem, SolveOptions
+from memfit.plans.resolve import Inputs, Model, TargetLike, check_nothing_beside, resolve_cost, resolve_options
+from memfit.progress import Progress
+from memfit.solve import SolveOptions
 from memfit.solve.min_budget import MinBudget
 
 _LARGEST = 10
@@ -77,62 +67,41 @@ def explain(
     how the step is sharded, and what levers may checkpoint. Levers capture changed steps, which a trace cannot;
     `levers=False` leaves them out.
     """
-    doing = _Doing(progress)
     if isinstance(model, Plan):
         check_nothing_beside("the plan", None, loss, optimizer, autocast)
         if target is not None or ranks is not None:
             raise InputError("target and ranks are part of the plan; make another plan for another target")
         if batch is None:
             return _of_document(model)
-        report, step = _planned(model, batch, cost, options, doing)
+        if not isinstance(batch, Step | Trace):
+            raise InputError(f"a plan is explained with its memfit.Step or memfit.Trace, not a {type(batch).__name__}")
+        step = batch if isinstance(batch, Step) else None
+        with Progress("capturing one training step", show=progress):
+            report = Report.of(model, batch, cost=cost, options=None if options is None else resolve_options(options))
+        timed = resolve_cost(cost, report.target)
         allowed = model.budget_bytes if budget is None else report.target.budget_bytes(budget)
     else:
-        check_asked(model, target, ranks, budget=budget)
-        report, step = _given(model, batch, loss, optimizer, autocast, target, ranks, cost, options, doing)
-        allowed = min(report.target.budget_bytes(budget), report.target.usable_bytes)
-    case = Case(report=report, step=step, cost=resolve_cost(cost, report.target), budget_bytes=allowed)
+        inputs = Inputs.of(
+            model,
+            batch,
+            loss=loss,
+            optimizer=optimizer,
+            autocast=autocast,
+            target=target,
+            ranks=ranks,
+            cost=cost,
+            options=options,
+            progress=progress,
+        )
+        allowed = min(inputs.target.budget_bytes(budget), inputs.target.usable_bytes)
+        step, timed = inputs.step, inputs.cost
+        report = Report(problem=inputs.problem(), plan=None)
+    case = Case(report=report, step=step, cost=timed, budget_bytes=allowed)
     found: tuple[Lever, ...] = ()
     if levers:
-        with doing("working out levers") as tell:
-            found = find_levers(case, tell)
+        with Progress("working out levers", show=progress) as spinner:
+            found = find_levers(case, spinner.add)
     return _explanation(case, found, case.least if levers else None)
-
-
-def _planned(
-    plan: Plan, step: Any, cost: Cost | str | None, options: SolveOptions | None, doing: _Doing
-) -> tuple[Report, Step | None]:
-    if not isinstance(step, Step | Trace):
-        raise InputError(f"a plan is explained with its memfit.Step or memfit.Trace, not a {type(step).__name__}")
-    with doing("capturing one training step"):
-        report = Report.of(plan, step, cost=cost, options=None if options is None else resolve_options(options))
-    return report, step if isinstance(step, Step) else None
-
-
-def _given(
-    model: Model,
-    batch: Any,
-    loss: Callable[..., torch.Tensor] | None,
-    optimizer: Any,
-    autocast: torch.dtype | None,
-    target: TargetLike | None,
-    ranks: int | None,
-    cost: Cost | str | None,
-    options: SolveOptions | None,
-    doing: _Doing,
-) -> tuple[Report, Step | None]:
-    aim, solver = resolve_target(model, target, ranks), resolve_options(options)
-    chosen = resolve_cost(cost, aim)
-    if isinstance(model, Step | Trace):
-        check_nothing_beside(f"the {type(model).__name__}", batch, loss, optimizer, autocast)
-    step = None
-    if isinstance(model, Trace):
-        captured = model
-    else:
-        step = resolve_step(model, batch, loss=loss, optimizer=optimizer, autocast=autocast)
-        with doing("capturing one training step"):
-            captured = trace(step, target=aim)
-    with doing("timing its ops, working out frontiers"):
-        return Report(problem=Problem.of(Runtime.of(captured, chosen), aim, solver), plan=None), step
 
 
 def _explanation(case: Case, levers: tuple[Lever, ...], least: MinBudget | None) -> StepExplanation:
@@ -287,19 +256,3 @@ def _gathered(report: Report, timeline: Timeline, there: np.ndarray) -> tuple[Ga
         for unit in report.problem.sharding.units
     ]
     return tuple(sorted(rows, key=lambda row: -row.gathered_bytes))
-
-
-class _Doing:
-    """Shows on the terminal what is being done; called with what, it gives a function that says more."""
-
-    def __init__(self, show: bool) -> None:
-        self.console = Console(stderr=True)
-        self.show = show and self.console.is_terminal
-
-    @contextmanager
-    def __call__(self, what: str) -> Iterator[Callable[[str], None]]:
-        if not self.show:
-            yield lambda _: None
-            return
-        with self.console.status(f"{what} …") as spinner:
-            yield lambda more: spinner.update(f"{what}: {more} …")

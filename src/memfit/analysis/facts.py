@@ -11,8 +11,8 @@ from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import Timeline
 from memfit.plans import Plan
-from memfit.plans.given import resolve_cost
 from memfit.plans.making import build_policy
+from memfit.plans.resolve import resolve_cost
 from memfit.plans.words import without_plan
 from memfit.sharding import ShardOptions
 from memfit.solve import Curve, Problem, SolveOptions
@@ -79,7 +79,7 @@ class Report:
     @property
     def trace(self) -> Trace:
         """The step; under sharding as it was captured, whole."""
-        return self.problem.timeline.trace
+        return self.problem.trace
 
     @property
     def target(self) -> Target:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memfit.cli.options import FileOptions
-from memfit.cli.output import Work, say
+from memfit.cli.output import say
 from memfit.cli.problems import for_file
+from memfit.progress import Progress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +25,7 @@ def write_files(files: FileOptions, report: Report, levers: Sequence[Lever] = ()
     from memfit.report.snapshot import write_snapshot
 
     if files.html is not None:
-        with Work("drawing the page"), for_file("--html"):
+        with Progress("drawing the page"), for_file("--html"):
             write_page(report, files.html, levers=levers)
         say(f"wrote {files.html}, open it in a browser")
     if files.perfetto is not None:

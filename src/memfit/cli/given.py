@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memfit.cli.options import HardwareOptions, SolverOptions, StepOptions
-from memfit.cli.output import Work, say
+from memfit.cli.output import say
 from memfit.cli.problems import UsageError, about
 from memfit.errors import InputError
+from memfit.progress import Progress
 
 if TYPE_CHECKING:
     from memfit.capture import Step, Trace
@@ -213,7 +214,7 @@ def captured(step: Step | Trace, target: Target) -> Trace:
 
     if isinstance(step, Trace):
         return step
-    with Work("capturing one training step"):
+    with Progress("capturing one training step"):
         return trace(step, target=target)
 
 

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memfit.cli.output import Work
+from memfit.progress import Progress
 from memfit.units import display_bytes, display_ms
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def find_levers(report: Report, step: Step | Trace, cost: str) -> tuple[Lever, .
     nothing fits."""
     from memfit.analysis.levers import Case, find_levers
     from memfit.capture import Step
-    from memfit.plans.given import resolve_cost
+    from memfit.plans.resolve import resolve_cost
 
     budget_bytes = report.target.usable_bytes if report.plan is None else report.plan.budget_bytes
     case = Case(
@@ -36,8 +36,8 @@ def find_levers(report: Report, step: Step | Trace, cost: str) -> tuple[Lever, .
         cost=resolve_cost(cost, report.target),
         budget_bytes=budget_bytes,
     )
-    with Work("working out levers") as work:
-        return find_levers(case, watch=work.heard)
+    with Progress("working out levers") as work:
+        return find_levers(case, watch=work.add)
 
 
 def levers_in_short(levers: Sequence[Lever], plan: Plan, explain: str) -> RenderableType:

@@ -79,29 +79,6 @@ def say_problem(problem: str) -> None:
     say(f"memfit: {problem}", style="red")
 
 
-class Work:
-    """Shows on a terminal what is being done, while it is being done."""
-
-    def __init__(self, doing: str) -> None:
-        self._doing = doing
-        console = Console(stderr=True)
-        self._spinner = console.status(f"{doing} …") if console.is_terminal else None
-
-    def heard(self, more: str) -> None:
-        """Say more of it."""
-        if self._spinner is not None:
-            self._spinner.update(f"{self._doing}: {more} …")
-
-    def __enter__(self) -> Work:
-        if self._spinner is not None:
-            self._spinner.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._spinner is not None:
-            self._spinner.stop()
-
-
 def close_quietly() -> None:
     """After the reader of a pipe has gone: write the rest to nowhere, so that Python does not complain at its end."""
     with contextlib.suppress(AttributeError, OSError, ValueError), open(os.devnull, "wb") as nowhere:

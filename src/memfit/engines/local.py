@@ -30,7 +30,6 @@ from memfit.engines.unit import PlannedUnit
 from memfit.errors import InputError, PlanDrift, StateError
 from memfit.plans import Checkpoint, Plan, PlanMismatch, model_differences
 from memfit.plans.mismatch import optimizer_differences
-from memfit.plans.uses import use
 from memfit.plans.wrappers import named_modules, unwrap, wrappers_of
 from memfit.torch_private.pytree import tree_leaves
 from memfit.units import display_bytes
@@ -265,7 +264,6 @@ class Applied:
         return Mode(chain, in_eval=path in self.plan.trace.in_eval)
 
 
-@use("apply")
 def apply(
     plan: Plan,
     model: nn.Module,
@@ -295,7 +293,6 @@ def apply(
     return model, optimizer
 
 
-@use("remove")
 def remove(plan: Plan, model: nn.Module) -> nn.Module:
     """Make the model what it was before `apply`."""
     applied = plan_of_model(model)

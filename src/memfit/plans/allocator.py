@@ -6,7 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from memfit.hardware import Device
 from memfit.memory import reserved
+from memfit.memory.timeline import Timeline
 from memfit.solve import Incumbent, Problem, Solved, minimum_budget_bytes, solve
 from memfit.units import display_bytes
 
@@ -37,66 +39,77 @@ class Held:
 
 
 def held_under(problem: Problem, solved: Solved, *, expandable: bool = False) -> Held | None:
-    """What the allocator does with a plan; None without one. `expandable` segments grow and have no pieces."""
-    device, usable = problem.target.device, problem.target.usable_bytes
+    """Return what the allocator does with a plan; None without one. `expandable` segments grow and have no pieces."""
     if solved.replay is None:
         return None
-    if expandable:
-        device = replace(device, allocator=replace(device.allocator, expandable_segments=True))
-    if not device.allocator.caches:
-        return Held(reserved_bytes=solved.replay.peak_bytes, room=Room.ENOUGH)
-    reserved_bytes = reserved(solved.replay.allocations, device).peak_reserved_bytes
-    if reserved_bytes <= usable:
-        return Held(reserved_bytes=reserved_bytes, room=Room.ENOUGH)
-    fails = reserved(solved.replay.allocations, device, limit_bytes=usable).out_of_memory_op is not None
-    return Held(reserved_bytes=reserved_bytes, room=Room.TOO_LITTLE if fails else Room.TIGHT)
+    reserved_bytes = _reserved_bytes(problem, solved.replay, expandable)
+    return Held(reserved_bytes=reserved_bytes, room=_room(problem, solved.replay, reserved_bytes, expandable))
 
 
 def with_room(
     problem: Problem, solved: Solved, watch: Callable[[Incumbent], None] | None = None, *, expandable: bool = False
-) -> Solved:
-    """A plan for this budget or a lower one with which the allocator, too, stays within the device."""
-    return with_room_held(problem, solved, watch, expandable=expandable)[0]
-
-
-def with_room_held(
-    problem: Problem, solved: Solved, watch: Callable[[Incumbent], None] | None = None, *, expandable: bool = False
 ) -> tuple[Solved, Held | None]:
-    """The plan of `with_room`, and what the allocator does with it.
+    """Return a plan for this budget or a lower one with which the allocator, too, stays within the device, and what the
+    allocator does with it.
 
     What it holds too much is taken off the budget, some times; then the smallest budget is tried, and some between.
     Where none will do it is the plan with the most room, and of those alike the one with the most budget.
     """
     usable = problem.target.usable_bytes
-    tried: list[tuple[Held, Solved]] = []
+    tried: list[tuple[int, Solved, Timeline]] = []
 
     def able(found: Solved) -> bool:
-        held = held_under(problem, found, expandable=expandable)
-        if held is not None:
-            tried.append((held, found))
-        return held is not None and held.room is Room.ENOUGH
+        if found.replay is None:
+            return False
+        tried.append((_reserved_bytes(problem, found.replay, expandable), found, found.replay))
+        return tried[-1][0] <= usable
 
     if solved.replay is None:
         return solved, None
-    if able(solved):
-        return solved, tried[0][0]
-    for _ in range(_LOWERINGS):
-        held, lowest = tried[-1]
-        budget_bytes = lowest.budget_bytes - max(held.reserved_bytes - usable, usable // _STEP)
-        if budget_bytes <= 0:
-            break
-        found = solve(problem, budget_bytes, start=lowest.choice, watch=watch)
-        if found.replay is None or able(found):
-            break
-    if tried[-1][0].room is not Room.ENOUGH:
-        _between(problem, tried, able)
-    held, found = min(tried, key=lambda each: (each[0].room.value, -each[1].budget_bytes))
-    return found, held
+    if not able(solved):
+        for _ in range(_LOWERINGS):
+            reserved_bytes, lowest, _ = tried[-1]
+            budget_bytes = lowest.budget_bytes - max(reserved_bytes - usable, usable // _STEP)
+            if budget_bytes <= 0:
+                break
+            found = solve(problem, budget_bytes, start=lowest.choice, watch=watch)
+            if found.replay is None or able(found):
+                break
+        if tried[-1][0] > usable:
+            _between(problem, tried[-1][1].budget_bytes, able)
+    fits = [each for each in tried if each[0] <= usable]  # the rest is simulated again, to see whether it runs out
+    held = [
+        (Held(reserved_bytes=reserved_bytes, room=_room(problem, replay, reserved_bytes, expandable)), found)
+        for reserved_bytes, found, replay in fits or tried
+    ]
+    best, found = min(held, key=lambda each: (each[0].room.value, -each[1].budget_bytes))
+    return found, best
 
 
-def _between(problem: Problem, tried: list[tuple[Held, Solved]], able: Callable[[Solved], bool]) -> None:
+def _reserved_bytes(problem: Problem, replay: Timeline, expandable: bool) -> int:
+    """Return what the allocator holds at most when nothing limits it."""
+    device = _device(problem, expandable)
+    return reserved(replay.allocations, device).peak_reserved_bytes if device.allocator.caches else replay.peak_bytes
+
+
+def _room(problem: Problem, replay: Timeline, reserved_bytes: int, expandable: bool) -> Room:
+    device, usable = _device(problem, expandable), problem.target.usable_bytes
+    if reserved_bytes <= usable or not device.allocator.caches:
+        return Room.ENOUGH
+    fails = reserved(replay.allocations, device, limit_bytes=usable).out_of_memory_op is not None
+    return Room.TOO_LITTLE if fails else Room.TIGHT
+
+
+def _device(problem: Problem, expandable: bool) -> Device:
+    device = problem.target.device
+    if not expandable:
+        return device
+    return replace(device, allocator=replace(device.allocator, expandable_segments=True))
+
+
+def _between(problem: Problem, high: int, able: Callable[[Solved], bool]) -> None:
     """Try the smallest budget; when it will do, also some between it and the lowest that will not."""
-    low, high = minimum_budget_bytes(problem), tried[-1][1].budget_bytes
+    low = minimum_budget_bytes(problem)
     if low is None or low >= high or not able(solve(problem, low)):
         return
     for _ in range(_HALVINGS):
@@ -107,12 +120,12 @@ def _between(problem: Problem, tried: list[tuple[Held, Solved]], able: Callable[
             high = middle
 
 
-def note_on_room(problem: Problem, solved: Solved, asked_bytes: int | None) -> str | None:
-    """What to know of the allocator under a plan, and what to do about it; None when it has room.
+def note_on_room(problem: Problem, solved: Solved, held: Held | None, asked_bytes: int | None) -> str | None:
+    """What to know of what the allocator holds under a plan, and what to do about it; None when it has room.
 
     `asked_bytes` is the budget that was asked for, None when it was left to memfit.
     """
-    held, usable = held_under(problem, solved), display_bytes(problem.target.usable_bytes)
+    usable = display_bytes(problem.target.usable_bytes)
     if held is None:
         return None
     if held.room is Room.ENOUGH:
@@ -133,19 +146,18 @@ def note_on_room(problem: Problem, solved: Solved, asked_bytes: int | None) -> s
 def _remedy(problem: Problem, solved: Solved, asked_bytes: int | None) -> str:
     """A lower budget where there is one that has room; else what to do with expandable segments."""
     if asked_bytes is not None:
-        lower = with_room(problem, solved)
-        if _has_room(problem, lower):
+        lower, held = with_room(problem, solved)
+        if _has_room(held):
             return f"A budget of {display_bytes(lower.budget_bytes)} has room"
     least = minimum_budget_bytes(problem)
     none = "No lower budget " + ("" if least is None else f"down to {display_bytes(least)} ") + "was found to have room"
-    grown = with_room(problem, solved, expandable=True)
-    if not _has_room(problem, grown, expandable=True):
+    grown, held = with_room(problem, solved, expandable=True)
+    if not _has_room(held):
         return f"{none}, nor with {EXPANDABLE}: use another lever, such as a smaller batch"
     if grown.budget_bytes == solved.budget_bytes:
         return f"{none}: the plan fits only with {EXPANDABLE}"
     return f"{none}: with {EXPANDABLE} a budget of {display_bytes(grown.budget_bytes)} has"
 
 
-def _has_room(problem: Problem, solved: Solved, *, expandable: bool = False) -> bool:
-    held = held_under(problem, solved, expandable=expandable)
+def _has_room(held: Held | None) -> bool:
     return held is not None and held.room is Room.ENOUGH

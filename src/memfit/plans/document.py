@@ -37,7 +37,6 @@ from memfit.plans.record import (
     TraceFacts,
 )
 from memfit.plans.text import json_text
-from memfit.plans.uses import used
 from memfit.plans.validation import check_content
 from memfit.solve.curve_display import render_text
 from memfit.units import display_bytes
@@ -130,11 +129,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         refused with what differs, before anything is changed. A plan for several ranks shards the model over those of
         the process group, or of `mesh`; a model that is already wrapped or sharded runs the checkpoint policies only.
         """
-        return used("apply")(self, model, optimizer, mesh)
+        from memfit.engines import apply
+
+        return apply(self, model, optimizer, mesh)
 
     def remove(self, model: nn.Module) -> nn.Module:
         """Make a model that runs the plan what it was before `apply`."""
-        return used("remove")(self, model)
+        from memfit.engines import remove
+
+        return remove(self, model)
 
     def verify(
         self,
@@ -149,7 +152,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Everything is left as it was found. The measured time is the median of `steps` steps; with a `time_tolerance`
         of None it is shown and does not count.
         """
-        return used("verify")(self, step, steps, memory_tolerance=memory_tolerance, time_tolerance=time_tolerance)
+        from memfit.verify import verify
+
+        return verify(self, step, steps, memory_tolerance=memory_tolerance, time_tolerance=time_tolerance)
 
     def __rich__(self) -> RenderableType:
         return plan_report(self)

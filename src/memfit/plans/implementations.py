@@ -37,7 +37,7 @@ def best_implementation(answer: Answer, step: Step, cost: Cost) -> Answer:
     for kind in implementations_of_step(step):
         with step_with(step, kind) as other:
             captured = trace(other, target=problem.target)
-        if captured.fingerprint == problem.timeline.trace.fingerprint:
+        if captured.fingerprint == problem.trace.fingerprint:
             continue
         tried = Problem.of(Runtime.of(captured, cost), problem.target, problem.options)
         found = Answer(problem=tried, solved=solve(tried, answer.solved.budget_bytes), implementation=kind)

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from rich.console import Console
-from rich.status import Status as Spinner
 
-from memfit.capture import Step, Trace, trace
-from memfit.cost import Cost, Runtime
+from memfit.cost import Cost
 from memfit.errors import InputError
 from memfit.memory import Timeline, reserved
-from memfit.plans.allocator import note_on_room, with_room
+from memfit.plans.allocator import Held, held_under, note_on_room, with_room
 from memfit.plans.document import Plan
 from memfit.plans.facts import peak_at
-from memfit.plans.given import (
-    Model,
-    TargetLike,
-    check_asked,
-    check_nothing_beside,
-    resolve_cost,
-    resolve_options,
-    resolve_step,
-    resolve_target,
-)
 from memfit.plans.implementations import Answer, best_implementation
 from memfit.plans.making import build_plan
 from memfit.plans.record import Blocker, DdpPlan, Dtype, Estimate, Prediction, ShardedUnit, ShardPlan
+from memfit.plans.resolve import Inputs, Model, TargetLike, check_start
+from memfit.progress import Progress
 from memfit.solve import (
     Choice,
     Curve,
@@ -44,6 +31,7 @@ from memfit.solve import (
     nothing,
     solve,
 )
+from memfit.solve.curve import check_points
 from memfit.units import display_bytes, display_ms
 
 
@@ -69,32 +57,58 @@ def plan(
     stand for model, batch and the rest; a trace knows its target. `cost` times the ops: `"roofline"`, by the device's
     figures, unless given. `start` is a plan of the same step for another budget; the search begins with it.
     """
-    check_asked(model, target, ranks, budget=budget, start=start)
-    work = _Work(progress)
-    problem, step = _problem(work, model, batch, loss, optimizer, autocast, target, ranks, cost, options)
-    asked = problem.target.budget_bytes(budget)
+    inputs = Inputs.of(
+        model,
+        batch,
+        loss=loss,
+        optimizer=optimizer,
+        autocast=autocast,
+        target=target,
+        ranks=ranks,
+        cost=cost,
+        options=options,
+        progress=progress,
+    )
+    return plan_problem(inputs, budget=budget, start=start)[0]
+
+
+def plan_problem(
+    inputs: Inputs, *, budget: str | int | float | None = None, start: Plan | None = None
+) -> tuple[Plan, Problem]:
+    """Return the plan of `plan`, and the problem that it solves: of the step as the plan runs it, for reports."""
+    asked = inputs.target.budget_bytes(budget)
+    check_start(start)
+    problem = inputs.problem()
     allowed = min(asked, problem.target.usable_bytes)
-    notes = list(problem.timeline.trace.notes)
+    notes = list(problem.trace.notes)
     if allowed < asked:
         overhead = display_bytes(problem.target.device.overhead_bytes)
         notes.append(
             f"the budget of {display_bytes(asked)} was lowered to {display_bytes(allowed)}: "
             f"{overhead} of the device are its context and library workspaces"
         )
-    with work.step("solving"):
-        first = None if start is None else _choice(problem, start)
-        solved = solve(problem, allowed, start=first, watch=work.heard)
+    with Progress("solving", show=inputs.progress) as progress:
+
+        def watch(incumbent: Incumbent) -> None:
+            best, bound = display_ms(incumbent.objective), display_ms(incumbent.bound)
+            progress.add(f"adds {best}, at least {bound}, gap {incumbent.gap:.1%}")
+
+        solved = solve(problem, allowed, start=None if start is None else _choice(problem, start), watch=watch)
         if budget is None:
-            solved = with_room(problem, solved, work.heard)
+            solved, held = with_room(problem, solved, watch)
+        else:
+            held = held_under(problem, solved)
     best = Answer(problem=problem, solved=solved, implementation=None)
     if problem.options.optimizer:
-        if step is None:
+        if inputs.step is None:
             raise InputError(
                 "SolveOptions(optimizer=True) captures the step in other ways; give the step, not its trace"
             )
-        with work.step("trying other optimizer steps"):
-            best = best_implementation(best, step, resolve_cost(cost, problem.target))
-    return _document(best, problem, notes, None if budget is None else allowed)
+        with Progress("trying other optimizer steps", show=inputs.progress):
+            best = best_implementation(best, inputs.step, inputs.cost)
+        if best.solved is not solved:
+            held = held_under(best.problem, best.solved)
+    return _document(best, held, problem, notes, None if budget is None else allowed), best.problem
 
 
 def curve(
@@ -112,39 +126,26 @@ def curve(
     progress: bool = True,
 ) -> Curve:
     """Budget against step time, from the smallest budget that can be met to the one that needs nothing."""
-    check_asked(model, target, ranks, points=points)
-    work = _Work(progress)
-    problem, _ = _problem(work, model, batch, loss, optimizer, autocast, target, ranks, cost, options)
-    with work.step("solving"):
-        return build_curve(problem, points=points, watch=work.point)
+    inputs = Inputs.of(
+        model,
+        batch,
+        loss=loss,
+        optimizer=optimizer,
+        autocast=autocast,
+        target=target,
+        ranks=ranks,
+        cost=cost,
+        options=options,
+        progress=progress,
+    )
+    check_points(points)
+    problem = inputs.problem()
+    with Progress("solving", show=progress) as spinner:
 
+        def watch(done: int, all_points: int) -> None:
+            spinner.add(f"{done} of {all_points} budgets")
 
-def _problem(
-    work: _Work,
-    model: Model,
-    batch: Any,
-    loss: Callable[..., torch.Tensor] | None,
-    optimizer: Any,
-    autocast: torch.dtype | None,
-    target: TargetLike | None,
-    ranks: int | None,
-    cost: Cost | str | None,
-    options: SolveOptions | None,
-) -> tuple[Problem, Step | None]:
-    aim, solver = resolve_target(model, target, ranks), resolve_options(options)
-    chosen = resolve_cost(cost, aim)
-    if isinstance(model, Step | Trace):
-        kind = type(model).__name__
-        check_nothing_beside(f"the {kind}", batch, loss, optimizer, autocast)
-    step = None
-    if isinstance(model, Trace):
-        captured = model
-    else:
-        step = resolve_step(model, batch, loss=loss, optimizer=optimizer, autocast=autocast)
-        with work.step("capturing one training step"):
-            captured = trace(step, target=aim)
-    with work.step("timing its ops, working out frontiers"):
-        return Problem.of(Runtime.of(captured, chosen), aim, solver), step
+        return build_curve(problem, points=points, watch=watch)
 
 
 def _choice(problem: Problem, start: Plan) -> Choice:
@@ -158,15 +159,19 @@ def _choice(problem: Problem, start: Plan) -> Choice:
     return choice
 
 
-def _document(answer: Answer, given: Problem, notes: list[str], asked_bytes: int | None) -> Plan:
+def _document(answer: Answer, held: Held | None, given: Problem, notes: list[str], asked_bytes: int | None) -> Plan:
     """The plan; its baseline is the step as it was given, also where the plan changes the optimizer's step."""
     problem, solved = answer.problem, answer.solved
-    captured, target = problem.timeline.trace, problem.target
+    captured, target = problem.trace, problem.target
     base_ms = problem.runtime.total_ms + problem.exposed_ms
     given_ms = given.runtime.total_ms + given.exposed_ms
-    baseline = Estimate(step_ms=given_ms, **_peak(given, given.replay(())))
-    predicted = _prediction(problem, solved, base_ms)
-    room = note_on_room(problem, solved, asked_bytes)
+    if problem is given and solved.replay is not None and not solved.chosen:
+        without, without_held = solved.replay, held
+    else:
+        without, without_held = given.replay(()), None
+    baseline = Estimate(step_ms=given_ms, **_peak(given, without, without_held))
+    predicted = _prediction(problem, solved, held, base_ms)
+    room = note_on_room(problem, solved, held, asked_bytes)
     notes += [] if room is None else [room]
     if problem.least_is_unproven:
         notes.append("the smallest budget is the lowest found in the time limit, not proven to be the lowest there is")
@@ -211,26 +216,28 @@ def _document(answer: Answer, given: Problem, notes: list[str], asked_bytes: int
     )
 
 
-def _prediction(problem: Problem, solved: Solved, base_ms: float) -> Prediction | None:
+def _prediction(problem: Problem, solved: Solved, held: Held | None, base_ms: float) -> Prediction | None:
     if solved.replay is None:
         return None
     return Prediction(
         step_ms=base_ms + solved.recompute_ms,
         recompute_ms=solved.recompute_ms,
         exposed_communication_ms=problem.exposed_ms,
-        **_peak(problem, solved.replay),
+        **_peak(problem, solved.replay, held),
     )
 
 
-def _peak(problem: Problem, judged: Timeline) -> dict[str, Any]:
-    """The fields of an estimate that are about memory."""
+def _peak(problem: Problem, judged: Timeline, held: Held | None) -> dict[str, Any]:
+    """The fields of an estimate that are about memory; `held` is what the allocator does, where it is known already."""
     device, instant = problem.target.device, judged.peak_instant
-    held = judged.peak_bytes
-    if device.allocator.caches:
-        held = max(held, reserved(judged.allocations, device).peak_reserved_bytes)
+    reserved_bytes = judged.peak_bytes
+    if held is not None:
+        reserved_bytes = max(reserved_bytes, held.reserved_bytes)
+    elif device.allocator.caches:
+        reserved_bytes = max(reserved_bytes, reserved(judged.allocations, device).peak_reserved_bytes)
     return {
         "peak_bytes": judged.peak_bytes,
-        "peak_reserved_bytes": held,
+        "peak_reserved_bytes": reserved_bytes,
         "peak_by_category": judged.peak_by_category,
         "peak_at": peak_at(judged.trace, int(judged.op[instant]), second_run_of=judged.recomputed_unit(instant)),
     }
@@ -272,31 +279,5 @@ def _why(problem: Problem) -> Blocker | None:
     return Blocker(
         peak_bytes=found.peak_bytes,
         peak_by_category=found.by_category,
-        peak_at=peak_at(problem.timeline.trace, found.op, second_run_of=found.second_run_of),
+        peak_at=peak_at(problem.trace, found.op, second_run_of=found.second_run_of),
     )
-
-
-@dataclass(slots=True)
-class _Work:
-    """Shows on the terminal what is being done."""
-
-    show: bool
-    spinner: Spinner | None = None
-    _doing: str = ""
-
-    def step(self, doing: str) -> AbstractContextManager[Any]:
-        console = Console(stderr=True)
-        if not (self.show and console.is_terminal):
-            return nullcontext()
-        self._doing = doing
-        self.spinner = console.status(f"{doing} …")
-        return self.spinner
-
-    def heard(self, incumbent: Incumbent) -> None:
-        if self.spinner is not None:
-            best, bound = display_ms(incumbent.objective), display_ms(incumbent.bound)
-            self.spinner.update(f"{self._doing}: adds {best}, at least {bound}, gap {incumbent.gap:.1%} …")
-
-    def point(self, done: int, all_points: int) -> None:
-        if self.spinner is not None:
-            self.spinner.update(f"{self._doing}: {done} of {all_points} budgets …")

@@ -25,17 +25,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import torch
-from rich.console import Console
 
 from memfit.capture import Step, Trace, trace
 from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
-from memfit.plans.allocator import Room, held_under, with_room_held
+from memfit.plans.allocator import Room, held_under, with_room
 from memfit.plans.display import counted
-from memfit.plans.given import TargetLike, resolve_cost, resolve_options, resolve_target
+from memfit.plans.resolve import TargetLike, resolve_cost, resolve_options, resolve_target
 from memfit.plans.search_result import Over, PointStatus, Search, SearchInterrupted, SearchPoint
-from memfit.solve import Problem, SolveOptions, Status, minimum_budget_bytes, solve
+from memfit.progress import Progress
+from memfit.solve import Limits, Problem, SolveOptions, Status, minimum_budget_bytes, solve
 from memfit.torch_private.pytree import tree_leaves
 
 MakeStep = Callable[[int], Step | Trace]
@@ -185,7 +185,7 @@ class _Tries:
         with self._working(f"{self.over} {value}: proving that no plan is faster") as say:
             if self._fastest is None or self._fastest[0] != value:
                 self._fastest = (value, *self._problem(value))
-            self.points[value] = self._point(value, *self._fastest[1:], self.options, say)
+            self.points[value] = self._point(value, *self._fastest[1:], self.options.limits, say)
         return self._hear(value)
 
     def _hear(self, value: int) -> SearchPoint:
@@ -200,9 +200,10 @@ class _Tries:
 
     def _try(self, value: int, say: Callable[[str], None]) -> None:
         problem, amount = self._problem(value)
-        loose = replace(self.options, limits=replace(self.options.limits, gap=max(self.options.limits.gap, _LOOSE_GAP)))
+        given = self.options.limits
+        limits = replace(given, gap=max(given.gap, _LOOSE_GAP)) if self.loose else given
         say(f"{self.over} {value}: planning")
-        point = self._point(value, problem, amount, loose if self.loose else self.options, say)
+        point = self._point(value, problem, amount, limits, say)
         self.points[value] = point
         fastest = None if self._fastest is None else self.points[self._fastest[0]]
         if point.fits and (fastest is None or _merit(point) > _merit(fastest)):
@@ -214,14 +215,14 @@ class _Tries:
         return Problem.of(Runtime.of(captured, resolve_cost(self.cost, target)), target, self.options), amount
 
     def _point(
-        self, value: int, problem: Problem, amount: int | None, options: SolveOptions, say: Callable[[str], None]
+        self, value: int, problem: Problem, amount: int | None, limits: Limits, say: Callable[[str], None]
     ) -> SearchPoint:
-        problem, target = replace(problem, options=options), problem.target
+        problem, target = problem.with_limits(limits), problem.target
         least_bytes = minimum_budget_bytes(problem)  # first: no budget below it is tried in vain
         solved = solve(problem, self.budget_bytes)
         say(f"{self.over} {value}: simulating the caching allocator")
         if self.lowers:
-            solved, held = with_room_held(problem, solved)
+            solved, held = with_room(problem, solved)
         else:
             held = held_under(problem, solved)
         base_ms = problem.runtime.total_ms + problem.exposed_ms
@@ -270,14 +271,10 @@ class _Tries:
     @contextmanager
     def _working(self, doing: str) -> Iterator[Callable[[str], None]]:
         """Show on the terminal what is being done; gives what changes the words."""
-        console = Console(stderr=True)
-        if not (self.show and console.is_terminal):
-            yield lambda _: None
-            return
         fit = [each for each, point in self.points.items() if point.fits]
         so_far = f" ({len(self.points)} tried, up to {max(fit)} fits)" if fit else ""
-        with console.status(f"{doing}{so_far} …") as status:
-            yield lambda words: status.update(f"{words}{so_far} …")
+        with Progress(f"{doing}{so_far}", show=self.show) as progress:
+            yield lambda words: progress.update(f"{words}{so_far}")
 
 
 def _in_order(tries: _Tries, values: list[int], *, all_of_them: bool = False) -> None:

@@ -10,20 +10,22 @@ from functools import cached_property
 
 import numpy as np
 
-from memfit.capture import NO_INDEX
+from memfit.capture import NO_INDEX, Trace
+from memfit.capture.environment import no_garbage_collection
 from memfit.cost import Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import Bytes, Interval, Timeline
 from memfit.sharding.shard import Sharding, shard
 from memfit.solve.micro_batches import find_micro_batches
-from memfit.solve.milp import Incumbent, Status, relative_gap
+from memfit.solve.milp import Incumbent, Limits, Status, relative_gap
 from memfit.solve.min_budget import MinBudget, min_budget
 from memfit.solve.options import SolveOptions
 from memfit.solve.program import Candidate, Choice, MicroBatches, Program, build_candidates
 from memfit.solve.search import SAME_MS, SearchResult, infeasible, search
 from memfit.tradeoff import Policy, Unit, build_frontiers
 from memfit.tradeoff.facts import Facts
+from memfit.tradeoff.frontier import Frontiers
 from memfit.tradeoff.policy import build_recompute
 
 _TIGHTENINGS = 8
@@ -31,44 +33,82 @@ _TIGHTENINGS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A step on a target, ready to be planned under any budget."""
+    """A step on a target, ready to be planned under any budget: its trace, times, target, sharding and frontiers.
+
+    Built once for a step, and carried through solve, curve, search, explain and report. Frontiers are built when they
+    are first asked for: to replay a step without a plan takes none.
+    """
 
     timeline: Timeline
     runtime: Runtime
     target: Target
-    facts: Facts
-    units: tuple[Unit, ...]
-    candidates: tuple[Candidate, ...]
+    frontiers: Frontiers
     sharding: Sharding | None
     options: SolveOptions
 
     @classmethod
     def of(cls, runtime: Runtime, target: Target, options: SolveOptions | None = None) -> Problem:
-        """Everything that does not depend on the budget."""
+        """Return everything that does not depend on the budget; options that the step cannot follow are refused."""
         options = options or SolveOptions()
-        trace = runtime.trace
-        timeline = Timeline.of(trace, target.device.allocator.rounding_bytes)
+        timeline = Timeline.of(runtime.trace, target.device.allocator.rounding_bytes)
         sharding = shard(timeline, runtime, target, options.shard) if target.ranks > 1 else None
         runtime = runtime if sharding is None else sharding.runtime
-        found = build_frontiers(runtime.trace, runtime.op_ms, points=options.points)
-        sharded = options.shard.units or () if sharding is None else tuple(unit.module for unit in sharding.units)
-        units = options.allowed(found.units, sharded)
-        candidates = build_candidates(
-            units,
-            [found.of(unit) for unit in units],
-            forced=options.forced(units),
-            second_run_ms=target.device.efficiency.host.second_run_ms,
-        )
-        _check_forced(options, candidates, units)
-        return cls(
+        problem = cls(
             timeline=timeline,
             runtime=runtime,
             target=target,
-            facts=Facts.of(runtime.trace, runtime.op_ms),
-            units=found.units,
-            candidates=candidates,
+            frontiers=build_frontiers(runtime.trace, runtime.op_ms, points=options.points),
             sharding=sharding,
             options=options,
+        )
+        if options.ac_units is not None or options.forbid:
+            _ = problem.allowed
+        if options.force:
+            _check_forced(options, problem.candidates, problem.allowed)
+        return problem
+
+    def with_limits(self, limits: Limits) -> Problem:
+        """Return the same problem, to be solved under other limits; what was built is shared."""
+        other = replace(self, options=replace(self.options, limits=limits))
+        other.__dict__["candidates"] = self.candidates
+        return other
+
+    @property
+    def trace(self) -> Trace:
+        """The step; under sharding as it was captured, whole."""
+        return self.timeline.trace
+
+    @property
+    def facts(self) -> Facts:
+        """The columns of the trace that a rank runs."""
+        return self.frontiers.facts
+
+    @property
+    def units(self) -> tuple[Unit, ...]:
+        """Every unit of the step, also those that may not be checkpointed."""
+        return self.frontiers.units
+
+    @cached_property
+    def allowed(self) -> tuple[Unit, ...]:
+        """The units that may be checkpointed."""
+        sharded = self.options.shard.units or ()
+        if self.sharding is not None:
+            sharded = tuple(unit.module for unit in self.sharding.units)
+        return self.options.allowed(self.units, sharded)
+
+    @cached_property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The units that may be checkpointed and have something to give up, with their policies."""
+        return self.candidates_among(self.allowed)
+
+    @no_garbage_collection()
+    def candidates_among(self, units: Sequence[Unit]) -> tuple[Candidate, ...]:
+        """Return those of these units that have something to give up, with their policies."""
+        return build_candidates(
+            units,
+            [self.frontiers.of(unit) for unit in units],
+            forced=self.options.forced(units),
+            second_run_ms=self.target.device.efficiency.host.second_run_ms,
         )
 
     def program(self, budget_bytes: int) -> Program:

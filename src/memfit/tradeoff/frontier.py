@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -41,47 +42,56 @@ class Frontier:
 
 
 class Frontiers(Mapping[str, Frontier]):
-    """The frontiers of a step by the names of its units. Units that are alike share one object."""
+    """The frontiers of a step by the names of its units, each built when it is first asked for.
 
-    def __init__(self, units: tuple[Unit, ...], frontiers: Sequence[Frontier]) -> None:
-        self.units = units
-        self._by_name = {unit.name: frontier for unit, frontier in zip(units, frontiers, strict=True)}
+    Units that are alike share one object. `facts` are the columns of the trace that frontiers are built from.
+    """
 
+    def __init__(self, facts: Facts, *, points: int) -> None:
+        self.facts = facts
+        self._points = points
+        self._by_name: dict[str, Frontier] = {}
+        self._by_digest: dict[bytes, Frontier] = {}
+
+    @cached_property
+    def units(self) -> tuple[Unit, ...]:
+        """Every unit of the step."""
+        return units(self.facts.trace)
+
+    @cached_property
+    def _unit(self) -> dict[str, Unit]:
+        return {unit.name: unit for unit in self.units}
+
+    @no_garbage_collection()
     def __getitem__(self, name: str) -> Frontier:
+        if name not in self._by_name:
+            problem = Problem.of(self.facts, self._unit[name])
+            if problem.digest not in self._by_digest:
+                self._by_digest[problem.digest] = build_frontier(problem, points=self._points)
+            self._by_name[name] = self._by_digest[problem.digest]
         return self._by_name[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._by_name)
+        return iter(self._unit)
 
     def __len__(self) -> int:
-        return len(self._by_name)
+        return len(self._unit)
 
     def of(self, unit: Unit) -> Frontier:
         """The frontier of a unit."""
-        return self._by_name[unit.name]
+        return self[unit.name]
 
     @property
     def distinct(self) -> int:
         """How many different frontiers there are."""
-        return len({id(frontier) for frontier in self._by_name.values()})
+        return len({id(frontier) for frontier in self.values()})
 
 
-@no_garbage_collection()
 def build_frontiers(trace: Trace, op_ms: Sequence[float] | Times, *, points: int = POINTS) -> Frontiers:
     """The frontiers of all units of a step, at most `points` policies each, for these times of its ops."""
     if points < 2:
         raise InputError(f"points is {points}; a frontier needs its two ends, give 2 or more")
-    facts = Facts.of(trace, np.asarray(op_ms, np.float64))
-    found = units(trace)
-    shared: dict[bytes, Frontier] = {}
-    made = []
-    for unit in found:
-        problem = Problem.of(facts, unit)
-        frontier = shared.get(problem.digest)
-        if frontier is None:
-            frontier = shared[problem.digest] = build_frontier(problem, points=points)
-        made.append(frontier)
-    return Frontiers(found, made)
+    return Frontiers(Facts.of(trace, np.asarray(op_ms, np.float64)), points=points)
 
 
 def build_frontier(problem: Problem, *, points: int = POINTS) -> Frontier:

@@ -27,7 +27,6 @@ from memfit.capture.random_paths import SEVERAL_PATHS
 from memfit.engines import plan_of_model, unplanned
 from memfit.errors import InputError
 from memfit.plans import Plan
-from memfit.plans.uses import use
 from memfit.torch_private.storages import storage_key
 from memfit.units import display_bytes
 from memfit.verify.align_events import Filling, Places, filled
@@ -51,7 +50,6 @@ _COMPARED = 2
 """Steps whose losses and gradients are compared: the engine learns in the first and knows in the second."""
 
 
-@use("verify")
 def verify(
     plan: Plan,
     step: Step | Callable[[], Any],

@@ -99,8 +99,7 @@ class Case:
     @cached_property
     def quick(self) -> Problem:
         """The problem of the step, to be solved in little time."""
-        given = self.report.problem
-        return replace(given, options=replace(given.options, limits=_LIMITS))
+        return self.report.problem.with_limits(_LIMITS)
 
     @property
     def least(self) -> MinBudget | None:
@@ -189,12 +188,14 @@ class Case:
         if not ratios:
             return
         known = {unit.name for unit in self.report.problem.units}
-        for candidate in problem.candidates:
-            name = candidate.unit.name
-            name = name if name in known else name.partition("#")[0]
+        wanted = {}
+        for unit in problem.allowed:
+            name = unit.name if unit.name in known else unit.name.partition("#")[0]
             if name in ratios:
-                wanted = ratios[name]
-                yield candidate.unit, min(candidate.policies, key=lambda policy: abs(_ratio(policy) - wanted))
+                wanted[unit.name] = ratios[name]
+        for candidate in problem.candidates_among([unit for unit in problem.allowed if unit.name in wanted]):
+            ratio = wanted[candidate.unit.name]
+            yield candidate.unit, min(candidate.policies, key=lambda policy, ratio=ratio: abs(_ratio(policy) - ratio))
 
 
 def _step_ms(problem: Problem, recompute_ms: float) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from memfit.analysis.levers.case import Case, Effect
 from memfit.analysis.levers.lever import Lever
-from memfit.plans.allocator import EXPANDABLE, Room, held_under, with_room
+from memfit.plans.allocator import EXPANDABLE, Held, Room, held_under, with_room
 from memfit.solve import Problem, Solved, solve
 from memfit.units import GiB, MiB, display_bytes
 
@@ -26,15 +26,17 @@ def checkpointing(case: Case) -> Iterator[Lever]:
     if low <= case.budget_bytes < high:
         fitting = solve(problem, case.budget_bytes)
         if case.budget_bytes >= case.target.usable_bytes:  # no budget of the user's own
-            fitting = with_room(problem, fitting)
-        yield from _lever(case, fitting, "checkpointing for the budget")
+            fitting, held = with_room(problem, fitting)
+        else:
+            held = held_under(problem, fitting)
+        yield from _lever(case, fitting, held, "checkpointing for the budget")
     within = low <= case.budget_bytes
     top = min(high, case.budget_bytes) if within else high
     knee = _knee(problem, low, top) if low < top else None
     if knee is not None and knee.replay is not None:
         there = None if fitting is None or fitting.replay is None else fitting.replay.peak_bytes
         if there is None or case.matters(abs(there - knee.replay.peak_bytes)):
-            yield from _lever(case, knee, "checkpointing at the knee of its curve")
+            yield from _lever(case, knee, held_under(problem, knee), "checkpointing at the knee of its curve")
 
 
 def _knee(problem: Problem, low: int, high: int) -> Solved | None:
@@ -58,8 +60,7 @@ def _knee(problem: Problem, low: int, high: int) -> Solved | None:
     return max(found, key=gain)
 
 
-def _lever(case: Case, solved: Solved, name: str) -> Iterator[Lever]:
-    held = held_under(case.quick, solved)
+def _lever(case: Case, solved: Solved, held: Held | None, name: str) -> Iterator[Lever]:
     if solved.replay is None or held is None:
         return
     problem = case.quick

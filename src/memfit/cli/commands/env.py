@@ -12,7 +12,8 @@ from rich.table import Table
 
 from memfit._version import __version__
 from memfit.cli.options import Json
-from memfit.cli.output import Work, show, show_json
+from memfit.cli.output import show, show_json
+from memfit.progress import Progress
 from memfit.units import display_bytes
 
 _PACKAGES = ("numpy", "msgspec", "highspy", "rich", "tyro", "transformers", "accelerate")
@@ -44,7 +45,7 @@ class Env:
     """Print JSON."""
 
     def run(self) -> int:
-        with Work("asking torch"):
+        with Progress("asking torch"):
             found = environment()
         if self.json:
             show_json(found)

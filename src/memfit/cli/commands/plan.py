@@ -12,7 +12,7 @@ from memfit.cli.files import write_files, write_text
 from memfit.cli.given import captured, solve_options, step_and_target
 from memfit.cli.levers import find_levers, levers_in_short
 from memfit.cli.options import FileOptions, HardwareOptions, Json, SolverOptions, TimedStepOptions, arg
-from memfit.cli.output import Work, show, show_json
+from memfit.cli.output import show, show_json
 from memfit.cli.problems import UsageError, check_files
 
 if TYPE_CHECKING:
@@ -49,9 +49,10 @@ class Plan:
 
     def run(self) -> int:
         from memfit.analysis.facts import Report
-        from memfit.capture import Trace
-        from memfit.plans import plan
+        from memfit.capture import Step, Trace
         from memfit.plans.display import plan_report
+        from memfit.plans.planning import plan_problem
+        from memfit.plans.resolve import Inputs, resolve_cost
 
         check_files({"--output": self.output, **self.file.by_option})
         if self.curve and not self.file.any:
@@ -63,20 +64,19 @@ class Plan:
         given.show()
         trace = captured(step, target)
         options = solve_options(self.solver, trace, several_ranks=target.ranks > 1, optimizer=self.optimizer_lever)
-        found = plan(
-            step if self.optimizer_lever else trace,
+        inputs = Inputs(
+            step=step if isinstance(step, Step) else None,
+            trace=trace,
             target=target,
-            budget=self.hardware.budget,
-            cost=self.step.cost,
+            cost=resolve_cost(self.step.cost, target),
             options=options,
         )
+        found, problem = plan_problem(inputs, budget=self.hardware.budget)
         if self.output is not None:
             write_text("--output", self.output, found.to_json())
         levers: tuple[Lever, ...] | None = None
         if self.file.any or (self.levers and not self.json):
-            with Work("laying the plan over the step"):
-                seen = trace if found.optimizer is None else step
-                report = Report.of(found, seen, cost=self.step.cost, title=given.title, options=options)
+            report = Report(problem=problem, plan=found, title=given.title)
             levers = find_levers(report, step, self.step.cost) if self.levers else None
             if self.file.any:
                 write_files(self.file, report.with_curve() if self.curve else report, levers or ())

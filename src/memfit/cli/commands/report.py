@@ -12,9 +12,10 @@ from memfit.cli.files import write_files
 from memfit.cli.given import check_is_there, read_plan, reading, resolve_step
 from memfit.cli.levers import find_levers
 from memfit.cli.options import FileOptions, Json, TimedStepOptions, arg
-from memfit.cli.output import Work, show_json, show_text
+from memfit.cli.output import show_json, show_text
 from memfit.cli.problems import check_files
 from memfit.errors import InputError
+from memfit.progress import Progress
 
 if TYPE_CHECKING:
     from memfit.verify import Verification
@@ -52,10 +53,10 @@ class Report:
         plan = read_plan(self.plan)
         verification = None if self.verified is None else _verification(self.verified)
         given = resolve_step(self.step)
-        with Work("capturing the step, and laying the plan over it"):
+        with Progress("capturing the step, and laying the plan over it"):
             report = Facts.of(plan, given.step, cost=self.step.cost, verification=verification, title=given.title)
         if self.curve:
-            with Work("solving for the trade-off"):
+            with Progress("solving for the trade-off"):
                 report = report.with_curve()
         levers = find_levers(report, given.step, self.step.cost) if plan.predicted is None else ()
         write_files(self.file, report, levers)

@@ -11,8 +11,9 @@ import tyro
 from memfit.cli.files import write_text
 from memfit.cli.given import read_plan, resolve_step
 from memfit.cli.options import Json, StepOptions, arg, number
-from memfit.cli.output import Work, show, show_json, to_json
+from memfit.cli.output import show, show_json, to_json
 from memfit.cli.problems import UsageError, check_files
+from memfit.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class Verify:
         step = resolve_step(self.step).step
         if isinstance(step, Trace):
             raise UsageError(f"STEP: {self.step.step} is a trace, which cannot be run; give train.py:function")
-        with Work("running the step with the plan and without it"):
+        with Progress("running the step with the plan and without it"):
             found = verify(
                 plan, step, self.steps, memory_tolerance=self.memory_tolerance, time_tolerance=self.time_tolerance
             )

@@ -1,4 +1,4 @@
-"""What users give to `plan` and `curve`, checked and turned into what the solver takes."""
+"""What users give to `plan`, `curve`, `explain` and `search`, checked and turned into what the solver takes."""
 
 from __future__ import annotations
 
@@ -6,24 +6,81 @@ import difflib
 import inspect
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from memfit.capture import Step, Trace
+from memfit.capture import Step, Trace, trace
 from memfit.capture.step import find_step
-from memfit.cost import Cost, Roofline
+from memfit.cost import Cost, Roofline, Runtime
 from memfit.cost.benchmark import BENCHMARK, ROOFLINE, cost_model
 from memfit.errors import InputError
 from memfit.hardware import Device, Target, list_devices
 from memfit.plans.document import Plan
-from memfit.solve import SolveOptions
-from memfit.solve.curve import check_points
+from memfit.progress import Progress
+from memfit.solve import Problem, SolveOptions
 
 Model = nn.Module | Callable[[], Any] | Step | Trace
 TargetLike = str | os.PathLike[str] | torch.device | Device | Target
 _COSTS = (*ROOFLINE, *BENCHMARK)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """A step on a target, as a user gave it: the one way into `plan`, `curve` and `explain`.
+
+    `step` is None where only its trace was given, `trace` is None where the step is still to be captured.
+    """
+
+    step: Step | None
+    trace: Trace | None
+    target: Target
+    cost: Cost
+    options: SolveOptions
+    progress: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        model: Model,
+        batch: Any = None,
+        *,
+        loss: Callable[..., torch.Tensor] | None = None,
+        optimizer: Any = torch.optim.AdamW,
+        autocast: torch.dtype | None = None,
+        target: TargetLike | None = None,
+        ranks: int | None = None,
+        cost: Cost | str | None = None,
+        options: SolveOptions | None = None,
+        progress: bool = True,
+    ) -> Inputs:
+        """Check what was given, before anything is captured."""
+        aim = resolve_target(model, target, ranks)
+        if isinstance(model, Step | Trace):
+            check_nothing_beside(f"the {type(model).__name__}", batch, loss, optimizer, autocast)
+        step = None
+        if not isinstance(model, Trace):
+            step = resolve_step(model, batch, loss=loss, optimizer=optimizer, autocast=autocast)
+        return cls(
+            step=step,
+            trace=model if isinstance(model, Trace) else None,
+            target=aim,
+            cost=resolve_cost(cost, aim),
+            options=resolve_options(options),
+            progress=progress,
+        )
+
+    def problem(self) -> Problem:
+        """Capture the step where that is to be done, and build its problem."""
+        captured = self.trace
+        if captured is None:
+            assert self.step is not None
+            with Progress("capturing one training step", show=self.progress):
+                captured = trace(self.step, target=self.target)
+        with Progress("timing its ops, working out frontiers", show=self.progress):
+            return Problem.of(Runtime.of(captured, self.cost), self.target, self.options)
 
 
 def resolve_target(model: Model, target: TargetLike | None, ranks: int | None) -> Target:
@@ -43,23 +100,6 @@ def resolve_target(model: Model, target: TargetLike | None, ranks: int | None) -
             "whose kernels may be others"
         )
     return aim
-
-
-def check_asked(
-    model: Model,
-    target: TargetLike | None,
-    ranks: int | None,
-    *,
-    budget: str | int | float | None = None,
-    start: Plan | None = None,
-    points: int = 2,
-) -> None:
-    """Refuse a target, budget, plan to begin with or number of points that cannot be, before anything is captured."""
-    resolve_target(model, target, ranks).budget_bytes(budget)
-    if start is not None and not isinstance(start, Plan):
-        how = "memfit.load(path) reads one" if isinstance(start, str | os.PathLike) else "give a memfit.Plan"
-        raise InputError(f"start is a plan to begin with, not {_kind(start)}; {how}")
-    check_points(points)
 
 
 def resolve_step(
@@ -129,6 +169,13 @@ def resolve_options(options: SolveOptions | None) -> SolveOptions:
         return options
     written = ", ".join(f"{name}={value!r}" for name, value in options.items()) if isinstance(options, dict) else "..."
     raise InputError(f"options is {_kind(options)}; write options=memfit.solve.SolveOptions({written})")
+
+
+def check_start(start: object) -> None:
+    """Refuse what is no plan to begin with."""
+    if start is not None and not isinstance(start, Plan):
+        how = "memfit.load(path) reads one" if isinstance(start, str | os.PathLike) else "give a memfit.Plan"
+        raise InputError(f"start is a plan to begin with, not {_kind(start)}; {how}")
 
 
 def _kind(value: object) -> str:

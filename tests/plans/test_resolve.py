@@ -18,7 +18,6 @@ from memfit.cost import Roofline
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.plans import Plan, PlanMismatch
-from memfit.plans.given import check_asked
 from memfit.sharding import ShardOptions
 from memfit.solve import Limits, SolveOptions
 
@@ -187,8 +186,9 @@ def test_what_is_asked_is_checked_without_a_capture(asked: dict[str, Any], messa
     def never() -> nn.Module:
         raise AssertionError("the model was built")
 
+    ask = memfit.curve if "points" in asked else memfit.plan
     with pytest.raises(InputError, match=message):
-        check_asked(never, "h100-sxm", None, **asked)
+        ask(never, BATCH, target="h100-sxm", **asked)
 
 
 def test_a_curve_has_a_whole_number_of_points_and_takes_sizes(trace: Trace) -> None:
