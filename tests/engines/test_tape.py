@@ -67,8 +67,9 @@ def passing(output: torch.Tensor, _: Any) -> torch.Tensor:
 def test_a_storage_at_the_address_of_a_dead_one_is_another() -> None:
     plain = nn.Linear(16, 64)
     planned = copy.deepcopy(plain)
-    forced_loss(plain, passing).apply(planned)
-    assert all(map(torch.equal, gradients(plain, passing), gradients(planned, passing)))
+    plan = forced_loss(plain, passing)
+    plan.apply(planned)
+    assert all(map(torch.equal, gradients(plain, passing), gradients(planned, plan.loss(passing))))
 
 
 class Generated:

@@ -219,6 +219,7 @@ def run(case: Case, states: dict[int, dict[str, torch.Tensor]]) -> dict[str, Any
     training = Training(case.size, Limit(case.above_bytes))
     plan, captured, options = planned(training, case.force)
     plan.apply(training.model, training.optimizer)
+    training.loss = plan.loss(training.loss)  # type: ignore[method-assign]
     inside = case.where.startswith("inside")
     if not inside:
         training.place_limit(case.where)

@@ -3,5 +3,15 @@
 from memfit.engines.attachment import unplanned
 from memfit.engines.chunked_loss import chunked_cross_entropy
 from memfit.engines.local import Applied, apply, plan_of_model, remove
+from memfit.engines.loss import has_planned_loss, plan_loss
 
-__all__ = ["Applied", "apply", "chunked_cross_entropy", "plan_of_model", "remove", "unplanned"]
+__all__ = [
+    "Applied",
+    "apply",
+    "chunked_cross_entropy",
+    "has_planned_loss",
+    "plan_loss",
+    "plan_of_model",
+    "remove",
+    "unplanned",
+]

@@ -119,9 +119,19 @@ class Applied:
         """Say once that the loss is another than planned, or something else is computed before it."""
         self._warn_once(
             "other loss",
-            f"the plan recomputes the loss, and what follows the model is not the planned loss: {differs}. It runs "
-            "without its policy: exact, but larger than planned. Compute metrics after the loss, or plan the step as "
-            "it is",
+            f"the plan recomputes the loss, and what follows the model is not the planned loss: {differs}. From there "
+            "on it runs without its policy: exact, but larger than planned. Give plan.loss a function of the model's "
+            "output that computes the planned loss, metrics after it, or plan the step as it is",
+        )
+
+    def warn_loss_missing(self) -> None:
+        """Say once that a loss outside the model did not go through `plan.loss`."""
+        more = max((entry.discarded_bytes for entry in self.plan.checkpoint if entry.is_loss), default=0)
+        self._warn_once(
+            "loss missing",
+            "this plan recomputes the loss, which is computed outside the model, and the loss of this backward did not "
+            f"go through plan.loss: it ran without its policy, {display_bytes(more)} larger than planned. Write "
+            "loss_function = plan.loss(loss_function) before the loop, or plan with SolveOptions(forbid=('<loss>',))",
         )
 
     def warn_evaluated(self, unit: str, result: Any) -> None:
@@ -165,6 +175,8 @@ class Applied:
     def detach(self) -> None:
         """Give all modules back."""
         self.reset()
+        for region in self._losses:
+            region.close()
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
@@ -212,14 +224,11 @@ class Applied:
                 "because compiled code would save other tensors than planned. Do not compile them, or call "
                 "plan.remove(model) to compile them without the plan",
             )
-        loss = ""
-        if self._losses:
-            loss = " The loss, which the plan recomputes, runs without its policy, so the step needs more than planned."
         return self._warn_once(
             "compiled",
             "this model runs a memfit plan and is called through torch.compile: all of it runs eagerly, because "
-            f"compiled parts would save other tensors than planned.{loss} Train the model itself (compiled._orig_mod) "
-            "for the same without the compiler, or call plan.remove(model) to compile it without the plan",
+            "compiled parts would save other tensors than planned. Train the model itself (compiled._orig_mod) for "
+            " the same without the compiler, or call plan.remove(model) to compile it without the plan",
         )
 
     def leave_inputs(self) -> None:

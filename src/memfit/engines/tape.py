@@ -190,8 +190,16 @@ class Tape(TorchDispatchMode):
             del guard
 
     def end(self) -> None:
-        """Nothing more is written down."""
+        """Record nothing more."""
         self.followed = False
+
+    def end_region(self) -> str | None:
+        """Record nothing more, and return how the region differs from the plan; ops after its end do not count."""
+        last = max((op for op, _ in self.policy.dropped), default=-1)
+        if self.followed and 0 < self._ops <= last:
+            self.differs = f"it ran {self._ops} ops and has {self.policy.ops} in the plan"
+        self.followed = False
+        return None if self._ops > self.policy.ops else self.differs
 
     # -- the second run ---------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _uses: dict[str, Callable[..., Any]] = {}
-_ROOMS = {"apply": "memfit.engines", "remove": "memfit.engines", "verify": "memfit.verify"}
+_ROOMS = {"apply": "memfit.engines", "remove": "memfit.engines", "loss": "memfit.engines", "verify": "memfit.verify"}
 
 
 def use(name: str) -> Callable[[_F], _F]:
