@@ -129,6 +129,7 @@ class LossRegion:
         self._calls = calls
         self._inner = inner
         self._found: dict[str, weakref.ref[nn.Module]] = {}
+        self._begin = torch.compiler.disable(_begin_recording)  # called in the module before, which may be compiled
         _regions.add(self)
 
     def end(self) -> None:
@@ -205,21 +206,24 @@ class LossRegion:
         """Record from the end of a call of `last` to the end of the model's call; all of it where `last` is None."""
         tape = self.new_tape(policy)
         with contextlib.ExitStack() as recording:
-
-            def begin() -> None:
-                # A mode or hooks that a block around `last` opened would be closed before ours are.
-                if current_dispatch_mode() is None and _may_record():
-                    recording.enter_context(saved_tensors_hooks(tape.pack, Tape.unpack))
-                    recording.enter_context(tape)
-
             if last is None:
-                begin()
+                _begin_recording(tape, recording)
                 result = run()
             else:
-                with _after_call(last, call, begin):
+                with _after_call(last, call, lambda: self._begin(tape, recording)):
                     result = run()
         self.end_tape(tape)
         return result
+
+
+def _begin_recording(tape: Tape, recording: contextlib.ExitStack) -> None:
+    """Record until the block of the model's call ends.
+
+    A mode or hooks that a block around the last module opened would be closed before ours are: nothing is recorded.
+    """
+    if current_dispatch_mode() is None and _may_record():
+        recording.enter_context(saved_tensors_hooks(tape.pack, Tape.unpack))
+        recording.enter_context(tape)
 
 
 @contextlib.contextmanager
