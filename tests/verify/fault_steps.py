@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import memfit
-from memfit.engines.rerun import running_again
+from memfit.engines.recompute import running_again
 from memfit.recovery import OutOfMemory
 from memfit.solve import SolveOptions
 
