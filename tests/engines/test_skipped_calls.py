@@ -12,7 +12,7 @@ from engine_cases import plan_for
 from torch import nn
 
 from memfit.capture import Step
-from memfit.engines.rerun import Rerun
+from memfit.engines.recompute import Rerun
 from memfit.solve import SolveOptions
 
 X = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import memfit
-from memfit.engines.rerun import running_again
+from memfit.engines.recompute import running_again
 from memfit.recovery import OutOfMemory
 from memfit.solve import SolveOptions
 
@@ -219,6 +219,7 @@ def run(case: Case, states: dict[int, dict[str, torch.Tensor]]) -> dict[str, Any
     training = Training(case.size, Limit(case.above_bytes))
     plan, captured, options = planned(training, case.force)
     plan.apply(training.model, training.optimizer)
+    training.loss = plan.loss(training.loss)  # type: ignore[method-assign]
     inside = case.where.startswith("inside")
     if not inside:
         training.place_limit(case.where)

@@ -21,10 +21,9 @@ from typing import Any
 
 import torch
 
-from memfit.engines.inputs import Changing, kind_of
-from memfit.engines.recipe import Recipe
-from memfit.engines.tour import Visit
-from memfit.engines.windows import Window
+from memfit.engines.compiled_policy import Recipe, Visit
+from memfit.engines.tensors import Window
+from memfit.engines.unit import Changing, kind_of
 
 Sizes = tuple[int, ...]
 

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memfit.engines.ambient import Generators, generators_of, with_generators
-from memfit.engines.policy import RunPolicy, not_counted, same_op
-from memfit.engines.windows import Window, plain, window_of
-from memfit.engines.writes import written
+from memfit.engines.compiled_policy import RunPolicy, not_counted, same_op
+from memfit.engines.forward_context import Generators, generators_of, with_generators
+from memfit.engines.tensors import Window, is_strided, plain, window_of, written
 from memfit.torch_private.dispatch import DisableAutocast, DisableTorchDispatch, TorchDispatchMode
 from memfit.torch_private.pytree import tree_flatten, tree_unflatten
 from memfit.torch_private.storages import storage_key
@@ -113,7 +112,7 @@ class Tape(TorchDispatchMode):
         generators = None
         if not saved and torch.Tag.nondeterministic_seeded in func.tags:
             generators = self._generators(leaves)
-        before = {storage_key(each) for each in leaves if _strided(each)} if leaves else set()
+        before = {storage_key(each) for each in leaves if is_strided(each)} if leaves else set()
         slots = [self._slot(leaf) for leaf in leaves]
         result = func(*args, **kwargs)
         outputs = tree_flatten(result)[0]
@@ -190,8 +189,16 @@ class Tape(TorchDispatchMode):
             del guard
 
     def end(self) -> None:
-        """Nothing more is written down."""
+        """Record nothing more."""
         self.followed = False
+
+    def end_region(self) -> str | None:
+        """Record nothing more, and return how the region differs from the plan; ops after its end do not count."""
+        last = max((op for op, _ in self.policy.dropped), default=-1)
+        if self.followed and 0 < self._ops <= last:
+            self.differs = f"it ran {self._ops} ops and has {self.policy.ops} in the plan"
+        self.followed = False
+        return None if self._ops > self.policy.ops else self.differs
 
     # -- the second run ---------------------------------------------------------------------------------------------
 
@@ -251,7 +258,3 @@ class Tape(TorchDispatchMode):
         outputs = tree_flatten(result)[0]
         for place, number in line.makes:
             storages[number] = outputs[place].untyped_storage()
-
-
-def _strided(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import enum
+import types
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memfit.engines.bindings import Bindings
-from memfit.engines.inputs import Changing, kind_of_call
-from memfit.engines.learning import Learning
+from memfit.engines.attachment import called_by_compiler
+from memfit.engines.compiled_policy import Recipe, RunPolicy
+from memfit.engines.forward_context import Bindings
 from memfit.engines.loop_watch import checkpointed_by_itself
-from memfit.engines.mode import Mode
-from memfit.engines.outermost import called_by_compiler
-from memfit.engines.phase import Calls
-from memfit.engines.policy import RunPolicy
-from memfit.engines.recipe import Recipe
-from memfit.engines.rerun import Rerun, running_again
+from memfit.engines.phase import Calls, Mode
+from memfit.engines.policy_compiler import Learning
+from memfit.engines.recompute import Rerun, running_again
 from memfit.engines.shapes import Family, Sizes, structure_of_call
 from memfit.engines.tape import Tape
 from memfit.torch_private.autograd import in_backward
@@ -202,3 +201,41 @@ class PlannedUnit:
 def _in_transform() -> bool:
     """Whether torch.func is at work, which knows no hooks for saved tensors."""
     return transform_active()
+
+
+# -- Inputs of a module by kind: calls whose inputs are alike can use one recipe --------------------------------------
+
+
+_PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
+_FIXED = (nn.Module, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
+
+
+class Changing(Exception):
+    """An input that may change while the module runs, so that its code cannot be run again."""
+
+
+def kind_of(value: Any) -> Hashable:
+    """Equal for inputs that are alike; raises `Changing` for what is neither tensor, number, name nor container."""
+    if isinstance(value, torch.Tensor):
+        layout = value.stride() if value.layout is torch.strided else value.layout
+        return value.shape, layout, value.dtype, value.requires_grad
+    if isinstance(value, _PLAIN):
+        return cast(Hashable, value)
+    if isinstance(value, float | complex):  # may be another in every step
+        return type(value)
+    if isinstance(value, slice):
+        return slice, kind_of(value.start), kind_of(value.stop), kind_of(value.step)
+    if isinstance(value, tuple | list):
+        return type(value), *map(kind_of, value)
+    if isinstance(value, dict):
+        return dict, *((key, kind_of(each)) for key, each in value.items())
+    if isinstance(value, _FIXED):
+        return id(value)
+    raise Changing(type(value).__name__)
+
+
+def kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> Hashable:
+    """Equal for calls that are alike; autocast is part of it."""
+    autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    names = tuple(kwargs)
+    return autocast, tuple(map(kind_of, args)), names, tuple(map(kind_of, kwargs.values()))

@@ -36,6 +36,11 @@ def plan_report(plan: Plan, *, next_step: bool = True) -> Group:
             legend = "#1-3: these runs of the module, from 0; each micro-batch of an accumulated step is a run"
             parts += [Text(legend, style="dim")]
         parts += [Text(), _title("what each of them keeps"), _kept(plan.checkpoint)]
+        if any(entry.is_loss and entry.after is None for entry in plan.checkpoint):
+            parts += [
+                Text(),
+                Text("the loss is recomputed and is not in the model: loss = plan.loss(loss), then call that"),
+            ]
     if plan.optimizer is not None:
         parts += [Text(), Text(f"optimizer: its step is done {STEP_WAYS[plan.optimizer]}, which needs less at once")]
     if plan.shard is not None:

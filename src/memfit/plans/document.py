@@ -139,6 +139,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
         return remove(self, model)
 
+    def loss(self, loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Return a loss function that the plan recomputes in backward: call it where the loop calls the given one.
+
+        A plan that recomputes a loss outside the model needs it, which it prints. The function takes the model's
+        output and computes all of the loss. Elsewhere it does no harm: what is returned runs the given one as it is.
+        """
+        from memfit.engines import plan_loss
+
+        return plan_loss(self, loss)
+
     def verify(
         self,
         step: Step | Callable[[], Any],

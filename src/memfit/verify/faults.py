@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from memfit.capture import Phase
-from memfit.engines.rerun import Rerun
+from memfit.engines.recompute import Rerun
 from memfit.engines.tape import Tape
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep

@@ -14,7 +14,7 @@ import contextlib
 import gc
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -100,12 +100,13 @@ class _Verifier:
         with self.found.kept(), unplanned(model):
             self.trace: Trace = captured_for(plan, step)
         self.places = Places(replayed(plan, self.trace))
+        self.planned_step = step if step.loss is None else replace(step, loss=plan.loss(step.loss))
 
     def run(self) -> None:
         """One step."""
         optimizer = self.step.optimizer
         assert optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
-        self.step.execute(self.model, optimizer, self.device_type)
+        self.planned_step.execute(self.model, optimizer, self.device_type)
 
     def verification(self, steps: int, memory_tolerance: float, time_tolerance: float | None) -> Verification:
         """Run everything (Note [Runs])."""

@@ -12,13 +12,23 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memfit.engines.policy import RunPolicy, not_counted, same_op
-from memfit.engines.recipe import FromPack, Gap, OpKey, OpKind, Recipe, op_kind
-from memfit.engines.rerun import Rerun, Saved, unpack
+from memfit.engines.compiled_policy import (
+    FromPack,
+    Gap,
+    Learner,
+    OpKey,
+    OpKind,
+    Recipe,
+    RunPolicy,
+    Visit,
+    Way,
+    not_counted,
+    op_kind,
+    same_op,
+)
+from memfit.engines.recompute import Rerun, Saved, unpack
 from memfit.engines.tape import EMPTY
-from memfit.engines.tour import Learner, Visit, Way
-from memfit.engines.windows import Window, plain, window_of
-from memfit.engines.writes import gathered_parameters, written
+from memfit.engines.tensors import Window, gathered_parameters, is_strided, plain, window_of, written
 from memfit.torch_private.dispatch import DisableTorchDispatch, TorchDispatchMode
 from memfit.torch_private.pytree import tree_flatten, tree_map_only
 from memfit.torch_private.storages import storage_key
@@ -63,8 +73,8 @@ class Learning(TorchDispatchMode):
     def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recipe | None]:
         """Run the forward; the recipe is None when the plan knows other ops than ran."""
         self._run.surround(args, kwargs)
-        self._buffers = {storage_key(each): number for number, each in self._run.buffers() if _strided(each)}
-        self._inputs = {storage_key(each) for each in tree_flatten((args, kwargs))[0] if _strided(each)}
+        self._buffers = {storage_key(each): number for number, each in self._run.buffers() if is_strided(each)}
+        self._inputs = {storage_key(each) for each in tree_flatten((args, kwargs))[0] if is_strided(each)}
         with saved_tensors_hooks(self._pack, unpack), self:
             result = self._tour.run(self._run._forward, args, kwargs)
         if self._ops <= max(self.policy.names, default=-1):
@@ -102,7 +112,7 @@ class Learning(TorchDispatchMode):
         in_place = name != expected and same_op(name, expected)
         if name != expected and not in_place:
             self._differ(f"its op {offset} is {name} and {expected} in the plan")
-        before = {storage_key(each) for each in tree_flatten((args, kwargs))[0] if _strided(each)}
+        before = {storage_key(each) for each in tree_flatten((args, kwargs))[0] if is_strided(each)}
         if offset <= self.policy.stop and offset not in self.policy.saved:
             self._reads.update(self._buffers[key] for key in before if key in self._buffers)
         result = func(*args, **kwargs)
@@ -110,12 +120,12 @@ class Learning(TorchDispatchMode):
         self._note_writes(func, args, kwargs, offset)
         place = 0
         for output in outputs:
-            if _strided(output) and (key := storage_key(output)) not in before:
+            if is_strided(output) and (key := storage_key(output)) not in before:
                 before.add(key)
                 self._known.append(StorageWeakRef(output.untyped_storage()))
                 self._maker[key] = (offset, place)
                 place += 1
-                if in_place and _strided(args[0]) and storage_key(args[0]) in self._maker:
+                if in_place and is_strided(args[0]) and storage_key(args[0]) in self._maker:
                     self._maker[key] = self._maker[storage_key(args[0])]
         if func in EMPTY:
             self._unwritten.add(offset)
@@ -155,7 +165,7 @@ class Learning(TorchDispatchMode):
         guard = DisableTorchDispatch()
         try:
             index = len(self._packs)
-            maker = self._maker.get(storage_key(tensor)) if _strided(tensor) else None
+            maker = self._maker.get(storage_key(tensor)) if is_strided(tensor) else None
             saved = Saved(self._run, index, tensor.detach() if tensor.grad_fn is not None else tensor)
             self._packs.append((maker, saved))
             if tensor.grad_fn is not None:
@@ -236,7 +246,3 @@ class Learning(TorchDispatchMode):
             answering=Way.through(root, lambda gap: True) if answers else None,
             reads=frozenset(self._reads),
         )
-
-
-def _strided(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided

@@ -15,6 +15,8 @@ that nothing recomputed depends on it. Hooks for saved tensors end autograd's ow
 
 from __future__ import annotations
 
+import functools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,12 +26,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memfit.capture.random_numbers import host_state, with_host_state
-from memfit.engines.ambient import Ambient, generators_of, with_generators
-from memfit.engines.bindings import Bindings
-from memfit.engines.recipe import Gap, OpKey, OpKind, Recipe, op_kind
-from memfit.engines.samples import difference, sample
-from memfit.engines.tour import Tour
-from memfit.engines.windows import Window, window_of
+from memfit.engines.compiled_policy import Gap, OpKey, OpKind, Recipe, Tour, op_kind
+from memfit.engines.forward_context import Ambient, Bindings, generators_of, with_generators
+from memfit.engines.tensors import Window, is_strided, plain, window_of
 from memfit.errors import StateError
 from memfit.torch_private.autograd import version_of
 from memfit.torch_private.dispatch import DisableTorchDispatch, TorchDispatchMode
@@ -198,14 +197,14 @@ class Rerun:
         """Run the forward and drop all that it makes: for a unit that the plan does not know as it is now."""
         self.surround(args, kwargs)
         assert self._inputs is not None
-        inputs = {storage_key(each) for each in self._inputs.leaves if _strided(each)}
+        inputs = {storage_key(each) for each in self._inputs.leaves if is_strided(each)}
         count = 0
 
         def pack(tensor: torch.Tensor) -> Saved:
             nonlocal count
             index = count
             count = index + 1
-            if tensor.grad_fn is None or not _strided(tensor) or storage_key(tensor) in inputs:
+            if tensor.grad_fn is None or not is_strided(tensor) or storage_key(tensor) in inputs:
                 return Saved(self, index, _detached(tensor) if tensor.grad_fn is not None else tensor)
             if self.watched:
                 self.note(index, tensor)
@@ -430,10 +429,6 @@ class _Alias(torch.autograd.Function):
         return grad_outputs[0]
 
 
-def _strided(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided
-
-
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     guard = DisableTorchDispatch()
     try:
@@ -455,3 +450,58 @@ class _BuffersKept:
         with torch.no_grad():
             for buffer, before in self._buffers:
                 buffer.copy_(before)
+
+
+# -- Values of tensors at a few places: whether a recomputation makes what the forward made ---------------------------
+#
+# Note [Samples]: a recomputation is put back to the generators, inputs and buffers that the forward had. What else a
+# forward may read (a generator that no module holds, a counter, a file) cannot be known, and would give wrong
+# gradients without a word. So some values of each dropped tensor are kept and compared: in every run that is learnt,
+# and in the 1st, 2nd, 4th, 8th... run of a unit. Kernels that sum in any order make results that differ by rounding;
+# other values differ by more.
+
+
+_MOST_SAMPLES = 64
+_PRIME = 2654435761
+"""Larger than any tensor has elements per sample, and no multiple of a row: samples lie in all rows and columns."""
+
+
+@functools.lru_cache(maxsize=1024)
+def _places(shape: torch.Size) -> tuple[list[int], ...]:
+    """Return the same places for each tensor of a shape, one list for each dimension."""
+    count = shape.numel()
+    flat = range(count) if count <= _MOST_SAMPLES else sorted({each * _PRIME % count for each in range(_MOST_SAMPLES)})
+    found: list[list[int]] = []
+    for size in reversed(shape):
+        found.insert(0, [place % size for place in flat])
+        flat = [place // size for place in flat]
+    return tuple(found)
+
+
+def sample(tensor: torch.Tensor) -> list[float] | None:
+    """Return some values of a tensor; None where they cannot be read or compared."""
+    if not plain(tensor) or tensor.is_complex() or tensor.is_meta or not tensor.numel():
+        return None
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    guard = DisableTorchDispatch()
+    try:
+        with torch.no_grad():
+            values = tensor.detach()[_places(tensor.shape)] if tensor.dim() else tensor.detach().reshape(1)
+            return list(values.to(torch.float64).tolist())
+    finally:
+        del guard
+
+
+def difference(
+    before: list[float], after: list[float], dtype: torch.dtype, *, exactly: bool = False
+) -> tuple[float, float] | None:
+    """Return the first two values that differ by more than rounding, or at all, None when there are none."""
+    relative = max(4 * torch.finfo(dtype).eps, 1e-3) if dtype.is_floating_point and not exactly else 0.0
+    scale = max((abs(each) for each in before if math.isfinite(each)), default=0.0)
+    for one, other in zip(before, after, strict=True):
+        if one == other or (math.isnan(one) and math.isnan(other)):
+            continue
+        if not abs(one - other) <= relative * (scale + abs(one)):  # not: NaN is no number to compare with
+            return one, other
+    return None
