@@ -16,7 +16,7 @@ from torch import nn
 
 from memfit.capture import Step
 from memfit.capture.generators import set_state, state_of
-from memfit.engines.samples import difference, sample
+from memfit.engines.recompute import difference, sample
 from memfit.errors import StateError
 from memfit.solve import SolveOptions
 

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import memfit
 from memfit.capture import Step
-from memfit.engines.policy import RunPolicy
+from memfit.engines.compiled_policy import RunPolicy
 from memfit.engines.tape import Tape
 from memfit.errors import PlanDrift
 from memfit.plans import Plan

@@ -18,12 +18,18 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from memfit.errors import StateError
+from memfit.torch_private.compiler import COMPILE_WRAPPER
+from memfit.torch_private.frames import frame_above
+
+if TYPE_CHECKING:
+    from memfit.engines.local import Applied
+
 
 Handler = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _forwards: weakref.WeakKeyDictionary[nn.Module, PlannedForward] = weakref.WeakKeyDictionary()
@@ -227,3 +233,37 @@ def _class_forward(module: nn.Module) -> Callable[..., Any]:
         if "forward" in kind.__dict__:
             return kind.__dict__["forward"].__get__(module, type(module))
     raise AttributeError(f"{type(module).__name__} has no forward")
+
+
+# -- The outermost module of a planned model: all of it runs eagerly, also where torch.compile is asked for -----------
+
+
+class Outermost:
+    """Passes calls of the model on. Handlers are not compiled, nor is what they call: compiled parts between planned
+    units would save other tensors than the plan knows."""
+
+    def __init__(self, applied: Applied, inner: Handler | None) -> None:
+        self._applied = applied
+        self.inner = inner
+        self._looked = False
+
+    def __call__(
+        self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self._looked:
+            self._looked = True
+            if called_by_compiler():
+                self._applied.warn_compiled()
+        if self.inner is not None:
+            return self.inner(model, forward, args, kwargs)
+        return forward(*args, **kwargs)
+
+
+def called_by_compiler() -> bool:
+    """Whether this runs in a call of what torch.compile returned."""
+    frame = frame_above(1)
+    while frame is not None:
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == COMPILE_WRAPPER:
+            return True
+        frame = frame.f_back
+    return False

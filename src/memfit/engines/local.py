@@ -10,25 +10,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfit.capture.calls import is_container
 from memfit.capture.optimizers import implementations, set_flags, set_implementation
-from memfit.engines.attachment import Handler, attach, attached, detach
+from memfit.engines.attachment import Handler, Outermost, attach, attached, detach
+from memfit.engines.compiled_policy import RunPolicy
 from memfit.engines.loop_watch import LoopWatch, WatchedUnit, user_level
 from memfit.engines.loss import LossRegion
-from memfit.engines.mode import Mode
-from memfit.engines.optimizers import OptimizerLike, resolve_optimizers
-from memfit.engines.outermost import Outermost
-from memfit.engines.phase import Calls, Phase, needs_step
-from memfit.engines.policy import RunPolicy
-from memfit.engines.replicas import check_replicas
+from memfit.engines.phase import Calls, Mode, Phase, needs_step
 from memfit.engines.sharded import check_ranks, shard_as_planned
 from memfit.engines.unit import PlannedUnit
 from memfit.errors import InputError, PlanDrift, StateError
-from memfit.plans import Checkpoint, Plan, PlanMismatch, model_differences
+from memfit.plans import Checkpoint, DdpPlan, Plan, PlanMismatch, model_differences
 from memfit.plans.mismatch import optimizer_differences
 from memfit.plans.uses import use
 from memfit.plans.wrappers import named_modules, unwrap, wrappers_of
@@ -400,3 +398,52 @@ def _check_units(plan: Plan, model: nn.Module) -> None:
             raise StateError(
                 f"module {entry.module!r} already runs the plan of another model that it is part of; remove that first"
             )
+
+
+# -- The optimizers that a user gives to `apply`, inside what libraries wrap them in ----------------------------------
+
+
+OptimizerLike = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+def resolve_optimizers(given: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers themselves: one, several or none, without accelerate's, Lightning's or others' wrappers."""
+    if given is None:
+        return []
+    if isinstance(given, (tuple, list)):
+        return [optimizer for each in given for optimizer in resolve_optimizers(each)]
+    optimizer, seen = given, set()
+    while id(optimizer) not in seen:
+        seen.add(id(optimizer))
+        inner = getattr(optimizer, "optimizer", None)
+        if isinstance(inner, torch.optim.Optimizer):
+            optimizer = inner
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(
+            f"apply takes the model's optimizer, a torch.optim.Optimizer, or a list of them, not a "
+            f"{type(given).__name__}"
+        )
+    return [optimizer]
+
+
+# -- A plan for DistributedDataParallel on the model that is, or will be, wrapped in it -------------------------------
+
+
+def check_replicas(ddp: DdpPlan, model: nn.Module) -> None:
+    """Refuse another number of ranks than the plan has, and a wrapper that keeps other buckets than it counts on.
+
+    The caller wraps the model, before or after: what is not there yet cannot be looked at.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() != ddp.ranks:
+        ranks = dist.get_world_size()
+        raise InputError(
+            f"this plan replicates the model on {ddp.ranks} ranks, and here are {ranks}; start as many, or plan with "
+            f"ranks={ranks}"
+        )
+    if not isinstance(model, DistributedDataParallel):
+        return
+    if ddp.gradient_as_bucket_view and not model.gradient_as_bucket_view:
+        raise InputError(
+            "this plan counts on gradients that are views of DDP's buckets, and the model keeps both; wrap it with "
+            "DistributedDataParallel(model, gradient_as_bucket_view=True), or plan without"
+        )

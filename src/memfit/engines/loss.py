@@ -18,14 +18,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from memfit.engines.attachment import Handler
-from memfit.engines.mode import Mode
-from memfit.engines.phase import Calls
-from memfit.engines.policy import RunPolicy
-from memfit.engines.rerun import running_again
+from memfit.engines.compiled_policy import RunPolicy
+from memfit.engines.phase import Calls, Mode
+from memfit.engines.recompute import is_recomputing
 from memfit.engines.tape import Tape
 from memfit.errors import InputError
 from memfit.plans import Plan
@@ -39,6 +40,7 @@ from memfit.torch_private.pytree import tree_leaves
 if TYPE_CHECKING:
     from memfit.engines.local import Applied
 
+
 _R = TypeVar("_R")
 LossPolicy = tuple[RunPolicy, str | None, int]
 """The policy, the module after which the region begins (None: after the model), and after which call of it."""
@@ -48,7 +50,9 @@ _regions: weakref.WeakSet[LossRegion] = weakref.WeakSet()
 _functions: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 """What `plan.loss` has returned, as long as somebody holds it."""
 _numbers = itertools.count()
-_NOT_COMPILED = "a loss that a memfit plan recomputes is not compiled, nor is what it calls: it would run other ops"
+_LOSS_NOT_COMPILED = (
+    "a loss that a memfit plan recomputes is not compiled, nor is what it calls: it would run other ops"
+)
 
 
 @use("loss")
@@ -58,7 +62,7 @@ def plan_loss(plan: Plan, loss: Callable[..., _R]) -> Callable[..., _R]:
         raise InputError(f"plan.loss takes the function that computes the loss, not a {type(loss).__name__}")
     known: weakref.WeakKeyDictionary[LossRegion, bool] = weakref.WeakKeyDictionary()
 
-    @torch.compiler.disable(reason=_NOT_COMPILED)
+    @torch.compiler.disable(reason=_LOSS_NOT_COMPILED)
     def run_recorded(*args: Any, **kwargs: Any) -> _R:
         armed = _take_policy(plan, known)
         if armed is None or not _may_record():
@@ -72,7 +76,7 @@ def plan_loss(plan: Plan, loss: Callable[..., _R]) -> Callable[..., _R]:
 
     @functools.wraps(loss, updated=())
     def planned_loss(*args: Any, **kwargs: Any) -> _R:
-        if not _regions or not torch.is_grad_enabled() or running_again() or in_backward():
+        if not _regions or not torch.is_grad_enabled() or is_recomputing() or in_backward():
             return loss(*args, **kwargs)
         return run_recorded(*args, **kwargs)
 
@@ -149,7 +153,7 @@ class LossRegion:
                 return self._inner(model, forward, args, kwargs)
             return forward(*args, **kwargs)
 
-        if running_again() or in_backward():
+        if is_recomputing() or in_backward():
             return run()
         self.end()
         if not self._mode.training:
@@ -249,3 +253,39 @@ def _after_call(module: nn.Module, call: int, function: Callable[[], None]) -> A
             del module.__dict__["forward"]
         else:
             module.__dict__["forward"] = before
+
+
+# -- Cross entropy in chunks, so that only one chunk of log-probabilities and of their gradients exists at a time -----
+
+
+CHUNKS = 8
+_whole = F.cross_entropy  # also while a capture replaces it
+
+
+def chunked_cross_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    chunks: int = CHUNKS,
+) -> torch.Tensor:
+    """`F.cross_entropy` of logits (rows, classes) and classes (rows,), a chunk of rows at a time.
+
+    Each chunk is computed in float32, and again in the backward; nothing but its sum is kept. Give logits as the model
+    makes them, without `.float()`. What cannot be done in chunks (weights, probabilities, no sum) is done at once.
+    """
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    able = logits.dim() == 2 and targets.dim() == 1 and weight is None and reduction in ("mean", "sum")
+    if not able:
+        return _whole(logits.to(torch.float32), targets, weight, reduction=reduction, **options)
+    total: Any = 0.0
+    for rows, wanted in zip(logits.chunk(chunks), targets.chunk(chunks), strict=True):
+        total = total + checkpoint(_summed, rows, wanted, options, use_reentrant=False, preserve_rng_state=False)
+    return total / (targets != ignore_index).sum() if reduction == "mean" else total
+
+
+def _summed(rows: torch.Tensor, wanted: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    return _whole(rows.to(torch.float32), wanted, reduction="sum", **options)

@@ -15,7 +15,7 @@ from memfit.analysis.levers.lever import Lever
 from memfit.analysis.levers.lives import with_sizes
 from memfit.capture import NEVER, Op, Phase, TensorRef, Trace
 from memfit.capture.environment import patched
-from memfit.engines.chunked_loss import CHUNKS, chunked_cross_entropy
+from memfit.engines.loss import CHUNKS, chunked_cross_entropy
 
 _NAME = "chunked loss"
 _HOW = "loss = memfit.engines.chunked_cross_entropy(logits.flatten(0, -2), targets.flatten())  # no .float()"
