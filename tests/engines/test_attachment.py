@@ -29,13 +29,13 @@ FORCED = SolveOptions(force=("blocks.0", "blocks.1"))
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the units that the engine runs, as they run."""
     found: list[str] = []
-    surround = recompute.Rerun.surround
+    remember_context = recompute.RecomputedCall.remember_context
 
-    def noted(self: recompute.Rerun, *args: Any) -> None:
+    def noted(self: recompute.RecomputedCall, *args: Any) -> None:
         found.append(self._name)
-        surround(self, *args)
+        remember_context(self, *args)
 
-    monkeypatch.setattr(recompute.Rerun, "surround", noted)
+    monkeypatch.setattr(recompute.RecomputedCall, "remember_context", noted)
     return found
 
 

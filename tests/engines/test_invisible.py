@@ -169,7 +169,7 @@ def test_nothing_is_done_without_training(monkeypatch: pytest.MonkeyPatch, plan:
     def fail(*_: Any, **__: Any) -> Any:
         raise AssertionError("the engine was asked")
 
-    monkeypatch.setattr(recompute.Rerun, "__init__", fail)
+    monkeypatch.setattr(recompute.RecomputedCall, "__init__", fail)
     monkeypatch.setattr(tape.Tape, "__init__", fail)
     with torch.no_grad():
         model(VECTORS)

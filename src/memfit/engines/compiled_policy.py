@@ -10,77 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from memfit.engines.tensors import Window
+from memfit.engines.tensors import StridedView
 from memfit.plans import Checkpoint
 from memfit.torch_private.dispatch import TorchDispatchMode
-
-OpKind = tuple[Any, int]
-OpKey = tuple[OpKind, int]
-"""An op of a gap: its kind, and how many of that kind came before it in the gap."""
-
-_TO_COPY = torch.ops.aten._to_copy.default
-
-
-def op_kind(func: Any, args: Any) -> OpKind:
-    """An op's overload and, where it casts a parameter, which: autocast leaves those out that it has done before."""
-    return func, id(args[0]) if func is _TO_COPY and isinstance(args[0], nn.Parameter) else 0
-
-
-class FromPack(NamedTuple):
-    """A tensor of a saved result that autograd packs anyway: in the storage of which, and in which of the recipe's
-    windows."""
-
-    pack: int
-    window: int
-
-
-@dataclass(slots=True)
-class Gap:
-    """The saved ops of a gap. Those in `fresh` are kept when they run; the tensors of the others are packed anyway."""
-
-    sources: dict[OpKey, tuple[FromPack | None, ...]] = field(default_factory=dict)
-    fresh: set[OpKey] = field(default_factory=set)
-    instead: dict[OpKey, tuple[OpKey, Window]] = field(default_factory=dict)
-    """Ops whose result a later one overwrites, which under a mode makes another: that one's storage stands for both."""
-    single: set[OpKey] = field(default_factory=set)
-    """Ops whose result is one tensor and no sequence of them."""
-
-
-@dataclass(slots=True)
-class Recipe:
-    """`drops` has, for each tensor that autograd packs, its shape if it is dropped and None if it is held."""
-
-    drops: list[torch.Size | None]
-    needed: dict[int, Window]
-    """Packs that are held and whose storages stand for saved results, with where they lay."""
-    storage_bytes: dict[int, int]
-    """Sizes of the storages of those packs. A pack may be a view of the saved result, which only this tells from a
-    result of another size."""
-    windows: list[Window]
-    """Where saved results lie in those storages."""
-    window_packs: list[int]
-    """The pack of each window."""
-    compared: frozenset[int]
-    """Packs that are dropped and whose values are compared with what a recomputation makes (Note [Samples])."""
-    root: Visit
-    last: int
-    """The last pack that is dropped; -1 when none is."""
-    overwrites_inputs: bool
-    fresh: int
-    """How many saved results have to be kept when they are made."""
-    keeping: Way
-    """Past the gaps that they are made in."""
-    answering: Way | None
-    """Past the gaps in which a second run answers for saved ops; None when there are none."""
-    reads: frozenset[int] = frozenset()
-    """Buffers of the unit, by number, that its recomputation reads: not the running statistics of a normalisation."""
-    rewritten: bool = False
-    """Whether inputs, parameters or such buffers are written to between forward and backward, and what is recomputed is
-    the same all the same: the ops that read them are saved."""
-
-
-# -- What an engine needs of a checkpointed unit, in the form it asks for it ------------------------------------------
-
 
 _DETACH = "aten.detach.default"
 
@@ -133,28 +65,28 @@ def not_counted(func: Any, planned: str | None) -> bool:
     return func.namespace == "profiler" or (str(func) == _DETACH and planned is not None and planned != _DETACH)
 
 
-# -- The way of a run through the modules inside a unit, and the places on it where ops are looked at -----------------
+# -- The call tree of a unit -----------------------------------------------------------------------------------------
 #
 # Note [Gaps]: a run of a module is cut by the calls of the modules inside it into gaps, numbered from 0. A gap in
 # which nothing is to be kept or answered runs without any dispatch mode. Modules are followed by an entry `forward`
 # in their own dictionary that is there for the time of a run only, and only where a gap is looked at.
 
 
-Look = Callable[[Any], TorchDispatchMode | None]
+MakeMode = Callable[[Any], TorchDispatchMode | None]
 """Makes what looks at the ops of a gap, None where nothing has to."""
 
 
 @dataclass(slots=True)
-class Visit:
+class CallNode:
     """One call of a module during a run. `gaps` holds what was learnt of each gap, None where there is nothing."""
 
     module: weakref.ref[nn.Module]
-    children: list[Visit] = field(default_factory=list)
+    children: list[CallNode] = field(default_factory=list)
     gaps: list[Any] = field(default_factory=lambda: [None])
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class TrackedCalls:
     """Where a tour goes: calls with a gap in or inside them that is looked at, and the modules that they call."""
 
     open: frozenset[int]
@@ -162,45 +94,45 @@ class Way:
     followed: tuple[weakref.ref[nn.Module], ...]
 
     @classmethod
-    def through(cls, root: Visit, looked_at: Callable[[Any], bool]) -> Way:
+    def through(cls, root: CallNode, looked_at: Callable[[Any], bool]) -> TrackedCalls:
         """The way past the gaps of which there is something learnt that a condition holds for."""
         open_visits: set[int] = set()
         followed: dict[weakref.ref[nn.Module], None] = {}
 
-        def enter(visit: Visit) -> bool:
-            inside = [enter(child) for child in visit.children]
-            found = any(inside) or any(gap is not None and looked_at(gap) for gap in visit.gaps)
+        def enter(node: CallNode) -> bool:
+            inside = [enter(child) for child in node.children]
+            found = any(inside) or any(gap is not None and looked_at(gap) for gap in node.gaps)
             if found:
-                open_visits.add(id(visit))
-                followed.update(dict.fromkeys(child.module for child in visit.children))
+                open_visits.add(id(node))
+                followed.update(dict.fromkeys(child.module for child in node.children))
             return found
 
         enter(root)
         return cls(frozenset(open_visits), tuple(followed))
 
 
-class Tour:
+class CallTracker:
     """Follows one run through the gaps that are looked at."""
 
-    def __init__(self, root: Visit, way: Way, look: Look) -> None:
-        self.astray = False
+    def __init__(self, root: CallNode, tracked: TrackedCalls, make_mode: MakeMode) -> None:
+        self.diverged = False
         """Whether the run called other modules than were learnt."""
-        self._way = way
-        self._look = look
-        self._here: Visit | None = root
+        self._tracked = tracked
+        self._make_mode = make_mode
+        self._here: CallNode | None = root
         self._gap = 0
-        self._looking: TorchDispatchMode | None = None
+        self._mode: TorchDispatchMode | None = None
 
     def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the unit's forward."""
         patches: list[tuple[nn.Module, Any]] = []
         try:
-            for reference in self._way.followed:
+            for reference in self._tracked.followed:
                 module = reference()
                 if module is None:
                     continue
                 patches.append((module, module.__dict__.get("forward")))
-                module.__dict__["forward"] = self._visitor(module, module.forward)
+                module.__dict__["forward"] = self._tracked_forward(module, module.forward)
             self._enter_gap()
             return forward(*args, **kwargs)
         finally:
@@ -211,8 +143,8 @@ class Tour:
                 else:
                     module.__dict__["forward"] = forward_before
 
-    def _visitor(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def visit(*args: Any, **kwargs: Any) -> Any:
+    def _tracked_forward(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def node(*args: Any, **kwargs: Any) -> Any:
             outer, gap = self._here, self._gap
             if outer is None:  # inside a call where nothing is looked at
                 return forward(*args, **kwargs)
@@ -226,45 +158,113 @@ class Tour:
                 self._here, self._gap = outer, gap + 1
                 self._enter_gap()
 
-        return visit
+        return node
 
-    def _child(self, outer: Visit, gap: int, module: nn.Module) -> Visit | None:
+    def _child(self, outer: CallNode, gap: int, module: nn.Module) -> CallNode | None:
         if gap >= len(outer.children) or outer.children[gap].module() is not module:
-            self.astray = True
+            self.diverged = True
             return None
         child = outer.children[gap]
-        return child if id(child) in self._way.open else None
+        return child if id(child) in self._tracked.open else None
 
     def _enter_gap(self) -> None:
         here = self._here
-        if here is None or self.astray or self._gap >= len(here.gaps) or here.gaps[self._gap] is None:
+        if here is None or self.diverged or self._gap >= len(here.gaps) or here.gaps[self._gap] is None:
             return
-        self._looking = self._look(here.gaps[self._gap])
-        if self._looking is not None:
-            self._looking.__enter__()
+        self._mode = self._make_mode(here.gaps[self._gap])
+        if self._mode is not None:
+            self._mode.__enter__()
 
     def _leave_gap(self) -> None:
-        if self._looking is not None:
-            self._looking.__exit__(None, None, None)
-            self._looking = None
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
+            self._mode = None
 
 
-class Learner(Tour):
+class CallTreeBuilder(CallTracker):
     """Follows a run through all modules of a unit and writes the visits down."""
 
     def __init__(self, unit: nn.Module) -> None:
-        self.root = Visit(weakref.ref(unit))
+        self.root = CallNode(weakref.ref(unit))
         inside = tuple(weakref.ref(module) for module in unit.modules() if module is not unit)
-        super().__init__(self.root, Way(frozenset(), inside), lambda gap: None)
+        super().__init__(self.root, TrackedCalls(frozenset(), inside), lambda gap: None)
 
     @property
-    def place(self) -> tuple[Visit, int]:
+    def place(self) -> tuple[CallNode, int]:
         """The visit and the gap in which the run is."""
         assert self._here is not None
         return self._here, self._gap
 
-    def _child(self, outer: Visit, gap: int, module: nn.Module) -> Visit | None:
-        child = Visit(weakref.ref(module))
+    def _child(self, outer: CallNode, gap: int, module: nn.Module) -> CallNode | None:
+        child = CallNode(weakref.ref(module))
         outer.children.append(child)
         outer.gaps.append(None)
         return child
+
+
+# -- The compiled policy ---------------------------------------------------------------------------------------------
+
+
+OpKind = tuple[Any, int]
+OpKey = tuple[OpKind, int]
+"""An op of a gap: its kind, and how many of that kind came before it in the gap."""
+
+_TO_COPY = torch.ops.aten._to_copy.default
+
+
+def op_kind(func: Any, args: Any) -> OpKind:
+    """An op's overload and, where it casts a parameter, which: autocast leaves those out that it has done before."""
+    return func, id(args[0]) if func is _TO_COPY and isinstance(args[0], nn.Parameter) else 0
+
+
+class FromPack(NamedTuple):
+    """A tensor of a saved result that autograd packs anyway: in the storage of which, and in which of the recipe's
+    windows."""
+
+    pack: int
+    view: int
+
+
+@dataclass(slots=True)
+class Gap:
+    """The saved ops of a gap. Those in `fresh` are kept when they run; the tensors of the others are packed anyway."""
+
+    sources: dict[OpKey, tuple[FromPack | None, ...]] = field(default_factory=dict)
+    fresh: set[OpKey] = field(default_factory=set)
+    instead: dict[OpKey, tuple[OpKey, StridedView]] = field(default_factory=dict)
+    """Ops whose result a later one overwrites, which under a mode makes another: that one's storage stands for both."""
+    single: set[OpKey] = field(default_factory=set)
+    """Ops whose result is one tensor and no sequence of them."""
+
+
+@dataclass(slots=True)
+class CompiledPolicy:
+    """`drops` has, for each tensor that autograd packs, its shape if it is dropped and None if it is held."""
+
+    drops: list[torch.Size | None]
+    needed: dict[int, StridedView]
+    """Packs that are held and whose storages stand for saved results, with where they lay."""
+    storage_bytes: dict[int, int]
+    """Sizes of the storages of those packs. A pack may be a view of the saved result, which only this tells from a
+    result of another size."""
+    views: list[StridedView]
+    """Where saved results lie in those storages."""
+    view_packs: list[int]
+    """The pack of each window."""
+    compared: frozenset[int]
+    """Packs that are dropped and whose values are compared with what a recomputation makes (Note [Samples])."""
+    root: CallNode
+    last: int
+    """The last pack that is dropped; -1 when none is."""
+    overwrites_inputs: bool
+    fresh: int
+    """How many saved results have to be kept when they are made."""
+    keeping: TrackedCalls
+    """Past the gaps that they are made in."""
+    answering: TrackedCalls | None
+    """Past the gaps in which a second run answers for saved ops; None when there are none."""
+    reads: frozenset[int] = frozenset()
+    """Buffers of the unit, by number, that its recomputation reads: not the running statistics of a normalisation."""
+    rewritten: bool = False
+    """Whether inputs, parameters or such buffers are written to between forward and backward, and what is recomputed is
+    the same all the same: the ops that read them are saved."""

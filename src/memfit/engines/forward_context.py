@@ -49,7 +49,7 @@ def _states(devices: list[int], device_type: str) -> list[torch.Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Ambient:
+class ForwardContext:
     """Autocast on the CPU and on the device, and the kernels that attention may use."""
 
     kinds: tuple[tuple[str, bool, torch.dtype], ...]
@@ -57,7 +57,7 @@ class Ambient:
     attention: tuple[bool, ...]
 
     @classmethod
-    def here(cls, device_type: str) -> Ambient:
+    def current(cls, device_type: str) -> ForwardContext:
         kinds = ("cpu",) if device_type == "cpu" else ("cpu", device_type)
         return cls(
             tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
@@ -66,7 +66,7 @@ class Ambient:
         )
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """The same surroundings, with gradients on: autograd runs a backward without either."""
         with contextlib.ExitStack() as stack:
             for kind, enabled, dtype in self.kinds:

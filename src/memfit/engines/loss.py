@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from memfit.engines.attachment import Handler
 from memfit.engines.compiled_policy import RunPolicy
 from memfit.engines.phase import Calls, Mode
-from memfit.engines.recompute import running_again
+from memfit.engines.recompute import is_recomputing
 from memfit.engines.tape import Tape
 from memfit.errors import InputError
 from memfit.plans import Plan
@@ -74,7 +74,7 @@ def plan_loss(plan: Plan, loss: Callable[..., _R]) -> Callable[..., _R]:
 
     @functools.wraps(loss, updated=())
     def planned_loss(*args: Any, **kwargs: Any) -> _R:
-        if not _regions or not torch.is_grad_enabled() or running_again() or in_backward():
+        if not _regions or not torch.is_grad_enabled() or is_recomputing() or in_backward():
             return loss(*args, **kwargs)
         return run_recorded(*args, **kwargs)
 
@@ -151,7 +151,7 @@ class LossRegion:
                 return self._inner(model, forward, args, kwargs)
             return forward(*args, **kwargs)
 
-        if running_again() or in_backward():
+        if is_recomputing() or in_backward():
             return run()
         self.end()
         if not self._mode.training:

@@ -13,22 +13,22 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memfit.engines.compiled_policy import (
+    CallNode,
+    CallTreeBuilder,
+    CompiledPolicy,
     FromPack,
     Gap,
-    Learner,
     OpKey,
     OpKind,
-    Recipe,
     RunPolicy,
-    Visit,
-    Way,
+    TrackedCalls,
     not_counted,
     op_kind,
     same_op,
 )
-from memfit.engines.recompute import Rerun, Saved, unpack
+from memfit.engines.recompute import RecomputedCall, Saved, unpack
 from memfit.engines.tape import EMPTY
-from memfit.engines.tensors import Window, gathered_parameters, is_strided, plain, window_of, written
+from memfit.engines.tensors import StridedView, gathered_parameters, is_strided, plain, strided_view_of, written
 from memfit.torch_private.dispatch import DisableTorchDispatch, TorchDispatchMode
 from memfit.torch_private.pytree import tree_flatten, tree_map_only
 from memfit.torch_private.storages import storage_key
@@ -36,7 +36,7 @@ from memfit.torch_private.storages import storage_key
 Maker = tuple[int, int]
 
 
-class Learning(TorchDispatchMode):
+class PolicyCompiler(TorchDispatchMode):
     """Runs a unit and learns its recipe. `followed` says whether the ops are those that the plan knows.
 
     `writes_older` says whether the unit writes to anything that was there before it, and so cannot be run whole again.
@@ -46,7 +46,7 @@ class Learning(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def __init__(self, policy: RunPolicy, unit: nn.Module, run: Rerun, *, tried_before: bool = False) -> None:
+    def __init__(self, policy: RunPolicy, unit: nn.Module, run: RecomputedCall, *, tried_before: bool = False) -> None:
         super().__init__()
         self.policy = policy
         self.followed = True
@@ -58,7 +58,7 @@ class Learning(TorchDispatchMode):
         self._overwrites_inputs = False
         self._run = run
         self._unit = unit
-        self._tour = Learner(unit)
+        self._tracker = CallTreeBuilder(unit)
         self._ops = 0
         self._maker: dict[int, Maker] = {}
         self._tried_before = tried_before  # a unit that goes on running otherwise must not be held again and again
@@ -66,31 +66,31 @@ class Learning(TorchDispatchMode):
         self._packs: list[tuple[Maker | None, Saved]] = []
         self._unwritten: set[int] = set()  # ops whose results have no value yet
         self._known: list[StorageWeakRef] = []  # so that no storage gets the address of one that is gone
-        self._results: list[tuple[Visit, int, OpKey, Any, list[tuple[Maker, Any] | None]]] = []
+        self._results: list[tuple[CallNode, int, OpKey, Any, list[tuple[Maker, Any] | None]]] = []
         self._counts: dict[tuple[int, int, OpKind], int] = {}
         self._instead: dict[tuple[int, int, OpKey], tuple[OpKey, Any]] = {}
 
-    def first(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Recipe | None]:
+    def run_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, CompiledPolicy | None]:
         """Run the forward; the recipe is None when the plan knows other ops than ran."""
-        self._run.surround(args, kwargs)
+        self._run.remember_context(args, kwargs)
         self._buffers = {storage_key(each): number for number, each in self._run.buffers() if is_strided(each)}
         self._inputs = {storage_key(each) for each in tree_flatten((args, kwargs))[0] if is_strided(each)}
         with saved_tensors_hooks(self._pack, unpack), self:
-            result = self._tour.run(self._run._forward, args, kwargs)
+            result = self._tracker.run(self._run._forward, args, kwargs)
         if self._ops <= max(self.policy.names, default=-1):
             self._differ(f"it ran {self._ops} ops and has {self.policy.ops} in the plan")
-        recipe = self._recipe() if self.followed else None
-        if recipe is None and self._tried_before and not self.writes_older:
+        compiled = self._compile() if self.followed else None
+        if compiled is None and self._tried_before and not self.writes_older:
             for maker, saved in self._packs:  # as `Rerun.whole` does
                 if maker is not None and saved.index in self._made_with_grad and saved.tensor is not None:
                     if maker[1] == 0 and maker[0] not in self._unwritten:
                         self._run.note(saved.index, saved.tensor)
                     self._run.drop(saved, saved.tensor.shape)
-        self._run.settle(recipe)
+        self._run.settle(compiled)
         self._results.clear()  # autograd keeps the hook, and the hook this object
         self._known.clear()
         self._packs.clear()
-        return result, recipe
+        return result, compiled
 
     @property
     def ran(self) -> bool:
@@ -129,36 +129,38 @@ class Learning(TorchDispatchMode):
                     self._maker[key] = self._maker[storage_key(args[0])]
         if func in EMPTY:
             self._unwritten.add(offset)
-        visit, gap = self._tour.place
+        node, gap = self._tracker.place
         kind = op_kind(func, args)
-        counted = (id(visit), gap, kind)
+        counted = (id(node), gap, kind)
         number = self._counts.get(counted, 0)
         self._counts[counted] = number + 1
         if offset in self.policy.saved:
-            self._keep(visit, gap, (kind, number), result, outputs, overwrites=in_place)
+            self._keep(node, gap, (kind, number), result, outputs, overwrites=in_place)
         return result
 
-    def _keep(self, visit: Visit, gap: int, key: OpKey, result: Any, outputs: list[Any], *, overwrites: bool) -> None:
+    def _keep(self, node: CallNode, gap: int, key: OpKey, result: Any, outputs: list[Any], *, overwrites: bool) -> None:
         kept = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
         tensors: list[tuple[Maker, Any] | None] = []
         for output in outputs:
             if output is None:
                 tensors.append(None)
             elif plain(output) and storage_key(output) in self._maker:
-                tensors.append((self._maker[storage_key(output)], window_of(output)))
+                tensors.append((self._maker[storage_key(output)], strided_view_of(output)))
             else:
                 tensors.append(((-1, -1), None))
         if overwrites:
-            self._stands_for_earlier(visit, gap, key, tensors)
-        self._results.append((visit, gap, key, kept, tensors))
+            self._stands_for_earlier(node, gap, key, tensors)
+        self._results.append((node, gap, key, kept, tensors))
 
-    def _stands_for_earlier(self, visit: Visit, gap: int, key: OpKey, tensors: list[tuple[Maker, Any] | None]) -> None:
+    def _stands_for_earlier(
+        self, node: CallNode, gap: int, key: OpKey, tensors: list[tuple[Maker, Any] | None]
+    ) -> None:
         """The storage of this result is kept for the results that it overwrites too."""
         made = [None if each is None else each[0] for each in tensors]
         for place, earlier in enumerate(self._results):
             same = [None if each is None else each[0] for each in earlier[4]] == made
-            if len(made) == 1 and same and earlier[0] is visit and earlier[1] == gap and earlier[4][0] is not None:
-                self._instead[id(visit), gap, earlier[2]] = (key, earlier[4][0][1])
+            if len(made) == 1 and same and earlier[0] is node and earlier[1] == gap and earlier[4][0] is not None:
+                self._instead[id(node), gap, earlier[2]] = (key, earlier[4][0][1])
                 self._results[place] = (*earlier[:3], None, earlier[4])
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
@@ -187,7 +189,7 @@ class Learning(TorchDispatchMode):
             if offset <= self.policy.stop and offset not in self.policy.saved:
                 self._differ(f"its op {offset}, {func}, writes to what was there before, and the plan runs it again")
 
-    def _recipe(self) -> Recipe:
+    def _compile(self) -> CompiledPolicy:
         holders: dict[Maker, int] = {}
         drops: list[torch.Size | None] = []
         for index, (maker, saved) in enumerate(self._packs):
@@ -196,33 +198,33 @@ class Learning(TorchDispatchMode):
             drops.append(saved.tensor.shape if dropped else None)
             if maker is not None and not dropped:
                 holders.setdefault(maker, index)
-        needed: dict[int, Window] = {}
+        needed: dict[int, StridedView] = {}
         storage_bytes: dict[int, int] = {}
-        windows: list[Window] = []
-        window_packs: list[int] = []
+        views: list[StridedView] = []
+        view_packs: list[int] = []
         fresh, answers = 0, bool(self._results)
-        for visit, gap, key, kept, tensors in self._results:
-            found = visit.gaps[gap]
+        for node, gap, key, kept, tensors in self._results:
+            found = node.gaps[gap]
             if found is None:
-                found = visit.gaps[gap] = Gap()
+                found = node.gaps[gap] = Gap()
             if not isinstance(kept, (tuple, list)):
                 found.single.add(key)
             if tensors and all(each is None or each[0] in holders for each in tensors):
                 sources: list[FromPack | None] = []
                 for each in tensors:
-                    sources.append(None if each is None else FromPack(holders[each[0]], len(windows)))
-                    windows += [] if each is None else [each[1]]
+                    sources.append(None if each is None else FromPack(holders[each[0]], len(views)))
+                    views += [] if each is None else [each[1]]
                 found.sources[key] = tuple(sources)
                 for source in sources:
                     if source is not None:
                         held = self._packs[source.pack][1].tensor
                         assert held is not None
                         self._run.held[source.pack] = held
-                        needed[source.pack] = window_of(held)
+                        needed[source.pack] = strided_view_of(held)
                         storage_bytes[source.pack] = held.untyped_storage().nbytes()
-                        window_packs.append(source.pack)
-            elif (id(visit), gap, key) in self._instead:
-                found.instead[key] = self._instead[id(visit), gap, key]
+                        view_packs.append(source.pack)
+            elif (id(node), gap, key) in self._instead:
+                found.instead[key] = self._instead[id(node), gap, key]
             else:
                 found.fresh.add(key)
                 fresh += 1
@@ -230,19 +232,19 @@ class Learning(TorchDispatchMode):
         for index, shape in enumerate(drops):
             if shape is not None:
                 self._run.drop(self._packs[index][1], shape)
-        root = self._tour.root
-        return Recipe(
+        root = self._tracker.root
+        return CompiledPolicy(
             drops=drops,
             needed=needed,
             storage_bytes=storage_bytes,
-            windows=windows,
-            window_packs=window_packs,
+            views=views,
+            view_packs=view_packs,
             compared=frozenset(self._run.samples),
             root=root,
             last=max((index for index, shape in enumerate(drops) if shape is not None), default=-1),
             overwrites_inputs=self._overwrites_inputs,
             fresh=fresh,
-            keeping=Way.through(root, lambda gap: bool(gap.fresh)),
-            answering=Way.through(root, lambda gap: True) if answers else None,
+            keeping=TrackedCalls.through(root, lambda gap: bool(gap.fresh)),
+            answering=TrackedCalls.through(root, lambda gap: True) if answers else None,
             reads=frozenset(self._reads),
         )

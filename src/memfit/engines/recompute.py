@@ -26,9 +26,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memfit.capture.random_numbers import host_state, with_host_state
-from memfit.engines.compiled_policy import Gap, OpKey, OpKind, Recipe, Tour, op_kind
-from memfit.engines.forward_context import Ambient, Bindings, generators_of, with_generators
-from memfit.engines.tensors import Window, is_strided, plain, window_of
+from memfit.engines.compiled_policy import CallTracker, CompiledPolicy, Gap, OpKey, OpKind, op_kind
+from memfit.engines.forward_context import Bindings, ForwardContext, generators_of, with_generators
+from memfit.engines.tensors import StridedView, is_strided, plain, strided_view_of
 from memfit.errors import StateError
 from memfit.torch_private.autograd import version_of
 from memfit.torch_private.dispatch import DisableTorchDispatch, TorchDispatchMode
@@ -38,9 +38,9 @@ from memfit.torch_private.storages import storage_key
 _here = threading.local()
 
 
-def running_again() -> bool:
+def is_recomputing() -> bool:
     """Whether a unit runs for the second time on this thread: what it calls is no new call of the step."""
-    return getattr(_here, "again", False)
+    return getattr(_here, "recomputing", False)
 
 
 class _Stop(Exception):
@@ -52,20 +52,19 @@ class Saved:
 
     __slots__ = ("index", "run", "tensor")
 
-    def __init__(self, run: Rerun, index: int, tensor: torch.Tensor | None) -> None:
-        self.run: Rerun | None = run
+    def __init__(self, run: RecomputedCall, index: int, tensor: torch.Tensor | None) -> None:
+        self.run: RecomputedCall | None = run
         self.index = index
         self.tensor = tensor
 
 
-class Rerun:
+class RecomputedCall:
     """One run of a unit, from its forward to its second run."""
 
     __slots__ = (
-        "_again",
-        "_ambient",
         "_bindings",
         "_bound",
+        "_context",
         "_forward",
         "_generators",
         "_host_state",
@@ -73,13 +72,14 @@ class Rerun:
         "_name",
         "_on_backward",
         "_read",
+        "_recomputed",
         "_shapes",
         "_unit",
         "_versions",
+        "compiled",
         "device_type",
         "held",
         "kept",
-        "recipe",
         "samples",
         "watched",
     )
@@ -99,7 +99,7 @@ class Rerun:
         self._bindings = bindings
         self._forward = forward
         self.device_type = device_type
-        self.recipe: Recipe | None = None
+        self.compiled: CompiledPolicy | None = None
         self.held: dict[int, torch.Tensor] = {}
         self.kept: dict[tuple[int, OpKey], Any] = {}
         self.samples: dict[int, list[float]] = {}
@@ -108,15 +108,15 @@ class Rerun:
         """Whether they are taken, where the recipe says of which."""
         self._inputs: _Inputs | None = None
         self._shapes: dict[int, torch.Size] = {}
-        self._again: dict[int, torch.Tensor] | None = None
+        self._recomputed: dict[int, torch.Tensor] | None = None
         self._bound: list[Any] = []
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._read: list[tuple[torch.Tensor, int]] = []
 
-    def surround(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def remember_context(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember what the run starts from."""
         self._inputs = inputs = _Inputs(args, kwargs)
-        self._ambient = Ambient.here(self.device_type)
+        self._context = ForwardContext.current(self.device_type)
         self._generators = generators_of(self.device_type, *inputs.leaves)
         self._host_state = host_state(self._bindings.generators)
         self._bound = self._bindings.here()
@@ -126,11 +126,11 @@ class Rerun:
         """The buffers of the unit, by number."""
         return self._bindings.buffers()
 
-    def settle(self, recipe: Recipe | None) -> None:
+    def settle(self, compiled: CompiledPolicy | None) -> None:
         """Note how the first run ended: under this recipe, or None."""
-        self.recipe = recipe
-        if recipe is not None:
-            read = [each for number, each in self.buffers() if number in recipe.reads] if recipe.reads else []
+        self.compiled = compiled
+        if compiled is not None:
+            read = [each for number, each in self.buffers() if number in compiled.reads] if compiled.reads else []
             self._read = self._versions_now(read)
 
     def _versions_now(self, others: Sequence[torch.Tensor] = ()) -> list[tuple[torch.Tensor, int]]:
@@ -155,12 +155,12 @@ class Rerun:
         self._shapes[saved.index] = shape
         saved.tensor = None
 
-    def first(self, recipe: Recipe, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
+    def run_forward(self, compiled: CompiledPolicy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
         """Run the forward as the recipe says. False when it did not go as learnt."""
-        self.surround(args, kwargs)
-        drops, needed, held = recipe.drops, recipe.needed, self.held
+        self.remember_context(args, kwargs)
+        drops, needed, held = compiled.drops, compiled.needed, self.held
         expected = len(drops)
-        compared = recipe.compared if self.watched else frozenset()
+        compared = compiled.compared if self.watched else frozenset()
         count = 0
         same = True
 
@@ -178,24 +178,26 @@ class Rerun:
                 tensor = _detached(tensor)
             if index in needed:
                 held[index] = tensor
-                same = same and needed[index] == window_of(tensor)
-                same = same and recipe.storage_bytes[index] == tensor.untyped_storage().nbytes()
+                same = same and needed[index] == strided_view_of(tensor)
+                same = same and compiled.storage_bytes[index] == tensor.untyped_storage().nbytes()
             return Saved(self, index, tensor)
 
         with saved_tensors_hooks(pack, unpack):
-            if recipe.fresh:
-                tour = Tour(recipe.root, recipe.keeping, lambda gap: _Keep(gap, self) if gap.fresh else None)
-                result = tour.run(self._forward, args, kwargs)
-                same = same and not tour.astray and len(self.kept) == recipe.fresh
+            if compiled.fresh:
+                tracker = CallTracker(
+                    compiled.root, compiled.keeping, lambda gap: _KeepMode(gap, self) if gap.fresh else None
+                )
+                result = tracker.run(self._forward, args, kwargs)
+                same = same and not tracker.diverged and len(self.kept) == compiled.fresh
             else:
                 result = self._forward(*args, **kwargs)
         same = same and count == expected
-        self.settle(recipe if same else None)
+        self.settle(compiled if same else None)
         return result, same
 
-    def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_forward_dropping_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward and drop all that it makes: for a unit that the plan does not know as it is now."""
-        self.surround(args, kwargs)
+        self.remember_context(args, kwargs)
         assert self._inputs is not None
         inputs = {storage_key(each) for each in self._inputs.leaves if is_strided(each)}
         count = 0
@@ -213,7 +215,7 @@ class Rerun:
         with saved_tensors_hooks(pack, unpack):
             return self._forward(*args, **kwargs)
 
-    def second(self) -> dict[int, torch.Tensor]:
+    def recompute(self) -> dict[int, torch.Tensor]:
         """Every dropped tensor, made again."""
         found: dict[int, torch.Tensor] = {}
         shapes, last, count = self._shapes, max(self._shapes, default=-1), 0
@@ -237,30 +239,30 @@ class Rerun:
 
         assert self._inputs is not None
         rewritten = self._check_unwritten()
-        args, kwargs = self._inputs.again(aliases=self.recipe is None or self.recipe.overwrites_inputs)
+        args, kwargs = self._inputs.detached(aliases=self.compiled is None or self.compiled.overwrites_inputs)
         bound, self._inputs, self._bound, self._versions, self._read = self._bound, None, [], [], []
         with (
             with_generators(self._generators, self.device_type),
             with_host_state(self._host_state, self._bindings.generators),
-            self._ambient.again(),
+            self._context.restored(),
             self._bindings.bound(bound),
             saved_tensors_hooks(pack, unpack),
         ):
-            before, _here.again = running_again(), True
+            before, _here.recomputing = is_recomputing(), True
             try:
-                self._forward_again(args, kwargs)
+                self._recompute_forward(args, kwargs)
             except Exception:
                 if len(found) < len(shapes):  # _Stop may come back as TorchScript's own error
                     raise
             finally:
-                _here.again = before
+                _here.recomputing = before
         if len(found) < len(shapes):
             raise StateError(
                 f"unit {self._name!r} ran differently the second time: it packed {count} tensors, and number {last} "
                 "was needed; make its forward depend on nothing but its inputs, or forbid it: SolveOptions(forbid=...)"
             )
-        if rewritten and self.recipe is not None:
-            self.recipe.rewritten = True
+        if rewritten and self.compiled is not None:
+            self.compiled.rewritten = True
         self.held.clear()  # autograd keeps the hook, and the hook this dictionary
         self.kept.clear()
         self.samples.clear()
@@ -281,67 +283,69 @@ class Rerun:
 
     def _check_unwritten(self) -> bool:
         """Refuse to recompute what would read other values than the first time. True where a comparison will tell."""
-        recipe = self.recipe
-        versions = self._versions if recipe is None else self._read
+        compiled = self.compiled
+        versions = self._versions if compiled is None else self._read
         if all(version_of(tensor) == version for tensor, version in versions):
             return False
-        if recipe is None:
+        if compiled is None:
             raise StateError(
                 f"unit {self._name!r} did not run as it was planned, and an input, a parameter or a buffer of it was "
                 "written to after it had been read: it cannot be run again. Run the step as it was planned, or plan it "
                 "as it is"
             )
-        if not (recipe.rewritten or self.watched or self.samples):
+        if not (compiled.rewritten or self.watched or self.samples):
             raise StateError(
                 f"an input, a parameter or a buffer of unit {self._name!r} was written to between its forward and its "
                 "backward (an optimizer step, an in-place op, a further forward in train mode), and was not so far: "
                 "recomputed, the unit would give other gradients. Call backward first, or plan the step as it is"
             )
-        return not recipe.rewritten
+        return not compiled.rewritten
 
-    def _forward_again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        recipe = self.recipe
-        if recipe is None:
-            with _BuffersKept(self._unit):
+    def _recompute_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        compiled = self.compiled
+        if compiled is None:
+            with _RestoredBuffers(self._unit):
                 self._forward(*args, **kwargs)
-        elif recipe.answering is not None:
-            Tour(recipe.root, recipe.answering, lambda gap: _Answer(gap, self)).run(self._forward, args, kwargs)
+        elif compiled.answering is not None:
+            CallTracker(compiled.root, compiled.answering, lambda gap: _AnswerMode(gap, self)).run(
+                self._forward, args, kwargs
+            )
         else:
             self._forward(*args, **kwargs)
 
     def take(self, index: int) -> torch.Tensor:
         """A dropped tensor."""
-        assert self._again is not None
-        return self._again.pop(index)
+        assert self._recomputed is not None
+        return self._recomputed.pop(index)
 
-    def ensure(self) -> None:
+    def ensure_recomputed(self) -> None:
         """Run again unless that has been done, or there is nothing to make."""
-        if self._again is None:
-            self._again = {}
+        if self._recomputed is None:
+            self._recomputed = {}
             self._on_backward()
             if self._shapes:
-                self._again = self.second()
+                self._recomputed = self.recompute()
 
 
 def unpack(saved: Saved) -> torch.Tensor:
     """Hook for what backward asks for; the unit runs again when it asks for the first time."""
     run, saved.run = saved.run, None
     if run is not None:
-        run.ensure()
+        run.ensure_recomputed()
         if saved.tensor is None:
             saved.tensor = run.take(saved.index)
     assert saved.tensor is not None
     return saved.tensor
 
 
-class _Look(TorchDispatchMode):
+class _GapMode(TorchDispatchMode):
     """Looks at the ops of a gap and knows each by its kind and how many of that came before."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
 
-    def __init__(self, gap: Gap, run: Rerun) -> None:
+    def __init__(self, gap: Gap, run: RecomputedCall) -> None:
         super().__init__()
         self._gap, self._run = gap, run
         self._counts: dict[OpKind, int] = {}
@@ -353,7 +357,7 @@ class _Look(TorchDispatchMode):
         return kind, number
 
 
-class _Keep(_Look):
+class _KeepMode(_GapMode):
     """Keeps the results that autograd would not have packed."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -364,28 +368,28 @@ class _Keep(_Look):
         return result
 
 
-class _Answer(_Look):
+class _AnswerMode(_GapMode):
     """Returns for saved ops what they returned before, and lets all others run."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         key = self._key(func, args)
         if key in self._gap.instead:
-            later, window = self._gap.instead[key]
-            return _window(self._run.kept[id(self._gap), later], window)
+            later, view = self._gap.instead[key]
+            return _view(self._run.kept[id(self._gap), later], view)
         if key in self._gap.fresh:
             kept = self._run.kept[id(self._gap), key]
             return tree_map_only(torch.Tensor, torch.Tensor.detach, kept)
         sources = self._gap.sources.get(key)
         if sources is None:
             return func(*args, **(kwargs or {}))
-        assert self._run.recipe is not None
-        held, windows = self._run.held, self._run.recipe.windows
-        made = [None if each is None else _window(held[each.pack], windows[each.window]) for each in sources]
+        assert self._run.compiled is not None
+        held, views = self._run.held, self._run.compiled.views
+        made = [None if each is None else _view(held[each.pack], views[each.view]) for each in sources]
         return made[0] if key in self._gap.single else tuple(made)
 
 
-def _window(tensor: torch.Tensor, window: Window) -> torch.Tensor:
-    return window.of(tensor.untyped_storage())
+def _view(tensor: torch.Tensor, view: StridedView) -> torch.Tensor:
+    return view.of(tensor.untyped_storage())
 
 
 class _Inputs:
@@ -398,7 +402,7 @@ class _Inputs:
         self.leaves, self._tree = found
         self._required = [isinstance(each, torch.Tensor) and each.requires_grad for each in self.leaves]
 
-    def again(self, *, aliases: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def detached(self, *, aliases: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs, cut off from the graph that made them; a tensor that is there twice stays one.
 
         As aliases they are no leaves of a graph, which may not be written to.
@@ -437,7 +441,7 @@ def _detached(tensor: torch.Tensor) -> torch.Tensor:
         del guard
 
 
-class _BuffersKept:
+class _RestoredBuffers:
     """Puts the buffers of a module back to what they were."""
 
     def __init__(self, module: nn.Module) -> None:

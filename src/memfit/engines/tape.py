@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memfit.engines.compiled_policy import RunPolicy, not_counted, same_op
 from memfit.engines.forward_context import Generators, generators_of, with_generators
-from memfit.engines.tensors import Window, is_strided, plain, window_of, written
+from memfit.engines.tensors import StridedView, is_strided, plain, strided_view_of, written
 from memfit.torch_private.dispatch import DisableAutocast, DisableTorchDispatch, TorchDispatchMode
 from memfit.torch_private.pytree import tree_flatten, tree_unflatten
 from memfit.torch_private.storages import storage_key
@@ -39,7 +39,7 @@ class _Slot(NamedTuple):
     """A tensor that is a window onto a storage made in the region."""
 
     number: int
-    window: Window
+    view: StridedView
 
 
 class _Line(NamedTuple):
@@ -56,15 +56,15 @@ class _Line(NamedTuple):
 class Saved:
     """What autograd holds for a tensor it packed: the tensor, or where to find it once the region has run again."""
 
-    __slots__ = ("number", "tape", "tensor", "window")
+    __slots__ = ("number", "tape", "tensor", "view")
 
     def __init__(
-        self, tape: Tape | None, tensor: torch.Tensor | None, number: int = -1, window: Window | None = None
+        self, tape: Tape | None, tensor: torch.Tensor | None, number: int = -1, view: StridedView | None = None
     ) -> None:
         self.tape = tape
         self.tensor = tensor
         self.number = number
-        self.window = window
+        self.view = view
 
 
 class Tape(TorchDispatchMode):
@@ -91,7 +91,7 @@ class Tape(TorchDispatchMode):
         self._made_by: list[tuple[int, int]] = []
         self._unwritten: set[int] = set()
         self._needed = 0
-        self._again: dict[int, torch.UntypedStorage] | None = None
+        self._replayed: dict[int, torch.UntypedStorage] | None = None
         self._wanted: dict[int, int] = {}
 
     # -- the first run ----------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class Tape(TorchDispatchMode):
             self.followed = False
             return None
         number = self._numbers.get(storage_key(leaf))
-        return leaf.detach() if number is None else _Slot(number, window_of(leaf))
+        return leaf.detach() if number is None else _Slot(number, strided_view_of(leaf))
 
     def _generators(self, leaves: list[Any]) -> Generators:
         """The state of the generators of the devices that a random op is on, or is told to be on."""
@@ -183,7 +183,7 @@ class Tape(TorchDispatchMode):
             ):
                 self._needed = len(self._lines)
                 self._wanted[number] = self._wanted.get(number, 0) + 1
-                return Saved(self, None, number, window_of(tensor))
+                return Saved(self, None, number, strided_view_of(tensor))
             return Saved(self, tensor.detach() if tensor.grad_fn is not None else tensor)
         finally:
             del guard
@@ -208,24 +208,24 @@ class Tape(TorchDispatchMode):
         tape, saved.tape = saved.tape, None
         if tape is not None:
             tape.end()
-            if tape._again is None:
+            if tape._replayed is None:
                 if tape._on_backward is not None:
                     tape._on_backward()
-                tape._again = tape._second_run()
+                tape._replayed = tape._replay()
             if saved.tensor is None:
                 saved.tensor = tape._take(saved)
         assert saved.tensor is not None
         return saved.tensor
 
     def _take(self, saved: Saved) -> torch.Tensor:
-        assert self._again is not None and saved.window is not None
-        tensor = saved.window.of(self._again[saved.number])
+        assert self._replayed is not None and saved.view is not None
+        tensor = saved.view.of(self._replayed[saved.number])
         self._wanted[saved.number] -= 1
         if not self._wanted[saved.number]:
-            del self._again[saved.number]
+            del self._replayed[saved.number]
         return tensor
 
-    def _second_run(self) -> dict[int, torch.UntypedStorage]:
+    def _replay(self) -> dict[int, torch.UntypedStorage]:
         """The storages that were dropped, made again."""
         lines, self._lines = self._lines[: self._needed], []
         last = {
@@ -248,7 +248,7 @@ class Tape(TorchDispatchMode):
         return storages
 
     def _run(self, line: _Line, storages: dict[int, torch.UntypedStorage]) -> None:
-        leaves = [leaf.window.of(storages[leaf.number]) if isinstance(leaf, _Slot) else leaf for leaf in line.leaves]
+        leaves = [leaf.view.of(storages[leaf.number]) if isinstance(leaf, _Slot) else leaf for leaf in line.leaves]
         args, kwargs = tree_unflatten(leaves, line.tree)
         if line.generators is None:
             result = line.func(*args, **kwargs)

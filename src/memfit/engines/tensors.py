@@ -14,7 +14,7 @@ from memfit.torch_private.wrappers import fully_shard_parameters
 from memfit.tradeoff.facts import UPDATES
 
 
-class Window(NamedTuple):
+class StridedView(NamedTuple):
     """Where a tensor lies in its storage."""
 
     dtype: torch.dtype
@@ -37,9 +37,9 @@ class Window(NamedTuple):
         return (self.offset + last + 1) * self.dtype.itemsize
 
 
-def window_of(tensor: torch.Tensor) -> Window:
+def strided_view_of(tensor: torch.Tensor) -> StridedView:
     """Where this tensor lies."""
-    return Window(tensor.dtype, tensor.device, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+    return StridedView(tensor.dtype, tensor.device, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 def is_strided(value: Any) -> bool:
