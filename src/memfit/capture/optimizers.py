@@ -37,7 +37,7 @@ _FLAGS: dict[Implementation, dict[str, bool]] = {
 
 
 def implementations(optimizer: torch.optim.Optimizer) -> tuple[Implementation, ...]:
-    """The ways that an optimizer can do its step; none when it has only one."""
+    """Return the ways that an optimizer can do its step; none when it has only one."""
     if not all("foreach" in group for group in optimizer.param_groups):
         return ()
     fused = all("fused" in group for group in optimizer.param_groups)
@@ -68,7 +68,7 @@ def set_flags(optimizer: torch.optim.Optimizer, flags: list[dict[str, Any]]) -> 
 
 @contextlib.contextmanager
 def step_with(step: Step, implementation: Implementation) -> Iterator[Step]:
-    """The same step with its optimizer's step done this way; an optimizer that exists is changed in the block only."""
+    """Let the step's optimizer use an implementation; an optimizer that exists is changed in the block only."""
     if isinstance(step.optimizer, torch.optim.Optimizer):
         before = set_implementation(step.optimizer, implementation)
         try:
@@ -88,7 +88,7 @@ def step_with(step: Step, implementation: Implementation) -> Iterator[Step]:
 
 
 def implementations_of_step(step: Step) -> tuple[Implementation, ...]:
-    """The ways that the optimizer of a step can do its step."""
+    """Return the ways that the optimizer of a step can do its step."""
     if step.optimizer is None:
         return ()
     if isinstance(step.optimizer, torch.optim.Optimizer):

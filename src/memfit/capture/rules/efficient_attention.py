@@ -53,7 +53,7 @@ _BIG_SHARED_MEMORY = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
 
 
 def efficient_kernel(dtype: torch.dtype, width: int, dropout: bool, capability: tuple[int, int]) -> _Kernel:
-    """The first compiled kernel that takes these arguments (mem_eff_attention/kernels/cutlassB.h,
+    """Return the first compiled kernel that takes these arguments (mem_eff_attention/kernels/cutlassB.h,
     `dispatch_cutlassB`).
     """
     half = dtype in LOW_PRECISION

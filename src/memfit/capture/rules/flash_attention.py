@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit.capture.kernels import filled, probe_workspace, real_execution, remembered
+from memfit.capture.kernels import filled, measured_once, probe_workspace, real_execution
 from memfit.capture.rules.base import LOW_PRECISION, RuleContext, bytes_of, contiguous_copy
 
 _aten = torch.ops.aten
@@ -24,7 +24,7 @@ _FLOAT_BYTES = 4
 
 
 def flash_splits(blocks: int, multiprocessors: int, key_blocks: int) -> int:
-    """How many ways the keys are split when heads alone do not fill the device (flash_api.cpp,
+    """Return how many ways the keys are split when heads alone do not fill the device (flash_api.cpp,
     `num_splits_heuristic`).
     """
     slots = multiprocessors * 2
@@ -86,7 +86,7 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def transposed_copy(tensor: Tensor) -> int:
-    """Bytes of the copy that `transpose(1, 2).contiguous()` makes, if any."""
+    """Return the bytes of the copy that `transpose(1, 2).contiguous()` makes, if any."""
     return 0 if tensor.transpose(1, 2).is_contiguous() else bytes_of(tensor)
 
 
@@ -129,7 +129,7 @@ def _flash_buffers(context: RuleContext, func: Any, query: Tensor, key: Tensor) 
 
 
 def _split(length: int) -> tuple[int, int]:
-    """Rows and columns of a block of the score matrix (ATen/native/cpu/FlashAttentionKernel.cpp)."""
+    """Return rows and columns of a block of the score matrix (ATen/native/cpu/FlashAttentionKernel.cpp)."""
     rows = 256 if length >= 768 else 64 if length >= 192 else 32
     return rows, 512
 
@@ -173,7 +173,7 @@ def _measured_flash(context: RuleContext, func: Any, query: Tensor, key: Tensor,
             return probe_workspace(func, (gradient, *operands, output, statistics, 0.0, False), {})
 
     strides = (query.stride()[1:], key.stride()[1:], value.stride()[1:])
-    return remembered((func, query.dtype, heads, queries, keys, query.size(-1), value.size(-1), strides), probe)
+    return measured_once((func, query.dtype, heads, queries, keys, query.size(-1), value.size(-1), strides), probe)
 
 
 WORKSPACES = {

@@ -33,7 +33,7 @@ def _foreach(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any])
 
 
 def _foreach_kernels() -> dict[str, Rule]:
-    """Every overload of these ops, in place or not; the dtype of a result is that of its first operand."""
+    """Return every overload of these ops, in place or not; the dtype of a result is that of its first operand."""
     kernels: dict[str, Rule] = {}
     for name in _FOREACH_SAME_DTYPE.split():
         for packet_name in (f"_foreach_{name}", f"_foreach_{name}_"):

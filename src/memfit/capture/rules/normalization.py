@@ -309,7 +309,7 @@ def uses_cudnn(
     training: bool,
     eps: float,
 ) -> bool:
-    """Whether cuDNN normalizes (ATen/native/Normalization.cpp, `_select_batch_norm_backend`)."""
+    """Return whether cuDNN normalizes (ATen/native/Normalization.cpp, `_select_batch_norm_backend`)."""
     return (
         torch.backends.cudnn.enabled
         and weight is not None
