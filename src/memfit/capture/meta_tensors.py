@@ -27,8 +27,7 @@ class MetaTensors:
     """Stand-ins by identity, so that tied tensors stay tied and an optimizer finds its parameters."""
 
     def __init__(self, *, compact: bool = False) -> None:
-        """With `compact`, tensors are those that a copy to the device makes: without gaps, and without the data set
-        that they are slices of."""
+        """With `compact`, tensors are as copies to the device are: without gaps and what they are slices of."""
         self.compact = compact
         self.of: dict[int, torch.Tensor] = {}
         self.stand_ins: set[int] = set()

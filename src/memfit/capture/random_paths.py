@@ -241,24 +241,24 @@ def largest_path(capture: Callable[[RandomDraws], Trace]) -> Trace:
     same = not failures and len({_path(each.trace) for each in tried}) == 1
     if not same:
         _flip_lines(tried, attempt)
-    peak, draws, trace = max(tried, key=lambda each: each.peak_bytes)
+    largest = max(tried, key=lambda each: each.peak_bytes)
     everything = _all_read(tried)
-    lines = _lines(draws if same else everything)
     rest = "" if not failures and _all_values_tried(tried) else _untried(everything)
     if same:
         tries = (
             f"the {len(tried)} draws that were tried, from the lowest to the highest values," if rest else "all values"
         )
+        lines = _lines(largest.draws)
         note = f"random values are read in the step ({lines}); {tries} lead through the same ops{rest}"
-        return msgspec.structs.replace(trace, notes=(*trace.notes, note))
-    _check_covered(trace, peak, [each.trace for each in tried], everything)
-    least = min(each.peak_bytes for each in tried)
-    note = (
-        f"{SEVERAL_PATHS} ({lines}): the largest of {len(tried)} that were tried was captured, with "
-        f"a peak of {display_bytes(peak)} (the smallest has {display_bytes(least)})"
-        f"{rest or '; steps on other paths need less'}"
-    )
-    return msgspec.structs.replace(trace, notes=(*trace.notes, note))
+    else:
+        _check_covered(largest, [each.trace for each in tried], everything)
+        least = min(each.peak_bytes for each in tried)
+        note = (
+            f"{SEVERAL_PATHS} ({_lines(everything)}): the largest of {len(tried)} that were tried was captured, with "
+            f"a peak of {display_bytes(largest.peak_bytes)} (the smallest has {display_bytes(least)})"
+            f"{rest or '; steps on other paths need less'}"
+        )
+    return msgspec.structs.replace(largest.trace, notes=(*largest.trace.notes, note))
 
 
 def _flip_lines(tried: list[_Attempt], attempt: Callable[[RandomDraws], None]) -> None:
@@ -326,15 +326,15 @@ def _path(trace: Trace) -> tuple[Any, ...]:
     return tuple((op.name, modules[op.call], op.phase, tuple(ref.shape for ref in op.outputs)) for op in trace.ops)
 
 
-def _check_covered(largest: Trace, peak: int, others: list[Trace], draws: RandomDraws) -> None:
+def _check_covered(largest: _Attempt, others: list[Trace], draws: RandomDraws) -> None:
     """Refuse a step whose largest path leaves out modules that hold memory in others: no plan would cover those."""
-    covered = {call.module for call in largest.calls}
+    covered = {call.module for call in largest.trace.calls}
     for other in others:
         held: dict[str, int] = {}
         for storage in other.storages:
             if storage.category is Category.ACTIVATION and storage.module not in covered:
                 held[storage.module] = held.get(storage.module, 0) + storage.bytes
-        if sum(held.values()) > _COVERED * peak:
+        if sum(held.values()) > _COVERED * largest.peak_bytes:
             groups: dict[str, list[str]] = {}
             for module in held:
                 groups.setdefault(alike(module), []).append(module)

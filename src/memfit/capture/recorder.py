@@ -358,8 +358,10 @@ class Recorder(TorchDispatchMode):
         return True
 
     def _answer(self, tensor: torch.Tensor) -> float | bool | None:
-        """Return what a step that logs its loss is told outside any module, and one that tests for numbers that are not
-        finite anywhere; None when it may not ask."""
+        """Return the value that a step reads of a tensor without one; None when it may not ask.
+
+        A step may log its loss outside any module, and test for numbers that are not finite anywhere.
+        """
         if self.table.phase is Phase.BACKWARD or self.executor.has_value(tensor):
             return None
         answer: float | bool | None

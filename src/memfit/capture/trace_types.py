@@ -187,8 +187,11 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of everything the step does. Where its source lines are does not count, nor do the numbers that an
-        optimizer computes with, which change from step to step."""
+        """A hash of everything the step does.
+
+        Where its source lines are does not count, nor do the numbers that an optimizer computes with, which change
+        from step to step.
+        """
         content = (
             self.device,
             self.autocast,

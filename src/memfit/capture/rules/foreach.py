@@ -50,8 +50,9 @@ def _foreach_numbers(context: RuleContext, func: Any, args: Any, kwargs: dict[st
 
 
 def _foreach_norm(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-    """A float32 sum per chunk of the largest tensor, for every tensor (cuda/ForeachReduceOp.cu,
-    `foreach_tensor_norm_cuda`).
+    """A float32 sum per chunk of the largest tensor, for every tensor.
+
+    cuda/ForeachReduceOp.cu, `foreach_tensor_norm_cuda`.
     """
     tensors = args[0]
     chunks = max((-(-tensor.numel() // _FOREACH_CHUNK) for tensor in tensors), default=0)
