@@ -97,7 +97,7 @@ def test_generators_that_a_step_makes_without_a_seed_are_said(skips: Skips) -> N
     except CaptureError as error:  # no draw that was tried runs all layers
         notes = str(error)
     assert "at random" in notes or "could not be chosen" in notes
-    assert "test_chance.py" in notes
+    assert "test_random_paths.py" in notes
 
 
 def test_a_measured_step_on_a_smaller_path_is_no_fault_of_the_plan() -> None:
@@ -269,7 +269,7 @@ def test_paths_that_exclude_each_other_are_refused() -> None:
     with pytest.raises(CaptureError, match="does not contain the others") as raised:
         capture(Either())
     assert "probability" in raised.value.advice
-    assert "at test_chance.py" not in raised.value.source and "test_chance.py" in raised.value.source
+    assert "at test_random_paths.py" not in raised.value.source and "test_random_paths.py" in raised.value.source
 
 
 def smallest(model: nn.Module) -> memfit.Plan:

@@ -31,7 +31,7 @@ engine does with their results, so what it adds after them is taken as added out
 
 
 def adds_in_place(func: Any, args: Any, kwargs: dict[str, Any], depth: int) -> bool:
-    """Whether this call in backward is the engine's addition of two gradients that a real run does in place."""
+    """Return whether this call in backward is the engine's addition of two gradients that a real run does in place."""
     if func is not _add or kwargs or len(args) != 2 or not isinstance(args[1], torch.Tensor):
         return False
     if frame_above(depth + 1).f_code.co_name != "_engine_run_backward":
@@ -43,13 +43,13 @@ def adds_in_place(func: Any, args: Any, kwargs: dict[str, Any], depth: int) -> b
 
 
 def reference_counts(tensor: torch.Tensor) -> tuple[int, int]:
-    """How many references there are to the tensor and to its storage."""
+    """Return how many references there are to the tensor and to its storage."""
     return tensor_use_count(tensor), storage_use_count(storage_key(tensor))
 
 
 @functools.lru_cache(1)
 def sole_owner_counts() -> tuple[int, int]:
-    """What `reference_counts` says in a dispatch handler of a gradient to which only the engine holds a reference.
+    """Return what `reference_counts` says, in a dispatch handler, of a gradient that only the engine refers to.
 
     Asked for the first time outside any capture."""
     x = torch.zeros(2, device="meta", requires_grad=True)
@@ -101,7 +101,7 @@ _BCE_NODE = "BinaryCrossEntropyWithLogits"
 
 
 def in_place_in_backward(func: Any, args: Any, is_fresh: Callable[[torch.Tensor], bool]) -> tuple[Any, Any]:
-    """The call that a gradient formula makes when no mode is looking; `is_fresh` says what the backward has made.
+    """Return the call that a gradient formula makes without a mode; `is_fresh` says what the backward has made.
 
     Gradients of indexing are scattered into fresh zeros in place, unless any dispatch mode is active
     (FunctionsManual.cpp, `areAnyTensorSubclassLike` in `index_backward`, `gather_backward` and

@@ -18,12 +18,12 @@ from memfit.torch_private.frames import frame_above
 
 
 def is_container(module: nn.Module) -> bool:
-    """Whether a module only holds others and is never called: several models were given together."""
+    """Return whether a module only holds others and is never called: several models were given together."""
     return type(module) in (nn.ModuleDict, nn.ModuleList)
 
 
 def is_trained(chain: Iterable[nn.Module]) -> bool:
-    """Whether the last of these modules, or one of those around it, is in train mode."""
+    """Return whether the last of these modules, or one of those around it, is in train mode."""
     return any(module.training for module in chain if not is_container(module))
 
 
@@ -65,7 +65,7 @@ class CallTracker:
         return {path: paths[0] for paths in self._paths.values() if len(paths) > 1 for path in paths}
 
     def owns(self, module: nn.Module) -> bool:
-        """Whether the module is part of the model rather than, say, a loss made by the user."""
+        """Return whether the module is part of the model rather than, say, a loss made by the user."""
         return id(module) in self._paths
 
     @property
@@ -101,7 +101,7 @@ class CallTracker:
             call = open_call.parent
 
     def freeze(self) -> tuple[ModuleCall, ...]:
-        """The calls as records."""
+        """Return the calls as records."""
         names = ModuleCall.__struct_fields__
         return tuple(ModuleCall(**{name: getattr(call, name) for name in names}) for call in self.calls)
 
@@ -169,7 +169,7 @@ class SourceTable:
         self._foreign: dict[str, bool] = {}
 
     def here(self, depth: int) -> int:
-        """The index of the user's line that is running now, seen from `depth` frames up."""
+        """Return the index of the user's line that is running now, seen from `depth` frames up."""
         frame = frame_above(depth)
         foreign = self._foreign
         while frame is not None:
@@ -213,7 +213,7 @@ class SourceTable:
 
 
 def _shorten(filename: str) -> str:
-    """Paths of installed packages from the package on, of the user's own files from the working folder on."""
+    """Shorten a path to begin in the package or, for a file of the user's, in the working folder."""
     for marker in (f"site-packages{os.sep}", f"dist-packages{os.sep}"):
         if marker in filename:
             return filename.split(marker, 1)[1]

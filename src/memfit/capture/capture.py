@@ -5,16 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import random
-import sys
-import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 import torch.utils.checkpoint
 from torch import nn
@@ -24,7 +20,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from memfit._version import __version__
 from memfit.capture.arguments import tensor_leaves, tensors_of, visit_tensors
 from memfit.capture.call_stack import CallTracker, SourceTable, is_container, module_calls
-from memfit.capture.cuda_api import replaced
 from memfit.capture.emulation import Emulation, python_functions_open
 from memfit.capture.environment import (
     LOCK,
@@ -32,8 +27,6 @@ from memfit.capture.environment import (
     cuda_present,
     neutral_modes,
     no_garbage_collection,
-    patched,
-    patched_item,
     same_attributes,
     same_random_state,
     torch_threads,
@@ -42,10 +35,11 @@ from memfit.capture.environment import (
 from memfit.capture.errors import Advice
 from memfit.capture.meta_tensors import MetaTensors, on_meta, optimizer_on_meta
 from memfit.capture.optimizers import LeftState, OptimizerStates, optimizers_by_key
+from memfit.capture.patches import TorchPatches
 from memfit.capture.random_numbers import Held, held_generators, same_generators
 from memfit.capture.random_paths import RandomDraws, largest_path
 from memfit.capture.recorder import Recorder
-from memfit.capture.restoration import Snapshot, take_out
+from memfit.capture.restoration import Snapshot, remove_leftovers
 from memfit.capture.rules import RuleContext, rules_for
 from memfit.capture.step import Companions, Step, find_step, find_variables
 from memfit.capture.step_checks import check_batch_tensors, check_model, refuse_sharded_module
@@ -53,15 +47,8 @@ from memfit.capture.storages import HOST, StorageDraft, StorageTable
 from memfit.capture.trace_types import NEVER, SCHEMA, Category, ModelCall, Module, Parameter, Phase, Trace
 from memfit.errors import InputError, MemfitError
 from memfit.hardware import Device, Target
-from memfit.torch_private.autograd import (
-    checkpoint_checks,
-    pop_saved_tensor_hooks,
-    push_saved_tensor_hooks,
-    top_saved_tensor_hooks,
-)
 from memfit.torch_private.compiler import dynamo_is_loaded
 from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes
-from memfit.torch_private.frames import frame_above
 from memfit.torch_private.functorch import unwrap
 from memfit.torch_private.modules import buffer_table, parameter_table
 from memfit.torch_private.wrappers import compiled_original, has_compiled_parts
@@ -108,10 +95,10 @@ def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | D
             with same_generators(held):
                 result = largest_path(capture_with)
         except BaseException as error:
-            for note in take_out(leftovers, error):
+            for note in remove_leftovers(leftovers, error):
                 warnings.warn(f"{note} (the capture itself failed: {type(error).__name__})", stacklevel=2)
             raise
-        return msgspec.structs.replace(result, notes=(*result.notes, *take_out(leftovers)))
+        return msgspec.structs.replace(result, notes=(*result.notes, *remove_leftovers(leftovers)))
 
 
 def _target(target: str | os.PathLike[str] | Device | Target | None) -> Target:
@@ -136,7 +123,7 @@ def _context(device: Device) -> RuleContext:
 
 
 def _eager(model: nn.Module, notes: list[str]) -> nn.Module:
-    """The model behind `torch.compile`, which is captured as its eager original."""
+    """Return the model behind `torch.compile`, which is captured as its eager original."""
     original = compiled_original(model)
     if has_compiled_parts(model):
         notes.append("the model is compiled; it was captured as its eager original")
@@ -253,7 +240,7 @@ class _Capture:
         return made
 
     def _left_tensors(self) -> bool:
-        """Whether the step left tensors on the device that are neither gradients nor optimizer state."""
+        """Return whether the step left tensors on the device that are neither gradients nor optimizer state."""
         if not self._outliving():
             return False
         gc.collect()  # the graph of a step may be a cycle, which nobody holds
@@ -295,29 +282,14 @@ class _Capture:
             stack.callback(hook.remove)
         if self.context.device_type == "cuda":
             stack.enter_context(cuda_present(self.device, self.context.note))
-        grouping = "_group_tensors_by_device_and_dtype"
-        for owner, name, wrap in (
-            (torch.autograd, "backward", self._backward),
-            (torch.autograd, "grad", self._grad),
-            (torch.autograd.graph, "disable_saved_tensors_hooks", self._without_hooks),
-            (torch.utils.checkpoint, "_checkpoint_hook", self._checkpoint),
-            (torch.utils.checkpoint, "check_backward_validity", self._checkpoint),
-            (torch, "clear_autocast_cache", self._clear_autocast_cache),
-            (torch, "get_rng_state", self._get_rng_state),
-            (random.Random, "seed", self._seeded),
-            (np.random, "default_rng", self._generator),
-            (torch.amp.GradScaler, "_maybe_opt_step", _always_step),
-            (torch, "compile", self._not_compiled),
-            (torch.Tensor, "_make_wrapper_subclass", _wrapper_without_device),
-            (DistributedDataParallel, "forward", _without_reducer),
-            (sys.modules["torch.optim.optimizer"], grouping, self._grouped_on_target),
-            (sys.modules["torch.nn.utils.clip_grad"], grouping, self._grouped_on_target),
-        ):
-            stack.enter_context(patched(owner, name, wrap))
-        flex = sys.modules.get("torch.nn.attention.flex_attention")
-        if flex is not None:  # the op itself, and not through Dynamo
-            stack.enter_context(replaced(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True))
-        stack.enter_context(patched_item(_CHECKPOINT_CHECKS, "default", _shape_and_dtype))
+        patches = TorchPatches(
+            recorder=self.recorder,
+            emulation=self.emulation,
+            advice=self.advice,
+            note=self.context.note,
+            after_backward=self._note_gradients,
+        )
+        stack.enter_context(patches.applied())
         if dynamo_is_loaded():  # else nothing can have been compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(module_calls(self._enter, self._leave, self._failed))
@@ -403,7 +375,7 @@ class _Capture:
         self.calls.enter(module, recorder.phase, len(recorder.ops), inputs)
         self.draws.force_host(self.held)
         if outermost and recorder.phase is Phase.BACKWARD:
-            self.advice.again(self.calls.path)
+            self.advice.recompute(self.calls.path)
 
     def _leave(self, module: nn.Module, result: Any) -> None:
         recorder = self.recorder
@@ -422,67 +394,6 @@ class _Capture:
     def _failed(self, error: Exception) -> None:
         self.recorder.note_failure(error, "")
 
-    def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
-        def backward(*args: Any, **kwargs: Any) -> None:
-            recorder = self.recorder
-            if recorder.table.paused or recorder.phase is Phase.BACKWARD:
-                original(*args, **kwargs)
-                return
-            if kwargs.get("retain_graph", args[2] if len(args) > 2 else None):
-                self.advice.retain(self.sources.sources[self.sources.here(1)])
-            recorder.backward_began.append(len(recorder.ops))
-            recorder.phase = Phase.BACKWARD
-            original(*args, **kwargs)
-            recorder.phase = Phase.OPTIMIZER
-            self._note_gradients()
-
-        return backward
-
-    def _grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Gradients that the step asks for itself; what comes after them goes on with what came before."""
-
-        def grad(*args: Any, **kwargs: Any) -> Any:
-            recorder = self.recorder
-            before = recorder.phase
-            recorder.backward_began.append(len(recorder.ops))
-            recorder.phase = Phase.BACKWARD
-            try:
-                return original(*args, **kwargs)
-            finally:
-                recorder.phase = before
-
-        return grad
-
-    def _without_hooks(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """`torch.func.grad` and its like refuse to run under hooks for saved tensors: the capture's own are taken off.
-
-        What autograd saves meanwhile is still seen to live; no unit holds it, because such a call is none.
-        """
-
-        @contextlib.contextmanager
-        def disable(message: str) -> Iterator[None]:
-            top = top_saved_tensor_hooks()
-            ours = top is not None and top[0] == self.recorder.pack
-            if ours:
-                pop_saved_tensor_hooks()
-            try:
-                with original(message):
-                    yield
-            finally:
-                if ours:
-                    push_saved_tensor_hooks(*top)
-
-        return disable
-
-    def _checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What both kinds of `torch.utils.checkpoint` call in forward."""
-
-        def begin(*args: Any, **kwargs: Any) -> Any:
-            self.advice.checkpoint(self.calls.path)
-            return original(*args, **kwargs)
-
-        return begin
-
     def _note_gradients(self) -> None:
         with DisableTorchFunction():
             for key, (parameter, names) in self.parameters.items():
@@ -493,67 +404,10 @@ class _Capture:
                     draft.module = names[0].rpartition(".")[0]
                     self.gradients[key] = number
 
-    def _clear_autocast_cache(self, original: Callable[[], None]) -> Callable[[], None]:
-        def clear() -> None:
-            self.emulation.autocast.clear()
-            original()
-
-        return clear
-
-    def _not_compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Leave what the step compiles itself as it is."""
-
-        def leave(model: Any = None, **options: Any) -> Any:
-            self.context.note("the step calls torch.compile; what it compiles was captured as its eager original")
-            return (lambda function: function) if model is None else model
-
-        return leave
-
-    def _get_rng_state(self, original: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Checkpointing keeps the generator's state, which the generator allocates itself."""
-
-        def get_rng_state() -> torch.Tensor:
-            state = original()
-            with DisableTorchFunction():
-                self.recorder.adopt_fresh(state)
-            return state
-
-        return get_rng_state
-
-    def _seeded(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Note that the step makes a `random.Random()`, which nobody can put back to a state that it had."""
-
-        def seed(generator: random.Random, a: Any = None, *args: Any, **kwargs: Any) -> None:
-            if a is None and _made_by_step(frame_above(1)):
-                self.draws.note_unseeded(self.sources.sources[self.sources.here(4)])  # what called its __init__
-            original(generator, a, *args, **kwargs)
-
-        return seed
-
-    def _generator(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Note that the step makes a `np.random.default_rng()`."""
-
-        def default_rng(seed: Any = None) -> Any:
-            if seed is None and _made_by_step(frame_above(1)):
-                self.draws.note_unseeded(self.sources.sources[self.sources.here(2)])
-            return original(seed)
-
-        return default_rng
-
-    def _grouped_on_target(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Groups of tensors by device, which C++ asks of the stand-ins, named after the target's device."""
-
-        def grouped(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-            groups = original(*args, **kwargs)
-            device = self.emulation.device
-            return {(device if key[0].type == "meta" else key[0], *key[1:]): groups[key] for key in groups}
-
-        return grouped
-
     # -- the result -------------------------------------------------------------------------------------------------
 
     def result(self, notes: list[str]) -> Trace:
-        """The finished trace."""
+        """Return the finished trace."""
         recorder = self.recorder
         parameters = tuple(
             Parameter(
@@ -594,60 +448,4 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _without_reducer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Run the module that is wrapped: the reducer is for real gradients, and would wait for them after the capture."""
-
-    def forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-    return forward
-
-
-def _wrapper_without_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make wrappers around stand-ins for tensors on a GPU without one."""
-
-    def make(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        if device is not None and torch.device(device).type == "cuda":
-            device = "meta"
-        return original(*args, device=device, **kwargs)
-
-    return staticmethod(make)
-
-
-def _always_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A gradient scaler skips the optimizer when a gradient is not finite, which no steady step does."""
-
-    def step(scaler: Any, optimizer: torch.optim.Optimizer, state: Any, *args: Any, **kwargs: Any) -> Any:
-        return optimizer.step(*args, **kwargs)
-
-    return step
-
-
-def _made_by_step(frame: types.FrameType | None) -> bool:
-    """Tell whether code of the step makes a generator; the standard library and imports make some for themselves."""
-    while frame is not None and frame.f_code.co_filename.startswith((random.__file__, _OWN)):
-        frame = frame.f_back
-    if frame is None or _is_standard(frame.f_code.co_filename):
-        return False
-    while frame is not None and frame.f_code is not _Capture.run.__code__:
-        if frame.f_code.co_name == "<module>":
-            return False
-        frame = frame.f_back
-    return True
-
-
-_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
-
-
-def _is_standard(filename: str) -> bool:
-    folder = os.path.dirname(random.__file__) + os.sep
-    return filename.startswith(folder) and "site-packages" not in filename
-
-
 _SWITCHES = (torch.bool, torch.uint8)
-_CHECKPOINT_CHECKS = checkpoint_checks
-
-
-def _shape_and_dtype(tensor: torch.Tensor) -> dict[str, Any]:
-    """What checkpointing compares between forward and recomputation; the device is emulated in one of them only."""
-    return {"shape": tensor.shape, "dtype": tensor.dtype}

@@ -44,13 +44,13 @@ _META = torch.device("meta")
 
 @functools.lru_cache(1)
 def certified_ops() -> dict[str, frozenset[str]]:
-    """The kinds of operands for which each op is certified (Note [Certified])."""
+    """Return the kinds of operands for which each op is certified (Note [Certified])."""
     return {name: frozenset(kinds) for name, *kinds in _lines() if name.startswith("aten.")}
 
 
 @functools.lru_cache(1)
 def inexact() -> dict[str, str]:
-    """Notes on torch functions and gradients, by name, whose steps the sweep found other than captured.
+    """Return notes on torch functions and gradients, by name, whose steps the sweep found other than captured.
 
     These are compositions of kernels: which kernels run, not what one of them does, differs from a real run. A name
     with "low:" in front holds for operands in low precision only.
@@ -64,7 +64,7 @@ def inexact() -> dict[str, str]:
 
 
 def note_on(notes: dict[str, str], function: str, args: Sequence[Any]) -> str | None:
-    """The note on a call of a torch function, if there is one."""
+    """Return the note on a call of a torch function, if there is one."""
     if function in notes:
         return notes[function]
     low = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype in _LOW
@@ -78,7 +78,7 @@ def _lines() -> Iterator[list[str]]:
 
 
 def operand_kind(tensors: Sequence[torch.Tensor]) -> str:
-    """The kind of a call's operands: their layout and, where it is not one of float32 or float64, their dtypes."""
+    """Return the kind of a call's operands: their layout and, unless that is float32 or float64, their dtypes."""
     if any(tensor.numel() == 0 for tensor in tensors):
         layout = "empty"
     elif all(tensor.is_contiguous() for tensor in tensors):
@@ -98,7 +98,7 @@ def _dense_image(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class ResultGeometry:
     """The geometry of a result."""
 
     shape: tuple[int, ...]
@@ -108,7 +108,7 @@ class Made:
     storage_bytes: int
 
     def empty(self) -> torch.Tensor:
-        """A meta tensor of this geometry."""
+        """Return a meta tensor of this geometry."""
         storage = torch.empty(self.storage_bytes, dtype=torch.uint8, device=_META).untyped_storage()
         empty = torch.empty(0, dtype=self.dtype, device=_META)
         return empty.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
@@ -119,10 +119,10 @@ class MeasuredCall:
     """What a real call allocated beyond its results, and the results where each has a storage of its own."""
 
     workspace_bytes: int
-    results: tuple[Made, ...] | None
+    results: tuple[ResultGeometry, ...] | None
 
     def lay_out(self, result: Any) -> Any:
-        """The captured results in the real ones' layout."""
+        """Return the captured results in the real ones' layout."""
         if self.results is None or len(tensors_of((result,))) != len(self.results):
             return result
         real = iter(self.results)
@@ -146,7 +146,7 @@ def measure_call(func: Any, args: Any, kwargs: dict[str, Any]) -> MeasuredCall |
     masks = (t for t in tensors_of((*args, *kwargs.values())) if t.dtype is torch.bool and not t.is_meta)
     with real_execution():
         taken = tuple(int(mask.sum()) for mask in masks)
-    return remembered(("call", taken, *signature(func, args, kwargs)), lambda: _measure(func, args, kwargs))
+    return measured_once(("call", taken, *signature(func, args, kwargs)), lambda: _measure(func, args, kwargs))
 
 
 def _measure(func: Any, args: Any, kwargs: dict[str, Any]) -> MeasuredCall | str:
@@ -162,7 +162,7 @@ def _measure(func: Any, args: Any, kwargs: dict[str, Any]) -> MeasuredCall | str
             pointers = [storage_key(output) for output in outputs]
             given = {storage_key(tensor) for tensor in tensors_of((*args, *kwargs.values()))}
             own = len(set(pointers)) == len(pointers) and given.isdisjoint(pointers)
-            results = tuple(map(_made, outputs)) if own else None
+            results = tuple(map(_result_geometry, outputs)) if own else None
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     finally:
@@ -171,7 +171,7 @@ def _measure(func: Any, args: Any, kwargs: dict[str, Any]) -> MeasuredCall | str
 
 
 def _real(value: Any, writes: bool) -> Any:
-    """Known tensors, or copies where the call writes; stand-ins for others; and no generators of the user's."""
+    """Return known tensors, copies where the call writes, made-up ones for others, and no generators of the user's."""
     if isinstance(value, torch.Tensor):
         if value.is_meta:
             return real_like(value)
@@ -187,8 +187,8 @@ def _real(value: Any, writes: bool) -> Any:
     return None if isinstance(value, torch.Generator) else value
 
 
-def _made(tensor: torch.Tensor) -> Made:
-    return Made(
+def _result_geometry(tensor: torch.Tensor) -> ResultGeometry:
+    return ResultGeometry(
         tuple(tensor.size()),
         tensor.stride(),
         int(tensor.storage_offset()),
@@ -205,13 +205,13 @@ def _made(tensor: torch.Tensor) -> Made:
 
 @contextlib.contextmanager
 def real_execution() -> Iterator[None]:
-    """No mode of the capture applies: ops run for real, in the grad mode of the moment."""
+    """Run ops inside the block for real, without the capture's modes and in the grad mode of the moment."""
     with disable_current_modes(), DisableTorchFunction():
         yield
 
 
 def probe_workspace(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
-    """Bytes that the kernel holds at its highest beyond its results."""
+    """Return the bytes that the kernel holds at its highest beyond its results."""
     with real_execution():
         args, kwargs = map_tensors(args, real_like), map_tensors(kwargs, real_like)
         func(*args, **kwargs)
@@ -222,7 +222,7 @@ def probe_workspace(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
 
 
 def held_bytes(events: Iterable[AllocatorEvent]) -> int:
-    """Bytes held at the highest point beyond those that are left in the end."""
+    """Return the bytes held at the highest point beyond those that are left in the end."""
     alive: dict[int, int] = {}
     level = peak = 0
     for event in events:
@@ -239,8 +239,8 @@ _PROBED: dict[Any, Any] = {}
 _Measurement = TypeVar("_Measurement")
 
 
-def remembered(key: Any, probe: Callable[[], _Measurement]) -> _Measurement:
-    """A measurement made once in the life of the process for each signature and all that kernels are chosen by."""
+def measured_once(key: Any, probe: Callable[[], _Measurement]) -> _Measurement:
+    """Return a measurement, made once a process for each key and all settings by which kernels are chosen."""
     full = (torch.get_num_threads(), *_kernel_choices(), key)
     if full not in _PROBED:
         _PROBED[full] = probe()
@@ -248,7 +248,7 @@ def remembered(key: Any, probe: Callable[[], _Measurement]) -> _Measurement:
 
 
 def _kernel_choices() -> tuple[Any, ...]:
-    """Settings of torch by which CPU kernels are chosen; the instruction set cannot change within a process."""
+    """Return the settings by which torch chooses CPU kernels; the instruction set cannot change within a process."""
     return (
         onednn_enabled(),
         onednn_deterministic(),
@@ -270,19 +270,19 @@ def vendor_has(dtype: torch.dtype) -> bool:
 
 
 def signature(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What the internal allocations of a call depend on."""
+    """Return what the internal allocations of a call depend on."""
     tensors = tensors_of((*args, *kwargs.values()))
     rest = repr(map_tensors((args, kwargs), lambda _: None))
     return (func, rest, *((tuple(t.shape), t.stride(), t.dtype) for t in tensors))
 
 
 def real_like(tensor: torch.Tensor) -> torch.Tensor:
-    """A real tensor of the same geometry; integers are zeros, so that they are valid as indices."""
+    """Return a real tensor of the same geometry; integers are zeros, so that they are valid as indices."""
     return filled(tensor.size(), tensor.stride(), tensor.dtype) if tensor.is_meta else tensor
 
 
 def filled(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A real tensor of this geometry, of small numbers; its elements may share memory."""
+    """Return a real tensor of this geometry, of small numbers; its elements may share memory."""
     last = sum((length - 1) * step for length, step in zip(size, stride, strict=True))
     value = 0.01 if dtype.is_floating_point or dtype.is_complex else 0
     flat = torch.full((0 if 0 in size else last + 1,), value, dtype=dtype, device="cpu")
@@ -307,7 +307,7 @@ class AllocatorEvent:
 
 @contextlib.contextmanager
 def allocations() -> Iterator[list[AllocatorEvent]]:
-    """Every allocation and free of the CPU allocator inside the block, in order of time, once the block has ended.
+    """Record every allocation and free of the CPU allocator inside the block, in order; the list is filled at its end.
 
     Frees on threads that the profiler does not know (Gloo's) are missing.
     """

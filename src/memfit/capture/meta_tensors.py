@@ -27,8 +27,7 @@ class MetaTensors:
     """Stand-ins by identity, so that tied tensors stay tied and an optimizer finds its parameters."""
 
     def __init__(self, *, compact: bool = False) -> None:
-        """With `compact`, tensors are those that a copy to the device makes: without gaps, and without the data set
-        that they are slices of."""
+        """With `compact`, tensors are as copies to the device are: without gaps and what they are slices of."""
         self.compact = compact
         self.of: dict[int, torch.Tensor] = {}
         self.stand_ins: set[int] = set()
@@ -37,7 +36,7 @@ class MetaTensors:
         self._kept: list[torch.Tensor] = []
 
     def parameter(self, tensor: nn.Parameter) -> nn.Parameter:
-        """The stand-in of a parameter, with its class, attributes and hooks."""
+        """Return the stand-in of a parameter, with its class, attributes and hooks."""
         known = self.of.get(id(tensor))
         if known is None:
             known = make_subclass(type(tensor), self._empty(tensor), tensor.requires_grad)
@@ -50,7 +49,7 @@ class MetaTensors:
         return known  # type: ignore[return-value]
 
     def buffer(self, tensor: torch.Tensor, *, keep_floats: bool = False) -> torch.Tensor:
-        """The stand-in of a buffer, a batch tensor or an optimizer's state.
+        """Return the stand-in of a buffer, a batch tensor or an optimizer's state.
 
         Small integers and scalars on the CPU keep their values: a step may branch on masks, lengths and counters. With
         `keep_floats` other numbers do too, unless they take gradients: in a batch they may be boxes or padded images.
@@ -74,7 +73,7 @@ class MetaTensors:
         return known
 
     def attribute(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The stand-in of a tensor that is a plain attribute of a module."""
+        """Return the stand-in of a tensor that is a plain attribute of a module."""
         known = self.buffer(tensor)
         self.attributes.append(known)
         return known
@@ -86,11 +85,11 @@ class MetaTensors:
         self.attributes.clear()
 
     def batch(self, value: Any) -> Any:
-        """The same structure with every tensor in it replaced, small ones by a copy that keeps its values."""
+        """Return the same structure with every tensor in it replaced, small ones by a copy that keeps its values."""
         return self.tree(value, keep_floats=True)
 
     def tree(self, value: Any, *, keep_floats: bool = False) -> Any:
-        """The same structure with every tensor in it replaced."""
+        """Return the same structure with every tensor in it replaced."""
         if isinstance(value, nn.Parameter):
             return self.parameter(value)
         if isinstance(value, torch.Tensor):
@@ -143,7 +142,7 @@ def _rebuilt(value: Mapping, items: dict) -> Any:
 
 @contextlib.contextmanager
 def on_meta(model: nn.Module, meta_tensors: MetaTensors) -> Iterator[None]:
-    """The model with stand-ins for its parameters and buffers; all attributes of all modules are put back."""
+    """Replace the model's parameters and buffers by meta tensors; all attributes of all modules are restored."""
     modules = list(model.modules())
     with same_attributes(modules), _same_tables(modules):
         for module in modules:
@@ -166,7 +165,7 @@ def on_meta(model: nn.Module, meta_tensors: MetaTensors) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _same_tables(modules: list[nn.Module]) -> Iterator[None]:
-    """Parameters and buffers as they were, also where the table that holds them is a dict of a library's own kind."""
+    """Restore parameters and buffers, also where the table that holds them is a library's own kind of dict."""
     tables: list[dict[str, Any]] = [
         table
         for module in modules
@@ -189,7 +188,7 @@ _MODULE_TABLES = frozenset(("_parameters", "_buffers", "_modules"))
 
 
 def _mentions(value: Any, meta_tensors: MetaTensors) -> bool:
-    """Whether a plain attribute holds tensors that have a stand-in, as an RNN's list of flat weights does."""
+    """Return whether a plain attribute holds tensors that have a stand-in, as an RNN's list of flat weights does."""
     if isinstance(value, torch.Tensor):
         return id(value) in meta_tensors.of
     if type(value) in (list, tuple):

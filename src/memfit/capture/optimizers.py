@@ -37,7 +37,7 @@ _FLAGS: dict[Implementation, dict[str, bool]] = {
 
 
 def implementations(optimizer: torch.optim.Optimizer) -> tuple[Implementation, ...]:
-    """The ways that an optimizer can do its step; none when it has only one."""
+    """Return the ways that an optimizer can do its step; none when it has only one."""
     if not all("foreach" in group for group in optimizer.param_groups):
         return ()
     fused = all("fused" in group for group in optimizer.param_groups)
@@ -68,7 +68,7 @@ def set_flags(optimizer: torch.optim.Optimizer, flags: list[dict[str, Any]]) -> 
 
 @contextlib.contextmanager
 def step_with(step: Step, implementation: Implementation) -> Iterator[Step]:
-    """The same step with its optimizer's step done this way; an optimizer that exists is changed in the block only."""
+    """Let the step's optimizer use an implementation; an optimizer that exists is changed in the block only."""
     if isinstance(step.optimizer, torch.optim.Optimizer):
         before = set_implementation(step.optimizer, implementation)
         try:
@@ -88,7 +88,7 @@ def step_with(step: Step, implementation: Implementation) -> Iterator[Step]:
 
 
 def implementations_of_step(step: Step) -> tuple[Implementation, ...]:
-    """The ways that the optimizer of a step can do its step."""
+    """Return the ways that the optimizer of a step can do its step."""
     if step.optimizer is None:
         return ()
     if isinstance(step.optimizer, torch.optim.Optimizer):
@@ -116,7 +116,7 @@ class OptimizerStates:
         self.names: list[str] = []
         self.numbers: dict[int, tuple[int, ...]] = {}
         self._recorder = recorder
-        self._placeholders = meta_tensors
+        self._meta_tensors = meta_tensors
         self._parameters = parameters
         self._registered: list[torch.optim.Optimizer] = []
         self._making_state = False
@@ -131,7 +131,7 @@ class OptimizerStates:
             return
         if isinstance(optimizer, torch.optim.LBFGS):
             raise InputError("LBFGS decides from values how often it runs the step; it cannot be captured")
-        known = self._placeholders.stand_ins | self._parameters.keys()
+        known = self._meta_tensors.stand_ins | self._parameters.keys()
         if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
             raise InputError(
                 f"a {type(optimizer).__name__} that memfit did not find steps on real parameters; give it to memfit: "
@@ -254,8 +254,7 @@ class OptimizerStates:
 def optimizers_by_key(
     optimizers: tuple[torch.optim.Optimizer, ...], made: torch.optim.Optimizer | None
 ) -> dict[str, torch.optim.Optimizer]:
-    """Name optimizers so that a second pass finds them again: those of the user, the one that the step makes, and the
-    ones that it wraps."""
+    """Name optimizers so that a second pass finds them: the user's, the one that the step makes, and those it wraps."""
     found = {f"given {id(optimizer)}": optimizer for optimizer in optimizers}
     if made is not None and all(made is not each for each in optimizers):
         found["made"] = made

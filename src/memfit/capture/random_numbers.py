@@ -176,7 +176,7 @@ def set_host_state(state: HostState, held: Iterable[Held] = ()) -> None:
 
 @contextlib.contextmanager
 def same_generators(held: list[Held]) -> Iterator[None]:
-    """After the block these generators are as they were before it."""
+    """Restore the states of these generators after the block."""
     states = list(map(state_of, held))
     try:
         yield
@@ -187,7 +187,7 @@ def same_generators(held: list[Held]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_host_state(state: HostState, held: list[Held]) -> Iterator[None]:
-    """Inside the block random numbers come as they did from this state; afterwards as if nothing had been drawn."""
+    """Draw from this state inside the block; afterwards generators are as if nothing had been drawn."""
     now = host_state(held)
     set_host_state(state, held)
     try:
@@ -235,7 +235,7 @@ def _fractions(quantile: float, result: torch.Tensor) -> torch.Tensor:
 
 
 def _normal_fractions(quantile: float, result: torch.Tensor) -> torch.Tensor:
-    """Standard normal values."""
+    """Return standard normal values at a quantile."""
     z = math.sqrt(2) * torch.erfinv(2 * _fractions(quantile, result) - 1)
     return z.clamp(-_FARTHEST, _FARTHEST)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -52,7 +52,7 @@ _BETWEEN = tuple(Draw((2 * part + 1) / 16, seed=5 + part) for part in range(1, 7
 SEVERAL_PATHS = "the step depends on random values"
 """Begins the note of a trace that is the largest of several paths."""
 HOST_LINE = "Python's or numpy's generators"
-_MOST_TURNED = 8
+_MOST_FLIPPED = 8
 _MOST_OPS = 200_000
 """Values in between are tried until captures have recorded this many ops."""
 _COVERED = 0.01
@@ -80,7 +80,7 @@ class RandomDraws:
     """What was drawn at each line since `seed`, call by call."""
 
     def draw_of(self, line: str) -> Draw:
-        """How values are drawn at a line."""
+        """Return how values are drawn at a line."""
         return self.of_line.get(line, self.draw)
 
     def note_read(self, lines: Iterable[str], where: str) -> None:
@@ -193,10 +193,18 @@ def _before_tempering(word: int) -> int:
     return found & 0xFFFFFFFF
 
 
+class _Attempt(NamedTuple):
+    """One capture of the step, with the draws that led to it."""
+
+    peak_bytes: int
+    draws: RandomDraws
+    trace: Trace
+
+
 def largest_path(capture: Callable[[RandomDraws], Trace]) -> Trace:
     """Capture a step, several times when it reads random values; return its largest path (Note [Random paths])."""
     first = RandomDraws()
-    tried: list[tuple[int, RandomDraws, Trace]] = []
+    tried: list[_Attempt] = []
     failure: Exception | None = None
     failures = 0
     try:
@@ -208,7 +216,7 @@ def largest_path(capture: Callable[[RandomDraws], Trace]) -> Trace:
     else:
         if not first.read:
             return trace
-        tried.append((peak_bytes(trace), first, trace))
+        tried.append(_Attempt(peak_bytes(trace), first, trace))
 
     def attempt(draws: RandomDraws) -> None:
         try:
@@ -219,49 +227,49 @@ def largest_path(capture: Callable[[RandomDraws], Trace]) -> Trace:
             return
         if HOST_LINE in first.read:
             draws.note_read([HOST_LINE], "")
-        tried.append((peak_bytes(found), draws, found))
+        tried.append(_Attempt(peak_bytes(found), draws, found))
 
     for draw in (HIGHEST, LOWEST, MIDDLE):
         attempt(RandomDraws(draw))
     if not tried and failure is not None:
         raise failure
     for draw in (*_IN_TURN, *_BETWEEN):
-        if sum(len(each.ops) for *_, each in tried) > _MOST_OPS:
+        if sum(len(each.trace.ops) for each in tried) > _MOST_OPS:
             break
         if not draw.alternating or _draws_again(_all_read(tried)):
             attempt(RandomDraws(draw))
-    same = not failures and len({_path(each) for *_, each in tried}) == 1
+    same = not failures and len({_path(each.trace) for each in tried}) == 1
     if not same:
-        _turn_lines_round(tried, attempt)
-    peak, draws, trace = max(tried, key=lambda each: each[0])
+        _flip_lines(tried, attempt)
+    largest = max(tried, key=lambda each: each.peak_bytes)
     everything = _all_read(tried)
-    lines = _lines(draws if same else everything)
     rest = "" if not failures and _all_values_tried(tried) else _untried(everything)
     if same:
         tries = (
             f"the {len(tried)} draws that were tried, from the lowest to the highest values," if rest else "all values"
         )
+        lines = _lines(largest.draws)
         note = f"random values are read in the step ({lines}); {tries} lead through the same ops{rest}"
-        return msgspec.structs.replace(trace, notes=(*trace.notes, note))
-    _check_covered(trace, peak, [each for *_, each in tried], everything)
-    least = min(each[0] for each in tried)
-    note = (
-        f"{SEVERAL_PATHS} ({lines}): the largest of {len(tried)} that were tried was captured, with "
-        f"a peak of {display_bytes(peak)} (the smallest has {display_bytes(least)})"
-        f"{rest or '; steps on other paths need less'}"
-    )
-    return msgspec.structs.replace(trace, notes=(*trace.notes, note))
+    else:
+        _check_covered(largest, [each.trace for each in tried], everything)
+        least = min(each.peak_bytes for each in tried)
+        note = (
+            f"{SEVERAL_PATHS} ({_lines(everything)}): the largest of {len(tried)} that were tried was captured, with "
+            f"a peak of {display_bytes(largest.peak_bytes)} (the smallest has {display_bytes(least)})"
+            f"{rest or '; steps on other paths need less'}"
+        )
+    return msgspec.structs.replace(largest.trace, notes=(*largest.trace.notes, note))
 
 
-def _turn_lines_round(tried: list[tuple[int, RandomDraws, Trace]], attempt: Callable[[RandomDraws], None]) -> None:
+def _flip_lines(tried: list[_Attempt], attempt: Callable[[RandomDraws], None]) -> None:
     """Draw the opposite at one line after another, and keep what makes the peak higher."""
-    turned: set[str] = set()
-    while len(turned) < _MOST_TURNED:
-        _, best, _ = max(tried, key=lambda each: each[0])
-        line = next((line for line in best.read if line not in turned), None)
+    flipped: set[str] = set()
+    while len(flipped) < _MOST_FLIPPED:
+        best = max(tried, key=lambda each: each.peak_bytes).draws
+        line = next((line for line in best.read if line not in flipped), None)
         if line is None or (len(best.read) == 1 and not best.of_line and best.draw is not SEEDED):
             return
-        turned.add(line)
+        flipped.add(line)
         of_line = {**{each: best.draw_of(each) for each in best.read}, line: best.draw_of(line).opposite}
         attempt(replace(best, of_line=of_line, read={}, drawn={}))
 
@@ -271,11 +279,11 @@ def _draws_again(draws: RandomDraws) -> bool:
     return any(line == HOST_LINE or len(draws.drawn.get(line, ())) > 1 for line in draws.read)
 
 
-def _all_values_tried(tried: list[tuple[int, RandomDraws, Trace]]) -> bool:
+def _all_values_tried(tried: list[_Attempt]) -> bool:
     """Return whether the step reads a single number, which had each of its possible values in some capture."""
     values: set[float | None] = set()
     most = 0
-    for _, draws, _ in tried:
+    for draws in (each.draws for each in tried):
         calls = [call for line in draws.read for call in draws.drawn.get(line, ())]
         if len(draws.read) != 1 or len(calls) != 1 or calls[0].count is None:
             return False
@@ -295,9 +303,9 @@ def _untried(everything: RandomDraws) -> str:
     return "; other values were not tried, and steps on other paths may need more"
 
 
-def _all_read(tried: list[tuple[int, RandomDraws, Trace]]) -> RandomDraws:
+def _all_read(tried: list[_Attempt]) -> RandomDraws:
     found = RandomDraws()
-    for _, draws, _ in tried:
+    for draws in (each.draws for each in tried):
         found.read = {**draws.read, **found.read}
         for line, calls in draws.drawn.items():
             found.drawn[line] = max(calls, found.drawn.get(line, []), key=len)
@@ -313,20 +321,20 @@ def _lines(draws: RandomDraws) -> str:
 
 
 def _path(trace: Trace) -> tuple[Any, ...]:
-    """What two captures of the same path have in common."""
+    """Return what two captures of the same path have in common."""
     modules = [*(call.module for call in trace.calls), ""]
     return tuple((op.name, modules[op.call], op.phase, tuple(ref.shape for ref in op.outputs)) for op in trace.ops)
 
 
-def _check_covered(largest: Trace, peak: int, others: list[Trace], draws: RandomDraws) -> None:
+def _check_covered(largest: _Attempt, others: list[Trace], draws: RandomDraws) -> None:
     """Refuse a step whose largest path leaves out modules that hold memory in others: no plan would cover those."""
-    covered = {call.module for call in largest.calls}
+    covered = {call.module for call in largest.trace.calls}
     for other in others:
         held: dict[str, int] = {}
         for storage in other.storages:
             if storage.category is Category.ACTIVATION and storage.module not in covered:
                 held[storage.module] = held.get(storage.module, 0) + storage.bytes
-        if sum(held.values()) > _COVERED * peak:
+        if sum(held.values()) > _COVERED * largest.peak_bytes:
             groups: dict[str, list[str]] = {}
             for module in held:
                 groups.setdefault(alike(module), []).append(module)

@@ -161,7 +161,7 @@ class Snapshot:
         return before
 
     def _is_plain(self, value: Any) -> bool:
-        """Whether an object is the user's own, or of a kind that is made to hold values."""
+        """Return whether an object is the user's own, or of a kind that is made to hold values."""
         if issubclass(type(value), nn.Module) or type(value) in _PLAIN:
             return True
         home = _home(type(value))
@@ -210,7 +210,7 @@ class Snapshot:
 
 @functools.lru_cache(maxsize=4096)
 def _is_users_file(name: str) -> bool:
-    """Whether a module is neither Python's, nor torch's, nor installed as a library."""
+    """Return whether a module is neither Python's, nor torch's, nor installed as a library."""
     if name.partition(".")[0] in _NOT_USERS or name not in sys.modules:
         return False
     path = getattr(sys.modules[name], "__file__", None)
@@ -226,7 +226,7 @@ def _home(value: Any) -> str:
 
 
 def _runs_alone() -> bool:
-    """Whether no other thread is in code of the user's."""
+    """Return whether no other thread is in code of the user's."""
     for thread, frame in sys._current_frames().items():
         place: types.FrameType | None = frame if thread != threading.get_ident() else None
         while place is not None:
@@ -260,7 +260,7 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _stays(now: Any, before: Any, alone: bool) -> bool:
-    """Whether a value may stay: it is the one from before, or a number that another thread may have set."""
+    """Return whether a value may stay: it is the one from before, or a number that another thread may have set."""
     return now is before or (not alone and _is_atom(now) and _is_atom(before))
 
 
@@ -292,7 +292,7 @@ def _restore_attributes(holder: Any, before: dict[str, Any], alone: bool) -> Non
 
 
 def _is_made_by_python(value: Any) -> bool:
-    """Whether Python itself gives a class this, when it is first asked for."""
+    """Return whether Python itself gives a class this, when it is first asked for."""
     return isinstance(value, types.GetSetDescriptorType | types.MemberDescriptorType)
 
 
@@ -335,7 +335,7 @@ _CACHE_DEPTH = 5
 _NO_HOLDERS = (types.FrameType, types.FunctionType, types.ModuleType)
 
 
-def take_out(storages: Iterable[weakref.ref[Any]], error: BaseException | None = None) -> list[str]:
+def remove_leftovers(storages: Iterable[weakref.ref[Any]], error: BaseException | None = None) -> list[str]:
     """Empty the places that still hold tensors on these storages, and return notes of them.
 
     What was reachable before the capture has been put back (Note [Snapshot]); these places were not. An entry of a dict
@@ -428,7 +428,7 @@ def _held_by(frames: set[int], value: Any, own: set[int], depth: int = _CACHE_DE
 
 
 def dataclass_like(value: Any) -> bool:
-    """Whether a value is a record without a dictionary, whose holder lets go of it as a whole."""
+    """Return whether a value is a record without a dictionary, whose holder lets go of it as a whole."""
     return not isinstance(value, torch.Tensor) and not hasattr(value, "__dict__") and hasattr(type(value), "__slots__")
 
 

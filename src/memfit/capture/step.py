@@ -36,7 +36,7 @@ OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | Callable[.
 
 
 def spec(shape: tuple[int, ...] | list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor that has a shape and a dtype and no data, for a batch that doesn't exist yet."""
+    """Return a tensor that has a shape and a dtype and no data, for a batch that doesn't exist yet."""
     if not isinstance(shape, (tuple, list)) or not isinstance(dtype, torch.dtype):
         raise InputError(
             f"spec takes a shape and a dtype, as in spec((4, 8), torch.int64); got {shape!r} and {dtype!r}"
@@ -95,7 +95,7 @@ class Step:
                 check_loss_arguments(self.loss)
 
     def build_model(self) -> nn.Module:
-        """The model itself, built on meta when it was given as a callable."""
+        """Return the model itself, built on meta when it was given as a callable."""
         if isinstance(self.model, nn.Module):
             return self.model
         try:
@@ -118,7 +118,7 @@ class Step:
         return model
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer | None:
-        """The optimizer, made for this model when a class or a factory was given."""
+        """Return the optimizer, made for this model when a class or a factory was given."""
         if self.optimizer is None or isinstance(self.optimizer, torch.optim.Optimizer):
             return self.optimizer
         check_trainable(model)
@@ -130,7 +130,7 @@ class Step:
         return optimizer
 
     def with_batch(self, batch: Any) -> Step:
-        """The same step on another batch."""
+        """Return the same step on another batch."""
         return replace(self, batch=batch)
 
     def execute(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, device_type: str) -> None:
@@ -260,7 +260,7 @@ class Companions:
 
     @classmethod
     def of(cls, step: Step, model: nn.Module) -> Companions:
-        """The step's own optimizer and, when a function of the user's runs the step, all that hold its parameters.
+        """Return the step's own optimizer and, when a function of the user's runs the step, all with its parameters.
 
         Modules that this function uses beside the model, such as a loss, may keep what they see.
         """
@@ -282,7 +282,7 @@ class Companions:
 
 
 def find_step(function: Callable[[], Any]) -> Step:
-    """The step that a callable runs, with the models among the variables it uses.
+    """Return the step that a callable runs, with the models among the variables it uses.
 
     A module without parameters, such as a loss, is no model: the only one that has some keeps its own names. Looked at
     are the function's closure, its defaults, the globals it names, the attributes of the object it is bound to, the
@@ -366,7 +366,7 @@ def _variables(function: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """The names a function uses, also inside the functions and comprehensions written in it."""
+    """Yield the names a function uses, also inside the functions and comprehensions written in it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -374,7 +374,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _roots(models: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """The modules that are part of no other one, each once."""
+    """Return the modules that are part of no other one, each once."""
     inner = {id(child) for model in models.values() for child in model.modules() if child is not model}
     roots: dict[int, tuple[str, nn.Module]] = {}
     for name, model in models.items():

@@ -25,7 +25,7 @@ _LABELS = "loss=lambda output, batch: criterion(output, labels)"
 
 
 def resolve_shape(shape: Any) -> tuple[int, ...]:
-    """A shape of whole numbers."""
+    """Return a shape of whole numbers."""
     for size in shape:
         if isinstance(size, bool) or not isinstance(size, numbers.Integral) or size < 0:
             raise InputError(
@@ -35,7 +35,7 @@ def resolve_shape(shape: Any) -> tuple[int, ...]:
 
 
 def resolve_autocast(autocast: Any) -> torch.dtype | None:
-    """The dtype of autocast, from itself or its name."""
+    """Return the dtype of autocast, from itself or its name."""
     if autocast is None:
         return None
     found = _AUTOCAST.get(autocast) if isinstance(autocast, torch.dtype | str) else None
@@ -48,7 +48,7 @@ def resolve_autocast(autocast: Any) -> torch.dtype | None:
 
 
 def check_callables(loss: Any, optimizer: Any, run: Any) -> None:
-    """A loss and a step of one's own are functions; an optimizer is one, or makes one."""
+    """Refuse a loss or a `run` that is no function, and an optimizer that is none and makes none."""
     for name, value, how in (
         ("loss", loss, "a function that is called with the output and the batch, or None for the output's own loss"),
         ("run", run, "a function that is called with model, optimizer and batch, or None"),
@@ -67,7 +67,7 @@ def check_callables(loss: Any, optimizer: Any, run: Any) -> None:
 
 
 def check_loss_arguments(loss: Callable[..., Any]) -> None:
-    """A loss takes the output and the batch."""
+    """Refuse a loss that does not take two arguments, the output and the batch."""
     function = loss.forward if isinstance(loss, nn.Module) else loss
     try:
         signature = inspect.signature(function)
@@ -83,7 +83,7 @@ def check_loss_arguments(loss: Callable[..., Any]) -> None:
 
 
 def check_numbers(accumulation_steps: Any, clip_grad_norm: Any, resident_batches: Any) -> None:
-    """How often and how far: whole passes, a norm above nothing."""
+    """Refuse counts that are not whole numbers of at least 1, and a norm that is not above 0."""
     for name, count in (("accumulation_steps", accumulation_steps), ("resident_batches", resident_batches)):
         if isinstance(count, bool) or not isinstance(count, numbers.Integral) or count < 1:
             raise InputError(f"Step.{name} is {count!r}; it must be a whole number, 1 or more")
@@ -95,7 +95,7 @@ def check_numbers(accumulation_steps: Any, clip_grad_norm: Any, resident_batches
 
 
 def check_batch(batch: Any) -> None:
-    """A batch is made of tensors: a shape in its place and arrays of numpy are refused."""
+    """Refuse a shape in the place of a batch, and arrays of numpy."""
     if isinstance(batch, tuple | list) and batch and all(type(each) is int for each in batch):
         shape = tuple(batch)
         raise InputError(
@@ -214,7 +214,7 @@ def _named(path: str) -> str:
 
 
 def _refuse_scripted(model: nn.Module) -> None:
-    """TorchScript modules with tensors are refused: these are not Python's to replace, and the ops are others."""
+    """Refuse TorchScript modules with tensors: these are not Python's to replace, and the ops are others."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
         inside = any(not outer or path.startswith(f"{outer}.") for outer in found)
@@ -237,7 +237,7 @@ def _has_tensors(module: nn.Module) -> bool:
 
 
 def loss_failed(loss: Callable[..., Any], batch: Any, error: Exception) -> InputError | None:
-    """The error to raise instead of torch's, when a loss could not take the batch for labels."""
+    """Return the error to raise instead of torch's, when a loss could not take the batch for labels."""
     made_by_torch = getattr(type(loss) if isinstance(loss, nn.Module) else loss, "__module__", "")
     refused_by_torch = isinstance(error, AssertionError) and _raised_in_torch(error)
     if not refused_by_torch and not str(made_by_torch).startswith("torch.nn."):
@@ -252,7 +252,7 @@ def loss_failed(loss: Callable[..., Any], batch: Any, error: Exception) -> Input
 
 
 def check_trains(loss: torch.Tensor, model: nn.Module) -> None:
-    """A loss that no gradient flows from is refused before torch says so in words of its own."""
+    """Refuse a loss that no gradient flows from, before torch says so in words of its own."""
     if loss.requires_grad:
         return
     check_trainable(model)
@@ -263,7 +263,7 @@ def check_trains(loss: torch.Tensor, model: nn.Module) -> None:
 
 
 def check_trainable(model: nn.Module) -> None:
-    """A model without a parameter that requires a gradient is refused."""
+    """Refuse a model without a parameter that requires a gradient."""
     parameters = list(model.parameters())
     if any(parameter.requires_grad for parameter in parameters):
         return
@@ -275,7 +275,7 @@ def check_trainable(model: nn.Module) -> None:
 
 
 def described(value: Any) -> str:
-    """A value in a few words."""
+    """Return a value in a few words."""
     if value is None:
         return "None"
     if isinstance(value, torch.Tensor):

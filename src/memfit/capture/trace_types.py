@@ -193,8 +193,11 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of everything the step does. Where its source lines are does not count, nor do the numbers that an
-        optimizer computes with, which change from step to step."""
+        """A hash of everything the step does.
+
+        Where its source lines are does not count, nor do the numbers that an optimizer computes with, which change
+        from step to step.
+        """
         content = (
             self.device,
             self.autocast,
@@ -211,7 +214,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()
 
     def ancestors(self, call: int) -> tuple[int, ...]:
-        """The module call and those that enclose it, innermost first."""
+        """Return the module call and those that enclose it, innermost first."""
         chain = []
         while call != NEVER:
             chain.append(call)
@@ -219,7 +222,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return tuple(chain)
 
     def source_of(self, op: int) -> str:
-        """The user's line that made this op, as `file:line`."""
+        """Return the user's line that made this op, as `file:line`."""
         return self.sources[self.ops[op].source]
 
 
@@ -227,5 +230,5 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
 
 def short(name: str) -> str:
-    """An op's name without what all of them have: `aten.mm.default` is `mm`."""
+    """Return an op's name without what all of them have: `aten.mm.default` is `mm`."""
     return name.removeprefix("aten.").removesuffix(".default")

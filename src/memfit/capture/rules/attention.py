@@ -30,12 +30,12 @@ _AMD_NOTE = "attention on AMD: the buffers inside the kernels are taken to be th
 
 
 def scale_of(query: Tensor, scale: float | None) -> float:
-    """The softmax scale (ATen/native/transformers/sdp_utils_cpp.h, `calculate_scale`)."""
+    """Return the softmax scale (ATen/native/transformers/sdp_utils_cpp.h, `calculate_scale`)."""
     return 1.0 / math.sqrt(query.size(-1)) if scale is None else scale
 
 
 def float_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A boolean mask as additive one (attention.cpp, `convert_boolean_attn_mask`)."""
+    """Return a boolean mask as additive one (attention.cpp, `convert_boolean_attn_mask`)."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     minus_infinity = torch.scalar_tensor(-math.inf, dtype=dtype, device=mask.device)
@@ -56,7 +56,7 @@ def math_attention(
     enable_gqa: bool,
     dropout: Any = torch.dropout,
 ) -> Tensor:
-    """The composed backend (attention.cpp, `_scaled_dot_product_attention_math`).
+    """Compute attention as the composed backend does (attention.cpp, `_scaled_dot_product_attention_math`).
 
     Called as one function under a dispatch mode, C++ would take the branches that it keeps for tensor subclasses.
     """
@@ -151,8 +151,9 @@ class AttentionCall:
 
 
 def priority_order(capability: tuple[int, int]) -> list[int]:
-    """cuDNN goes first on Hopper and datacentre Blackwell (cuda/sdp_utils.cpp,
-    `check_prefer_cudnn_attention`).
+    """Return the backends in the order in which they are tried; cuDNN goes first on Hopper and datacentre Blackwell.
+
+    cuda/sdp_utils.cpp, `check_prefer_cudnn_attention`.
 
     An order that the user has set with `sdpa_kernel(..., set_priority=True)` stays as it is.
     """
@@ -163,8 +164,9 @@ def priority_order(capability: tuple[int, int]) -> list[int]:
 
 
 def _fits_every_kernel(call: AttentionCall) -> bool:
-    """What all fused kernels ask for (sdp_utils_cpp.h, `check_tensor_shapes`,
-    `check_nonzero_sequence_lengths_dense`).
+    """Return whether the conditions of all fused kernels hold.
+
+    sdp_utils_cpp.h, `check_tensor_shapes`, `check_nonzero_sequence_lengths_dense`.
     """
     query, key, value = call.query, call.key, call.value
     return (
@@ -176,7 +178,7 @@ def _fits_every_kernel(call: AttentionCall) -> bool:
 
 
 def _heads_fit(call: AttentionCall, *, grouped: bool, same_kv_heads: bool) -> bool:
-    """Batch and heads must agree, or divide (sdp_utils_cpp.h, `check_batch_size_and_num_heads_dense`)."""
+    """Return whether batch and heads agree, or divide (sdp_utils_cpp.h, `check_batch_size_and_num_heads_dense`)."""
     query, key, value = call.query, call.key, call.value
     if not query.size(0) == key.size(0) == value.size(0):
         return False
@@ -189,7 +191,7 @@ def _heads_fit(call: AttentionCall, *, grouped: bool, same_kv_heads: bool) -> bo
 
 
 def _unit_stride(call: AttentionCall, *, ignore_single: bool) -> bool:
-    """The last dimension is contiguous (sdp_utils_cpp.h, `check_last_dim_stride_equals_1_dense`)."""
+    """Return whether the last dimension is contiguous (sdp_utils_cpp.h, `check_last_dim_stride_equals_1_dense`)."""
     strided = all(tensor.stride(-1) == 1 for tensor in (call.query, call.key, call.value))
     if ignore_single and call.query.size(-1) == 1:
         strided = True
@@ -197,7 +199,7 @@ def _unit_stride(call: AttentionCall, *, ignore_single: bool) -> bool:
 
 
 def _low_precision(call: AttentionCall, capability: tuple[int, int]) -> bool:
-    """float16 everywhere, bfloat16 from sm80 (cuda/sdp_utils.cpp, `check_dtypes_low_precision`)."""
+    """Return whether the dtype is float16, or bfloat16 from sm80 (cuda/sdp_utils.cpp, `check_dtypes_low_precision`)."""
     return call.query.dtype in (LOW_PRECISION if capability[0] >= 8 else (torch.float16,))
 
 
@@ -221,7 +223,7 @@ def can_use_flash(call: AttentionCall, capability: tuple[int, int]) -> bool:
 
 
 def gemm_alignment(dtype: torch.dtype, capability: tuple[int, int]) -> int:
-    """Elements that the efficient kernels load at once (cuda/sdp_utils.cpp, `minimum_gemm_alignment`)."""
+    """Return how many elements the efficient kernels load at once (cuda/sdp_utils.cpp, `minimum_gemm_alignment`)."""
     half = dtype in LOW_PRECISION
     tensor_cores = capability[0] >= 8 or (capability[0] >= 7 and half)
     alignment = 4 if capability[0] >= 8 else 1
@@ -250,7 +252,7 @@ def can_use_efficient(call: AttentionCall, capability: tuple[int, int]) -> bool:
 
 
 def _mask_fits_cudnn(call: AttentionCall) -> bool:
-    """A mask without gradient, of two or four dimensions (sdp_utils_cpp.h, `check_attn_mask_shape`)."""
+    """Return whether a mask has no gradient and two or four dimensions (sdp_utils_cpp.h, `check_attn_mask_shape`)."""
     mask = call.mask
     if mask is None:
         return True
@@ -288,7 +290,7 @@ def can_use_cudnn(call: AttentionCall, capability: tuple[int, int]) -> bool:
 
 
 def choose_backend(call: AttentionCall, capability: tuple[int, int], *, has_cudnn: bool = True) -> int:
-    """The first backend of the order that can run it (cuda/sdp_utils.cpp, `select_sdp_backend`)."""
+    """Return the first backend of the order that can run it (cuda/sdp_utils.cpp, `select_sdp_backend`)."""
     able = {_FLASH: can_use_flash, _EFFICIENT: can_use_efficient, _CUDNN: can_use_cudnn}
     for backend in priority_order(capability):
         if backend == _MATH:
@@ -310,13 +312,13 @@ def _fused_dropout(weights: Tensor, p: float, _: bool) -> Tensor:
 
 
 def _padded(tensor: Tensor) -> Tensor:
-    """The head size as a multiple of 8 (attention.cpp, `pad_last_dim`)."""
+    """Return the head size as a multiple of 8 (attention.cpp, `pad_last_dim`)."""
     missing = -tensor.size(-1) % 8
     return F.pad(tensor, (0, missing)) if missing else tensor
 
 
 def _efficient_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask with strides of multiples of 8, expanded (attention.cpp, `preprocess_mask`, `pad_bias`)."""
+    """Return the mask with strides of multiples of 8, expanded (attention.cpp, `preprocess_mask`, `pad_bias`)."""
     aligned = mask.stride(-1) == 1 and all(stride % 8 == 0 for stride in mask.stride()[:-1])
     if not aligned:
         width = mask.size(-1)

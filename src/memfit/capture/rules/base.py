@@ -42,12 +42,12 @@ def run_unchanged(context: RuleContext, *args: Any, **kwargs: Any) -> Any:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Bytes of the tensor's elements, wherever they are."""
+    """Return the bytes of the tensor's elements, wherever they are."""
     return tensor.numel() * tensor.element_size()
 
 
 def fills_its_memory(tensor: Tensor) -> bool:
-    """Whether the elements fill one block without gaps or overlap (c10, `is_non_overlapping_and_dense`)."""
+    """Return whether the elements fill one block without gaps or overlap (c10, `is_non_overlapping_and_dense`)."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size == 1:
@@ -85,10 +85,10 @@ def memory_format_of(tensor: Tensor) -> torch.memory_format:
 
 
 def contiguous_copy(tensor: Tensor) -> int:
-    """Bytes of the copy that `tensor.contiguous()` makes, 0 when it is contiguous already."""
+    """Return the bytes of the copy that `tensor.contiguous()` makes, 0 when it is contiguous already."""
     return 0 if tensor.is_contiguous() else bytes_of(tensor)
 
 
 def format_copy(tensor: Tensor, layout: torch.memory_format) -> int:
-    """Bytes of the copy that `tensor.contiguous(memory_format=layout)` makes, 0 when it has that layout already."""
+    """Return the bytes of the copy that `tensor.contiguous(memory_format=layout)` makes, 0 when it has that layout."""
     return 0 if tensor.is_contiguous(memory_format=layout) else bytes_of(tensor)

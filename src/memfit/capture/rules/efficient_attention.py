@@ -29,8 +29,9 @@ def _efficient_results(context: RuleContext, func: Any, args: Any, kwargs: dict[
 
 
 def _efficient_forward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-    """Heads over 128 wide accumulate in float32 (mem_eff_attention/kernel_forward.h,
-    `kNeedsOutputAccumulatorBuffer`).
+    """Heads over 128 wide accumulate in float32.
+
+    mem_eff_attention/kernel_forward.h, `kNeedsOutputAccumulatorBuffer`.
     """
     query, value = args[0], args[2]
     if query.dtype not in LOW_PRECISION or max(query.size(-1), value.size(-1)) <= 128:
@@ -53,8 +54,9 @@ _BIG_SHARED_MEMORY = ((8, 0), (8, 7), (9, 0), (10, 0), (10, 3))
 
 
 def efficient_kernel(dtype: torch.dtype, width: int, dropout: bool, capability: tuple[int, int]) -> _Kernel:
-    """The first compiled kernel that takes these arguments (mem_eff_attention/kernels/cutlassB.h,
-    `dispatch_cutlassB`).
+    """Return the first compiled kernel that takes these arguments.
+
+    mem_eff_attention/kernels/cutlassB.h, `dispatch_cutlassB`.
     """
     half = dtype in LOW_PRECISION
     big = capability in _BIG_SHARED_MEMORY
@@ -78,8 +80,8 @@ def _efficient_backward(context: RuleContext, func: Any, args: Any, kwargs: dict
     capability: tuple[int, ...] = context.compute_capability or (9, 0)
     half = query.dtype in LOW_PRECISION
     kernel = efficient_kernel(query.dtype, max(width, value_width), dropout_p > 0, (capability[0], capability[1]))
-    in_registers = half and kernel.width <= kernel.queries
-    accumulates = half and not in_registers
+    in_registers = half and kernel.width <= kernel.queries  # `kOutputInRF`
+    accumulates = half and not in_registers  # `kNeedsAccumGradK`
     splits = -(-keys // kernel.keys)
     if batch * heads >= 256 and keys <= 2 * kernel.keys:
         splits = 1
@@ -110,10 +112,9 @@ def _cudnn_results(context: RuleContext, func: Any, args: Any, kwargs: dict[str,
 
 
 def _cudnn_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-    """`dQ_accum` and the softmax sum (cudnn-frontend,
-    `CompositeSDPABackwardNode::get_fe_workspace_size_node`).
+    """`dQ_accum` and the softmax sum.
 
-    What the cuDNN engine adds for itself is not public.
+    cudnn-frontend, `CompositeSDPABackwardNode::get_fe_workspace_size_node`. What the engine adds itself is not public.
     """
     grad, query, key = args[:3]
     batch, heads, length, width = query.shape

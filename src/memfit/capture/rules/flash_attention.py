@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit.capture.kernels import filled, probe_workspace, real_execution, remembered
+from memfit.capture.kernels import filled, measured_once, probe_workspace, real_execution
 from memfit.capture.rules.base import LOW_PRECISION, RuleContext, bytes_of, contiguous_copy
 
 _aten = torch.ops.aten
@@ -24,13 +24,15 @@ _FLOAT_BYTES = 4
 
 
 def flash_splits(blocks: int, multiprocessors: int, key_blocks: int) -> int:
-    """How many ways the keys are split when heads alone do not fill the device (flash_api.cpp,
-    `num_splits_heuristic`).
+    """Return how many ways the keys are split when heads alone do not fill the device.
+
+    flash_api.cpp, `num_splits_heuristic`.
     """
-    slots = multiprocessors * 2
-    if not slots or blocks >= 0.8 * slots:
+    slots = multiprocessors * 2  # thread blocks of 128 threads: two a multiprocessor
+    if not slots or blocks >= 0.8 * slots:  # almost full without any split
         return 1
     limit = min(128, slots, key_blocks)
+    # as many splits as leave each with fewer blocks than one split less would; otherwise the last would be empty
     eligible = [
         split for split in range(1, limit + 1) if split == 1 or -(-key_blocks // split) != -(-key_blocks // (split - 1))
     ]
@@ -39,7 +41,7 @@ def flash_splits(blocks: int, multiprocessors: int, key_blocks: int) -> int:
         waves = blocks * split / slots
         efficiency[split] = waves / math.ceil(waves)
     best = max(efficiency.values())
-    return next(split for split in eligible if efficiency[split] >= 0.85 * best)
+    return next(split for split in eligible if efficiency[split] >= 0.85 * best)  # the fewest that are nearly as good
 
 
 def _cuda_flash_workspace(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
@@ -49,7 +51,7 @@ def _cuda_flash_workspace(context: RuleContext, func: Any, args: Any, kwargs: di
     if dropout_p:
         return 0
     batch, heads, length, width = query.shape
-    block = 256 if width <= 64 else 128 if width <= 128 else 64
+    block = 256 if width <= 64 else 128 if width <= 128 else 64  # keys a block; it has 64 queries
     splits = flash_splits(batch * heads * -(-length // 64), context.multiprocessors, -(-key.size(2) // block))
     if splits == 1:
         return 0
@@ -71,7 +73,7 @@ def _cuda_flash_backward_workspace(
     grad, query, key, _, output = args[:5]
     batch, heads, length, width = query.shape
     rows = batch * heads * round_up(length, 128)
-    splits = 1
+    splits = 1  # of `dq_accum`; a deterministic backward has one for each block that adds to the same queries
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         splits = -(-max(1, context.multiprocessors) // (batch * heads))
     held = rows * _FLOAT_BYTES + splits * rows * _flash_width(width) * _FLOAT_BYTES
@@ -86,7 +88,7 @@ def round_up(size: int, multiple: int) -> int:
 
 
 def transposed_copy(tensor: Tensor) -> int:
-    """Bytes of the copy that `transpose(1, 2).contiguous()` makes, if any."""
+    """Return the bytes of the copy that `transpose(1, 2).contiguous()` makes, if any."""
     return 0 if tensor.transpose(1, 2).is_contiguous() else bytes_of(tensor)
 
 
@@ -129,7 +131,7 @@ def _flash_buffers(context: RuleContext, func: Any, query: Tensor, key: Tensor) 
 
 
 def _split(length: int) -> tuple[int, int]:
-    """Rows and columns of a block of the score matrix (ATen/native/cpu/FlashAttentionKernel.cpp)."""
+    """Return rows and columns of a block of the score matrix (ATen/native/cpu/FlashAttentionKernel.cpp)."""
     rows = 256 if length >= 768 else 64 if length >= 192 else 32
     return rows, 512
 
@@ -173,7 +175,7 @@ def _measured_flash(context: RuleContext, func: Any, query: Tensor, key: Tensor,
             return probe_workspace(func, (gradient, *operands, output, statistics, 0.0, False), {})
 
     strides = (query.stride()[1:], key.stride()[1:], value.stride()[1:])
-    return remembered((func, query.dtype, heads, queries, keys, query.size(-1), value.size(-1), strides), probe)
+    return measured_once((func, query.dtype, heads, queries, keys, query.size(-1), value.size(-1), strides), probe)
 
 
 WORKSPACES = {

@@ -33,7 +33,7 @@ def _foreach(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any])
 
 
 def _foreach_kernels() -> dict[str, Rule]:
-    """Every overload of these ops, in place or not; the dtype of a result is that of its first operand."""
+    """Return every overload of these ops, in place or not; the dtype of a result is that of its first operand."""
     kernels: dict[str, Rule] = {}
     for name in _FOREACH_SAME_DTYPE.split():
         for packet_name in (f"_foreach_{name}", f"_foreach_{name}_"):
@@ -50,8 +50,9 @@ def _foreach_numbers(context: RuleContext, func: Any, args: Any, kwargs: dict[st
 
 
 def _foreach_norm(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-    """A float32 sum per chunk of the largest tensor, for every tensor (cuda/ForeachReduceOp.cu,
-    `foreach_tensor_norm_cuda`).
+    """A float32 sum per chunk of the largest tensor, for every tensor.
+
+    cuda/ForeachReduceOp.cu, `foreach_tensor_norm_cuda`.
     """
     tensors = args[0]
     chunks = max((-(-tensor.numel() // _FOREACH_CHUNK) for tensor in tensors), default=0)

@@ -43,8 +43,9 @@ def sort_bytes(items: int, key_bytes: int, value_bytes: int) -> int:
 
 
 def _cuda_embedding_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
-    """Sorted indices and a float32 row per partial segment (cuda/Embedding.cu,
-    cuda/EmbeddingBackwardKernel.cu).
+    """Sorted indices and a float32 row per partial segment.
+
+    cuda/Embedding.cu, cuda/EmbeddingBackwardKernel.cu.
     """
     grad, indices, rows, _, by_frequency = args
     count = indices.numel()

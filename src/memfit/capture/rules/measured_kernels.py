@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from memfit.capture.arguments import map_tensors, tensors_of
-from memfit.capture.kernels import probe_workspace, remembered, signature
+from memfit.capture.kernels import measured_once, probe_workspace, signature
 from memfit.capture.rules.base import RuleContext, bytes_of, run_unchanged
 from memfit.torch_private.dispatch import schema_of
 
@@ -53,7 +53,7 @@ def _probed(
 
 
 def _measured(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
-    return remembered(signature(func, args, kwargs), lambda: probe_workspace(func, args, kwargs))
+    return measured_once(signature(func, args, kwargs), lambda: probe_workspace(func, args, kwargs))
 
 
 def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
@@ -62,7 +62,7 @@ def _flops(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
 
 
 def _with_samples(func: Any, args: Any, count: int) -> tuple[Any, ...]:
-    """The same call on the first `count` samples of every operand that has them."""
+    """Return the same call on the first `count` samples of every operand that has them."""
     samples, sizes = args[0].size(0), args[0].dim()
 
     def fewer(position: int, value: Any) -> Any:

@@ -43,8 +43,9 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Any:
-    """One fused kernel, unless dtypes differ or the layout is channels-last (layer_norm.cpp,
-    `rms_norm_symint`).
+    """One fused kernel, unless dtypes differ or the layout is channels-last.
+
+    layer_norm.cpp, `rms_norm_symint`.
     """
     mixed = weight is not None and weight.dtype != input.dtype
     if mixed or input.is_complex() or memory_format_of(input) is not torch.contiguous_format:
@@ -53,9 +54,7 @@ def _rms_norm(
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """CUDA's own autograd formula: torch has one for `_fused_rms_norm` on CUDA only
-    (tools/autograd/derivatives.yaml).
-    """
+    """The autograd formula of `_fused_rms_norm`, which torch has on CUDA only (tools/autograd/derivatives.yaml)."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, shape: tuple[int, ...], weight: Tensor | None, eps: float | None) -> Tensor:
@@ -83,8 +82,9 @@ def _fused_rms_norm(context: RuleContext, func: Any, args: Any, kwargs: dict[str
 
 
 def _fused_rms_norm_gradients(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Contiguous gradients of the input and the weight (cuda/layer_norm_kernel.cu,
-    `_fused_rms_norm_backward_cuda`).
+    """Contiguous gradients of the input and the weight.
+
+    cuda/layer_norm_kernel.cu, `_fused_rms_norm_backward_cuda`.
     """
     _, source, shape, _, weight, mask = args
     wanted = mask[1] and weight is not None
@@ -309,7 +309,7 @@ def uses_cudnn(
     training: bool,
     eps: float,
 ) -> bool:
-    """Whether cuDNN normalizes (ATen/native/Normalization.cpp, `_select_batch_norm_backend`)."""
+    """Return whether cuDNN normalizes (ATen/native/Normalization.cpp, `_select_batch_norm_backend`)."""
     return (
         torch.backends.cudnn.enabled
         and weight is not None
@@ -344,8 +344,9 @@ def _cuda_batch_norm(
 
 
 def _cudnn_batch_norm(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Statistics only in training; the reserve is 0 for plain batch norm (cudnn/BatchNorm.cpp,
-    `cudnn_batch_norm`).
+    """Statistics only in training; the reserve is 0 for plain batch norm.
+
+    cudnn/BatchNorm.cpp, `cudnn_batch_norm`.
     """
     source, weight = args[:2]
     training = args[5]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit.capture.kernels import probe_workspace, remembered, signature
+from memfit.capture.kernels import measured_once, probe_workspace, signature
 from memfit.capture.rules.base import RuleContext, bytes_of, fills_its_memory
 
 _aten = torch.ops.aten
@@ -44,13 +44,13 @@ def _same_dtype(context: RuleContext, func: Any, args: Any, kwargs: dict[str, An
 
 
 def _factors(args: Any) -> tuple[Tensor, Tensor]:
-    """The two operands that are multiplied; `addmm` and `baddbmm` have one before them."""
+    """Return the two operands that are multiplied; `addmm` and `baddbmm` have one before them."""
     first, second = [value for value in args if isinstance(value, Tensor)][-2:]
     return first, second
 
 
 def _readable(matrix: Tensor) -> bool:
-    """Whether BLAS reads a matrix as it is (LinearAlgebra.cpp, `addmm_impl_cpu_`)."""
+    """Return whether BLAS reads a matrix as it is (LinearAlgebra.cpp, `addmm_impl_cpu_`)."""
     (rows, columns), (row_stride, column_stride) = matrix.shape[-2:], matrix.stride()[-2:]
     return (row_stride == 1 and column_stride >= max(1, rows)) or (column_stride == 1 and row_stride >= max(1, columns))
 
@@ -59,7 +59,7 @@ def _readable(matrix: Tensor) -> bool:
 
 
 def blas_copy(matrix: Tensor) -> int:
-    """Bytes of the copy made of a matrix that cuBLAS cannot read.
+    """Return the bytes of the copy made of a matrix that cuBLAS cannot read.
 
     cuda/Blas.cpp, `prepare_matrix_for_cublas` and `prepare_batch_matrix_for_cublas`: one of the last two
     dimensions has stride 1 and the other steps over it; the stride of a batch may be 0.
@@ -92,7 +92,7 @@ def _cpu_product(context: RuleContext, func: Any, args: Any, kwargs: dict[str, A
     if not _takes_scratch(product):
         return _copies(first, second)
     if product.cheap:
-        return remembered(signature(func, args, kwargs), lambda: probe_workspace(func, args, kwargs))
+        return measured_once(signature(func, args, kwargs), lambda: probe_workspace(func, args, kwargs))
     if first.dim() == 3:
         copies = sum(bytes_of(factor) for factor in (first, second) if not _dense(factor))
     else:
@@ -101,7 +101,7 @@ def _cpu_product(context: RuleContext, func: Any, args: Any, kwargs: dict[str, A
 
 
 def _copies(first: Tensor, second: Tensor) -> int:
-    """Bytes of the copies that ATen makes for BLAS, of one matrix of a batch after the other."""
+    """Return the bytes of the copies that ATen makes for BLAS, of one matrix of a batch after the other."""
     if first.dim() == 3 and math.prod((*first.shape[1:], second.size(-1))) < _NATIVE_BMM:
         return 0
     matrices = first.size(0) if first.dim() == 3 else 1
@@ -109,7 +109,7 @@ def _copies(first: Tensor, second: Tensor) -> int:
 
 
 def _dense(matrix: Tensor) -> bool:
-    """Whether oneDNN reads a batch as it is (mkldnn/Matmul.cpp, `is_mkldnn_optimized_format`)."""
+    """Return whether oneDNN reads a batch as it is (mkldnn/Matmul.cpp, `is_mkldnn_optimized_format`)."""
     return matrix.is_contiguous() or matrix.mT.is_contiguous()
 
 
@@ -139,16 +139,16 @@ class _Product:
         return self.flops <= _CHEAP_FLOPS and self.bytes <= _CHEAP_BYTES
 
     def side(self, wide: bool) -> int:
-        """The columns, or the rows."""
+        """Return the columns, or the rows."""
         return self.columns if wide else self.rows
 
     def with_side(self, wide: bool, size: int) -> _Product:
-        """The same product with so many columns, or rows."""
+        """Return the same product with so many columns, or rows."""
         return replace(self, columns=size) if wide else replace(self, rows=size)
 
     def scratch_bytes(self) -> int:
         """Measure a product of dense operands of these sizes."""
-        return remembered(("product", self), lambda: probe_workspace(self.func, self._arguments(), {}))
+        return measured_once(("product", self), lambda: probe_workspace(self.func, self._arguments(), {}))
 
     def _arguments(self) -> tuple[Tensor, ...]:
         batched = self.func in (_aten.bmm.default, _aten.baddbmm.default)
@@ -175,7 +175,7 @@ def _product_of(func: Any, first: Tensor, second: Tensor) -> _Product:
 
 
 def _takes_scratch(product: _Product) -> bool:
-    """Whether small products of this op and dtype take more than their result on this machine."""
+    """Return whether small products of this op and dtype take more than their result on this machine."""
     if product.dtype not in _VENDOR_DTYPES:
         return False
     batch = 4 if product.batch > 1 else 1

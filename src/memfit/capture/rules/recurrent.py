@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memfit.capture.arguments import map_tensors
 from memfit.capture.errors import PACKED, UnsupportedError
-from memfit.capture.kernels import probe_workspace, real_execution, real_like, remembered, signature, vendor_has
+from memfit.capture.kernels import measured_once, probe_workspace, real_execution, real_like, signature, vendor_has
 from memfit.capture.rules.base import Rule, RuleContext
 from memfit.capture.rules.measured_kernels import probed
 
@@ -75,7 +75,7 @@ class _Network:
         return 4 if self.has_biases else 2
 
     def weights(self, index: int) -> _Weights:
-        """The weights and biases of one direction of one layer."""
+        """Return the weights and biases of one direction of one layer."""
         count = self._parts + self.projected
         values = self.params[index * count : (index + 1) * count]
         input_bias, hidden_bias = values[2:4] if self.has_biases else (None, None)
@@ -86,14 +86,14 @@ class _Network:
         return tensor.transpose(0, 1) if self.batch_first else tensor
 
     def dropped(self, output: Tensor, number: int) -> Tensor:
-        """What the next layer is given; the last one has none."""
+        """Return what the next layer is given; the last one has none."""
         if self.dropout == 0 or not self.train or number == self.num_layers - 1:
             return output
         return torch.dropout(output, self.dropout, True)
 
 
 def _network(arguments: Sequence[Any]) -> _Network:
-    """The arguments after input and state."""
+    """Return the arguments after input and state."""
     if len(arguments) != 7 or not isinstance(arguments[0], (list, tuple)):
         raise UnsupportedError("a recurrent layer on a packed sequence", PACKED)
     return _Network(*arguments)
@@ -115,7 +115,7 @@ def _vendor_runs(dtype: torch.dtype) -> bool:
 
 
 def _vendor_lstm(network: _Network, inputs: Tensor, state: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One kernel for each direction of each layer (ATen/native/mkldnn/RNN.cpp, `mkldnn_rnn`)."""
+    """Call one kernel for each direction of each layer (ATen/native/mkldnn/RNN.cpp, `mkldnn_rnn`)."""
     inputs = network.turned(inputs).contiguous()
     state, cell = state.contiguous(), cell.contiguous()
     settings = (_LSTM, state.size(2), network.num_layers, network.has_biases, network.bidirectional)
@@ -177,7 +177,7 @@ def _composed(cell: Callable[[Tensor, Any, _Weights], Any]) -> Rule:
 def _unrolled(
     network: _Network, inputs: Tensor, states: Sequence[Any], cell: Callable[[Tensor, Any, _Weights], Any]
 ) -> tuple[Tensor, list[Any]]:
-    """Layers of single steps (ATen/native/RNN.cpp, `apply_layer_stack`, `FullLayer` and `FullBidirectionalLayer`).
+    """Run layers step by step (ATen/native/RNN.cpp, `apply_layer_stack`, `FullLayer`, `FullBidirectionalLayer`).
 
     On CPU the inputs of all steps are multiplied at once. That product, and the results of the steps, live as long as
     they do there.
@@ -242,7 +242,7 @@ def _rnn_layer(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any
 
     key = ("kept bytes", *signature(func, args, kwargs))
     output = layer_input.new_empty((*layer_input.shape[:2], hidden.size(-1)))
-    kept = layer_input.new_empty((remembered(key, kept_bytes),), dtype=torch.uint8)
+    kept = layer_input.new_empty((measured_once(key, kept_bytes),), dtype=torch.uint8)
     return output, torch.empty_like(hidden), torch.empty_like(hidden), kept
 
 
@@ -267,7 +267,7 @@ def _rnn_layer_backward_workspace(
         gradients = map_tensors(args[10:13], real_like)
         return probe_workspace(func, (*forward, output, state, cell, *gradients, *args[13:22], kept), kwargs)
 
-    return remembered(signature(func, args, kwargs), probe)
+    return measured_once(signature(func, args, kwargs), probe)
 
 
 # -- CUDA: cuDNN runs all layers, steps and directions as one op -----------------------------------------------

@@ -35,6 +35,6 @@ class StepRaised(MemfitError, RuntimeError):
 
 
 def _at(frame: FrameSummary) -> str:
-    """A file and a line; a file in the working folder or below as seen from there."""
+    """Return a file and a line; a file in the working folder or below as seen from there."""
     relative = os.path.relpath(frame.filename)
     return f"{frame.filename if relative.startswith('..') else relative}:{frame.lineno}"

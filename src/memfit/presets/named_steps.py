@@ -1,4 +1,4 @@
-"""A step by where it is: `path/to/file.py:function` or `package.module:function`."""
+"""Steps by name, as on a command line: `train.py:step`, `package.module:step`, `hf:config.json`, `llama3-8b`."""
 
 from __future__ import annotations
 
@@ -14,28 +14,71 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from memfit.capture import Step
 from memfit.errors import InputError, MemfitError
-from memfit.presets.hub_cache import names_repository
-from memfit.presets.problems import NotTaken, StepRaised, WrongRequest
+from memfit.presets.errors import NotTaken, StepRaised, WrongRequest
+from memfit.presets.shapes import NamedStep, load_shape, shape_step
+from memfit.presets.transformers_config import PREFIX, Configured, names_repository
 
 _NOT_THE_USERS = (str(Path(__file__).parents[1]) + os.sep, importlib.__path__[0] + os.sep, "<frozen")
 HOW = "write path/to/file.py:function or package.module:function, a function that returns a memfit.Step"
 
 
+class NamedSteps(Protocol):
+    """Makes the step that a text names, for a batch and a length."""
+
+    def __call__(self, *, batch: int | None = None, seq: int | None = None) -> NamedStep: ...
+
+
+def step_at(text: str, *, batch: int | None = None, seq: int | None = None) -> Step:
+    """Return the step that a text names.
+
+    `train.py:step` and `package.module:step` are functions that return one, `hf:config.json` is a configuration of
+    transformers, `hf:org/name` that of a model in the local cache of Hugging Face, anything else a built-in shape such
+    as `llama3-8b`.
+    """
+    return named_step_at(text, batch=batch, seq=seq).step
+
+
+def named_step_at(text: str, *, batch: int | None = None, seq: int | None = None) -> NamedStep:
+    """Return the step that a text names, with what it is and what was chosen for want of an option."""
+    return named_steps_at(text)(batch=batch, seq=seq)
+
+
+def named_steps_at(text: str) -> NamedSteps:
+    """Return a function that makes the named step for any batch and length; what it names is loaded once."""
+    if not isinstance(text, str) or not text.strip():
+        raise WrongRequest(
+            f"a step is named by a text, not {text!r}; {HOW}, or the name of a shape such as 'llama3-8b'"
+        )
+    if text.startswith(PREFIX):
+        return Configured.at(text).step
+    if ":" in text or text.endswith(".py") or os.sep in text:
+        return partial(_located_step, StepLocation.at(text))
+    return partial(shape_step, load_shape(text))
+
+
+def _located_step(location: StepLocation, *, batch: int | None = None, seq: int | None = None) -> NamedStep:
+    return NamedStep(step=location.step(batch=batch, seq=seq), title=location.text)
+
+
+# -- functions of the user: path/to/file.py:function or package.module:function --------------------------------------
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class StepLocation:
     """What a text such as `train.py:step` names, loaded: a function that returns a step, or a step."""
 
     text: str
     found: Any
 
     @classmethod
-    def at(cls, text: str) -> Place:
+    def at(cls, text: str) -> StepLocation:
         """Run the file, or import the module, and find what the text names in it."""
         where, colon, name = text.rpartition(":")
         if not colon or not where or not name:
@@ -52,7 +95,7 @@ class Place:
         return cls(text=text, found=found)
 
     def step(self, *, batch: int | None = None, seq: int | None = None) -> Step:
-        """The step that the function returns; `batch` and `seq` are passed to it where it takes them."""
+        """Return the step that the function returns; `batch` and `seq` are passed to it where it takes them."""
         found, place = self.found, self.text
         given = {key: value for key, value in (("batch", batch), ("seq", seq)) if value is not None}
         if callable(found) and not isinstance(found, Step):
@@ -73,7 +116,7 @@ def _type(value: object) -> str:
 
 
 def _called(function: Callable[..., Any], place: str, given: dict[str, int]) -> Any:
-    """What the function returns for these arguments; those that it cannot take or lacks are named."""
+    """Return what the function returns for these arguments; those that it cannot take or lacks are named."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -109,7 +152,7 @@ def _run(function: Callable[..., Any], place: str, given: dict[str, int]) -> Any
 
 @contextmanager
 def _users(place: str) -> Iterator[None]:
-    """What is raised in here comes from code of the user's own: it is told with their lines, and none of memfit's."""
+    """Raise what the user's code raises in the block as `StepRaised`, with their lines and none of memfit's."""
     try:
         yield
     except MemfitError:
@@ -146,7 +189,7 @@ def _file(path: Path, place: str) -> ModuleType:
 
 
 def _name_for(path: Path) -> str:
-    """The name under which a file is a module: its own, so that the files beside it find it, unless that is taken."""
+    """Return a file's name as a module: its own, so that the files beside it find it, unless that is taken."""
     name = path.stem
     if name.isidentifier() and name not in sys.modules and name not in sys.stdlib_module_names:
         return name

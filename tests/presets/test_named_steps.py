@@ -15,8 +15,8 @@ import memfit
 from memfit.capture import Trace
 from memfit.errors import InputError
 from memfit.presets import named_step_at, named_steps_at, step_at
-from memfit.presets.hub_cache import cached_config
-from memfit.presets.problems import StepRaised, WrongRequest
+from memfit.presets.errors import StepRaised, WrongRequest
+from memfit.presets.transformers_config import cached_config
 
 TRAIN = """
 import torch
