@@ -22,9 +22,7 @@ from memfit.solve.min_budget import MinBudget, min_budget
 from memfit.solve.options import SolveOptions
 from memfit.solve.program import Candidate, Choice, MicroBatches, Program, build_candidates
 from memfit.solve.search import SAME_MS, SearchResult, infeasible, search
-from memfit.tradeoff import Policy, Unit, build_frontiers
-from memfit.tradeoff.facts import Facts
-from memfit.tradeoff.policy import build_recompute
+from memfit.tradeoff import Policy, TraceColumns, Unit, build_frontiers, build_recompute
 
 _TIGHTENINGS = 8
 
@@ -36,7 +34,7 @@ class Problem:
     timeline: Timeline
     runtime: Runtime
     target: Target
-    facts: Facts
+    facts: TraceColumns
     units: tuple[Unit, ...]
     candidates: tuple[Candidate, ...]
     sharding: Sharding | None
@@ -64,7 +62,7 @@ class Problem:
             timeline=timeline,
             runtime=runtime,
             target=target,
-            facts=Facts.of(runtime.trace, runtime.op_ms),
+            facts=TraceColumns.of(runtime.trace, runtime.op_ms),
             units=found.units,
             candidates=candidates,
             sharding=sharding,
@@ -128,7 +126,7 @@ class Problem:
 
 
 def replay(
-    facts: Facts,
+    facts: TraceColumns,
     chosen: Iterable[tuple[Unit, Policy]],
     *,
     intervals: Sequence[Interval] = (),

@@ -10,12 +10,9 @@ import numpy as np
 from memfit.capture import Trace
 from memfit.capture.environment import no_garbage_collection
 from memfit.errors import InputError
-from memfit.tradeoff.choices import Choices
-from memfit.tradeoff.facts import Facts, Times
-from memfit.tradeoff.pareto import pool_of
-from memfit.tradeoff.policy import Policy, build_policy
-from memfit.tradeoff.problem import Problem, Role
-from memfit.tradeoff.thinning import thinned
+from memfit.tradeoff.columns import Times, TraceColumns
+from memfit.tradeoff.pareto import GroupChoices, build_pool, thin_out
+from memfit.tradeoff.policy import Policy, Role, UnitColumns, build_policy
 from memfit.tradeoff.units import Unit, units
 
 POINTS = 24
@@ -36,7 +33,7 @@ class Frontier:
     discardable_bytes: int
 
     def fastest(self, discarded_bytes: int) -> Policy | None:
-        """The policy with the least recompute time that discards at least so much; None when none does."""
+        """Return the policy with the least recompute time that discards at least so much; None when none does."""
         return next((policy for policy in self.policies if policy.discarded_bytes >= discarded_bytes), None)
 
 
@@ -57,7 +54,7 @@ class Frontiers(Mapping[str, Frontier]):
         return len(self._by_name)
 
     def of(self, unit: Unit) -> Frontier:
-        """The frontier of a unit."""
+        """Return the frontier of a unit."""
         return self._by_name[unit.name]
 
     @property
@@ -68,34 +65,34 @@ class Frontiers(Mapping[str, Frontier]):
 
 @no_garbage_collection()
 def build_frontiers(trace: Trace, op_ms: Sequence[float] | Times, *, points: int = POINTS) -> Frontiers:
-    """The frontiers of all units of a step, at most `points` policies each, for these times of its ops."""
+    """Return the frontiers of all units of a step, at most `points` policies each, for these times of its ops."""
     if points < 2:
         raise InputError(f"points is {points}; a frontier needs its two ends, give 2 or more")
-    facts = Facts.of(trace, np.asarray(op_ms, np.float64))
+    columns = TraceColumns.of(trace, np.asarray(op_ms, np.float64))
     found = units(trace)
     shared: dict[bytes, Frontier] = {}
     made = []
     for unit in found:
-        problem = Problem.of(facts, unit)
-        frontier = shared.get(problem.digest)
+        unit_columns = UnitColumns.of(columns, unit)
+        frontier = shared.get(unit_columns.digest)
         if frontier is None:
-            frontier = shared[problem.digest] = build_frontier(problem, points=points)
+            frontier = shared[unit_columns.digest] = build_frontier(unit_columns, points=points)
         made.append(frontier)
     return Frontiers(found, made)
 
 
-def build_frontier(problem: Problem, *, points: int = POINTS) -> Frontier:
-    """The frontier of one unit."""
-    choices = Choices(problem)
-    pool = pool_of(choices)
+def build_frontier(unit_columns: UnitColumns, *, points: int = POINTS) -> Frontier:
+    """Return the frontier of one unit."""
+    choices = GroupChoices(unit_columns)
+    pool = build_pool(choices)
     zero = np.zeros(1, np.int64)
-    places = thinned(np.concatenate((zero, pool.discarded_bytes)), np.concatenate((zero, pool.time)), points)
-    policies = [build_policy(problem, np.zeros(problem.groups, bool))]
+    places = thin_out(np.concatenate((zero, pool.discarded_bytes)), np.concatenate((zero, pool.time)), points)
+    policies = [build_policy(unit_columns, np.zeros(unit_columns.groups, bool))]
     for place in places[1:].tolist():
         candidate = pool.candidate(place - 1)
-        policies.append(build_policy(problem, choices.dropped(candidate.stage, set(candidate.saved))))
+        policies.append(build_policy(unit_columns, choices.dropped(candidate.stage, set(candidate.saved))))
     return Frontier(
         policies=tuple(policies),
         exact=pool.exact,
-        discardable_bytes=int(problem.size[problem.role == Role.DISCARDABLE].sum()),
+        discardable_bytes=int(unit_columns.size[unit_columns.role == Role.DISCARDABLE].sum()),
     )
