@@ -2,16 +2,16 @@
 
 Everything is relative to the unit's first op. Note [Rules]: what a policy may do.
 
-1. Of what autograd packs, discardable storages are dropped whose op runs again; everything else is held, also
+1. Of what autograd packs, discardable storages are dropped whose op is recomputed; everything else is held, also
    what such an op makes besides. When backward needs the first dropped tensor, the unit is recomputed from its
-   beginning until the last of them has been packed: that op is the stop. Ops up to the stop run again, unless
-   they are saved: these return the result that was kept.
-2. Views run again always. They take their own time and no memory.
+   beginning until the last of them has been packed: that op is the stop. Ops up to the stop are recomputed,
+   unless they are saved: these return the result that was kept.
+2. Views are recomputed always. They take their own time and no memory.
 3. An op that writes to a storage of the unit goes with the op that made it, and so does an op that read the
-   storage before: they are saved together or run again together. Random ops are one such group too.
-4. What writes to a storage older than the unit cannot run again, nor can what read it before, nor what draws from
+   storage before: they are saved together or recomputed together. Random ops are one such group too.
+4. What writes to a storage older than the unit cannot be recomputed, nor can what read it before, nor what draws from
    a generator of the step's own: it is forced to be saved. A result that is overwritten after the unit cannot be
-   saved: it is fixed to run again. An op that is both cannot be reached: the stop comes before it.
+   saved: it is fixed to be recomputed. An op that is both cannot be reached: the stop comes before it.
 5. Only what the unit's own ops save, nobody reads later in the forward and nobody else holds is discardable.
    What is held anyway costs nothing to save; what autograd never saved costs its bytes. Copies of parameters
    that autocast made are held anyway: its cache has them until it ends.
@@ -165,7 +165,7 @@ class UnitColumns:
 
 
 def _constraints(columns: TraceColumns, begin: int, end: int, backward: int) -> tuple[Flags, Flags, Ints]:
-    """Return which ops cannot run again, which must because they write to what is made anew, and which go together."""
+    """Return which ops must be saved, which recomputed because they write to what is made anew, and the ties."""
     forced = columns.pinned[begin:end].copy()
     fixed = np.zeros(end - begin, bool)
     low, high = np.searchsorted(columns.write_op, (begin, end))
@@ -200,7 +200,7 @@ def lost_inputs(columns: TraceColumns, unit: Unit) -> Ints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Which ops of a unit are saved and which run again, as offsets from the unit's first op.
+    """Which ops of a unit are saved and which recomputed, as offsets from the unit's first op.
 
     `dropped` are the storages that are dropped, each as the op that makes it and its place among the new storages of
     that op: a tensor that autograd packs is dropped when its storage is one of these, all others are held. `stop` is

@@ -19,7 +19,7 @@ FORWARD = (Phase.FORWARD, Phase.LOSS)
 def units(trace: Trace) -> tuple[Unit, ...]:
     """Return every call that has ops and a backward, outer ones before those inside them, then the loss of each pass.
 
-    A call that computes gradients itself cannot be run again as a whole and is left out.
+    A call that computes gradients itself cannot be recomputed as a whole and is left out.
     """
     runs = _backward_runs(trace)
     found = [
@@ -27,11 +27,11 @@ def units(trace: Trace) -> tuple[Unit, ...]:
         for unit in forward_calls(trace)
         if unit.backward_begin >= unit.end and not any(first < unit.end and last >= unit.begin for first, last in runs)
     ]
-    asking = _asking(trace)
-    return tuple(_from_first_question(unit, asking) for unit in (*found, *_losses(trace, runs)))
+    unpacking = _unpacking_ops(trace)
+    return tuple(_from_first_unpack(unit, unpacking) for unit in (*found, *_losses(trace, runs)))
 
 
-def _asking(trace: Trace) -> list[tuple[int, int]]:
+def _unpacking_ops(trace: Trace) -> list[tuple[int, int]]:
     """Backward ops that ask for a tensor that autograd saved, each with the forward op that saved it."""
     packing: set[int] = set()
     for number, storage in enumerate(trace.storages):
@@ -49,10 +49,10 @@ def _is_number(trace: Trace, storage: int, op: int) -> bool:
     return trace.storages[storage].alloc_at == op and all(ref.storage != storage for ref in refs)
 
 
-def _from_first_question(unit: Unit, asking: list[tuple[int, int]]) -> Unit:
-    """The unit with its backward from the first op on that asks for a tensor: there the unit runs again, not before."""
-    place = bisect_left(asking, (unit.backward_begin, NO_INDEX))
-    for index, forward_op in asking[place:]:
+def _from_first_unpack(unit: Unit, unpacking: list[tuple[int, int]]) -> Unit:
+    """Return the unit with its backward from the first op on that asks for a saved tensor: there it is recomputed."""
+    place = bisect_left(unpacking, (unit.backward_begin, NO_INDEX))
+    for index, forward_op in unpacking[place:]:
         if index >= unit.backward_end:
             break
         if unit.begin <= forward_op < unit.end:
