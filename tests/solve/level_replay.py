@@ -14,8 +14,8 @@ import numpy as np
 from memfit.memory import Bytes
 from memfit.solve.program import Candidate, Program
 from memfit.tradeoff import Policy
-from memfit.tradeoff.facts import Facts
-from memfit.tradeoff.problem import Problem, Role
+from memfit.tradeoff.columns import TraceColumns
+from memfit.tradeoff.policy import Role, UnitColumns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +56,13 @@ class Replay:
         return rerun.before_op if rerun is not None else int(self.during_bytes.argmax())
 
 
-def replay_levels(program: Program, facts: Facts, chosen: Sequence[tuple[Candidate, Policy]]) -> Replay:
+def replay_levels(program: Program, facts: TraceColumns, chosen: Sequence[tuple[Candidate, Policy]]) -> Replay:
     """Run the step's memory again under these policies."""
     ops = len(program.during)
     change = np.zeros(ops + 1, np.int64)
     parts = []
     for candidate, policy in chosen:
-        problem = Problem.of(facts, candidate.unit)
+        problem = UnitColumns.of(facts, candidate.unit)
         saved = np.zeros(len(problem.view), bool)
         saved[list(policy.saved)] = True
         runs = np.zeros(len(problem.view), bool)
@@ -96,7 +96,7 @@ def replay_levels(program: Program, facts: Facts, chosen: Sequence[tuple[Candida
     return Replay(during_bytes=program.during + shift, reruns=tuple(reruns))
 
 
-def _second_run(problem: Problem, runs: np.ndarray, stop: int) -> Bytes:
+def _second_run(problem: UnitColumns, runs: np.ndarray, stop: int) -> Bytes:
     """What is alive above the level before while each op runs again."""
     alive: dict[int, int] = {}
     levels = []

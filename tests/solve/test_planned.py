@@ -24,9 +24,8 @@ from memfit.memory import BETWEEN, CATEGORIES, Interval, Timeline, events, reser
 from memfit.memory.allocator import FREE, simulate
 from memfit.solve import Candidate, Problem, Program, minimum_budget_bytes, replay, solve
 from memfit.tradeoff import Frontier, Policy, Unit
-from memfit.tradeoff.facts import Facts
-from memfit.tradeoff.problem import Problem as UnitProblem
-from memfit.tradeoff.problem import Role, lost_inputs
+from memfit.tradeoff.columns import TraceColumns
+from memfit.tradeoff.policy import Role, UnitColumns, lost_inputs
 
 MIB = 1 << 20
 H100 = Target.parse("h100-sxm").device
@@ -36,7 +35,7 @@ UNIT = unit("unit", 1, 4, 6, 8)
 Chosen = list[tuple[Unit, Policy]]
 
 
-def small_step(scale: int = 1, device: str = "cpu") -> Facts:
+def small_step(scale: int = 1, device: str = "cpu") -> TraceColumns:
     """A parameter and its state; a unit of ops 1 to 3 whose input goes with op 1; its backward is ops 6 and 7.
 
     Storages 3 and 6 are saved by the unit alone, 4 is a temporary of it, 5 its result, which the loss (4) reads.
@@ -150,7 +149,7 @@ def test_an_input_that_two_units_need_is_there_once_until_the_last_has_run_again
 
 
 @given(planned_steps())
-def test_events_are_well_formed_and_their_level_is_the_timeline(step: tuple[Facts, Chosen]) -> None:
+def test_events_are_well_formed_and_their_level_is_the_timeline(step: tuple[TraceColumns, Chosen]) -> None:
     found = replay(*step)
     lives = found.allocations
     live: dict[int, int] = {}
@@ -180,7 +179,7 @@ def test_events_are_well_formed_and_their_level_is_the_timeline(step: tuple[Fact
 
 
 @given(planned_steps())
-def test_levels_are_those_of_the_replay_but_for_what_it_counts_again(step: tuple[Facts, Chosen]) -> None:
+def test_levels_are_those_of_the_replay_but_for_what_it_counts_again(step: tuple[TraceColumns, Chosen]) -> None:
     facts, chosen = step
     timeline = Timeline.of(facts.trace)
     judged = replay_levels(program_of(timeline), facts, candidates(chosen))
@@ -196,7 +195,7 @@ def candidates(chosen: Chosen) -> list[tuple[Candidate, Policy]]:
     return [(Candidate(unit=u, policies=(), frontier=empty, outer=NEVER), policy) for u, policy in chosen]
 
 
-def compare(facts: Facts, chosen: Chosen, judged: Replay, found: Timeline) -> None:
+def compare(facts: TraceColumns, chosen: Chosen, judged: Replay, found: Timeline) -> None:
     """The replay's levels, less `counted_again`, are those of the timeline: while ops run and run again."""
     again, in_runs = counted_again(facts, chosen)
     assert (judged.during_bytes - again).tolist() == found.during_bytes[found.step_instants].tolist()
@@ -207,14 +206,14 @@ def compare(facts: Facts, chosen: Chosen, judged: Replay, found: Timeline) -> No
         assert levels.tolist() == found.during_bytes[found.recompute_instants(number)].tolist()
 
 
-def counted_again(facts: Facts, chosen: Chosen) -> tuple[np.ndarray, dict[str, int]]:
+def counted_again(facts: TraceColumns, chosen: Chosen) -> tuple[np.ndarray, dict[str, int]]:
     """What the replay counts beyond one life of each storage that units newly hold, by op and by second run.
 
     It counts an input from the end of each unit that needs it, a saved result from its end in the unit.
     """
     held: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for each, policy in chosen:
-        problem = UnitProblem.of(facts, each)
+        problem = UnitColumns.of(facts, each)
         for number in lost_inputs(facts, each).tolist():
             held[number].append((each.end, each.backward_begin))
         low, high = np.searchsorted(facts.forward_alloc_at, (each.begin, each.end))
@@ -314,7 +313,7 @@ def test_held_inputs_are_those_that_the_frontier_counts(problem: Problem) -> Non
     facts = problem.facts
     for candidate in problem.candidates:
         held = int(facts.size[lost_inputs(facts, candidate.unit)].sum())
-        assert held == UnitProblem.of(facts, candidate.unit).input_bytes
+        assert held == UnitColumns.of(facts, candidate.unit).input_bytes
 
 
 def test_without_a_plan_everything_is_as_captured(problem: Problem) -> None:

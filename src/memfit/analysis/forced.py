@@ -5,18 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from memfit.capture.arguments import GENERATOR
-from memfit.tradeoff import Unit
-from memfit.tradeoff.facts import UPDATES, Facts
-from memfit.tradeoff.problem import Problem
+from memfit.tradeoff import UPDATES, TraceColumns, Unit, UnitColumns
 
 
-def forced_ops(facts: Facts, unit: Unit) -> dict[int, str]:
+def forced_ops(facts: TraceColumns, unit: Unit) -> dict[int, str]:
     """The reason of each such op, by its offset from the unit's first op (Note [Rules] of the unit's problem, 4)."""
-    offsets = np.flatnonzero(Problem.of(facts, unit).forced).tolist()
+    offsets = np.flatnonzero(UnitColumns.of(facts, unit).forced).tolist()
     return {offset: _why(facts, unit, unit.begin + offset) for offset in offsets}
 
 
-def _why(facts: Facts, unit: Unit, op: int) -> str:
+def _why(facts: TraceColumns, unit: Unit, op: int) -> str:
     found = facts.trace.ops[op]
     if found.name in UPDATES:
         return "updates running statistics"

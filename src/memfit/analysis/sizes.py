@@ -12,5 +12,4 @@ def rounded(n_bytes: int, rounding_bytes: int) -> int:
 
 def allocation_bytes(timeline: Timeline) -> Bytes:
     """What every allocation of a timeline takes."""
-    rounding = timeline.rounding_bytes
-    return -(-timeline.allocations.size_bytes // rounding) * rounding
+    return timeline.allocation_bytes

@@ -16,9 +16,7 @@ from memfit.capture.trace_types import short
 from memfit.cost.runtime import repeats
 from memfit.memory import Timeline
 from memfit.plans.making import build_policy
-from memfit.tradeoff import Policy, Unit
-from memfit.tradeoff.problem import Problem as UnitProblem
-from memfit.tradeoff.problem import Role, lost_inputs
+from memfit.tradeoff import Policy, Role, Unit, UnitColumns, lost_inputs
 from memfit.units import display_bytes, display_ms
 
 _OWNED = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE, Category.GRADIENT, Category.INPUT)
@@ -62,11 +60,11 @@ def _chosen(report: Report) -> list[tuple[Unit, Policy]]:
     return [(units[entry.unit], build_policy(entry)) for entry in report.plan.checkpoint]
 
 
-def _cut(report: Report, unit: Unit) -> tuple[UnitProblem, np.ndarray]:
+def _cut(report: Report, unit: Unit) -> tuple[UnitColumns, np.ndarray]:
     """A unit as the frontiers see it, and its storages."""
     facts = report.problem.facts
     low, high = np.searchsorted(facts.forward_alloc_at, (unit.begin, unit.end))
-    return UnitProblem.of(facts, unit), facts.forward_storages[low:high]
+    return UnitColumns.of(facts, unit), facts.forward_storages[low:high]
 
 
 def _of_plan(report: Report, timeline: Timeline) -> Checkpointing:

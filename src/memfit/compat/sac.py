@@ -14,8 +14,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from memfit.capture import NEVER, Category, Trace
 from memfit.errors import InputError
-from memfit.tradeoff.facts import Times
-from memfit.tradeoff.units import Unit
+from memfit.tradeoff import Times, Unit
 
 SKIPPED_OPS = frozenset(
     map(

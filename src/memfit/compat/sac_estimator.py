@@ -22,9 +22,7 @@ from memfit.compat.tradeoff_curve import tradeoff_curve
 from memfit.cost.benchmark import MODES, cost_model
 from memfit.errors import MissingFeatureError, StateError
 from memfit.hardware import Device, Target
-from memfit.tradeoff.facts import Times
-from memfit.tradeoff.frontier import Frontiers, build_frontiers
-from memfit.tradeoff.units import forward_calls
+from memfit.tradeoff import Frontiers, Times, build_frontiers, forward_calls
 
 
 class SACEstimator:

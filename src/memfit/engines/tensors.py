@@ -11,7 +11,7 @@ from memfit.plans.wrappers import is_fully_sharded
 from memfit.torch_private.dispatch import schema_of
 from memfit.torch_private.storages import storage_key
 from memfit.torch_private.wrappers import fully_shard_parameters
-from memfit.tradeoff.facts import UPDATES
+from memfit.tradeoff.columns import UPDATES
 
 
 class StridedView(NamedTuple):

@@ -5,14 +5,17 @@ from memfit.memory.allocations import (
     CATEGORIES,
     AllocationTable,
     Bytes,
+    Flags,
     Interval,
+    Ints,
     Recompute,
     Unit,
+    round_up,
 )
 from memfit.memory.measurement import Measurement, measured
 from memfit.memory.modules import CallMemory, ModuleMemory, Snapshot, call_memory, module_memory
 from memfit.memory.steady_state import Reserved, allocator_config, events, reserved
-from memfit.memory.summary import Fit, MemorySummary, Overhead, Place, StorageAtPeak, summarize
+from memfit.memory.summary import Fit, MemorySummary, OpLocation, Overhead, StorageAtPeak, summarize
 from memfit.memory.timeline import Allocation, PhaseSpan, Timeline
 
 __all__ = [
@@ -23,13 +26,15 @@ __all__ = [
     "Bytes",
     "CallMemory",
     "Fit",
+    "Flags",
     "Interval",
+    "Ints",
     "Measurement",
     "MemorySummary",
     "ModuleMemory",
+    "OpLocation",
     "Overhead",
     "PhaseSpan",
-    "Place",
     "Recompute",
     "Reserved",
     "Snapshot",
@@ -42,5 +47,6 @@ __all__ = [
     "measured",
     "module_memory",
     "reserved",
+    "round_up",
     "summarize",
 ]

@@ -140,18 +140,11 @@ class AllocationTable:
         `recomputes` are in the order in which they run. Under sharding `removed` are the storages that a rank does not
         have and `intervals` what it has instead.
         """
-        captured = cls._captured(trace)
-        if not (recomputes or intervals or removed):
-            return captured
-        return captured._under_plan(recomputes, intervals, removed)
-
-    @classmethod
-    def _captured(cls, trace: Trace) -> AllocationTable:
         storages, count, ops = trace.storages, len(trace.storages), len(trace.ops)
         row = np.fromiter((ROW[storage.category] for storage in storages), np.int64, count)
         alloc_at = np.fromiter((storage.alloc_at for storage in storages), np.int64, count)
         states = np.flatnonzero((alloc_at == BEFORE_STEP) & (row == _STATE))
-        return cls(
+        captured = cls(
             op=np.arange(ops + 1),
             run=np.full(ops + 1, NO_INDEX),
             workspace_bytes=np.fromiter((op.workspace_bytes for op in trace.ops), np.int64, ops),
@@ -163,11 +156,14 @@ class AllocationTable:
             remade=np.full(count, NO_INDEX),
             states_made=_first_reader(trace, set(states.tolist())),
         )
+        return captured.under_plan(recomputes, intervals, removed)
 
-    def _under_plan(
+    def under_plan(
         self, recomputes: Sequence[Recompute], intervals: Sequence[Interval], removed: frozenset[int]
     ) -> AllocationTable:
         """Return the table of the step under a plan, from that of the captured one."""
+        if not (recomputes or intervals or removed):
+            return self
         added = [interval for interval in intervals if is_there(interval, self.instants)]
         between = _instants_between(added, self.instants)
         op, run = _build_instants(self.instants, recomputes, between)

@@ -147,14 +147,14 @@ class ProcessEvents:
         self.workspace = table.workspace_bytes.tolist()
 
     def steps(self) -> Iterator[list[Row]]:
-        """The steps of a process on one allocator, as many as it may take until one reserves nothing more."""
+        """Yield the steps of a process on one allocator, as many as it may take until one reserves nothing more."""
         yield self.first()
         later = self.later()
         for _ in range(MOST_STEPS - 1):
             yield later
 
     def first(self) -> list[Row]:
-        """The first step of a process: optimizer state is made when the optimizer first runs on it."""
+        """Return the events of a process's first step: optimizer state is made when the optimizer first runs on it."""
         made = self.table.states_made
         return [
             *self._malloc(BEFORE_STEP, self.early),
@@ -165,11 +165,11 @@ class ProcessEvents:
         ]
 
     def later(self) -> list[Row]:
-        """A step after another on the same allocator."""
+        """Return the events of a step after another on the same allocator."""
         return [*self._malloc(BEFORE_STEP, self.lost), *self._ops(0, self.end), *self._end()]
 
     def alone(self) -> list[Row]:
-        """A later step as the only one."""
+        """Return the events of a later step as the only one."""
         ops = self._ops(0, self.end)
         return [*self._malloc(BEFORE_STEP, self.residents), *ops, *self._malloc(self.end, self.alloc_at[-1])]
 
@@ -184,7 +184,7 @@ class ProcessEvents:
         return stream
 
     def _end(self) -> list[Row]:
-        """What the step leaves behind is replaced by what the next one leaves."""
+        """Return the events of the end: what the step leaves behind is replaced by what the next one leaves."""
         return [*self._malloc(self.end, self.alloc_at[-1]), *((self.end, key, FREE) for key in self.left)]
 
     def _malloc(self, instant: int, keys: list[int]) -> list[Row]:
@@ -192,7 +192,7 @@ class ProcessEvents:
 
 
 def _grouped(instant: Ints, chosen: Flags, count: int) -> list[list[int]]:
-    """The chosen allocations by instant, each group in order of number."""
+    """Return the chosen allocations by instant, each group in order of number."""
     groups: list[list[int]] = [[] for _ in range(count)]
     numbers = np.flatnonzero(chosen)
     for number, place in zip(numbers.tolist(), instant[numbers].tolist(), strict=True):

@@ -99,12 +99,28 @@ class Timeline:
             raise InputError(f"rounding_bytes is {rounding_bytes}; give 1 for none, 512 for CUDA's allocator")
         ordered = in_order(recomputes)
         table = AllocationTable.of(trace, recomputes=ordered, intervals=intervals, removed=removed)
+        return cls._from_table(trace, rounding_bytes, table, ordered, intervals)
+
+    def with_sharding(self, intervals: Sequence[Interval], removed: frozenset[int]) -> Timeline:
+        """Return the timeline of a captured step with some storages removed and intervals added."""
+        table = self.allocations.under_plan((), intervals, removed)
+        return self._from_table(self.trace, self.rounding_bytes, table, (), intervals)
+
+    @classmethod
+    def _from_table(
+        cls,
+        trace: Trace,
+        rounding_bytes: int,
+        table: AllocationTable,
+        recomputes: Sequence[Recompute],
+        intervals: Sequence[Interval],
+    ) -> Timeline:
         before, during = table.levels(rounding_bytes)
         return cls(
             trace=trace,
             rounding_bytes=rounding_bytes,
             allocations=table,
-            units=tuple(each.unit for each in ordered),
+            units=tuple(each.unit for each in recomputes),
             intervals=tuple(interval for interval in intervals if is_there(interval, len(trace.ops))),
             before_by_row=before,
             during_by_row=during,
@@ -221,6 +237,28 @@ class Timeline:
         between = np.flatnonzero(self.run == BETWEEN)
         np.maximum.at(found, np.maximum(self.op[between] - 1, 0), self.during_bytes[between])
         return found
+
+    def step_levels(self) -> tuple[Bytes, Bytes]:
+        """Return the bytes before and during each op of the step, a row for each category, without recomputes.
+
+        What sharding does between op k-1 and op k has a highest point of its own, which goes to `during[k-1]` when it
+        is higher than that (to `during[0]` at the beginning of the step). `before[k]` is what is there after all of it.
+        """
+        table, at = self.allocations, self.step_instants
+        before, during = self.before_by_row[:, at], self.during_by_row[:, at]
+        first = len(table.alloc_at) - len(self.intervals)
+        for number, interval in enumerate(self.intervals, first):
+            made = int(table.alloc_at[number])
+            if interval.ahead and made != BEFORE_STEP and self.run[made] == NO_INDEX:
+                before[table.row[number], self.op[made]] += self.allocation_bytes[number]
+        highest = during.sum(axis=0)
+        for instant in np.flatnonzero(self.run == BETWEEN).tolist():
+            to = max(int(self.op[instant]) - 1, 0)
+            if self.during_bytes[instant] > highest[to]:
+                during[:, to], highest[to] = self.during_by_row[:, instant], self.during_bytes[instant]
+        rising = np.flatnonzero(before[:, 1:].sum(axis=0) > highest[:-1])
+        during[:, rising] = before[:, rising + 1]
+        return before, during
 
     def recomputed_unit(self, instant: int) -> str | None:
         """Return the unit that is recomputed at an instant, None in the step itself."""

@@ -28,7 +28,7 @@ class Blocker:
 
 
 def find_blocker(problem: Problem, choice: Choice) -> Blocker:
-    """What stands in the way of a lower peak than this choice has."""
+    """Return what stands in the way of a lower peak than this choice has."""
     judged = problem.replay((each.unit, policy) for each, policy in problem.program(1).chosen(choice))
     trace, instant = judged.trace, judged.peak_instant
     op = min(int(judged.op[instant]), len(trace.ops) - 1)

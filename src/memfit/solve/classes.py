@@ -216,7 +216,7 @@ class ClassModel:
         return choice
 
     def _members_under(self) -> list[dict[int, int]]:
-        """For each class and each class around it, how many members lie in one unit of that class, at least."""
+        """Return, for each class and each class around it, how many members lie in one unit of that class, at least."""
         found: list[dict[int, int]] = []
         for each in self.classes:
             counts: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))

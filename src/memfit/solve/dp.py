@@ -49,10 +49,10 @@ import numpy as np
 import numpy.typing as npt
 
 from memfit.capture import NO_INDEX
+from memfit.memory import Ints
 from memfit.solve.program import Choice, Program
 from memfit.solve.requirements import NO_REQUIREMENT, UnitNode, build_passes
-from memfit.tradeoff.facts import PICOSECONDS, Ints, Times
-from memfit.tradeoff.hull import lower_hull
+from memfit.tradeoff import PICOSECONDS, Times, lower_hull
 
 WIDTHS = (64, 1024, 16384, 131072)
 """Beam widths, tried in this order until a plan is proven."""

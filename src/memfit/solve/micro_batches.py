@@ -56,7 +56,7 @@ def count_micro_batches(trace: Trace) -> int | None:
 
 
 def _passes(trace: Trace) -> list[tuple[int, int]]:
-    """Ops of each forward and backward, from the first module call on: what comes before makes the batch."""
+    """Return the ops of each forward and backward, from the first module call on: what comes before makes the batch."""
     begins = []
     before: Phase | None = None
     for index, op in enumerate(trace.ops):
@@ -72,7 +72,7 @@ def _passes(trace: Trace) -> list[tuple[int, int]]:
 
 
 def _shape(candidates: Sequence[Candidate], index: int, group: Sequence[int], begin: int) -> tuple[object, ...]:
-    """What must be the same of a candidate in every micro-batch."""
+    """Return what must be the same of a candidate in every micro-batch."""
     candidate = candidates[index]
     outer = group.index(candidate.outer) if candidate.outer in group else NO_INDEX
     unit = candidate.unit
@@ -80,14 +80,14 @@ def _shape(candidates: Sequence[Candidate], index: int, group: Sequence[int], be
 
 
 def _anchors(candidates: Sequence[Candidate], found: MicroBatches, number: int) -> list[int]:
-    """Where candidates of a micro-batch begin, end and are recomputed, and where it begins and ends itself."""
+    """Return where candidates of a micro-batch begin, end and are recomputed, and where it begins and ends itself."""
     inside = [candidates[index] for index in found.members[number]]
     begin, end = found.windows[number]
     return [begin, *(at for each in inside for at in (each.unit.begin, each.unit.end, each.recompute_at)), end]
 
 
 def _order(candidates: Sequence[Candidate], found: MicroBatches, number: int) -> list[int]:
-    """The rank of each anchor among those of its micro-batch."""
+    """Return the rank of each anchor among those of its micro-batch."""
     anchors = _anchors(candidates, found, number)
     ranks = {at: rank for rank, at in enumerate(sorted(set(anchors)))}
     return [ranks[at] for at in anchors]

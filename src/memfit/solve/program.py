@@ -161,11 +161,11 @@ class Program:
         return max(int(level.max()), *(peak for _, peak in recomputes), 0)
 
     def fits(self, choice: Choice) -> bool:
-        """Whether nothing of the step is above the budget."""
+        """Return whether nothing of the step is above the budget."""
         return self.peak_bytes(choice) <= self.budget_bytes
 
     def nested(self, choice: Choice) -> bool:
-        """Whether a checkpointed candidate lies inside another, which no plan may have."""
+        """Return whether a checkpointed candidate lies inside another, which no plan may have."""
         return any(sum(choice[index] != NO_INDEX for index in path) > 1 for path in self.paths)
 
 

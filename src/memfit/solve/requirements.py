@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from memfit.capture import NO_INDEX
+from memfit.memory import Ints
 from memfit.solve.program import Choice, Program, Segment
-from memfit.tradeoff.facts import PICOSECONDS, Ints
+from memfit.tradeoff import PICOSECONDS
 
 NO_REQUIREMENT = -(1 << 50)
 """Less than any requirement, and small enough for sums of floats to be exact."""
@@ -212,7 +213,7 @@ def _build_node(
 
 
 def violated_requirements(program: Program, choice: Choice) -> dict[int, int]:
-    """For the rows that a plan breaks, return the last active candidate and the `after` that would mend the row."""
+    """Return, for the rows that a plan breaks, the last active candidate and the `after` that would mend the row."""
     _, order = _post_order(program)
     freed = [program.candidates[i].policies[choice[i]].discarded_bytes if choice[i] != NO_INDEX else 0 for i in order]
     dropped = dict(zip(order, np.cumsum(np.array(freed, np.int64)).tolist(), strict=True))

@@ -211,7 +211,7 @@ def most_freed(program: Program) -> Choice:
 
 
 def usable(program: Program, choice: Choice) -> bool:
-    """Whether a choice holds every row of the full program."""
+    """Return whether a choice holds every row of the full program."""
     forced = all(choice[index] != NO_INDEX for index, candidate in enumerate(program.candidates) if candidate.forced)
     return forced and not program.nested(choice) and program.fits(choice)
 

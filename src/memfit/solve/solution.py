@@ -23,10 +23,8 @@ from memfit.solve.min_budget import MinBudget, min_budget
 from memfit.solve.options import SolveOptions
 from memfit.solve.program import Candidate, Choice, MicroBatches, Program, build_candidates
 from memfit.solve.search import SAME_MS, SearchResult, infeasible, search
-from memfit.tradeoff import Policy, Unit, build_frontiers
-from memfit.tradeoff.facts import Facts
+from memfit.tradeoff import Policy, TraceColumns, Unit, build_frontiers, build_recompute
 from memfit.tradeoff.frontier import Frontiers
-from memfit.tradeoff.policy import build_recompute
 
 _TIGHTENINGS = 8
 
@@ -79,7 +77,7 @@ class Problem:
         return self.timeline.trace
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> TraceColumns:
         """The columns of the trace that a rank runs."""
         return self.frontiers.facts
 
@@ -168,7 +166,7 @@ class Problem:
 
 
 def replay(
-    facts: Facts,
+    facts: TraceColumns,
     chosen: Iterable[tuple[Unit, Policy]],
     *,
     intervals: Sequence[Interval] = (),

@@ -13,8 +13,7 @@ from memfit.memory import Timeline
 from memfit.plans import Plan, PlanMismatch
 from memfit.plans.making import build_policy
 from memfit.solve import replay
-from memfit.tradeoff import units
-from memfit.tradeoff.facts import Facts
+from memfit.tradeoff import TraceColumns, units
 
 
 def captured_for(plan: Plan, step: Step) -> Trace:
@@ -40,7 +39,7 @@ def captured_for(plan: Plan, step: Step) -> Trace:
 
 def replayed(plan: Plan, captured: Trace, *, planned: bool = True) -> Timeline:
     """Memory at every instant of the step with the plan's units checkpointed, or with none."""
-    facts = Facts.of(captured, np.zeros(len(captured.ops)))
+    facts = TraceColumns.of(captured, np.zeros(len(captured.ops)))
     found = {unit.name: unit for unit in units(captured)}
     entries = plan.checkpoint if planned else ()
     return replay(facts, [(found[entry.unit], build_policy(entry)) for entry in entries])

@@ -1,6 +1,6 @@
-"""What the frontiers need of a trace, read once: columns over forward ops and over storages.
+"""What frontiers need of a trace, read once: columns over forward ops and over storages.
 
-Note [Facts]: nested units look at the same ops again and again, so nothing here depends on a unit. A unit takes
+Note [Columns]: nested units look at the same ops again and again, so nothing here depends on a unit. A unit takes
 slices of these columns, and equal slices mean equal units.
 """
 
@@ -14,13 +14,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from memfit.capture import NEVER, Op, Trace
+from memfit.capture import NO_INDEX, Op, Trace
 from memfit.capture.arguments import GENERATOR
 from memfit.errors import InputError
+from memfit.memory import Flags, Ints, round_up
 from memfit.tradeoff.units import FORWARD
 
-Ints = NDArray[np.int64]
-Flags = NDArray[np.bool_]
 Times = NDArray[np.float64]
 
 PICOSECONDS = 1e9
@@ -38,7 +37,7 @@ UPDATES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class TraceColumns:
     """Columns of a trace. Those of ops have the trace's length; ops outside the forward are blank.
 
     `signature` has, for each op, everything of it that a frontier depends on and that is its own. `writes` and
@@ -77,14 +76,14 @@ class Facts:
     forward_alloc_at: Ints
 
     @classmethod
-    def of(cls, trace: Trace, op_ms: Times) -> Facts:
+    def of(cls, trace: Trace, op_ms: Times) -> TraceColumns:
         """Read a trace; sizes are rounded as its device's allocator does."""
         op_ms = np.asarray(op_ms, np.float64)
         if op_ms.shape != (len(trace.ops),):
             raise InputError(f"{len(trace.ops)} ops need as many times, and {op_ms.shape} were given")
         if not np.isfinite(op_ms).all() or (op_ms < 0).any():
             raise InputError("the time of an op is negative or not finite; give op_ms in milliseconds")
-        return _Reader(trace, op_ms).facts()
+        return _Reader(trace, op_ms).columns()
 
 
 class _Reader:
@@ -121,24 +120,24 @@ class _Reader:
         self.random[index] = op.random and not given
         self.pinned[index] = given  # nobody puts a generator of the step's own back
         self.workspace[index] = op.workspace_bytes
-        if op.forward_op != NEVER:
+        if op.forward_op != NO_INDEX:
             self.last_of_function[op.forward_op] = index
         for ref in op.inputs:
-            if ref.storage != NEVER:
+            if ref.storage != NO_INDEX:
                 self.reads.append((index, ref.storage))
         if not op.view:
             for ref in op.outputs:
-                if ref.storage != NEVER and storages[ref.storage].alloc_at == index:
+                if ref.storage != NO_INDEX and storages[ref.storage].alloc_at == index:
                     self.made[ref.storage] = True
                     self.cached[ref.storage] = self._is_cached(op)
         for storage in (*op.mutates, *_updated(op)) if op.name in UPDATES else op.mutates:
-            if storage == NEVER:
+            if storage == NO_INDEX:
                 self.pinned[index] = True
             else:
                 self.writes.append((index, storage))
 
     def _is_cached(self, op: Op) -> bool:
-        """Whether an op casts a parameter that is trained, under autocast."""
+        """Return whether an op casts a parameter that is trained, under autocast."""
         if self.trace.autocast is None or op.name != "aten._to_copy.default":
             return False
         return op.inputs[0].storage in self._trained
@@ -149,12 +148,12 @@ class _Reader:
         for ref in (*op.inputs, *op.outputs):
             number = geometry.get(id(ref))
             if number is None:
-                window = (ref.shape, ref.stride, ref.offset, ref.dtype, ref.storage == NEVER)
+                window = (ref.shape, ref.stride, ref.offset, ref.dtype, ref.storage == NO_INDEX)
                 number = geometry[id(ref)] = self._geometries.setdefault(window, len(self._geometries))
             key.append(number)
         return self._kinds.setdefault(tuple(key), len(self._kinds))
 
-    def facts(self) -> Facts:
+    def columns(self) -> TraceColumns:
         trace, ops = self.trace, len(self.trace.ops)
         storages = trace.storages
         count = len(storages)
@@ -162,18 +161,18 @@ class _Reader:
         write = np.array(self.writes, np.int64).reshape(-1, 2)
         alloc_at = np.fromiter((storage.alloc_at for storage in storages), np.int64, count)
         first_saver, last_saver, packed = self._savers()
-        last_read = np.full(count, NEVER)
+        last_read = np.full(count, NO_INDEX)
         np.maximum.at(last_read, read[:, 1], read[:, 0])
-        last_write = np.full(count, NEVER)
+        last_write = np.full(count, NO_INDEX)
         np.maximum.at(last_write, write[:, 1], write[:, 0])
         forward = np.fromiter((op.phase in FORWARD for op in trace.ops), bool, ops)
         in_forward = (alloc_at >= 0) & (alloc_at < ops)
         in_forward[in_forward] = forward[alloc_at[in_forward]]
         forward_storages = np.flatnonzero(in_forward)
         forward_storages = forward_storages[np.argsort(alloc_at[forward_storages], kind="stable")]
-        workspace = _rounded(self.workspace, self.rounding_bytes)
+        workspace = round_up(self.workspace, self.rounding_bytes)
         flags = self.view + 2 * self.random + 4 * self.pinned
-        return Facts(
+        return TraceColumns(
             trace=trace,
             rounding_bytes=self.rounding_bytes,
             op_ms=self.op_ms,
@@ -188,7 +187,7 @@ class _Reader:
             write_op=write[:, 0],
             write_storage=write[:, 1],
             stale=self._stale(),
-            size=_rounded(np.fromiter((s.bytes for s in storages), np.int64, count), self.rounding_bytes),
+            size=round_up(np.fromiter((s.bytes for s in storages), np.int64, count), self.rounding_bytes),
             alloc_at=alloc_at,
             free_after=np.fromiter((storage.free_after for storage in storages), np.int64, count),
             released=np.fromiter((storage.released for storage in storages), np.int64, count),
@@ -204,13 +203,13 @@ class _Reader:
         )
 
     def _savers(self) -> tuple[Ints, Ints, Ints]:
-        """Of each storage the first and the last op that saves it, and the op after which it is packed.
+        """Return of each storage the first and the last op that saves it, and the op after which it is packed.
 
         An op packs its inputs before it runs and its results after. A custom autograd function, which is known by
         its first op, packs everything after its last.
         """
         storages, ops = self.trace.storages, self.trace.ops
-        first, last, packed = (np.full(len(storages), NEVER) for _ in range(3))
+        first, last, packed = (np.full(len(storages), NO_INDEX) for _ in range(3))
         made_by: dict[int, set[int]] = {}
         for s, storage in enumerate(storages):
             if not storage.saved_by:
@@ -224,7 +223,7 @@ class _Reader:
         return first, last, packed
 
     def _stale(self) -> Ints:
-        """Readers of what is overwritten later; run again, they would find another value (not so a view)."""
+        """Return the readers of what is overwritten later: recomputed, they would find another value (not views)."""
         writers: dict[int, list[int]] = defaultdict(list)
         for op, storage in self.writes:
             writers[storage].append(op)
@@ -238,13 +237,9 @@ class _Reader:
 
 
 def _updated(op: Op) -> list[int]:
-    """The running statistics that an op of `UPDATES` writes to."""
+    """Return the running statistics that an op of `UPDATES` writes to."""
     positions, training = UPDATES[op.name]
     args, _ = msgspec.json.decode(op.arguments)
     if training is not None and not args[training]:
         return []
     return [op.inputs[args[position]["t"]].storage for position in positions if args[position] is not None]
-
-
-def _rounded(sizes: Ints, rounding_bytes: int) -> Ints:
-    return -(-sizes // rounding_bytes) * rounding_bytes
