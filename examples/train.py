@@ -29,10 +29,11 @@ def main() -> None:
     plan = memfit.plan(planned, target="cpu", budget="35MiB")
     print(plan)
     plan.apply(model, optimizer)
+    loss_function = plan.loss(next_token_loss)  # recomputed where the plan says so
     with memfit.guard(plan, model):
         for number in range(5):
             tokens = torch.randint(0, SHAPE.vocabulary, (BATCH, LENGTH))
-            loss = next_token_loss(model(tokens), tokens)
+            loss = loss_function(model(tokens), tokens)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

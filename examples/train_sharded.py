@@ -28,13 +28,14 @@ def main(folder: str | None) -> None:
     step = memfit.Step(model, tokens, loss=next_token_loss, optimizer=optimizer)
     plan = memfit.plan(step, target="cpu", ranks=dist.get_world_size(), budget="30MiB", progress=False)
     plan.apply(model, optimizer)
+    loss_function = plan.loss(next_token_loss)  # recomputed where the plan says so
     first = 0
     if folder is not None and saves(folder):
         first = load(folder, model, optimizer).extra["step"]
     torch.manual_seed(first * dist.get_world_size() + dist.get_rank())
     for number in range(first, first + STEPS):
         tokens = torch.randint(0, SHAPE.vocabulary, (BATCH, LENGTH))
-        loss = next_token_loss(model(tokens), tokens)
+        loss = loss_function(model(tokens), tokens)
         loss.backward()
         norm = clip_grad_norm_(model, 1.0)
         optimizer.step()

@@ -30,7 +30,7 @@ COMMANDS = {
     "plan-gpt2-xl-levers": "plan gpt2-xl -t a100-sxm-80gb --batch 8 -b 40GiB --optimizer-lever",
     "plan-bert-large": "plan bert-large -t v100-sxm2-32gb --batch 16 -b 14GiB",
     "plan-vit-large": "plan vit-large -t a100-sxm-40gb --batch 64 -b 20GiB",
-    "plan-vit-huge-forbid": "plan vit-huge -t h100-sxm --batch 64 -b 40GiB --forbid blocks.0",
+    "plan-vit-huge-forbid": "plan vit-huge -t h100-sxm --batch 64 -b 40GiB --forbid layers.0",
     "plan-qwen3-8b": "plan qwen3-8b -t h100-sxm -n 8 --batch 1 --seq 4096",
     "plan-mixtral": "plan mixtral-8x7b -t h100-sxm -n 64 --batch 1 --seq 2048",
     "curve-gpt2": "curve gpt2 -t rtx-4090 --batch 16",

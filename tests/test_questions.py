@@ -53,7 +53,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         sizes = replace(shape.sizes, layers=LAYERS, feed_forward=shape.sizes.feed_forward * wider)
         return replace(shape, sizes=sizes)
 
-    monkeypatch.setattr("memfit.presets.stepping.load_shape", few_layers)
+    monkeypatch.setattr("memfit.presets.named_steps.load_shape", few_layers)
     monkeypatch.chdir(tmp_path)
 
 

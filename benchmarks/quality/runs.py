@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from memfit import Step
-from memfit.verify.peak import measured_rise
+from memfit.verify.measure import measured_rise
 
 from .models import Case
 

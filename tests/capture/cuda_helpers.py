@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from memfit.capture.capture import trace
-from memfit.capture.record import Op, Trace
 from memfit.capture.step import Step
+from memfit.capture.trace_types import Op, Trace
 
 H100, A100, V100, T4, RTX4090, B200 = "h100-sxm", "a100-sxm-80gb", "v100-sxm2-32gb", "t4", "rtx-4090", "b200"
 

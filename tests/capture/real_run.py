@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from memfit.capture import Phase, Step, Trace
-from memfit.capture.calls import CallTracker, module_calls
+from memfit.capture.call_stack import CallTracker, module_calls
 from memfit.capture.environment import patched
-from memfit.engines.policy import not_counted, same_op
+from memfit.engines.compiled_policy import not_counted, same_op
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from memfit.capture.autocast import policies
 from memfit.capture.capture import trace
-from memfit.capture.record import Category
 from memfit.capture.step import Step, spec
+from memfit.capture.trace_types import Category
 
 REFUSED = {"binary_cross_entropy"}
 """Registered only to raise an error (ATen/autocast_mode.cpp)."""

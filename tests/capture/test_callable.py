@@ -11,7 +11,7 @@ from torch import nn
 import memfit
 from memfit.capture import Category, Phase, Step
 from memfit.errors import InputError
-from memfit.memory.measured import measured
+from memfit.memory import measured
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:

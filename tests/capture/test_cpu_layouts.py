@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import memfit
 from memfit.capture import Step
 from memfit.capture.arguments import map_tensors, tensors_of
-from memfit.capture.probe import probe_workspace
-from memfit.capture.rules import RuleContext, rules_for, vendor
+from memfit.capture.kernels import probe_workspace
+from memfit.capture.rules import RuleContext, measured_kernels, rules_for
 from memfit.memory import Timeline, measured
 
 aten = torch.ops.aten
@@ -145,7 +145,7 @@ def test_a_call_that_is_too_large_is_measured_on_fewer_samples(func: Any, monkey
     """The limit is lowered, so that the whole call can still be run beside it."""
     args = LARGE[func]()
     context = RuleContext(device_type="cpu", compute_capability=None, threads=torch.get_num_threads())
-    monkeypatch.setattr(vendor, "_PROBE_LIMIT_BYTES", 1 << 17)
+    monkeypatch.setattr(measured_kernels, "_PROBE_LIMIT_BYTES", 1 << 17)
     said = RULES.workspaces[str(func)](context, func, args, {}, func(*args))
     assert not any("not counted" in note for note in context.notes)
     assert said == probe_workspace(func, args, {}) or context.notes, "a number that is not exact has a note"

@@ -11,7 +11,7 @@ from torch import nn
 
 import memfit
 from memfit.capture import Step
-from memfit.capture.probe import probe_workspace
+from memfit.capture.kernels import probe_workspace
 from memfit.capture.rules import RuleContext, products, rules_for
 from memfit.memory import Timeline, measured
 

@@ -14,9 +14,9 @@ from torch import nn
 import memfit
 from memfit.capture import Phase, Step
 from memfit.capture.environment import torch_threads
-from memfit.capture.probe import probe_workspace
+from memfit.capture.kernels import probe_workspace
 from memfit.capture.rules import RuleContext, rules_for
-from memfit.capture.rules.layout import suggested_format
+from memfit.capture.rules.base import suggested_format
 
 aten = torch.ops.aten
 RULES = rules_for("cpu")

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from cuda_helpers import A100, B200, H100, RTX4090, T4, V100, captured, made_bytes, names, only
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memfit.capture.rules.cuda_attention import efficient_kernel, flash_splits
+from memfit.capture.rules.efficient_attention import efficient_kernel
+from memfit.capture.rules.flash_attention import flash_splits
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FLASH = "_scaled_dot_product_flash_attention"

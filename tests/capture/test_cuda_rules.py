@@ -14,9 +14,9 @@ from cuda_helpers import H100, captured, made_bytes, names, only
 from torch import nn
 
 from memfit.capture.capture import trace
-from memfit.capture.record import Category
-from memfit.capture.rules.cuda_copies import blas_copy
+from memfit.capture.rules.products import blas_copy
 from memfit.capture.step import Step, spec
+from memfit.capture.trace_types import Category
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

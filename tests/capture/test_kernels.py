@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import memfit
-from memfit.capture import Step, Trace, probe
+from memfit.capture import Step, Trace, kernels
 from memfit.capture import execution as execution_module
 from memfit.capture.kernels import certified_ops, operand_kind
 from memfit.memory import Timeline, measured
@@ -78,18 +78,18 @@ def test_a_call_too_large_to_be_measured_has_a_note(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_decomposition_is_run_for_one_measurement_only() -> None:
-    known = set(probe._PROBED)
+    known = set(kernels._PROBED)
     trace = memfit.trace(find_step(lambda a, b: torch.linalg.svdvals(a[:, :23] * b[:, :23]).sum()), target="cpu")
-    measurements = [key for key in set(probe._PROBED) - known if "_linalg_svd" in str(key)]
+    measurements = [key for key in set(kernels._PROBED) - known if "_linalg_svd" in str(key)]
     assert len(measurements) == 1
     assert any("_linalg_svd" in note and "may depend on values" in note for note in trace.notes)
 
 
 def test_a_decomposition_that_would_take_long_is_not_run() -> None:
-    known = set(probe._PROBED)
+    known = set(kernels._PROBED)
     step = Step(nn.Linear(8, 6000), memfit.spec((6000, 8)), loss=lambda output, _: torch.linalg.svdvals(output).sum())
     trace = memfit.trace(step, target="cpu")
-    assert not any("_linalg_svd" in str(key) for key in set(probe._PROBED) - known)
+    assert not any("_linalg_svd" in str(key) for key in set(kernels._PROBED) - known)
     assert any("_linalg_svd" in note and "too large to run once here" in note for note in trace.notes)
 
 

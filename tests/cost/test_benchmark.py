@@ -15,9 +15,7 @@ from memfit import Step, spec
 from memfit.capture import Trace
 from memfit.cost import Benchmark, Roofline, Runtime, cost_model
 from memfit.cost.benchmark import op_key
-from memfit.cost.cache import TimeCache
-from memfit.cost.reuse import cold_fractions
-from memfit.cost.timing import OpTimer
+from memfit.cost.timing import OpTimer, TimeCache, cold_fractions
 from memfit.errors import InputError, MissingFeatureError
 
 

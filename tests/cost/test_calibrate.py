@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from memfit.capture import trace
 from memfit.cli import main
 from memfit.cost import Roofline, calibrate, calibration
-from memfit.cost.fitting import Sample, fit_family
-from memfit.cost.references import Size, image_step, language_step
-from memfit.cost.roofline import kernel_ms
-from memfit.cost.work import Precision
+from memfit.cost.calibration import Sample, fit_family
+from memfit.cost.host import Size, image_step, language_step
+from memfit.cost.roofline import Precision, kernel_ms
 from memfit.errors import InputError
 from memfit.hardware import Family, FamilyEfficiency, load_device
 

@@ -8,8 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.cost.collective_figures import Algorithm, Collective, collective_figures, read_collective_figures
-from memfit.cost.collectives import CollectiveModel, Group, collective_ms
+from memfit.cost.collectives import (
+    Algorithm,
+    Collective,
+    CollectiveModel,
+    Group,
+    collective_figures,
+    collective_ms,
+    read_collective_figures,
+)
 from memfit.errors import InputError
 from memfit.hardware import Link, Target, list_devices
 from memfit.units import GiB, KiB, MiB

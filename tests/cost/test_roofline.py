@@ -15,9 +15,18 @@ import memfit
 from memfit import Step, spec
 from memfit.capture import Op, Phase, TensorRef, Trace
 from memfit.cost import Roofline, Runtime
-from memfit.cost.families import Product, classify_op, is_causal
-from memfit.cost.roofline import kernel_ms, with_host
-from memfit.cost.work import Precision, estimate_work, index_bound, moved_bytes, peak_ms
+from memfit.cost.roofline import (
+    Precision,
+    Product,
+    classify_op,
+    estimate_work,
+    index_bound,
+    is_causal,
+    kernel_ms,
+    moved_bytes,
+    peak_ms,
+    with_host,
+)
 from memfit.errors import InputError
 from memfit.hardware import Family, HostTimes, load_device
 

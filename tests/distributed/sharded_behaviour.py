@@ -14,9 +14,9 @@ from sharded_parity import average, check_equal, check_freed, whole_gradients, w
 from torch import nn
 
 from memfit.sharded import shard
-from memfit.sharded.links import Link
+from memfit.sharded.comm import ShardComm
+from memfit.sharded.fully_shard import get_runtime
 from memfit.sharded.runtime import Runtime
-from memfit.sharded.sharding import get_runtime
 
 Built = Callable[[], nn.Module]
 
@@ -98,7 +98,7 @@ def states(runtime: Runtime) -> set[str]:
     return {unit.state.value for unit in runtime.units}
 
 
-def _spy(link: Link, seen: list[str]) -> None:
+def _spy(link: ShardComm, seen: list[str]) -> None:
     gather = link.gather
 
     def noted(whole: torch.Tensor, tag: int, about: str) -> Any:

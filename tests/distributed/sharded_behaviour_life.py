@@ -18,9 +18,8 @@ from torch import nn
 
 from memfit.errors import StateError
 from memfit.sharded import RankMismatch, Schedule, shard
-from memfit.sharded.accumulation import no_sync
-from memfit.sharded.sharding import get_runtime
-from memfit.sharded.summon import full_parameters
+from memfit.sharded.full_parameters import full_parameters
+from memfit.sharded.fully_shard import get_runtime, no_sync
 
 
 class Fault(Exception):

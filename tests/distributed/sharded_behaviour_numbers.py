@@ -14,7 +14,7 @@ from torch import nn
 
 from memfit.errors import InputError
 from memfit.sharded import Precision, Reduction, Schedule, shard
-from memfit.sharded.sharding import get_runtime
+from memfit.sharded.fully_shard import get_runtime
 
 BF16 = torch.bfloat16
 

@@ -15,7 +15,7 @@ from sharded_parity import check_freed
 from torch import nn
 
 from memfit.sharded import OrderError, Schedule, UnitOptions, shard
-from memfit.sharded.sharding import get_runtime
+from memfit.sharded.fully_shard import get_runtime
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
 Deep = partial(GPT, layers=4)

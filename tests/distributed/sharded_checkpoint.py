@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from memfit.errors import MemfitError
 from memfit.sharded import shard
 from memfit.sharded.checkpoint import load, save, saves
-from memfit.sharded.state import full_state_dict, load_state_dict, sharded_state_dict
+from memfit.sharded.state_dict import full_state_dict, load_state_dict, sharded_state_dict
 
 
 def other_gpt(**options: Any) -> nn.Module:

@@ -33,7 +33,7 @@ from memfit.sharded import (
     save,
     shard,
 )
-from memfit.sharded.links import Link
+from memfit.sharded.comm import ShardComm
 
 LONG_S = 30.0
 TIMEOUT_S = 4.0
@@ -395,16 +395,16 @@ def _once(register: Callable[..., Any], act: Callable[..., Any]) -> None:
 
 def _when_begun(method: str, about: str, act: Stop) -> None:
     """Act when a collective is under way and not waited for."""
-    real = getattr(Link, method)
+    real = getattr(ShardComm, method)
 
-    def begin(link: Link, tensors: Any, tag: int, what: str) -> Any:
+    def begin(link: ShardComm, tensors: Any, tag: int, what: str) -> Any:
         transfer = real(link, tensors, tag, what)
         if what.startswith(about):
-            setattr(Link, method, real)
+            setattr(ShardComm, method, real)
             act()
         return transfer
 
-    setattr(Link, method, begin)
+    setattr(ShardComm, method, begin)
 
 
 def _at_write(number: int, act: Stop) -> None:

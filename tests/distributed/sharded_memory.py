@@ -10,7 +10,7 @@ from torch._C._profiler import _EventType
 
 from memfit.sharded import Precision, Schedule, shard
 from memfit.sharded.expected import expected_bytes
-from memfit.sharded.finding import Units
+from memfit.sharded.wrap_policy import Units
 
 _STEPS = 3
 

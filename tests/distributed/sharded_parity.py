@@ -19,9 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.sharded import UnitOptions, shard
-from memfit.sharded.accumulation import no_sync
-from memfit.sharded.flat import FlatShard
-from memfit.sharded.sharding import get_runtime
+from memfit.sharded.flat_param import FlatShard
+from memfit.sharded.fully_shard import get_runtime, no_sync
 
 Gradients = dict[str, torch.Tensor | None]
 

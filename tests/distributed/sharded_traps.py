@@ -19,7 +19,7 @@ from torch import nn
 
 from memfit.errors import StateError
 from memfit.sharded import full_parameters, full_state_dict, load, no_sync, save, shard
-from memfit.sharded.sharding import get_runtime
+from memfit.sharded.fully_shard import get_runtime
 
 _WIDTH = 16
 

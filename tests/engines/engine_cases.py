@@ -13,6 +13,7 @@ from torch import nn
 import memfit
 from memfit.capture import Step
 from memfit.cost import Roofline, Runtime
+from memfit.engines import plan_of_model
 from memfit.hardware import Target
 from memfit.plans import Plan
 from memfit.solve import Problem, SolveOptions, minimum_budget_bytes
@@ -45,6 +46,9 @@ def run_steps(step: Step, model: nn.Module, optimizer: torch.optim.Optimizer | N
     losses: list[torch.Tensor] = []
     gradients: list[dict[str, torch.Tensor | None]] = []
     loss_of = step.loss or (lambda output, _: getattr(output, "loss", output))
+    applied = plan_of_model(model)
+    if applied is not None:
+        loss_of = applied.plan.loss(loss_of)
 
     def loss(output: Any, batch: Any) -> torch.Tensor:
         value = loss_of(output, batch)

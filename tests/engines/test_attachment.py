@@ -15,7 +15,7 @@ from torch import nn
 
 import memfit
 from memfit.capture import Step
-from memfit.engines import plan_of_model, rerun
+from memfit.engines import plan_of_model, recompute
 from memfit.engines.attachment import attached
 from memfit.errors import PlanDrift
 from memfit.plans import Plan
@@ -29,13 +29,13 @@ FORCED = SolveOptions(force=("blocks.0", "blocks.1"))
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the units that the engine runs, as they run."""
     found: list[str] = []
-    surround = rerun.Rerun.surround
+    remember_context = recompute.RecomputedCall.remember_context
 
-    def noted(self: rerun.Rerun, *args: Any) -> None:
+    def noted(self: recompute.RecomputedCall, *args: Any) -> None:
         found.append(self._name)
-        surround(self, *args)
+        remember_context(self, *args)
 
-    monkeypatch.setattr(rerun.Rerun, "surround", noted)
+    monkeypatch.setattr(recompute.RecomputedCall, "remember_context", noted)
     return found
 
 

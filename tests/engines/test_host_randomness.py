@@ -14,7 +14,7 @@ from engine_cases import plan_for
 from torch import nn
 
 import memfit
-from memfit.capture.generators import host_state, set_host_state
+from memfit.capture.random_numbers import host_state, set_host_state
 from memfit.solve import SolveOptions
 
 X = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))

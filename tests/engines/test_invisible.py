@@ -18,7 +18,7 @@ from torch import nn
 
 import memfit
 from memfit.capture import Step
-from memfit.engines import attachment, rerun, tape
+from memfit.engines import attachment, recompute, tape
 from memfit.errors import StateError
 from memfit.plans import Plan, PlanMismatch
 from memfit.solve import SolveOptions
@@ -169,7 +169,7 @@ def test_nothing_is_done_without_training(monkeypatch: pytest.MonkeyPatch, plan:
     def fail(*_: Any, **__: Any) -> Any:
         raise AssertionError("the engine was asked")
 
-    monkeypatch.setattr(rerun.Rerun, "__init__", fail)
+    monkeypatch.setattr(recompute.RecomputedCall, "__init__", fail)
     monkeypatch.setattr(tape.Tape, "__init__", fail)
     with torch.no_grad():
         model(VECTORS)

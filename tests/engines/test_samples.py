@@ -15,8 +15,8 @@ from engine_cases import plan_for
 from torch import nn
 
 from memfit.capture import Step
-from memfit.capture.generators import set_state, state_of
-from memfit.engines.samples import difference, sample
+from memfit.capture.random_numbers import set_state, state_of
+from memfit.engines.recompute import difference, sample
 from memfit.errors import StateError
 from memfit.solve import SolveOptions
 

@@ -50,13 +50,13 @@ def built(kind: type[nn.Module]) -> nn.Sequential:
 @pytest.fixture
 def learnt(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
-    first = engine.Learning.first
+    first = engine.PolicyCompiler.first
 
     def noted(self: Any, args: Any, kwargs: Any) -> Any:
         found.append(tuple(args[0].shape))
         return first(self, args, kwargs)
 
-    monkeypatch.setattr(engine.Learning, "first", noted)
+    monkeypatch.setattr(engine.PolicyCompiler, "first", noted)
     return found
 
 

@@ -12,7 +12,7 @@ from engine_cases import plan_for
 from torch import nn
 
 from memfit.capture import Step
-from memfit.engines.rerun import Rerun
+from memfit.engines.recompute import RecomputedCall
 from memfit.solve import SolveOptions
 
 X = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
@@ -50,14 +50,14 @@ class Blocks(nn.Module):
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each run under a recipe went as that says."""
     found: list[bool] = []
-    first = Rerun.first
+    first = RecomputedCall.run_forward
 
     def noted(self: Any, *args: Any) -> Any:
         result, same = first(self, *args)
         found.append(same)
         return result, same
 
-    monkeypatch.setattr(Rerun, "first", noted)
+    monkeypatch.setattr(RecomputedCall, "run_forward", noted)
     return found
 
 

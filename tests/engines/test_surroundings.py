@@ -252,7 +252,7 @@ def test_slices_and_changing_numbers_are_inputs_like_others() -> None:
         train(model)
     handler = attached(model.block)
     unit = getattr(handler, "_torchdynamo_orig_callable", handler)
-    assert unit is not None and len(unit._recipes) == 1, "a number that changes makes no new kind"
+    assert unit is not None and len(unit._compiled) == 1, "a number that changes makes no new kind"
 
 
 class Attention(nn.Module):

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import memfit
 from memfit.capture import Step
-from memfit.engines.policy import RunPolicy
+from memfit.engines.compiled_policy import RunPolicy
 from memfit.engines.tape import Tape
 from memfit.errors import PlanDrift
 from memfit.plans import Plan
@@ -67,8 +67,9 @@ def passing(output: torch.Tensor, _: Any) -> torch.Tensor:
 def test_a_storage_at_the_address_of_a_dead_one_is_another() -> None:
     plain = nn.Linear(16, 64)
     planned = copy.deepcopy(plain)
-    forced_loss(plain, passing).apply(planned)
-    assert all(map(torch.equal, gradients(plain, passing), gradients(planned, passing)))
+    plan = forced_loss(plain, passing)
+    plan.apply(planned)
+    assert all(map(torch.equal, gradients(plain, passing), gradients(planned, plan.loss(passing))))
 
 
 class Generated:

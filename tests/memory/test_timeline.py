@@ -98,7 +98,7 @@ def test_step_without_ops_has_its_residents_as_peak() -> None:
 
 def test_largest_storages_come_first_and_older_before_equal() -> None:
     timeline = Timeline.of(make(ops=(op(),), storages=(storage(5), storage(9), storage(5), storage(99, alloc_at=1))))
-    assert timeline.largest_at(0, 2).tolist() == [1, 0]
+    assert [each.storage for each in timeline.largest_at(0, 2)] == [1, 0]
     with pytest.raises(InputError, match="op 7"):
         timeline.largest_at(7)
 

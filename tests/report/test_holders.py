@@ -10,7 +10,8 @@ import memfit
 from memfit.analysis.holders import Holders
 from memfit.analysis.report import Report
 from memfit.capture import NEVER, Phase, Step, Trace
-from memfit.solve import PlannedTimeline, SolveOptions
+from memfit.memory import Timeline
+from memfit.solve import SolveOptions
 
 ROWS = 1024
 
@@ -34,7 +35,7 @@ class Twice(nn.Module):
         return self.second(h).square().mean()
 
 
-def timeline_of(model: nn.Module) -> PlannedTimeline:
+def timeline_of(model: nn.Module) -> Timeline:
     step = Step(model, memfit.spec((ROWS, 64)), optimizer=torch.optim.SGD)
     return Report.of_trace(memfit.trace(step, target="h100-sxm")).baseline
 
@@ -129,10 +130,10 @@ def test_in_a_second_run_what_is_over_in_the_step_is_over() -> None:
     plan = memfit.plan(trace, options=SolveOptions(force=("0", "1")), progress=False)
     timeline = Report.of(plan, trace).planned
     assert timeline is not None and [unit.name for unit in timeline.units] == ["1", "0"]
-    instant = int(timeline.second_run_instants(1)[-1])
+    instant = int(timeline.recompute_instants(1)[-1])
     holders = Holders(timeline, instant)
     assert holders.now == timeline.units[1].backward_begin
-    there = [timeline.allocation(number) for number in timeline.alive(instant).tolist()]
+    there = [timeline.allocation(number) for number in timeline.alive_at(instant).tolist()]
     results = [each for each in there if each.storage != NEVER and trace.storages[each.storage].alloc_at >= 0]
     first_made = [each.storage for each in results if each.remade is None]
     assert first_made

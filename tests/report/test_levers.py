@@ -29,8 +29,7 @@ from memfit.cost import Roofline
 from memfit.engines import chunked_cross_entropy
 from memfit.hardware import Target
 from memfit.hardware.efficiency import Family
-from memfit.memory import Timeline
-from memfit.memory.measured import measured
+from memfit.memory import Timeline, measured
 from memfit.sharding import ShardOptions
 from memfit.solve import SolveOptions
 from memfit.units import display_ms

@@ -20,8 +20,7 @@ from memfit.capture import Category, Phase, Step
 from memfit.cost import Collective, CollectiveModel, Roofline, Runtime
 from memfit.hardware import Target, load_device
 from memfit.hardware.efficiency import Family
-from memfit.memory import Timeline
-from memfit.memory.measured import measured
+from memfit.memory import Timeline, measured
 from memfit.sharding import ShardOptions
 from memfit.sharding.shard import shard
 

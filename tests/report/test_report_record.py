@@ -38,12 +38,12 @@ def test_what_is_alive_adds_up_to_the_level_of_every_instant(ranks: int) -> None
     least = memfit.plan(trace, ranks=ranks, budget="1B", progress=False).minimum_budget_bytes
     timeline = Report.of(memfit.plan(trace, ranks=ranks, budget=least, progress=False), trace).planned
     assert timeline is not None and timeline.units
-    sizes, workspace = allocation_bytes(timeline), timeline.lives.workspace_bytes
+    sizes, workspace = allocation_bytes(timeline), timeline.allocations.workspace_bytes
     for instant in range(len(timeline.op)):
-        held = int(sizes[timeline.alive(instant)].sum())
+        held = int(sizes[timeline.alive_at(instant)].sum())
         beside = rounded(int(workspace[instant]), timeline.rounding_bytes) if instant < len(workspace) else 0
         assert held + beside == timeline.during_bytes[instant]
-    assert int(sizes[timeline.alive(NEVER)].sum()) == timeline.before_bytes[0]
+    assert int(sizes[timeline.alive_at(NEVER)].sum()) == timeline.before_bytes[0]
 
 
 def test_a_report_of_another_step_is_refused() -> None:

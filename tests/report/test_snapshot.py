@@ -18,8 +18,8 @@ from torch.cuda import _memory_viz
 import memfit
 from memfit.analysis.report import Report
 from memfit.capture import Category
+from memfit.memory import Timeline, reserved
 from memfit.report.snapshot import write_snapshot
-from memfit.solve import PlannedTimeline, planned_reserved
 
 SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512, vocabulary=512)
 
@@ -81,15 +81,15 @@ def test_its_events_give_the_predicted_peak_to_the_byte(
 ) -> None:
     report = tight(device, ranks)
     timeline = report.baseline if baseline else report.planned
-    assert isinstance(timeline, PlannedTimeline)
-    predicted = planned_reserved(timeline, report.target.device)
+    assert isinstance(timeline, Timeline)
+    predicted = reserved(timeline.allocations, report.target.device)
     snapshot = read(report, tmp_path, baseline=baseline)
     assert replayed_peak(snapshot) == predicted.peak_allocated_bytes
-    reserved = sum(segment["total_size"] for segment in snapshot["segments"])
+    held = sum(segment["total_size"] for segment in snapshot["segments"])
     if device == "cpu":
         assert predicted.peak_allocated_bytes == timeline.peak_bytes
     else:
-        assert predicted.first_step_reserved_bytes <= reserved <= predicted.peak_reserved_bytes
+        assert predicted.first_step_reserved_bytes <= held <= predicted.peak_reserved_bytes
 
 
 @pytest.mark.parametrize(("device", "ranks"), [("h100-sxm", 1), ("h100-sxm", 4), ("cpu", 1)])
@@ -167,5 +167,5 @@ def test_tensors_without_bytes_have_no_events(tmp_path: Path) -> None:
 
     for device in ("cpu", "h100-sxm"):
         report = Report.of_trace(memfit.trace(memfit.Step(Empty, memfit.spec((4, 8))), target=device))
-        predicted = planned_reserved(report.baseline, report.target.device).peak_allocated_bytes
+        predicted = reserved(report.baseline.allocations, report.target.device).peak_allocated_bytes
         assert replayed_peak(read(report, tmp_path)) == predicted

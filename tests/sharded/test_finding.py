@@ -4,8 +4,8 @@ import pytest
 from torch import nn
 
 from memfit.errors import InputError
-from memfit.sharded.finding import Units, default_units, find_units
 from memfit.sharded.options import UnitOptions
+from memfit.sharded.wrap_policy import Units, default_units, find_units
 
 
 class Model(nn.Module):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memfit.errors import InputError
-from memfit.sharded.json_values import from_json, to_json
+from memfit.sharded.checkpoint_files import from_json, to_json
 
 KEYS = st.text(max_size=5).filter(lambda key: not key.startswith("$"))
 VALUES = st.recursive(

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.sharded.layout import ALIGNED_ELEMENTS, Layout, boxes
+from memfit.sharded.flat_param import ALIGNED_ELEMENTS, Layout, boxes
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 

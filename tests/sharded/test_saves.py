@@ -13,7 +13,7 @@ from sharded_state_plain import made, snapshot, step
 from torch import nn
 
 from memfit.errors import InputError
-from memfit.sharded import checkpoint, durable
+from memfit.sharded import checkpoint, checkpoint_files
 from memfit.sharded.checkpoint import load, read_manifest, save, saves
 
 
@@ -41,14 +41,14 @@ def test_the_newest_saves_stay(tmp_path: Path) -> None:
 
 def test_blocks_are_read_only_where_they_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "BLOCK_BYTES", 64)
-    monkeypatch.setattr(durable, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(checkpoint_files, "BLOCK_BYTES", 64)
     model = nn.Linear(100, 10)
     where = save(tmp_path, model)
     manifest = read_manifest(tmp_path, where.name)
     stored = next(each for each in manifest.tensors if each.path == ("model", "weight"))
     assert len(stored.pieces[0].crc32) == 4000 // 64 + 1
     for begin, end, blocks in ((0, 1, 1), (15, 17, 2), (16, 32, 1), (990, 1000, 2), (5, 5, 0)):
-        with durable.DataReader(where, manifest) as reader:
+        with checkpoint_files.DataReader(where, manifest) as reader:
             assert torch.equal(reader.read(stored, begin, end), model.weight.detach().view(-1)[begin:end])
             assert reader.bytes <= 64 * blocks
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from memfit.errors import StateError
-from memfit.sharded.states import State, check_transition
+from memfit.sharded.unit import State, check_transition
 
 
 def test_a_step_goes_through_all_states_and_ends_idle() -> None:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memfit.memory.timeline import Bytes
+from memfit.memory import Bytes
 from memfit.solve.program import Candidate, Program
 from memfit.tradeoff import Policy
-from memfit.tradeoff.facts import Facts
-from memfit.tradeoff.problem import Problem, Role
+from memfit.tradeoff.columns import TraceColumns
+from memfit.tradeoff.policy import Role, UnitColumns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,20 +56,20 @@ class Replay:
         return rerun.before_op if rerun is not None else int(self.during_bytes.argmax())
 
 
-def replay(program: Program, facts: Facts, chosen: Sequence[tuple[Candidate, Policy]]) -> Replay:
+def replay_levels(program: Program, facts: TraceColumns, chosen: Sequence[tuple[Candidate, Policy]]) -> Replay:
     """Run the step's memory again under these policies."""
     ops = len(program.during)
     change = np.zeros(ops + 1, np.int64)
     parts = []
     for candidate, policy in chosen:
-        problem = Problem.of(facts, candidate.unit)
+        problem = UnitColumns.of(facts, candidate.unit)
         saved = np.zeros(len(problem.view), bool)
         saved[list(policy.saved)] = True
         runs = np.zeros(len(problem.view), bool)
         runs[list(policy.recomputed)] = True
         own = saved[problem.alloc_at]
         dropped = (problem.role == Role.DISCARDABLE) & ~own
-        begin, end, again = candidate.unit.begin, candidate.unit.end, candidate.again
+        begin, end, again = candidate.unit.begin, candidate.unit.end, candidate.recompute_at
         low, high = np.searchsorted(facts.forward_alloc_at, (begin, end))
         gone = facts.forward_storages[low:high][dropped]
         np.subtract.at(change, np.maximum(facts.released[gone], facts.alloc_at[gone]) + 1, problem.size[dropped])
@@ -84,7 +84,7 @@ def replay(program: Program, facts: Facts, chosen: Sequence[tuple[Candidate, Pol
     shift = np.cumsum(change)[:ops]
     reruns = []
     for candidate, policy, problem, runs in parts:
-        again = candidate.again
+        again = candidate.recompute_at
         level = int(program.before[again]) + int(shift[again - 1])
         reruns.append(
             Rerun(
@@ -96,7 +96,7 @@ def replay(program: Program, facts: Facts, chosen: Sequence[tuple[Candidate, Pol
     return Replay(during_bytes=program.during + shift, reruns=tuple(reruns))
 
 
-def _second_run(problem: Problem, runs: np.ndarray, stop: int) -> Bytes:
+def _second_run(problem: UnitColumns, runs: np.ndarray, stop: int) -> Bytes:
     """What is alive above the level before while each op runs again."""
     alive: dict[int, int] = {}
     levels = []

@@ -9,12 +9,11 @@ import numpy as np
 from hypothesis import strategies as st
 
 from memfit.capture import NEVER, Category, Op, Phase, Storage, TensorRef, Trace, check_trace
-from memfit.capture.record import SCHEMA
+from memfit.capture.trace_types import SCHEMA
 from memfit.hardware import load_device
 from memfit.tradeoff import Policy, Unit
-from memfit.tradeoff.facts import Facts
-from memfit.tradeoff.policy import build_policy
-from memfit.tradeoff.problem import Problem
+from memfit.tradeoff.columns import TraceColumns
+from memfit.tradeoff.policy import UnitColumns, build_policy
 
 
 def ref(storage: int) -> TensorRef:
@@ -103,8 +102,8 @@ def make(ops: Any, storages: Any, device: str = "cpu") -> Trace:
     return made
 
 
-def facts_of(trace: Trace) -> Facts:
-    return Facts.of(trace, np.ones(len(trace.ops)))
+def facts_of(trace: Trace) -> TraceColumns:
+    return TraceColumns.of(trace, np.ones(len(trace.ops)))
 
 
 @dataclass
@@ -116,7 +115,7 @@ class Draft:
 
 
 @st.composite
-def planned_steps(draw: st.DrawFn) -> tuple[Facts, list[tuple[Unit, Policy]]]:
+def planned_steps(draw: st.DrawFn) -> tuple[TraceColumns, list[tuple[Unit, Policy]]]:
     """A step of up to four units, each checkpointed with any policy or not at all.
 
     Forward: units with ops between them, then one op at least. Backward: each unit's, last one first, one op between
@@ -153,7 +152,7 @@ def planned_steps(draw: st.DrawFn) -> tuple[Facts, list[tuple[Unit, Policy]]]:
     facts = facts_of(make(ops, storages))
     chosen = []
     for each in units:
-        problem = Problem.of(facts, each)
+        problem = UnitColumns.of(facts, each)
         groups = st.integers(0, max(0, problem.groups - 1))
         policy = build_policy(problem, saving(problem, draw(st.lists(groups, max_size=3))))
         if policy.stop >= 0 and draw(st.integers(0, 4)):
@@ -161,7 +160,7 @@ def planned_steps(draw: st.DrawFn) -> tuple[Facts, list[tuple[Unit, Policy]]]:
     return facts, chosen
 
 
-def saving(problem: Problem, groups: Any) -> np.ndarray:
+def saving(problem: UnitColumns, groups: Any) -> np.ndarray:
     """The flags of what is dropped when these groups are saved."""
     dropped = np.ones(problem.groups, bool)
     if problem.groups:
@@ -169,9 +168,9 @@ def saving(problem: Problem, groups: Any) -> np.ndarray:
     return dropped
 
 
-def policy_saving(facts: Facts, each: Unit, *ops: int) -> Policy:
+def policy_saving(facts: TraceColumns, each: Unit, *ops: int) -> Policy:
     """The policy of a unit that saves these of its ops and drops all else; without views, ops are groups."""
-    problem = Problem.of(facts, each)
+    problem = UnitColumns.of(facts, each)
     return build_policy(problem, saving(problem, ops))
 
 

@@ -8,8 +8,8 @@ from itertools import product
 import numpy as np
 from hypothesis import strategies as st
 
-from memfit.capture import NEVER
-from memfit.memory.timeline import Bytes
+from memfit.capture import NO_INDEX
+from memfit.memory import Bytes
 from memfit.solve.program import Choice, Program, build_candidates
 from memfit.tradeoff import Frontier, Policy, Unit
 
@@ -189,7 +189,7 @@ def every_plan(program: Program) -> list[Choice]:
         choice
         for choice in choices
         if not program.nested(choice)
-        and all(choice[i] != NEVER for i, candidate in enumerate(program.candidates) if candidate.forced)
+        and all(choice[i] != NO_INDEX for i, candidate in enumerate(program.candidates) if candidate.forced)
     ]
 
 
@@ -202,20 +202,20 @@ def best_by_trying_all(program: Program) -> float | None:
             ms = sum(
                 candidate.policies[policy].recompute_ms
                 for candidate, policy in zip(program.candidates, policies, strict=True)
-                if policy != NEVER
+                if policy != NO_INDEX
             )
             best = ms if best is None else min(best, ms)
     return best
 
 
 def holds(program: Program, choice: Choice) -> bool:
-    """The rules of Note [Moments of a plan], word for word."""
+    """The rules of Note [Rows of a plan], word for word."""
     chosen = [
         (candidate.unit, candidate.policies[policy])
         for candidate, policy in zip(program.candidates, choice.tolist(), strict=True)
-        if policy != NEVER
+        if policy != NO_INDEX
     ]
-    if any(c.forced and p == NEVER for c, p in zip(program.candidates, choice.tolist(), strict=True)):
+    if any(c.forced and p == NO_INDEX for c, p in zip(program.candidates, choice.tolist(), strict=True)):
         return False
     for one, _ in chosen:
         for other, _ in chosen:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed._tools.sac_estimator import SACStats as TheirStats
 
 from memfit.compat import SACStats
-from memfit.compat.op_policy import SACDecision, get_optimal_checkpointing_policy_per_module
+from memfit.compat.sac_milp import SACDecision, get_optimal_checkpointing_policy_per_module
 from memfit.errors import InputError
 
 EIGHT = SACStats(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from level_replay import Replay, replay
+from level_replay import Replay, replay_levels
 from llama import Shape, training_step
 from planned_steps import facts_of, make, op, planned_steps, policy_saving, storage, unit
 from torch import nn
@@ -19,15 +20,12 @@ from memfit.capture import NEVER, Category, Phase, Trace
 from memfit.cost import Roofline, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
-from memfit.memory import CATEGORIES, Timeline, reserved
+from memfit.memory import BETWEEN, CATEGORIES, Interval, Timeline, events, reserved
 from memfit.memory.allocator import FREE, simulate
-from memfit.solve import Candidate, Problem, Program, minimum_budget_bytes, solve
-from memfit.solve.planned import PlannedTimeline, planned_events, planned_reserved, planned_timeline
-from memfit.solve.planned_lives import BETWEEN, Interval
+from memfit.solve import Candidate, Problem, Program, minimum_budget_bytes, replay, solve
 from memfit.tradeoff import Frontier, Policy, Unit
-from memfit.tradeoff.facts import Facts
-from memfit.tradeoff.problem import Problem as UnitProblem
-from memfit.tradeoff.problem import Role, lost_inputs
+from memfit.tradeoff.columns import TraceColumns
+from memfit.tradeoff.policy import Role, UnitColumns, lost_inputs
 
 MIB = 1 << 20
 H100 = Target.parse("h100-sxm").device
@@ -37,7 +35,7 @@ UNIT = unit("unit", 1, 4, 6, 8)
 Chosen = list[tuple[Unit, Policy]]
 
 
-def small_step(scale: int = 1, device: str = "cpu") -> Facts:
+def small_step(scale: int = 1, device: str = "cpu") -> TraceColumns:
     """A parameter and its state; a unit of ops 1 to 3 whose input goes with op 1; its backward is ops 6 and 7.
 
     Storages 3 and 6 are saved by the unit alone, 4 is a temporary of it, 5 its result, which the loss (4) reads.
@@ -67,13 +65,13 @@ def small_step(scale: int = 1, device: str = "cpu") -> Facts:
 
 def test_a_unit_without_saved_results_is_made_again_in_full() -> None:
     facts = small_step()
-    found = planned_timeline(facts, [(UNIT, policy_saving(facts, UNIT))])
+    found = replay(facts, [(UNIT, policy_saving(facts, UNIT))])
     assert found.op.tolist() == [0, 1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 8, 9]
     assert found.run.tolist() == [NEVER] * 6 + [0] * 3 + [NEVER] * 4
     assert found.during_bytes.tolist() == [160, 180, 215, 257, 200, 160, 180, 215, 257, 177, 157, 150, 150]
     assert found.before_bytes.tolist() == [150, 160, 180, 210, 200, 160, 160, 180, 210, 177, 157, 150, 150]
     again = (7, 8, 9, 10)  # in place of storages 3 to 6
-    assert [tuple(event) for event in planned_events(found)] == [
+    assert [tuple(event) for event in events(found.allocations)] == [
         *((0, 100), (1, 50)),
         (2, 10),
         (3, 20),
@@ -91,7 +89,7 @@ def test_a_unit_without_saved_results_is_made_again_in_full() -> None:
 def test_a_result_that_is_saved_stays_until_the_second_run_is_over() -> None:
     """Op 2 returns storage 4 again: no second workspace, and 4 is there once, held for backward and not temporary."""
     facts = small_step()
-    found = planned_timeline(facts, [(UNIT, policy_saving(facts, UNIT, 1))])
+    found = replay(facts, [(UNIT, policy_saving(facts, UNIT, 1))])
     assert found.op.tolist() == [0, 1, 2, 3, 4, 5, 1, 3, 6, 7, 8, 9]
     assert found.during_bytes.tolist() == [160, 180, 215, 257, 230, 190, 210, 257, 177, 157, 150, 150]
     assert found.by_category[Category.TEMPORARY].tolist() == [0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 0, 0]
@@ -100,15 +98,15 @@ def test_a_result_that_is_saved_stays_until_the_second_run_is_over() -> None:
 def test_what_the_second_run_does_not_reach_is_not_held_for_it() -> None:
     """Op 3 is saved and only op 1 runs again: of what op 3 made, 6 stays for backward and 5 goes with the loss."""
     facts = small_step()
-    found = planned_timeline(facts, [(UNIT, policy_saving(facts, UNIT, 2))])
+    found = replay(facts, [(UNIT, policy_saving(facts, UNIT, 2))])
     assert found.op.tolist() == [0, 1, 2, 3, 4, 5, 1, 6, 7, 8, 9]
     assert found.during_bytes.tolist() == [160, 180, 215, 257, 207, 167, 187, 177, 157, 150, 150]
 
 
 def test_what_a_second_run_makes_is_told_from_what_it_replaces() -> None:
     facts = small_step()
-    found = planned_timeline(facts, [(UNIT, policy_saving(facts, UNIT))])
-    assert found.peak_instant == 3 and found.second_run_of(3) is None and found.second_run_of(8) == "unit"
+    found = replay(facts, [(UNIT, policy_saving(facts, UNIT))])
+    assert found.peak_instant == 3 and found.recomputed_unit(3) is None and found.recomputed_unit(8) == "unit"
     largest = found.largest_at(8, 3)
     assert [(each.size_bytes, each.storage, each.remade) for each in largest] == [
         (100, 0, None),
@@ -128,7 +126,7 @@ def test_a_unit_that_runs_again_right_after_its_forward_lacks_what_it_dropped() 
     ops = (op(Phase.FORWARD, makes=(0,)), op(Phase.FORWARD, reads=(0,)), op(Phase.BACKWARD))
     facts = facts_of(make(ops, (storage(10, 0, 2, saved_by=(1,)),)))
     loss = unit("loss", 0, 2, 2, 3)
-    assert planned_timeline(facts, [(loss, policy_saving(facts, loss))]).during_bytes.tolist() == [10, 10, 10, 10, 0]
+    assert replay(facts, [(loss, policy_saving(facts, loss))]).during_bytes.tolist() == [10, 10, 10, 10, 0]
 
 
 def test_an_input_that_two_units_need_is_there_once_until_the_last_has_run_again() -> None:
@@ -144,20 +142,20 @@ def test_an_input_that_two_units_need_is_there_once_until_the_last_has_run_again
     facts = facts_of(make(ops, storages))
     units = (unit("first", 1, 2, 5, 6), unit("second", 2, 3, 4, 5))
     chosen = [(each, policy_saving(facts, each)) for each in units]
-    found = planned_timeline(facts, chosen)
+    found = replay(facts, chosen)
     assert [each.name for each in found.units] == ["second", "first"]
     assert found.op.tolist() == [0, 1, 2, 3, 2, 4, 1, 5, 6]
     assert found.during_bytes.tolist() == [100, 110, 120, 100, 120, 120, 110, 10, 0]
 
 
 @given(planned_steps())
-def test_events_are_well_formed_and_their_level_is_the_timeline(step: tuple[Facts, Chosen]) -> None:
-    found = planned_timeline(*step)
-    lives = found.lives
+def test_events_are_well_formed_and_their_level_is_the_timeline(step: tuple[TraceColumns, Chosen]) -> None:
+    found = replay(*step)
+    lives = found.allocations
     live: dict[int, int] = {}
     during = np.full(lives.instants + 1, NEVER)
     instant = NEVER
-    for key, n_bytes in planned_events(found):
+    for key, n_bytes in events(found.allocations):
         own = key < len(lives.alloc_at)
         here = int((lives.free_after if n_bytes == FREE else lives.alloc_at)[key]) if own else key - len(lives.alloc_at)
         assert here >= instant, "in the order of instants"
@@ -177,15 +175,15 @@ def test_events_are_well_formed_and_their_level_is_the_timeline(step: tuple[Fact
     assert set(live) == {number for number in range(len(lives.alloc_at)) if lives.free_after[number] == NEVER}, (
         "what stays after the step, and nothing else"
     )
-    assert simulate(planned_events(found)).peak_requested_bytes == found.peak_bytes
+    assert simulate(events(found.allocations)).peak_requested_bytes == found.peak_bytes
 
 
 @given(planned_steps())
-def test_levels_are_those_of_the_replay_but_for_what_it_counts_again(step: tuple[Facts, Chosen]) -> None:
+def test_levels_are_those_of_the_replay_but_for_what_it_counts_again(step: tuple[TraceColumns, Chosen]) -> None:
     facts, chosen = step
     timeline = Timeline.of(facts.trace)
-    judged = replay(program_of(timeline), facts, candidates(chosen))
-    compare(facts, chosen, judged, planned_timeline(facts, chosen))
+    judged = replay_levels(program_of(timeline), facts, candidates(chosen))
+    compare(facts, chosen, judged, replay(facts, chosen))
 
 
 def program_of(timeline: Timeline) -> Program:
@@ -197,7 +195,7 @@ def candidates(chosen: Chosen) -> list[tuple[Candidate, Policy]]:
     return [(Candidate(unit=u, policies=(), frontier=empty, outer=NEVER), policy) for u, policy in chosen]
 
 
-def compare(facts: Facts, chosen: Chosen, judged: Replay, found: PlannedTimeline) -> None:
+def compare(facts: TraceColumns, chosen: Chosen, judged: Replay, found: Timeline) -> None:
     """The replay's levels, less `counted_again`, are those of the timeline: while ops run and run again."""
     again, in_runs = counted_again(facts, chosen)
     assert (judged.during_bytes - again).tolist() == found.during_bytes[found.step_instants].tolist()
@@ -205,17 +203,17 @@ def compare(facts: Facts, chosen: Chosen, judged: Replay, found: PlannedTimeline
     reruns = {each.unit: each.during_bytes for each in judged.reruns}
     for number, each in enumerate(found.units):
         levels = reruns[each.name][list(policies[each.name].recomputed)] - in_runs[each.name]
-        assert levels.tolist() == found.during_bytes[found.second_run_instants(number)].tolist()
+        assert levels.tolist() == found.during_bytes[found.recompute_instants(number)].tolist()
 
 
-def counted_again(facts: Facts, chosen: Chosen) -> tuple[np.ndarray, dict[str, int]]:
+def counted_again(facts: TraceColumns, chosen: Chosen) -> tuple[np.ndarray, dict[str, int]]:
     """What the replay counts beyond one life of each storage that units newly hold, by op and by second run.
 
     It counts an input from the end of each unit that needs it, a saved result from its end in the unit.
     """
     held: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for each, policy in chosen:
-        problem = UnitProblem.of(facts, each)
+        problem = UnitColumns.of(facts, each)
         for number in lost_inputs(facts, each).tolist():
             held[number].append((each.end, each.backward_begin))
         low, high = np.searchsorted(facts.forward_alloc_at, (each.begin, each.end))
@@ -297,15 +295,15 @@ def test_plans_of_real_models_have_the_levels_that_judged_them(problem: Problem)
         solved = solve(problem, budget)
         chosen = find_units(solved.chosen)
         some |= bool(chosen)
-        found = planned_timeline(problem.facts, chosen)
+        found = replay(problem.facts, chosen)
         assert solved.replay is not None
-        compare(problem.facts, chosen, replay(problem.program(budget), problem.facts, solved.chosen), found)
+        compare(problem.facts, chosen, replay_levels(problem.program(budget), problem.facts, solved.chosen), found)
         assert found.peak_bytes == solved.replay.peak_bytes
-        taken_ms = found.taken_ms(problem.runtime.op_ms)
+        taken_ms = found.instant_ms(problem.runtime.op_ms)
         assert taken_ms.sum() == pytest.approx(problem.runtime.total_ms + solved.recompute_ms)
         for number, each in enumerate(found.units):
-            for instant in found.second_run_instants(number).tolist():
-                assert found.second_run_of(instant) == each.name
+            for instant in found.recompute_instants(number).tolist():
+                assert found.recomputed_unit(instant) == each.name
                 assert each.begin <= found.op[instant] < each.end
                 assert each.module in ("", found.module_of(instant)) or found.module_of(instant).startswith(each.module)
     assert some, "no budget needed a plan"
@@ -315,22 +313,22 @@ def test_held_inputs_are_those_that_the_frontier_counts(problem: Problem) -> Non
     facts = problem.facts
     for candidate in problem.candidates:
         held = int(facts.size[lost_inputs(facts, candidate.unit)].sum())
-        assert held == UnitProblem.of(facts, candidate.unit).input_bytes
+        assert held == UnitColumns.of(facts, candidate.unit).input_bytes
 
 
 def test_without_a_plan_everything_is_as_captured(problem: Problem) -> None:
     trace = problem.facts.trace
-    found = planned_timeline(problem.facts, ())
+    found = replay(problem.facts, ())
     assert np.array_equal(found.during_by_row, problem.timeline.during_by_row)
     assert np.array_equal(found.before_by_row, problem.timeline.before_by_row)
-    assert planned_reserved(found, H100) == reserved(trace, H100)
+    assert reserved(found.allocations, H100) == reserved(trace, H100)
 
 
 def test_a_tight_plan_reserves_no_more_than_no_plan_and_no_less_than_its_peak(problem: Problem) -> None:
     solved = solve(problem, budgets(problem)[0])
-    found = planned_timeline(problem.facts, find_units(solved.chosen))
-    settled = planned_reserved(found, H100)
-    assert settled.peak_requested_bytes == int(found.lives.levels()[1].sum(axis=0).max())
+    found = replay(problem.facts, find_units(solved.chosen))
+    settled = reserved(found.allocations, H100)
+    assert settled.peak_requested_bytes == int(found.allocations.levels()[1].sum(axis=0).max())
     assert found.peak_bytes <= settled.peak_allocated_bytes <= settled.peak_reserved_bytes
     whole = reserved(problem.facts.trace, H100)
     assert settled.peak_allocated_bytes < whole.peak_allocated_bytes
@@ -340,8 +338,8 @@ def test_a_tight_plan_reserves_no_more_than_no_plan_and_no_less_than_its_peak(pr
 def test_reserved_memory_of_the_small_step_by_hand() -> None:
     """In MiB: segments are as large as what they are made for, 20 below 10."""
     facts = small_step(MIB, "h100-sxm")
-    found = planned_timeline(facts, [(UNIT, policy_saving(facts, UNIT))])
-    result = planned_reserved(found, H100)
+    found = replay(facts, [(UNIT, policy_saving(facts, UNIT))])
+    result = reserved(found.allocations, H100)
     assert found.peak_bytes == result.peak_allocated_bytes == 257 * MIB
     # The parameter, the input (held to the end of the second run), storages 3, 4 and 5, and a segment of 20 for the
     # workspace, then for storage 6. The second run finds them free. None of them is large enough for the state.
@@ -357,16 +355,16 @@ def test_the_op_that_fails_in_a_second_run_is_named_as_in_the_trace() -> None:
     """
     facts = small_step(MIB, "h100-sxm")
     buffer = Interval(category=Category.COMMUNICATION, size_bytes=100 * MIB, begin=6, end=8)
-    found = planned_timeline(facts, [(UNIT, policy_saving(facts, UNIT))], intervals=(buffer,))
-    failed = planned_reserved(found, H100, limit_bytes=340 * MIB)
+    found = replay(facts, [(UNIT, policy_saving(facts, UNIT))], intervals=(buffer,))
+    failed = reserved(found.allocations, H100, limit_bytes=340 * MIB)
     assert (failed.out_of_memory_op, failed.steps, failed.retries) == (3, 2, 2)
-    assert planned_reserved(found, H100, limit_bytes=420 * MIB).out_of_memory_op is None
+    assert reserved(found.allocations, H100, limit_bytes=420 * MIB).out_of_memory_op is None
 
 
 def test_without_a_cache_reserved_is_the_peak() -> None:
     facts = small_step()
-    found = planned_timeline(facts, [(UNIT, policy_saving(facts, UNIT))])
-    result = planned_reserved(found, CPU)
+    found = replay(facts, [(UNIT, policy_saving(facts, UNIT))])
+    result = reserved(found.allocations, CPU)
     assert result.peak_reserved_bytes == result.peak_allocated_bytes == found.peak_bytes == 257
 
 
@@ -381,15 +379,15 @@ def test_intervals_of_sharding_stand_for_the_storages_they_replace() -> None:
         Interval(category=Category.GRADIENT, size_bytes=9, begin=6, end=NEVER, ahead=False),
         Interval(category=Category.COMMUNICATION, size_bytes=3, begin=5, end=5),
     )
-    found = planned_timeline(facts, [(UNIT, policy_saving(facts, UNIT))], intervals=intervals, removed=frozenset({0}))
-    plain = planned_timeline(facts, [(UNIT, policy_saving(facts, UNIT))])
+    found = replay(facts, [(UNIT, policy_saving(facts, UNIT))], intervals=intervals, removed=frozenset({0}))
+    plain = replay(facts, [(UNIT, policy_saving(facts, UNIT))])
     added = found.during_bytes - plain.during_bytes
     assert added.tolist() == [-75, 25, 25, 25, -75, -75, 25, 25, 25, 34, 34, -66, -66]
     assert found.by_category[Category.GATHERED_PARAMETER].tolist() == [0, *[100] * 3, 0, 0, *[100] * 5, 0, 0]
     assert {(each.module, each.storage, each.category) for each in found.largest_at(7, 1)} == {
         ("unit", NEVER, Category.GATHERED_PARAMETER)
     }
-    assert simulate(planned_events(found)).peak_requested_bytes == found.peak_bytes
+    assert simulate(events(found.allocations)).peak_requested_bytes == found.peak_bytes
 
 
 def test_what_sharding_makes_before_it_frees_between_two_ops_is_an_instant() -> None:
@@ -402,36 +400,36 @@ def test_what_sharding_makes_before_it_frees_between_two_ops_is_an_instant() -> 
         Interval(category=moved, size_bytes=5, begin=6, end=6, made_order=2, freed_order=3),
         Interval(category=moved, size_bytes=1, begin=6, end=7, made_order=4),
     )
-    found = planned_timeline(facts, [(UNIT, policy_saving(facts, UNIT))], intervals=intervals)
+    found = replay(facts, [(UNIT, policy_saving(facts, UNIT))], intervals=intervals)
     assert found.op.tolist() == [0, 1, 2, 3, 4, 5, 6, 6, 1, 2, 3, 6, 7, 8, 9]
     assert found.run.tolist() == [NEVER] * 6 + [BETWEEN] * 2 + [0] * 3 + [NEVER] * 4
     levels = found.by_category[moved].tolist()
     assert levels == [0, 10, 10, 10, 10, 10, 30, 25, 21, 21, 21, 21, 20, 0, 0]
     assert found.during_bytes[5:8].tolist() == [170, 190, 185]
-    assert found.taken_ms(np.ones(9)).tolist() == [1] * 6 + [0] * 2 + [1] * 6 + [0]
-    assert found.module_of(6) == "" and found.second_run_of(6) is None
-    assert simulate(planned_events(found)).peak_requested_bytes == found.peak_bytes == 257 + 21
+    assert found.instant_ms(np.ones(9)).tolist() == [1] * 6 + [0] * 2 + [1] * 6 + [0]
+    assert found.module_of(6) == "" and found.recomputed_unit(6) is None
+    assert simulate(events(found.allocations)).peak_requested_bytes == found.peak_bytes == 257 + 21
 
 
 def test_state_that_is_sharded_is_made_by_the_first_optimizer_step() -> None:
     """It takes the block of storage 4 (30 MiB); from then on 4 takes that of 5 (40), and 5 needs another."""
     facts = small_step(MIB, "h100-sxm")
     shard = Interval(category=Category.OPTIMIZER_STATE, size_bytes=30 * MIB, begin=NEVER, end=NEVER)
-    found = planned_timeline(facts, (), intervals=(shard,), removed=frozenset({1}))
-    result = planned_reserved(found, H100)
+    found = replay(facts, (), intervals=(shard,), removed=frozenset({1}))
+    result = reserved(found.allocations, H100)
     assert result.first_step_reserved_bytes == (100 + 10 + 20 + 30 + 40) * MIB
     assert result.peak_reserved_bytes == result.first_step_reserved_bytes + 40 * MIB
 
 
 def test_intervals_add_up_over_a_real_plan(problem: Problem) -> None:
     chosen = find_units(solve(problem, budgets(problem)[1]).chosen)
-    plain = planned_timeline(problem.facts, chosen)
+    plain = replay(problem.facts, chosen)
     ops = len(problem.facts.trace.ops)
     intervals = [
         Interval(category=Category.COMMUNICATION, size_bytes=512 * (1 + i), begin=i, end=min(2 * i + 3, ops))
         for i in range(0, ops // 2, 7)
     ]
-    found = planned_timeline(problem.facts, chosen, intervals=intervals)
+    found = replay(problem.facts, chosen, intervals=intervals)
     added = (found.during_by_row - plain.during_by_row)[CATEGORIES.index(Category.COMMUNICATION)]
     expected = np.zeros(ops + 1, np.int64)
     for each in intervals:
@@ -439,18 +437,19 @@ def test_intervals_add_up_over_a_real_plan(problem: Problem) -> None:
     assert np.array_equal(added[found.step_instants], expected)
     # While a unit runs again, what is made ahead of the op after it is there, and what goes before that op is not.
     for number, each in enumerate(found.units):
-        assert set(added[found.second_run_instants(number)].tolist()) == {int(expected[each.backward_begin])}
+        assert set(added[found.recompute_instants(number)].tolist()) == {int(expected[each.backward_begin])}
 
 
 def test_units_inside_one_another_are_refused() -> None:
     facts = small_step()
     policy = policy_saving(facts, UNIT)
+    inner = (unit("inner", 2, 3, 6, 7), replace(policy, recomputed=(0,)))
     with pytest.raises(InputError, match="'inner' lies inside 'unit'"):
-        planned_timeline(facts, [(UNIT, policy), (unit("inner", 2, 3, 6, 7), policy)])
+        replay(facts, [(UNIT, policy), inner])
 
 
 @pytest.mark.parametrize(("begin", "end"), [(10, NEVER), (-2, 3), (0, -5)])
 def test_an_interval_outside_of_the_step_is_refused(begin: int, end: int) -> None:
     interval = Interval(category=Category.PARAMETER, size_bytes=1, begin=begin, end=end)
     with pytest.raises(InputError, match="9 ops"):
-        planned_timeline(small_step(), (), intervals=(interval,))
+        replay(small_step(), (), intervals=(interval,))

@@ -18,15 +18,13 @@ from random_programs import (
     unmirrored_programs,
 )
 
-from memfit.capture import NEVER
 from memfit.solve.checkpoint import CheckpointModel
 from memfit.solve.classes import ClassModel
-from memfit.solve.least import least_budget
+from memfit.solve.dp import WIDTHS, DpSolution, DynamicProgram
 from memfit.solve.milp import Limits, Status
-from memfit.solve.prefixes import PICOSECONDS, walks_of
-from memfit.solve.program import Choice, Program
+from memfit.solve.min_budget import min_budget
+from memfit.solve.program import Program
 from memfit.solve.search import most_freed, search, usable
-from memfit.solve.walk import WIDTHS, best_of
 
 RELAXED = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -73,67 +71,59 @@ def test_the_optimum_is_found_too_when_backward_does_not_mirror_forward(program:
     check_optimum(program)
 
 
-def walked(program: Program, widths: tuple[int, ...] = WIDTHS) -> tuple[float, float, Choice | None]:
-    """Time, bound and plan of the walks alone."""
-    walks = walks_of(program)
-    assert walks is not None
-    if walks.floor_bytes > program.budget_bytes:
-        return math.inf, math.inf, None
-    found = [best_of(places, widths=widths) for places in walks.walks]
-    choice = np.full(len(program.candidates), NEVER, np.int64)
-    for index, policy in (pick for each in found for pick in each.picks or ()):
-        choice[index] = policy
-    whole = all(each.picks is not None for each in found)
-    times, bounds = (each.time for each in found), (each.bound for each in found)
-    return sum(times) / PICOSECONDS, sum(bounds) / PICOSECONDS, choice if whole else None
+def solved_by_dp(program: Program, widths: tuple[int, ...] = WIDTHS) -> DpSolution:
+    dp = DynamicProgram.of(program)
+    assert dp is not None
+    return dp.solve(widths=widths)
 
 
 @RELAXED
 @given(programs() | near_equal_layers() | programs_of_two_passes())
-def test_a_walk_alone_proves_the_optimum_where_backward_mirrors_forward(program: Program) -> None:
+def test_the_dynamic_program_alone_proves_the_optimum_where_backward_mirrors_forward(program: Program) -> None:
     expected = best_by_trying_all(program)
-    time_ms, bound_ms, choice = walked(program)
+    found = solved_by_dp(program)
     if expected is None:
-        assert choice is None and math.isinf(bound_ms)
+        assert found.choice is None and math.isinf(found.bound_ms)
     else:
-        assert choice is not None and holds(program, choice)
-        assert math.isclose(program.recompute_ms(choice), expected, abs_tol=1e-6)
-        assert math.isclose(time_ms, expected, abs_tol=1e-6) and math.isclose(bound_ms, expected, abs_tol=1e-6)
+        assert found.choice is not None and holds(program, found.choice)
+        assert math.isclose(program.recompute_ms(found.choice), expected, abs_tol=1e-6)
+        assert math.isclose(found.time_ms, expected, abs_tol=1e-6)
+        assert math.isclose(found.bound_ms, expected, abs_tol=1e-6)
 
 
 @RELAXED
 @given(many_layers(), st.sampled_from([(1,), (2,), (1, 2, 3)]))
-def test_a_walk_too_narrow_to_be_sure_has_a_true_bound(program: Program, widths: tuple[int, ...]) -> None:
-    best_ms, proven_ms, _ = walked(program)
-    assert best_ms == proven_ms
-    time_ms, bound_ms, choice = walked(program, widths)
-    assert bound_ms <= best_ms <= time_ms
-    if choice is not None:
-        assert holds(program, choice)
+def test_a_beam_too_narrow_to_prove_a_plan_has_a_true_bound(program: Program, widths: tuple[int, ...]) -> None:
+    best = solved_by_dp(program)
+    assert best.time_ms == best.bound_ms
+    found = solved_by_dp(program, widths)
+    assert found.bound_ms <= best.time_ms <= found.time_ms
+    if found.choice is not None:
+        assert holds(program, found.choice)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(many_layers())
-def test_a_walk_and_the_full_program_agree_on_more_layers_than_can_be_tried(program: Program) -> None:
-    best_ms, _, choice = walked(program)
+def test_the_dynamic_program_and_the_full_program_agree_on_more_layers_than_can_be_tried(program: Program) -> None:
+    found = solved_by_dp(program)
     solved = CheckpointModel(program).milp.solve(Limits())
-    assert (choice is None) == (solved.status is Status.INFEASIBLE)
-    if choice is not None:
-        assert math.isclose(best_ms, solved.objective, abs_tol=1e-5)
+    assert (found.choice is None) == (solved.status is Status.INFEASIBLE)
+    if found.choice is not None:
+        assert math.isclose(found.time_ms, solved.objective, abs_tol=1e-5)
 
 
 @RELAXED
 @given(unmirrored_programs())
-def test_bounds_of_walks_and_classes_are_true_when_backward_does_not_mirror_forward(program: Program) -> None:
+def test_bounds_of_relaxations_are_true_when_backward_does_not_mirror_forward(program: Program) -> None:
     expected = best_by_trying_all(program)
     if expected is None:
         return
-    assert walked(program)[1] <= expected + 1e-6
+    assert solved_by_dp(program).bound_ms <= expected + 1e-6
     model = ClassModel(program)
     for _ in range(10):
         relaxed = model.milp.solve(Limits())
         assert relaxed.bound <= expected + 1e-6
-        if not model.add_broken_rows(model.deal(relaxed.values)):
+        if not model.add_broken_rows(model.assign(relaxed.values)):
             break
 
 
@@ -164,7 +154,7 @@ def test_a_level_is_the_same_whether_a_plan_is_judged_by_row_or_by_op(program: P
 @RELAXED
 @given(programs() | near_equal_layers() | unmirrored_programs())
 def test_the_least_budget_is_met_and_one_byte_less_is_not(program: Program) -> None:
-    least = least_budget(program)
+    least = min_budget(program)
     if any(candidate.forced for candidate in program.candidates) and least is None:
         return  # two that must be checkpointed lie inside one another
     assert least is not None

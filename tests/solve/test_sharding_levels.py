@@ -12,7 +12,7 @@ import memfit
 from memfit import Step, spec
 from memfit.capture import NEVER, Category, Trace
 from memfit.memory import CATEGORIES, Timeline
-from memfit.sharding.levels import Levels
+from memfit.sharding.allocations import Levels
 
 
 @pytest.fixture(scope="module")

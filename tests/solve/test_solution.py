@@ -205,7 +205,7 @@ def test_a_plan_that_is_too_high_for_the_judge_is_sent_back(captured: Trace, mon
     problem = problem_of(captured)
     budget = middle(problem)
     exact = solve(problem, budget)
-    begin = max(candidate.again for candidate in problem.candidates)
+    begin = max(candidate.recompute_at for candidate in problem.candidates)
     honest = problem.program
 
     def too_low(budget_bytes: int) -> Program:

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from memfit.capture import NEVER, Category, ModuleCall, Op, Phase, Storage, TensorRef, Trace, check_trace
-from memfit.capture.record import SCHEMA
+from memfit.capture.trace_types import SCHEMA
 from memfit.hardware import load_device
 from memfit.tradeoff import Unit
 

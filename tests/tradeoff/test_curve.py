@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memfit.compat import SACStats, greedy_order, tradeoff_curve
-from memfit.compat.fit import fit_piecewise
+from memfit.compat.tradeoff_curve import fit_piecewise
 from memfit.errors import InputError
 
 

@@ -16,8 +16,8 @@ from torch import nn
 import memfit
 from memfit.capture import Step
 from memfit.tradeoff import Unit, build_frontiers
-from memfit.tradeoff.facts import Facts
-from memfit.tradeoff.problem import Problem, Role
+from memfit.tradeoff.columns import TraceColumns
+from memfit.tradeoff.policy import Role, UnitColumns
 
 
 class Between(nn.Module):
@@ -191,10 +191,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-def discardable(facts: Facts, unit: Unit) -> set[int]:
+def discardable(facts: TraceColumns, unit: Unit) -> set[int]:
     """The storages of a unit that may be dropped."""
     low, high = np.searchsorted(facts.forward_alloc_at, (unit.begin, unit.end))
-    return set(facts.forward_storages[low:high][Problem.of(facts, unit).role == Role.DISCARDABLE].tolist())
+    return set(facts.forward_storages[low:high][UnitColumns.of(facts, unit).role == Role.DISCARDABLE].tolist())
 
 
 def run(model: nn.Module, batch: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -212,7 +212,7 @@ def test_every_policy_can_be_executed(name: str) -> None:
     model, batch = build(), torch.randn(shape)
     trace = memfit.trace(Step(copy.deepcopy(model), (batch,), optimizer=torch.optim.SGD), target="cpu")
     op_ms = np.array([0.0 if op.view else 1.0 for op in trace.ops])
-    facts, found = Facts.of(trace, op_ms), build_frontiers(trace, op_ms)
+    facts, found = TraceColumns.of(trace, op_ms), build_frontiers(trace, op_ms)
     gradients, buffers = run(copy.deepcopy(model), batch)
     executed = 0
     for unit in (each for each in found.units if each.kind != "loss" and "#" not in each.name):
@@ -249,7 +249,7 @@ def test_what_draws_from_a_generator_of_its_own_never_runs_again() -> None:
     model, batch, generator = Between(OwnGenerator(torch.Generator())), torch.randn(4, 8), torch.Generator()
     trace = memfit.trace(Step(model, (batch,), optimizer=torch.optim.SGD), target="cpu")
     op_ms = np.array([0.0 if op.view else 1.0 for op in trace.ops])
-    facts, found = Facts.of(trace, op_ms), build_frontiers(trace, op_ms)
+    facts, found = TraceColumns.of(trace, op_ms), build_frontiers(trace, op_ms)
     generators = {i for i, op in enumerate(trace.ops) if op.random and "generator" in op.arguments}
     dropout = {i for i, op in enumerate(trace.ops) if op.random} - generators
     assert len(generators) == 2 and dropout
@@ -291,7 +291,7 @@ class Rebinds(nn.Module):
 def test_a_buffer_that_is_bound_anew_is_held_for_the_second_run() -> None:
     model, batch = Between(nn.Sequential(Rebinds(), nn.Linear(8, 8))), torch.randn(4, 8)
     trace = memfit.trace(Step(model, (batch,), optimizer=torch.optim.SGD), target="cpu")
-    facts, found = Facts.of(trace, np.ones(len(trace.ops))), build_frontiers(trace, np.ones(len(trace.ops)))
-    inputs = {unit.name: Problem.of(facts, unit).input_bytes for unit in found.units}
+    facts, found = TraceColumns.of(trace, np.ones(len(trace.ops))), build_frontiers(trace, np.ones(len(trace.ops)))
+    inputs = {unit.name: UnitColumns.of(facts, unit).input_bytes for unit in found.units}
     buffer_bytes = 64 * 32 * 4
     assert inputs["inner.0"] == inputs["inner.0.second"] + buffer_bytes

@@ -14,12 +14,9 @@ import memfit
 from memfit.capture import Trace
 from memfit.errors import InputError
 from memfit.tradeoff import Frontier, Policy, Unit, build_frontier, build_frontiers
-from memfit.tradeoff.choices import Choices
-from memfit.tradeoff.facts import Facts
-from memfit.tradeoff.hull import hull_corners, lower_hull
-from memfit.tradeoff.pareto import pool_of
-from memfit.tradeoff.problem import Problem, Role
-from memfit.tradeoff.thinning import thinned
+from memfit.tradeoff.columns import TraceColumns
+from memfit.tradeoff.pareto import GroupChoices, build_pool, hull_corners, lower_hull, thin_out
+from memfit.tradeoff.policy import Role, UnitColumns
 
 ALL = 10**6
 Drawn = tuple[Trace, Unit, np.ndarray]
@@ -31,7 +28,7 @@ def examples(count: int) -> settings:
 
 def of_unit(drawn: Drawn, points: int = ALL) -> Frontier:
     trace, unit, op_ms = drawn
-    return build_frontier(Problem.of(Facts.of(trace, op_ms), unit), points=points)
+    return build_frontier(UnitColumns.of(TraceColumns.of(trace, op_ms), unit), points=points)
 
 
 def pairs(policies: tuple[Policy, ...]) -> list[tuple[int, float]]:
@@ -99,8 +96,8 @@ def test_a_smaller_need_never_costs_more_time(drawn: Drawn) -> None:
 @given(units_in_traces(most_ops=14))
 def test_corners_found_by_prices_are_those_of_the_exact_frontier(drawn: Drawn) -> None:
     trace, unit, op_ms = drawn
-    choices = Choices(Problem.of(Facts.of(trace, op_ms), unit))
-    exact = pool_of(choices)
+    choices = GroupChoices(UnitColumns.of(TraceColumns.of(trace, op_ms), unit))
+    exact = build_pool(choices)
     x = np.concatenate(([0], exact.discarded_bytes))
     y = np.concatenate(([0], exact.time))
     expected = [(int(x[i]), int(y[i])) for i in lower_hull(x, y)[1:]]
@@ -111,10 +108,10 @@ def test_corners_found_by_prices_are_those_of_the_exact_frontier(drawn: Drawn) -
 @given(units_in_traces(most_ops=14))
 def test_short_lists_give_real_policies_and_keep_the_hull(drawn: Drawn) -> None:
     trace, unit, op_ms = drawn
-    choices = Choices(Problem.of(Facts.of(trace, op_ms), unit))
-    exact = pool_of(choices)
+    choices = GroupChoices(UnitColumns.of(TraceColumns.of(trace, op_ms), unit))
+    exact = build_pool(choices)
     best = dict(zip(exact.discarded_bytes.tolist(), exact.time.tolist(), strict=True))
-    for cut in (pool_of(choices, states_limit=2), pool_of(choices, choices_limit=0)):
+    for cut in (build_pool(choices, states_limit=2), build_pool(choices, choices_limit=0)):
         found = set(zip(cut.discarded_bytes.tolist(), cut.time.tolist(), strict=True))
         assert {(corner.discarded_bytes, corner.time) for corner in hull_corners(choices)} <= found or cut.exact
         for discarded, time in found:
@@ -126,7 +123,7 @@ def test_short_lists_give_real_policies_and_keep_the_hull(drawn: Drawn) -> None:
 def test_thinning_keeps_the_ends_and_the_hull(steps: list[tuple[int, int]], points: int) -> None:
     x = np.cumsum([0, *(dx for dx, _ in steps)])
     y = np.cumsum([0, *(dy for _, dy in steps)])
-    kept = thinned(x, y, points)
+    kept = thin_out(x, y, points)
     corners = lower_hull(x, y)
     assert len(kept) <= points and len(set(kept.tolist())) == len(kept)
     assert kept[0] == 0 and kept[-1] == len(x) - 1
@@ -141,11 +138,11 @@ def test_a_hull_with_too_many_corners_loses_the_flattest_first() -> None:
     x = np.array([0, 10, 20, 30, 40])
     y = np.array([0, 1, 3, 5 + 1, 100])
     assert len(lower_hull(x, y)) == 5
-    assert thinned(x, y, 3).tolist() == [0, 3, 4]
+    assert thin_out(x, y, 3).tolist() == [0, 3, 4]
 
 
 def test_of_equal_policies_the_one_that_saves_earlier_ops_is_taken() -> None:
-    problem = Problem(
+    problem = UnitColumns(
         signature=np.zeros((3, 1), np.int64),
         ms=np.ones(3),
         view=np.zeros(3, bool),
@@ -170,7 +167,7 @@ def test_of_equal_policies_the_one_that_saves_earlier_ops_is_taken() -> None:
 
 def test_dropping_a_storage_without_bytes_may_spare_what_would_be_newly_held() -> None:
     """Op 0 is needed by op 1, which is random like op 2: saved, they would newly hold the result of op 1."""
-    problem = Problem(
+    problem = UnitColumns(
         signature=np.zeros((3, 1), np.int64),
         ms=np.ones(3),
         view=np.zeros(3, bool),

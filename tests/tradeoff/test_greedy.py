@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 import memfit
 from memfit.compat import SACStats, greedy_order
-from memfit.compat.greedy import group_of
-from memfit.compat.sac import SACTable
+from memfit.compat.sac import SACTable, group_of
 from memfit.tradeoff import build_frontier, units
-from memfit.tradeoff.problem import Problem, Role
+from memfit.tradeoff.policy import Role, UnitColumns
 
 
 @st.composite
@@ -40,7 +39,7 @@ def statistics(draw: st.DrawFn) -> SACStats:
     )
 
 
-def problem_of(stats: SACStats) -> Problem:
+def problem_of(stats: SACStats) -> UnitColumns:
     """The same decisions under the frontier's rules: everything is discardable, the whole module runs again.
 
     What writes to something that no op of the module made cannot run again, nor can random ops that have no input.
@@ -53,7 +52,7 @@ def problem_of(stats: SACStats) -> Problem:
         forced[stats.rand_ops] = True
     random = np.isin(np.arange(count), stats.rand_ops)
     makers = np.flatnonzero(~view)
-    return Problem(
+    return UnitColumns(
         signature=np.zeros((count, 1), np.int64),
         ms=np.array(stats.runtimes),
         view=view,

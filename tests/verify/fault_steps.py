@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import memfit
-from memfit.engines.rerun import running_again
+from memfit.engines.recompute import is_recomputing
 from memfit.recovery import OutOfMemory
 from memfit.solve import SolveOptions
 
@@ -162,9 +162,9 @@ class Training:
         self.where = where
         last = self.model.layers[-1]
         if where == "forward":
-            last.register_forward_pre_hook(lambda *_: None if running_again() else self.limit())
+            last.register_forward_pre_hook(lambda *_: None if is_recomputing() else self.limit())
         elif where == "second run":
-            last.up.register_forward_pre_hook(lambda *_: self.limit() if running_again() else None)
+            last.up.register_forward_pre_hook(lambda *_: self.limit() if is_recomputing() else None)
         elif where == "no way out":
             self.model.register_forward_pre_hook(self.limit)
         elif "optimizer" in where:
@@ -219,6 +219,7 @@ def run(case: Case, states: dict[int, dict[str, torch.Tensor]]) -> dict[str, Any
     training = Training(case.size, Limit(case.above_bytes))
     plan, captured, options = planned(training, case.force)
     plan.apply(training.model, training.optimizer)
+    training.loss = plan.loss(training.loss)  # type: ignore[method-assign]
     inside = case.where.startswith("inside")
     if not inside:
         training.place_limit(case.where)

@@ -13,7 +13,7 @@ import memfit
 from memfit.engines import plan_of_model
 from memfit.plans.record import InputFacts
 from memfit.recovery import Drift, OutOfMemory
-from memfit.recovery.inputs import different, seen
+from memfit.recovery.drift import different, seen
 from memfit.verify.faults import asked_bytes, is_out_of_memory
 
 

@@ -19,7 +19,7 @@ from verified_steps import Block, Counting, Failing, Forgetful, Hoarding, find_s
 from zoo_models import STEPS
 
 import memfit
-from memfit.capture.allocations import AllocatorEvent
+from memfit.capture.kernels import AllocatorEvent
 from memfit.engines import plan_of_model
 from memfit.engines.attachment import attached
 from memfit.errors import InputError, StateError
@@ -28,7 +28,7 @@ from memfit.plans import PlanMismatch
 from memfit.solve import SolveOptions
 from memfit.verify import Verification
 from memfit.verify import verifying as verifying_module
-from memfit.verify.attribution import beside, outlived
+from memfit.verify.align_events import beside, outlived
 from memfit.verify.exactness import host_copy
 from memfit.verify.verification import BytesBeside, MsBeside
 

@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memfit.capture.allocations import allocations
 from memfit.capture.arguments import map_tensors, tensors_of
 from memfit.capture.execution import Executor
-from memfit.capture.kernels import operand_kind
-from memfit.capture.probe import signature
+from memfit.capture.kernels import allocations, operand_kind, signature
 from memfit.capture.rules import RuleContext, rules_for
 from memfit.capture.storages import StorageTable
 

@@ -28,7 +28,7 @@ from op_kernels import KernelCall, check_kernels, kernel_calls
 
 import memfit
 from memfit.capture import Phase, Step, Trace, check_trace
-from memfit.capture.engine import SCATTERS
+from memfit.capture.autograd_engine import SCATTERS
 from memfit.capture.environment import no_garbage_collection
 from memfit.errors import MemfitError
 from memfit.memory import Timeline, measured

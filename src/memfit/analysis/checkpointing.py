@@ -12,14 +12,11 @@ from memfit.analysis.holders import Holders
 from memfit.analysis.report import Report
 from memfit.capture import NEVER, Category, Phase, Trace
 from memfit.capture.arguments import GENERATOR
-from memfit.capture.names import short
-from memfit.cost.repeats import repeats
+from memfit.capture.trace_types import short
+from memfit.cost.runtime import repeats
+from memfit.memory import Timeline
 from memfit.plans.build import build_policy
-from memfit.solve import PlannedTimeline
-from memfit.tradeoff import Policy, Unit
-from memfit.tradeoff.facts import UPDATES, Facts
-from memfit.tradeoff.problem import Problem, Role, lost_inputs
-from memfit.tradeoff.problem import Problem as UnitProblem
+from memfit.tradeoff import UPDATES, Policy, Role, TraceColumns, Unit, UnitColumns, lost_inputs
 from memfit.units import display_bytes, display_ms
 
 _OWNED = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE, Category.GRADIENT, Category.INPUT)
@@ -34,14 +31,14 @@ INPUT = "input of the unit"
 RUNNING = "the unit runs at the peak"
 
 
-def checkpointing_of(report: Report, timeline: PlannedTimeline) -> Checkpointing | None:
+def checkpointing_of(report: Report, timeline: Timeline) -> Checkpointing | None:
     """What checkpointed units hold at the peak; None when nothing is checkpointed, by a plan or by the model itself."""
     if report.plan is not None and report.plan.predicted is not None and report.plan.checkpoint:
         return _of_plan(report, timeline)
     return _of_model(timeline)
 
 
-def kept_by_plan(report: Report, timeline: PlannedTimeline) -> dict[int, str]:
+def kept_by_plan(report: Report, timeline: Timeline) -> dict[int, str]:
     """Storages that are there because of a plan, each with what it is kept for."""
     found: dict[int, str] = {}
     for unit, policy in _chosen(report):
@@ -63,14 +60,14 @@ def _chosen(report: Report) -> list[tuple[Unit, Policy]]:
     return [(units[entry.unit], build_policy(entry)) for entry in report.plan.checkpoint]
 
 
-def _cut(report: Report, unit: Unit) -> tuple[UnitProblem, np.ndarray]:
+def _cut(report: Report, unit: Unit) -> tuple[UnitColumns, np.ndarray]:
     """A unit as the frontiers see it, and its storages."""
     facts = report.problem.facts
     low, high = np.searchsorted(facts.forward_alloc_at, (unit.begin, unit.end))
-    return UnitProblem.of(facts, unit), facts.forward_storages[low:high]
+    return UnitColumns.of(facts, unit), facts.forward_storages[low:high]
 
 
-def _of_plan(report: Report, timeline: PlannedTimeline) -> Checkpointing:
+def _of_plan(report: Report, timeline: Timeline) -> Checkpointing:
     assert report.plan is not None
     instant = timeline.peak_instant
     there = _there(timeline, instant)
@@ -134,7 +131,7 @@ def _reasons(report: Report, unit: Unit, policy: Policy, holders: Holders) -> It
         yield storage, INPUT, "the second run begins with it"
 
 
-def _of_model(timeline: PlannedTimeline) -> Checkpointing | None:
+def _of_model(timeline: Timeline) -> Checkpointing | None:
     """Modules that the user's own `torch.utils.checkpoint` runs again, and what of them is there at the peak."""
     trace = timeline.trace
     found = repeats(trace)
@@ -175,13 +172,13 @@ def _within(trace: Trace, op: int, calls: set[int]) -> bool:
     return call != NEVER and not calls.isdisjoint(trace.ancestors(call))
 
 
-def _there(timeline: PlannedTimeline, instant: int) -> set[int]:
+def _there(timeline: Timeline, instant: int) -> set[int]:
     """Storages as they were first made that are there at an instant."""
-    planned, alive = timeline.planned, timeline.alive(instant)
-    return set(planned.storage[alive[planned.remade[alive] == NEVER]].tolist()) - {NEVER}
+    table, alive = timeline.allocations, timeline.alive_at(instant)
+    return set(table.storage[alive[table.remade[alive] == NEVER]].tolist()) - {NEVER}
 
 
-def _still(timeline: PlannedTimeline, holders: Holders, unit: str, storage: int, reason: str, why: str) -> StillHeld:
+def _still(timeline: Timeline, holders: Holders, unit: str, storage: int, reason: str, why: str) -> StillHeld:
     found = timeline.trace.storages[storage]
     name = found.name or (timeline.trace.ops[found.alloc_at].name if found.alloc_at != NEVER else "")
     return StillHeld(
@@ -195,16 +192,16 @@ def _still(timeline: PlannedTimeline, holders: Holders, unit: str, storage: int,
     )
 
 
-def _findings(timeline: PlannedTimeline, still: list[StillHeld], without: int | None, running: bool) -> Iterator[str]:
+def _findings(timeline: Timeline, still: list[StillHeld], without: int | None, running: bool) -> Iterator[str]:
     """What can be said in a sentence each; `running` says whether a checkpointed unit runs at the peak."""
     trace, instant = timeline.trace, timeline.peak_instant
     op = min(int(timeline.op[instant]), len(trace.ops) - 1)
     phase = trace.ops[op].phase
-    again = timeline.second_run_of(instant)
+    again = timeline.recomputed_unit(instant)
     if again is not None:
         made = sum(
             each.size_bytes
-            for each in timeline.largest_at(instant, len(timeline.lives.alloc_at))
+            for each in timeline.largest_at(instant, len(timeline.allocations.alloc_at))
             if each.remade is not None
         )
         yield (
@@ -246,13 +243,13 @@ def _place(trace: Trace, op: int) -> str:
 # Why ops of a checkpointed unit cannot run again
 
 
-def forced_ops(facts: Facts, unit: Unit) -> dict[int, str]:
+def forced_ops(facts: TraceColumns, unit: Unit) -> dict[int, str]:
     """The reason of each such op, by its offset from the unit's first op (Note [Rules] of the unit's problem, 4)."""
-    offsets = np.flatnonzero(Problem.of(facts, unit).forced).tolist()
+    offsets = np.flatnonzero(UnitColumns.of(facts, unit).forced).tolist()
     return {offset: _why(facts, unit, unit.begin + offset) for offset in offsets}
 
 
-def _why(facts: Facts, unit: Unit, op: int) -> str:
+def _why(facts: TraceColumns, unit: Unit, op: int) -> str:
     found = facts.trace.ops[op]
     if found.name in UPDATES:
         return "updates running statistics"

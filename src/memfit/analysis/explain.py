@@ -23,15 +23,14 @@ from memfit.analysis.levers.case import Case, Lever
 from memfit.analysis.report import Report
 from memfit.capture import Category, Step, Trace
 from memfit.errors import InputError
-from memfit.memory import CATEGORIES
+from memfit.memory import CATEGORIES, Timeline
 from memfit.paths import around
 from memfit.plans import Plan
 from memfit.plans.facts import peak_at
 from memfit.plans.record import PeakAt
 from memfit.plans.resolve import Inputs, Model, StepInputs, check_nothing_beside, resolve_cost, resolve_options
 from memfit.progress import Progress
-from memfit.solve import PlannedTimeline
-from memfit.solve.least import LeastBudget
+from memfit.solve.min_budget import MinBudget
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -88,14 +87,14 @@ def explain(
     return _explanation(case, found, case.least if levers else None)
 
 
-def _explanation(case: Case, levers: tuple[Lever, ...], least: LeastBudget | None) -> StepExplanation:
+def _explanation(case: Case, levers: tuple[Lever, ...], least: MinBudget | None) -> StepExplanation:
     report, timeline = case.report, case.timeline
     instant = timeline.peak_instant
     holders = Holders(timeline, instant, kept_by_plan(report, timeline))
-    there = timeline.alive(instant)
-    size = timeline.lives.size_bytes[there]
-    largest = there[np.lexsort((there, timeline.lives.alloc_at[there], -size))][:_LARGEST]
-    at = peak_at(timeline.trace, int(timeline.op[instant]), second_run_of=timeline.second_run_of(instant))
+    there = timeline.alive_at(instant)
+    size = timeline.allocations.size_bytes[there]
+    largest = there[np.lexsort((there, timeline.allocations.alloc_at[there], -size))][:_LARGEST]
+    at = peak_at(timeline.trace, int(timeline.op[instant]), second_run_of=timeline.recomputed_unit(instant))
     plan = report.plan
     notes = [*report.trace.notes]
     if plan is not None and plan.predicted is None:
@@ -156,9 +155,7 @@ def _place(at: PeakAt, captured: Trace | None) -> PeakPlace:
     )
 
 
-def _by_module(
-    timeline: PlannedTimeline, instant: int, there: np.ndarray, holders: Holders
-) -> tuple[ModuleAtPeak, ...]:
+def _by_module(timeline: Timeline, instant: int, there: np.ndarray, holders: Holders) -> tuple[ModuleAtPeak, ...]:
     """Every module that has something at the peak, with the ends of blocks that the allocator rounds up to."""
     categories: dict[str, Counter[Category]] = defaultdict(Counter)
     lines: dict[str, Counter[str]] = defaultdict(Counter)
@@ -168,7 +165,7 @@ def _by_module(
         size_bytes = rounded(found.size_bytes, timeline.rounding_bytes)
         categories[module][found.category] += size_bytes
         lines[module][holders.source(found.storage)] += size_bytes
-    workspace = int(timeline.lives.workspace_bytes[instant]) if instant < timeline.lives.instants else 0
+    workspace = int(timeline.allocations.workspace_bytes[instant]) if instant < timeline.allocations.instants else 0
     if workspace:
         size_bytes = rounded(workspace, timeline.rounding_bytes)
         op = int(timeline.op[instant])
@@ -187,13 +184,13 @@ def _by_module(
     return tuple(sorted(rows, key=lambda row: (-row.size_bytes, row.module)))
 
 
-def _by_line(timeline: PlannedTimeline, there: np.ndarray, holders: Holders) -> tuple[LineAtPeak, ...]:
+def _by_line(timeline: Timeline, there: np.ndarray, holders: Holders) -> tuple[LineAtPeak, ...]:
     size: Counter[str] = Counter()
     count: Counter[str] = Counter()
     for number in there.tolist():
-        source = holders.source(int(timeline.planned.storage[number]))
+        source = holders.source(int(timeline.allocations.storage[number]))
         if source:
-            size[source] += rounded(int(timeline.lives.size_bytes[number]), timeline.rounding_bytes)
+            size[source] += rounded(int(timeline.allocations.size_bytes[number]), timeline.rounding_bytes)
             count[source] += 1
     return tuple(
         LineAtPeak(source=source, size_bytes=size_bytes, allocations=count[source])
@@ -201,13 +198,13 @@ def _by_line(timeline: PlannedTimeline, there: np.ndarray, holders: Holders) -> 
     )
 
 
-def _activations(timeline: PlannedTimeline) -> tuple[ModuleActivations, ...]:
+def _activations(timeline: Timeline) -> tuple[ModuleActivations, ...]:
     """Modules by what they hold for the backward at the instant when most is held, children included."""
     instant = int(timeline.during_by_row[_ACTIVATION].argmax())
     own: Counter[str] = Counter()
-    for number in timeline.alive(instant).tolist():
-        if int(timeline.lives.row[number]) == _ACTIVATION:
-            size_bytes = rounded(int(timeline.lives.size_bytes[number]), timeline.rounding_bytes)
+    for number in timeline.alive_at(instant).tolist():
+        if int(timeline.allocations.row[number]) == _ACTIVATION:
+            size_bytes = rounded(int(timeline.allocations.size_bytes[number]), timeline.rounding_bytes)
             own[timeline.allocation(number).module] += size_bytes
     called = {call.module for call in timeline.trace.calls}
     whole: Counter[str] = Counter(own)
@@ -222,7 +219,7 @@ def _activations(timeline: PlannedTimeline) -> tuple[ModuleActivations, ...]:
     )
 
 
-def _gathered(report: Report, timeline: PlannedTimeline, there: np.ndarray) -> tuple[GatheredUnit, ...]:
+def _gathered(report: Report, timeline: Timeline, there: np.ndarray) -> tuple[GatheredUnit, ...]:
     """Sharded units, those with most gathered first."""
     if report.problem.sharding is None:
         return ()

@@ -6,9 +6,9 @@ from collections import defaultdict
 
 from memfit.analysis.explanation import HeldStorage
 from memfit.capture import NEVER, Category, Phase, TensorRef
-from memfit.capture.names import short
+from memfit.capture.trace_types import short
+from memfit.memory import Timeline
 from memfit.memory.timeline import Bytes
-from memfit.solve import PlannedTimeline
 from memfit.tradeoff import LOSS
 
 _SHARDED = {
@@ -29,7 +29,7 @@ class Holders:
     `now` is the first op of the step that is not over; between two ops and in a second run it is not `running` yet.
     """
 
-    def __init__(self, timeline: PlannedTimeline, instant: int, kept: dict[int, str] | None = None) -> None:
+    def __init__(self, timeline: Timeline, instant: int, kept: dict[int, str] | None = None) -> None:
         self.timeline = timeline
         self.instant = instant
         self.trace = timeline.trace
@@ -187,7 +187,6 @@ def rounded(n_bytes: int, rounding_bytes: int) -> int:
     return -(-n_bytes // rounding_bytes) * rounding_bytes
 
 
-def allocation_bytes(timeline: PlannedTimeline) -> Bytes:
+def allocation_bytes(timeline: Timeline) -> Bytes:
     """What every allocation of a timeline takes."""
-    rounding = timeline.rounding_bytes
-    return -(-timeline.lives.size_bytes // rounding) * rounding
+    return timeline.allocation_bytes

@@ -9,11 +9,12 @@ from memfit.capture import Step, Trace
 from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
+from memfit.memory import Timeline
 from memfit.plans import Plan
 from memfit.plans.build import build_policy
 from memfit.plans.resolve import resolve_cost
 from memfit.sharding import ShardOptions
-from memfit.solve import Curve, PlannedTimeline, Problem, SolveOptions
+from memfit.solve import Curve, Problem, SolveOptions
 from memfit.solve.curve import build_curve
 from memfit.tradeoff import Policy, Unit
 from memfit.verify import Verification
@@ -90,7 +91,7 @@ class Report:
         return self.problem.runtime
 
     @cached_property
-    def baseline(self) -> PlannedTimeline:
+    def baseline(self) -> Timeline:
         """Memory at every instant when nothing is checkpointed, sharded where the target has several ranks."""
         return self.problem.replay(())
 
@@ -102,7 +103,7 @@ class Report:
         return tuple((units[each.unit], build_policy(each)) for each in entries)
 
     @cached_property
-    def planned(self) -> PlannedTimeline | None:
+    def planned(self) -> Timeline | None:
         """Memory at every instant under the plan; None without one, or when it is infeasible."""
         if self.plan is None or self.plan.predicted is None:
             return None

@@ -4,14 +4,30 @@ import memfit.torch_private.version  # noqa: F401  first, so that a torch which 
 
 # isort: split
 from memfit.capture.capture import trace
-from memfit.capture.document import load_trace, save_trace
 from memfit.capture.errors import CaptureError
-from memfit.capture.grammar import check_trace
-from memfit.capture.record import NEVER, Category, Module, ModuleCall, Op, Parameter, Phase, Storage, TensorRef, Trace
 from memfit.capture.step import Step, spec
+from memfit.capture.trace_file import check_trace, load_trace, save_trace
+from memfit.capture.trace_types import (
+    AFTER_STEP,
+    BEFORE_STEP,
+    NEVER,
+    NO_INDEX,
+    Category,
+    Module,
+    ModuleCall,
+    Op,
+    Parameter,
+    Phase,
+    Storage,
+    TensorRef,
+    Trace,
+)
 
 __all__ = [
+    "AFTER_STEP",
+    "BEFORE_STEP",
     "NEVER",
+    "NO_INDEX",
     "CaptureError",
     "Category",
     "Module",

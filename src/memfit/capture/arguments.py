@@ -1,16 +1,17 @@
-"""An op's arguments as JSON, and back: enough to make the very same call again on other tensors."""
+"""The arguments of an op: its tensors as records, the rest as JSON, and back to the very same call on other tensors."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
 
-from memfit.capture.record import Op, TensorRef
+from memfit.capture.trace_types import Op, TensorRef
 from memfit.torch_private.pytree import tree_leaves
 
 _ENCODER = msgspec.json.Encoder(enc_hook=str)
@@ -21,7 +22,7 @@ an address."""
 
 
 def encode_arguments(args: Any, kwargs: dict[str, Any]) -> str:
-    """The call's arguments with `{"t": i}` in place of the i-th tensor; the order is that of `tensors_of`."""
+    """Return the call's arguments with `{"t": i}` in place of the i-th tensor; the order is that of `tensors_of`."""
     count = 0
 
     def encode(value: Any) -> Any:
@@ -47,7 +48,7 @@ class ArgumentTable:
         self._encoded: dict[Any, str] = {}
 
     def split(self, args: Any, kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], str]:
-        """What `tensors_of` and `encode_arguments` return, in one pass."""
+        """Return what `tensors_of` and `encode_arguments` return, in one pass."""
         tensors: list[torch.Tensor] = []
         key: list[Any] = []
         for value in (*args, *kwargs.values()) if kwargs else args:
@@ -73,8 +74,50 @@ class ArgumentTable:
         return tensors, encoded
 
 
+@dataclass(frozen=True, slots=True)
+class _Geometry:
+    """Shape, stride and dtype of tensors, and the bytes behind one, counting an expanded dimension once."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    touched_bytes: int
+
+
+class TensorRefTable:
+    """Makes the `TensorRef`s of a capture, one object for all tensors of one geometry at one place of one storage."""
+
+    def __init__(self) -> None:
+        self._refs: dict[Any, TensorRef] = {}
+        self._geometries: dict[Any, _Geometry] = {}
+        self.geometry_of: dict[int, _Geometry] = {}
+        """By the identity of a `TensorRef`."""
+
+    def ref(self, tensor: torch.Tensor, number: int) -> TensorRef:
+        """Return the record of a tensor on the storage of this number; equal records are the same object."""
+        geometry = self._geometries.get((tensor.shape, tensor.stride(), tensor.dtype))
+        if geometry is None:
+            geometry = self._add_geometry(tensor)
+        offset = tensor.storage_offset()
+        key = (number, offset, id(geometry))
+        ref = self._refs.get(key)
+        if ref is None:
+            ref = self._refs[key] = TensorRef(
+                storage=number, shape=geometry.shape, stride=geometry.stride, offset=int(offset), dtype=geometry.dtype
+            )
+            self.geometry_of[id(ref)] = geometry
+        return ref
+
+    def _add_geometry(self, tensor: torch.Tensor) -> _Geometry:
+        shape, stride = tuple(tensor.shape), tensor.stride()
+        count = math.prod(size for size, step in zip(shape, stride, strict=True) if step != 0 or size == 0)
+        geometry = _Geometry(shape, stride, str(tensor.dtype)[6:], count * tensor.element_size())
+        self._geometries[tensor.shape, stride, tensor.dtype] = geometry
+        return geometry
+
+
 def tensors_of(values: Any) -> list[torch.Tensor]:
-    """The tensors among arguments or results, also those inside lists and tuples."""
+    """Return the tensors among arguments or results, also those inside lists and tuples."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -85,7 +128,7 @@ def tensors_of(values: Any) -> list[torch.Tensor]:
 
 
 def is_wrapper(kind: type) -> bool:
-    """Whether a kind of tensor is made of other tensors, as those of quantizing libraries are."""
+    """Return whether a kind of tensor is made of other tensors, as those of quantizing libraries are."""
     return hasattr(kind, "__tensor_flatten__")
 
 
@@ -124,12 +167,12 @@ def tensor_leaves(value: Any) -> list[torch.Tensor]:
 
 
 def generators_of(values: Any) -> list[torch.Generator]:
-    """The generators of random numbers among arguments."""
+    """Return the generators of random numbers among arguments."""
     return [value for value in values if isinstance(value, torch.Generator)]
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """The same nested arguments with the function applied to every tensor."""
+    """Return the same nested arguments with the function applied to every tensor."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, (list, tuple)):
@@ -140,7 +183,7 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def call_of(op: Op, tensors: Sequence[torch.Tensor]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The function and arguments of a recorded op, with these tensors for its inputs."""
+    """Return the function and arguments of a recorded op, with these tensors for its inputs."""
 
     def decode(value: Any, key: str = "") -> Any:
         if isinstance(value, dict):
@@ -166,7 +209,7 @@ def call_of(op: Op, tensors: Sequence[torch.Tensor]) -> tuple[Any, tuple[Any, ..
 
 
 def real_tensor(ref: TensorRef) -> torch.Tensor:
-    """A CPU tensor of the same geometry. Integers are zeros, so that they are valid as indices."""
+    """Return a CPU tensor of the same geometry. Integers are zeros, so that they are valid as indices."""
     dtype = getattr(torch, ref.dtype)
     extent = 1 + sum((size - 1) * stride for size, stride in zip(ref.shape, ref.stride, strict=True) if size > 0)
     if 0 in ref.shape:

@@ -63,7 +63,7 @@ _INNER = {"nll_loss_nd": "nll_loss", "__matmul__": "matmul", "__rmatmul__": "mat
 
 
 def policies(device_type: str) -> dict[str, Cast]:
-    """The cast policy of each op by name, for a device type."""
+    """Return the cast policy of each op by name, for a device type."""
     if device_type == "cpu":
         named = ((_LOW_CPU, Cast.LOW), (_FULL_CPU, Cast.FULL), (_WIDEST_CPU, Cast.WIDEST))
     else:
@@ -93,7 +93,7 @@ class Autocast:
         self._cache.clear()
 
     def apply(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """The arguments as autocast would pass them on; None when the op is on no list."""
+        """Return the arguments as autocast would pass them on; None when the op is on no list."""
         policy = self._policies.get(func.__name__)
         if policy is None:
             return None

@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import random
-import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 import torch.utils.checkpoint
 from torch import nn
@@ -21,12 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memfit._version import __version__
-from memfit.capture.advice import Advice
 from memfit.capture.arguments import tensor_leaves, tensors_of, visit_tensors
-from memfit.capture.calls import CallTracker, is_container, module_calls
-from memfit.capture.chance import Chance, largest_path
-from memfit.capture.cuda_api import replaced
-from memfit.capture.discovery import Companions, find_step, find_variables
+from memfit.capture.call_stack import CallTracker, SourceTable, is_container, module_calls
 from memfit.capture.emulation import Emulation, python_functions_open
 from memfit.capture.environment import (
     LOCK,
@@ -34,33 +27,26 @@ from memfit.capture.environment import (
     cuda_present,
     neutral_modes,
     no_garbage_collection,
-    patched,
-    patched_item,
     same_attributes,
     same_random_state,
     torch_threads,
     unoptimized_scripts,
 )
-from memfit.capture.generators import Held, held_generators, same_generators
-from memfit.capture.leftovers import take_out
-from memfit.capture.optimizer_state import LeftState, OptimizerStates, optimizers_by_key
-from memfit.capture.placeholders import Placeholders, on_meta, optimizer_on_meta
-from memfit.capture.record import NEVER, SCHEMA, Category, ModelCall, Module, Parameter, Phase, Trace
+from memfit.capture.errors import Advice
+from memfit.capture.meta_tensors import MetaTensors, on_meta, optimizer_on_meta
+from memfit.capture.optimizers import LeftState, OptimizerStates, optimizers_by_key
+from memfit.capture.patches import TorchPatches
+from memfit.capture.random_numbers import Held, held_generators, same_generators
+from memfit.capture.random_paths import RandomDraws, largest_path
 from memfit.capture.recorder import Recorder
+from memfit.capture.restoration import Snapshot, remove_leftovers
 from memfit.capture.rules import RuleContext, rules_for
-from memfit.capture.snapshot import Snapshot
-from memfit.capture.source import SourceTable
-from memfit.capture.step import Step
-from memfit.capture.step_input import check_batch_tensors, check_model, refuse_sharded_module
+from memfit.capture.step import Companions, Step, find_step, find_variables
+from memfit.capture.step_checks import check_batch_tensors, check_model, refuse_sharded_module
 from memfit.capture.storages import HOST, StorageDraft, StorageTable
+from memfit.capture.trace_types import NEVER, SCHEMA, Category, ModelCall, Module, Parameter, Phase, Trace
 from memfit.errors import InputError, MemfitError
 from memfit.hardware import Device, Target
-from memfit.torch_private.autograd import (
-    checkpoint_checks,
-    pop_saved_tensor_hooks,
-    push_saved_tensor_hooks,
-    top_saved_tensor_hooks,
-)
 from memfit.torch_private.compiler import dynamo_is_loaded
 from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes
 from memfit.torch_private.functorch import unwrap
@@ -90,8 +76,8 @@ def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | D
         snapshot = Snapshot(model, (step.run, step.loss, step.optimizer, step.model))
         leftovers: list[weakref.ref[Any]] = []
 
-        def captured(gradients: dict[str, torch.Tensor], state: LeftState, chance: Chance) -> _Capture:
-            capture = _Capture(step, model, device, gradients, state, chance, held)
+        def captured(gradients: dict[str, torch.Tensor], state: LeftState, draws: RandomDraws) -> _Capture:
+            capture = _Capture(step, model, device, gradients, state, draws, held)
             try:
                 capture.run()
             finally:
@@ -99,20 +85,20 @@ def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | D
                 snapshot.restore()
             return capture
 
-        def capture_with(chance: Chance) -> Trace:
-            capture = captured({}, {}, chance)
+        def capture_with(draws: RandomDraws) -> Trace:
+            capture = captured({}, {}, draws)
             if capture.left_gradients or capture.left_state:
-                capture = captured(capture.left_gradients, capture.left_state, chance)
+                capture = captured(capture.left_gradients, capture.left_state, draws)
             return capture.result(notes)
 
         try:
             with same_generators(held):
                 result = largest_path(capture_with)
         except BaseException as error:
-            for note in take_out(leftovers, error):
+            for note in remove_leftovers(leftovers, error):
                 warnings.warn(f"{note} (the capture itself failed: {type(error).__name__})", stacklevel=2)
             raise
-        return msgspec.structs.replace(result, notes=(*result.notes, *take_out(leftovers)))
+        return msgspec.structs.replace(result, notes=(*result.notes, *remove_leftovers(leftovers)))
 
 
 def _target(target: str | os.PathLike[str] | Device | Target | None) -> Target:
@@ -137,7 +123,7 @@ def _context(device: Device) -> RuleContext:
 
 
 def _eager(model: nn.Module, notes: list[str]) -> nn.Module:
-    """The model behind `torch.compile`, which is captured as its eager original."""
+    """Return the model behind `torch.compile`, which is captured as its eager original."""
     original = compiled_original(model)
     if has_compiled_parts(model):
         notes.append("the model is compiled; it was captured as its eager original")
@@ -154,15 +140,15 @@ class _Capture:
         device: Device,
         gradients: dict[str, torch.Tensor],
         state: LeftState,
-        chance: Chance,
+        draws: RandomDraws,
         held: list[Held],
     ) -> None:
         self.step = step
-        self.chance = chance
+        self.draws = draws
         self.held = held
         self.model = model
         self.device = device
-        self.placeholders = Placeholders(compact=device.type != "cpu")
+        self.meta_tensors = MetaTensors(compact=device.type != "cpu")
         self.companions = Companions.of(step, model)
         self.first_gradients = gradients
         self.left_gradients: dict[str, torch.Tensor] = {}
@@ -179,15 +165,13 @@ class _Capture:
         self.sources = SourceTable()
         self.advice = Advice()
         rules = rules_for(context.device_type)
-        self.recorder = Recorder(
-            context=context, rules=rules, calls=self.calls, sources=self.sources, chance=self.chance
-        )
+        self.recorder = Recorder(context=context, rules=rules, calls=self.calls, sources=self.sources, draws=self.draws)
         self.emulation = Emulation(self.recorder, context, rules.functions)
         self.parameters: dict[int, tuple[torch.Tensor, list[str]]] = {}
         self.parameter_storages: dict[int, int] = {}
         self.modules: list[Module] = []
         self.gradients: dict[int, int] = {}
-        self.states = OptimizerStates(self.recorder, self.placeholders, self.parameters)
+        self.states = OptimizerStates(self.recorder, self.meta_tensors, self.parameters)
         self._model_inputs: list[tuple[tuple[tuple[int, ...], str], ...]] = []
         self._model_calls: list[ModelCall] = []
         self._more_batches: list[torch.Tensor] = []
@@ -201,10 +185,10 @@ class _Capture:
         with contextlib.ExitStack() as stack:
             stack.enter_context(no_garbage_collection())
             stack.enter_context(same_attributes(self.companions.all))
-            stack.enter_context(on_meta(self.model, self.placeholders))
+            stack.enter_context(on_meta(self.model, self.meta_tensors))
             for optimizer in self.companions.optimizers:
-                stack.enter_context(optimizer_on_meta(optimizer, self.placeholders))
-            step = self.step.with_batch(self.placeholders.batch(self.step.batch))
+                stack.enter_context(optimizer_on_meta(optimizer, self.meta_tensors))
+            step = self.step.with_batch(self.meta_tensors.batch(self.step.batch))
             switches = self._switches()
             made = self._pass(step, None, None)
             if self._left_tensors() or switches != self._switches():
@@ -228,12 +212,12 @@ class _Capture:
                 for optimizer in optimizers_by_key(self.companions.optimizers, made).values():
                     self.states.register(optimizer)
                 self.recorder.table.inherit(before)
-            self.placeholders.settle()
+            self.meta_tensors.settle()
             if step.run is not None:
-                self.emulation.stand_ins = self.placeholders.of
+                self.emulation.stand_ins = self.meta_tensors.of
             self._enter_modes(stack)
             place = "the making of the optimizer"
-            seeded = self.chance.seed(self.held)
+            seeded = self.draws.seed(self.held)
             try:
                 if before is None:
                     with self.recorder.table.pause(Category.OPTIMIZER_STATE):
@@ -249,14 +233,14 @@ class _Capture:
             except Exception as error:
                 raise self.recorder.explain(error, place) from error
             finally:
-                self.chance.note_host(seeded, self.held)
+                self.draws.note_host(seeded, self.held)
                 self.leftovers += self.recorder.table.outliving()
             with DisableTorchFunction(), disable_current_modes():
                 self.left_state = self.states.left(optimizers)
         return made
 
     def _left_tensors(self) -> bool:
-        """Whether the step left tensors on the device that are neither gradients nor optimizer state."""
+        """Return whether the step left tensors on the device that are neither gradients nor optimizer state."""
         if not self._outliving():
             return False
         gc.collect()  # the graph of a step may be a cycle, which nobody holds
@@ -298,29 +282,14 @@ class _Capture:
             stack.callback(hook.remove)
         if self.context.device_type == "cuda":
             stack.enter_context(cuda_present(self.device, self.context.note))
-        grouping = "_group_tensors_by_device_and_dtype"
-        for owner, name, wrap in (
-            (torch.autograd, "backward", self._backward),
-            (torch.autograd, "grad", self._grad),
-            (torch.autograd.graph, "disable_saved_tensors_hooks", self._without_hooks),
-            (torch.utils.checkpoint, "_checkpoint_hook", self._checkpoint),
-            (torch.utils.checkpoint, "check_backward_validity", self._checkpoint),
-            (torch, "clear_autocast_cache", self._clear_autocast_cache),
-            (torch, "get_rng_state", self._get_rng_state),
-            (random.Random, "seed", self._seeded),
-            (np.random, "default_rng", self._generator),
-            (torch.amp.GradScaler, "_maybe_opt_step", _always_step),
-            (torch, "compile", self._not_compiled),
-            (torch.Tensor, "_make_wrapper_subclass", _wrapper_without_device),
-            (DistributedDataParallel, "forward", _without_reducer),
-            (sys.modules["torch.optim.optimizer"], grouping, self._grouped_on_target),
-            (sys.modules["torch.nn.utils.clip_grad"], grouping, self._grouped_on_target),
-        ):
-            stack.enter_context(patched(owner, name, wrap))
-        flex = sys.modules.get("torch.nn.attention.flex_attention")
-        if flex is not None:  # the op itself, and not through Dynamo
-            stack.enter_context(replaced(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True))
-        stack.enter_context(patched_item(_CHECKPOINT_CHECKS, "default", _shape_and_dtype))
+        patches = TorchPatches(
+            recorder=self.recorder,
+            emulation=self.emulation,
+            advice=self.advice,
+            note=self.context.note,
+            after_backward=self._note_gradients,
+        )
+        stack.enter_context(patches.applied())
         if dynamo_is_loaded():  # else nothing can have been compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(module_calls(self._enter, self._leave, self._failed))
@@ -369,7 +338,7 @@ class _Capture:
             for size_bytes in held.values():
                 self._more_batches.append(torch.empty(size_bytes, dtype=torch.uint8, device="meta"))
                 table.adopt(self._more_batches[-1], Category.INPUT, name="batch")
-        for tensor in self.placeholders.attributes:  # last, like those that a first step makes: `inherit`
+        for tensor in self.meta_tensors.attributes:  # last, like those that a first step makes: `inherit`
             table.adopt(tensor, Category.BUFFER)
 
     def _register_buckets(self, path: str, module: nn.Module) -> None:
@@ -404,9 +373,9 @@ class _Capture:
             leaves = tensor_leaves((args, kwargs))
             self._model_inputs.append(tuple((tuple(each.shape), str(each.dtype)[6:]) for each in leaves))
         self.calls.enter(module, recorder.phase, len(recorder.ops), inputs)
-        self.chance.force_host(self.held)
+        self.draws.force_host(self.held)
         if outermost and recorder.phase is Phase.BACKWARD:
-            self.advice.again(self.calls.path)
+            self.advice.recompute(self.calls.path)
 
     def _leave(self, module: nn.Module, result: Any) -> None:
         recorder = self.recorder
@@ -425,67 +394,6 @@ class _Capture:
     def _failed(self, error: Exception) -> None:
         self.recorder.note_failure(error, "")
 
-    def _backward(self, original: Callable[..., None]) -> Callable[..., None]:
-        def backward(*args: Any, **kwargs: Any) -> None:
-            recorder = self.recorder
-            if recorder.table.paused or recorder.phase is Phase.BACKWARD:
-                original(*args, **kwargs)
-                return
-            if kwargs.get("retain_graph", args[2] if len(args) > 2 else None):
-                self.advice.retain(self.sources.sources[self.sources.here(1)])
-            recorder.backward_began.append(len(recorder.ops))
-            recorder.phase = Phase.BACKWARD
-            original(*args, **kwargs)
-            recorder.phase = Phase.OPTIMIZER
-            self._note_gradients()
-
-        return backward
-
-    def _grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Gradients that the step asks for itself; what comes after them goes on with what came before."""
-
-        def grad(*args: Any, **kwargs: Any) -> Any:
-            recorder = self.recorder
-            before = recorder.phase
-            recorder.backward_began.append(len(recorder.ops))
-            recorder.phase = Phase.BACKWARD
-            try:
-                return original(*args, **kwargs)
-            finally:
-                recorder.phase = before
-
-        return grad
-
-    def _without_hooks(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """`torch.func.grad` and its like refuse to run under hooks for saved tensors: the capture's own are taken off.
-
-        What autograd saves meanwhile is still seen to live; no unit holds it, because such a call is none.
-        """
-
-        @contextlib.contextmanager
-        def disable(message: str) -> Iterator[None]:
-            top = top_saved_tensor_hooks()
-            ours = top is not None and top[0] == self.recorder.pack
-            if ours:
-                pop_saved_tensor_hooks()
-            try:
-                with original(message):
-                    yield
-            finally:
-                if ours:
-                    push_saved_tensor_hooks(*top)
-
-        return disable
-
-    def _checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """What both kinds of `torch.utils.checkpoint` call in forward."""
-
-        def begin(*args: Any, **kwargs: Any) -> Any:
-            self.advice.checkpoint(self.calls.path)
-            return original(*args, **kwargs)
-
-        return begin
-
     def _note_gradients(self) -> None:
         with DisableTorchFunction():
             for key, (parameter, names) in self.parameters.items():
@@ -496,67 +404,10 @@ class _Capture:
                     draft.module = names[0].rpartition(".")[0]
                     self.gradients[key] = number
 
-    def _clear_autocast_cache(self, original: Callable[[], None]) -> Callable[[], None]:
-        def clear() -> None:
-            self.emulation.autocast.clear()
-            original()
-
-        return clear
-
-    def _not_compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Leave what the step compiles itself as it is."""
-
-        def leave(model: Any = None, **options: Any) -> Any:
-            self.context.note("the step calls torch.compile; what it compiles was captured as its eager original")
-            return (lambda function: function) if model is None else model
-
-        return leave
-
-    def _get_rng_state(self, original: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Checkpointing keeps the generator's state, which the generator allocates itself."""
-
-        def get_rng_state() -> torch.Tensor:
-            state = original()
-            with DisableTorchFunction():
-                self.recorder.adopt_fresh(state)
-            return state
-
-        return get_rng_state
-
-    def _seeded(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Note that the step makes a `random.Random()`, which nobody can put back to a state that it had."""
-
-        def seed(generator: random.Random, a: Any = None, *args: Any, **kwargs: Any) -> None:
-            if a is None:
-                self.chance.note_unseeded(self.sources.sources[self.sources.here(4)])  # what called its __init__
-            original(generator, a, *args, **kwargs)
-
-        return seed
-
-    def _generator(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Note that the step makes a `np.random.default_rng()`."""
-
-        def default_rng(seed: Any = None) -> Any:
-            if seed is None:
-                self.chance.note_unseeded(self.sources.sources[self.sources.here(2)])
-            return original(seed)
-
-        return default_rng
-
-    def _grouped_on_target(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Groups of tensors by device, which C++ asks of the stand-ins, named after the target's device."""
-
-        def grouped(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-            groups = original(*args, **kwargs)
-            device = self.emulation.device
-            return {(device if key[0].type == "meta" else key[0], *key[1:]): groups[key] for key in groups}
-
-        return grouped
-
     # -- the result -------------------------------------------------------------------------------------------------
 
     def result(self, notes: list[str]) -> Trace:
-        """The finished trace."""
+        """Return the finished trace."""
         recorder = self.recorder
         parameters = tuple(
             Parameter(
@@ -597,39 +448,4 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _without_reducer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Run the module that is wrapped: the reducer is for real gradients, and would wait for them after the capture."""
-
-    def forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-    return forward
-
-
-def _wrapper_without_device(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make wrappers around stand-ins for tensors on a GPU without one."""
-
-    def make(*args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        if device is not None and torch.device(device).type == "cuda":
-            device = "meta"
-        return original(*args, device=device, **kwargs)
-
-    return staticmethod(make)
-
-
-def _always_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A gradient scaler skips the optimizer when a gradient is not finite, which no steady step does."""
-
-    def step(scaler: Any, optimizer: torch.optim.Optimizer, state: Any, *args: Any, **kwargs: Any) -> Any:
-        return optimizer.step(*args, **kwargs)
-
-    return step
-
-
 _SWITCHES = (torch.bool, torch.uint8)
-_CHECKPOINT_CHECKS = checkpoint_checks
-
-
-def _shape_and_dtype(tensor: torch.Tensor) -> dict[str, Any]:
-    """What checkpointing compares between forward and recomputation; the device is emulated in one of them only."""
-    return {"shape": tensor.shape, "dtype": tensor.dtype}

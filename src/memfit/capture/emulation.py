@@ -79,7 +79,7 @@ class Emulation(TorchFunctionMode):
         self.stand_ins: dict[int, torch.Tensor] = {}
 
     def device_of(self, tensor: torch.Tensor) -> torch.device:
-        """The device the tensor would be on in the real run."""
+        """Return the device the tensor would be on in the real run."""
         return self.device if self.recorder.table.on_device(unwrap(tensor)) else torch.device("cpu")
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -147,7 +147,7 @@ class Emulation(TorchFunctionMode):
         return self.recorder.executor.lift(tensor, self.recorder.calls.path)
 
     def _lose_written_values(self, args: Any, kwargs: dict[str, Any]) -> None:
-        """Before autograd sees a write: a real tensor that gradients will flow through can't stay real."""
+        """Lift a real tensor that gradients will flow through to a meta tensor, before autograd sees the write."""
         if not args or not isinstance(args[0], torch.Tensor) or args[0].is_meta or not torch.is_grad_enabled():
             return
         if any(each.requires_grad for each in tensors_of((*args[1:], *kwargs.values()))):
@@ -174,7 +174,7 @@ class Emulation(TorchFunctionMode):
             swap_tensors(base, stand_in)
 
     def _make(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A factory: on the target it makes a meta or a small real tensor, on the host a real one."""
+        """Call a factory: on the target it makes a meta or a small real tensor, on the host a real one."""
         device = kwargs.get("device")
         if func in _CONVERSIONS and args and isinstance(args[0], torch.Tensor) and not kwargs.get("copy"):
             return self._move(torch.Tensor.to, args, {k: v for k, v in kwargs.items() if k in ("device", "dtype")})
@@ -191,7 +191,7 @@ class Emulation(TorchFunctionMode):
             self.recorder.placing = previous
 
     def _move(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """`Tensor.to`, `.cuda` and `.cpu`: a copy when the place changes, nothing when it does not."""
+        """Run `Tensor.to`, `.cuda` and `.cpu`: copy when the device changes, and only then."""
         tensor = args[0]
         if func.__name__ != "to":
             device, dtype, options = func.__name__, None, {}
@@ -209,7 +209,7 @@ class Emulation(TorchFunctionMode):
             self.recorder.placing = previous
 
     def _destination(self, values: Any, kwargs: dict[str, Any]) -> tuple[Any, torch.dtype | None, dict[str, Any]]:
-        """Device, dtype and other options of `Tensor.to`, in any of its three forms."""
+        """Return device, dtype and other options of `Tensor.to`, in any of its three forms."""
         device, dtype = kwargs.pop("device", None), kwargs.pop("dtype", None)
         other = kwargs.pop("other", None)
         flags = ["non_blocking", "copy"]
@@ -253,7 +253,7 @@ def _default_device_type() -> str:
 
 
 def _getter(name: str) -> Any:
-    """What a function mode is called with when the attribute of a tensor is read."""
+    """Return what a function mode is called with when the attribute of a tensor is read."""
     return vars(TensorBase)[name].__get__
 
 

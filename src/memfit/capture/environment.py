@@ -25,7 +25,7 @@ LOCK = threading.RLock()
 
 @contextlib.contextmanager
 def same_random_state() -> Iterator[None]:
-    """The generators of torch, Python and numpy as they were."""
+    """Restore the generators of torch, Python and numpy after the block."""
     states = torch.random.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         yield
@@ -37,7 +37,7 @@ def same_random_state() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Storages die by reference counts alone, at the same ops every time."""
+    """Free storages by reference counts alone inside the block, at the same ops every time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -49,7 +49,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def cheap_collections() -> Iterator[None]:
-    """Inside the block, `gc.collect` looks only at objects that were made in it."""
+    """Let `gc.collect` look only at objects that were made inside the block."""
     if gc.get_freeze_count():  # frozen by the user, and unfreeze cannot tell theirs from ours
         yield
         return
@@ -62,7 +62,7 @@ def cheap_collections() -> Iterator[None]:
 
 @contextlib.contextmanager
 def neutral_modes() -> Iterator[None]:
-    """A step starts with gradients on and autocast off, wherever the capture is called from."""
+    """Turn gradients on and autocast off inside the block, wherever the capture is called from."""
     enabled = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
     with torch.inference_mode(False), torch.enable_grad():
         try:
@@ -76,7 +76,7 @@ def neutral_modes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def torch_threads(count: int | None) -> Iterator[None]:
-    """Kernels that are measured during the capture run on as many threads as the target's."""
+    """Run kernels inside the block on this many threads, as the target would."""
     before = torch.get_num_threads()
     if count is None or count == before:
         yield
@@ -90,7 +90,7 @@ def torch_threads(count: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """An attribute replaced by what `wrap` makes of it; other threads go on with the original function.
+    """Replace an attribute by what `wrap` makes of it; other threads go on with the original function.
 
     So does whoever still holds the replacement after the block, as a module that was imported in it may.
     """
@@ -115,7 +115,7 @@ def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]
 
 @contextlib.contextmanager
 def patched_item(table: dict[Any, Any], key: Any, value: Any) -> Iterator[None]:
-    """A dictionary's entry replaced."""
+    """Replace an entry of a dictionary inside the block."""
     original = table[key]
     table[key] = value
     try:
@@ -126,7 +126,7 @@ def patched_item(table: dict[Any, Any], key: Any, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unoptimized_scripts() -> Iterator[None]:
-    """TorchScript functions run the ops that are written in them, also where earlier calls have optimized them."""
+    """Run the ops that are written in TorchScript functions, also where earlier calls have optimized them."""
 
     def as_written(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -224,7 +224,7 @@ def _keep(value: Any, contents: list[tuple[Any, Any]], depth: int) -> None:
 
 @contextlib.contextmanager
 def same_attributes(objects: Iterable[Any]) -> Iterator[None]:
-    """Objects with the attributes they had, and lists, dicts and sets among these with the items they had."""
+    """Restore the attributes of objects after the block, and the items of lists, dicts and sets among these."""
     saved = [(vars(thing), dict(vars(thing))) for thing in objects]
     contents: list[tuple[Any, Any]] = []
     for _, before in saved:
@@ -249,7 +249,7 @@ _capturing = threading.local()
 
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
-    """Inside the block, `is_capturing` holds on this thread."""
+    """Make `is_capturing` true on this thread inside the block."""
     before, _capturing.on = is_capturing(), True
     try:
         yield
@@ -258,5 +258,5 @@ def capturing() -> Iterator[None]:
 
 
 def is_capturing() -> bool:
-    """Whether a step is being captured on this thread: what runs on real tensors has nothing to do there."""
+    """Return whether a step is being captured on this thread: what runs on real tensors has nothing to do there."""
     return getattr(_capturing, "on", False)

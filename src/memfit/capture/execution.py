@@ -5,7 +5,7 @@ of real tensors and what is computed from these alone). Those stay real until th
 may branch on them as it would in a real run. A real tensor that existed before the capture is never written to.
 
 Note [Shapes]: what a meta kernel returns depends only on the geometry of its inputs and on its other arguments. Results
-of ops that neither write to nor alias their inputs are therefore made again from the first call's geometry, which
+of ops that neither write to nor alias their inputs are therefore rebuilt from the first call's geometry, which
 costs a tenth of the kernel; models consist of equal layers.
 """
 
@@ -21,11 +21,11 @@ from torch.utils.flop_counter import flop_registry
 from memfit.capture.arguments import map_tensors, tensors_of
 from memfit.capture.errors import MADE_IN_STEP, UnsupportedError
 from memfit.capture.kernels import MEASURED_LIMIT_BYTES, certified_ops, measure_call, operand_kind
-from memfit.capture.record import Phase
 from memfit.capture.rules import Rule, RuleContext, Rules
 from memfit.capture.rules.flops import FLOPS
-from memfit.capture.rules.vendor import DEPENDS_ON_VALUES, is_slow_decomposition
+from memfit.capture.rules.measured_kernels import DEPENDS_ON_VALUES, is_slow_decomposition
 from memfit.capture.storages import StorageTable
+from memfit.capture.trace_types import Phase
 from memfit.torch_private.autograd import current_autograd_node
 from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes, schema_of
 from memfit.torch_private.functorch import differentiates, unwrap
@@ -72,8 +72,8 @@ class OpInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class _Made:
-    """A result to be made again."""
+class _CachedResult:
+    """The geometry of a result, from which it is rebuilt."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -84,7 +84,7 @@ class _Made:
 
 
 @dataclass(slots=True)
-class Outcome:
+class OpResult:
     """A call's result and its price."""
 
     result: Any
@@ -103,7 +103,7 @@ class Executor:
         self._remembered: dict[Any, tuple[Any, int, int]] = {}
 
     def describe(self, func: Any) -> OpInfo:
-        """The op's schema, as far as the capture needs it."""
+        """Return the op's schema, as far as the capture needs it."""
         info = self._infos.get(id(func))  # an op's own hash is computed in Python; ops live as long as torch does
         if info is None:
             info = self._infos[id(func)] = self._describe(func)
@@ -138,7 +138,7 @@ class Executor:
         )
 
     def _certified(self, func: Any) -> frozenset[str] | None:
-        """The kinds of operands on which the op is known to the byte; None when no call of it is measured.
+        """Return the kinds of operands on which the op is known to the byte; None when no call of it is measured.
 
         An op with a rule that the sweep never met is taken as its rule says.
         """
@@ -159,7 +159,7 @@ class Executor:
         kwargs: dict[str, Any],
         tensors: list[torch.Tensor],
         geometry: Any,
-    ) -> Outcome:
+    ) -> OpResult:
         """Run an op; raises what its kernel raises. `geometry` is all that its results depend on."""
         if not tensors and info.factory:
             return self._priced(func, info, args, kwargs, self._make(func, info, args, kwargs))
@@ -168,23 +168,23 @@ class Executor:
         if not all(tensor.is_meta for tensor in tensors):
             result = self._run_mixed(func, info, args, kwargs, tensors)
             if info.aliases:
-                return Outcome(result)
+                return OpResult(result)
             return self._measured(func, info, args, kwargs, tensors, result)
         if info.factory and kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": _META}
         if info.aliases:
-            return Outcome(self._call(func, info, args, kwargs))
+            return OpResult(self._call(func, info, args, kwargs))
         remembered = self._remembered.get(geometry)
         if remembered is not None:
             made, flops, workspace_bytes = remembered
-            result = written_by(info, args, kwargs)[0] if made is _WRITTEN else _again(made)
-            return Outcome(result, flops, workspace_bytes)
+            result = written_by(info, args, kwargs)[0] if made is _WRITTEN else _rebuild(made)
+            return OpResult(result, flops, workspace_bytes)
         outcome = self._measured(func, info, args, kwargs, tensors, self._call(func, info, args, kwargs))
         self._remember(geometry, info, args, kwargs, tensors, outcome)
         return outcome
 
     def lift(self, tensor: torch.Tensor, module: str) -> torch.Tensor:
-        """The meta tensor that stands for a real one from now on; its values are no longer known."""
+        """Return the meta tensor that stands for a real one from now on; its values are no longer known."""
         if tensor.is_meta or unwrap(tensor) is not tensor:
             return tensor
         with DisableTorchFunction(), disable_current_modes():
@@ -192,7 +192,7 @@ class Executor:
             return self._twin(tensor, aliasing=True)
 
     def has_value(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's values are known."""
+        """Return whether the tensor's values are known."""
         if unwrap(tensor) is not tensor:
             return False  # inside torch.func's transforms it stands for several tensors, or for one that is followed
         return (
@@ -205,7 +205,7 @@ class Executor:
     # -- Note [Shapes] ----------------------------------------------------------------------------------------------
 
     def _remember(
-        self, key: Any, info: OpInfo, args: Any, kwargs: Any, tensors: list[torch.Tensor], outcome: Outcome
+        self, key: Any, info: OpInfo, args: Any, kwargs: Any, tensors: list[torch.Tensor], outcome: OpResult
     ) -> None:
         price = outcome.flops, outcome.workspace_bytes
         if info.writes:
@@ -221,8 +221,8 @@ class Executor:
         if outputs and len({*storages}) == len({*storages[: len(tensors)]}) + len(outputs):
             self._remembered[key] = (map_tensors(outcome.result, _geometry), *price)
 
-    def _priced(self, func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any], result: Any) -> Outcome:
-        return Outcome(
+    def _priced(self, func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any], result: Any) -> OpResult:
+        return OpResult(
             result,
             info.flops(*args, **kwargs, out_val=result) if info.flops is not None else 0,
             info.workspace(self.context, func, args, kwargs, result) if info.workspace is not None else 0,
@@ -230,8 +230,8 @@ class Executor:
 
     def _measured(
         self, func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor], result: Any
-    ) -> Outcome:
-        """The call's price, found out by making the call for real where it is not known (Note [Certified])."""
+    ) -> OpResult:
+        """Return the call's price, found out by making the call for real where it is not known (Note [Certified])."""
         if info.certified is None or operand_kind(tensors) in info.certified:
             return self._priced(func, info, args, kwargs, result)
         if info.workspace is self.rules.decomposition and is_slow_decomposition(func, args):
@@ -254,7 +254,7 @@ class Executor:
         if info.workspace is self.rules.decomposition:
             self.context.note(DEPENDS_ON_VALUES.format(info.name))
         flops = info.flops(*args, **kwargs, out_val=result) if info.flops is not None else 0
-        return Outcome(result if info.writes else measured.lay_out(result), flops, measured.workspace_bytes)
+        return OpResult(result if info.writes else measured.lay_out(result), flops, measured.workspace_bytes)
 
     def _call(self, func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
         if info.kernel is not None:
@@ -309,7 +309,7 @@ class Executor:
         return result
 
     def _known_masks(self, indices: Any) -> list[Any]:
-        """Boolean masks of known values as the positions that they select."""
+        """Replace boolean masks of known values by the positions that they select."""
         positions: list[Any] = []
         for index in indices:
             mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and self.has_value(index)
@@ -317,12 +317,12 @@ class Executor:
         return positions
 
     def _selected(self, tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """What `masked_select` returns for a mask of known values."""
+        """Return what `masked_select` returns for a mask of known values."""
         shape = torch.broadcast_shapes(tensor.shape, mask.shape)
         return torch.empty(int(mask.expand(shape).sum()), dtype=tensor.dtype, device=_META)
 
     def _twin(self, tensor: torch.Tensor, aliasing: bool) -> torch.Tensor:
-        """A meta tensor of the same geometry; with `aliasing` one whose storage stands for the tensor's own."""
+        """Return a meta tensor of the same geometry; with `aliasing` one whose storage stands for the tensor's own."""
         if tensor.is_meta:
             return tensor
         # positions of a mask are made below the dispatcher: no op of the step has seen them
@@ -338,13 +338,13 @@ class Executor:
 
 
 def _in_gradient_formula() -> bool:
-    """Whether one of torch's own gradient formulas runs, and not the backward of a function of the user's."""
+    """Return whether one of torch's own gradient formulas runs, and not the backward of a function of the user's."""
     node = current_autograd_node()
     return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def written_by(info: OpInfo, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors an op writes to."""
+    """Return the tensors an op writes to."""
     values = []
     for where in info.writes:
         if isinstance(where, int):
@@ -363,8 +363,8 @@ def _is_small(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return all(output.numel() <= KNOWN_VALUE_LIMIT for output in outputs)
 
 
-def _geometry(tensor: torch.Tensor) -> _Made:
-    return _Made(
+def _geometry(tensor: torch.Tensor) -> _CachedResult:
+    return _CachedResult(
         tuple(tensor.size()),
         tensor.stride(),
         int(tensor.storage_offset()),
@@ -375,13 +375,13 @@ def _geometry(tensor: torch.Tensor) -> _Made:
     )
 
 
-def _again(made: Any) -> Any:
-    if isinstance(made, _Made):
+def _rebuild(made: Any) -> Any:
+    if isinstance(made, _CachedResult):
         result = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device=_META)
         if not made.dense:
             storage = torch.empty(made.storage_bytes, dtype=torch.uint8, device=_META).untyped_storage()
             result.set_(storage, made.offset, made.shape, made.stride)
         return result
     if isinstance(made, (list, tuple)):
-        return type(made)(_again(item) for item in made)
+        return type(made)(_rebuild(item) for item in made)
     return made

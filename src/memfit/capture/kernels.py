@@ -1,4 +1,4 @@
-"""Which calls of CPU kernels are known to the byte, and the measurement of all others.
+"""Real CPU kernels: which calls are known to the byte, and the measurement of all others.
 
 Note [Certified]: a kernel may copy an operand whose layout or dtype it cannot read, and lay its results out unlike its
 meta kernel says. `certified.txt` lists the ops, and the kinds of operands, for which the capture was found equal to the
@@ -8,18 +8,29 @@ on real tensors of its geometry when it is small enough; what cannot be measured
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from memfit.capture.allocations import allocations
 from memfit.capture.arguments import map_tensors, tensors_of
-from memfit.capture.probe import filled, held_bytes, real_execution, real_like, remembered, signature
-from memfit.torch_private.dispatch import schema_of
+from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes, schema_of
+from memfit.torch_private.kernels import (
+    fp32_precisions,
+    has_onednn,
+    onednn_deterministic,
+    onednn_enabled,
+    onednn_has_bfloat16,
+    onednn_has_float16,
+)
+from memfit.torch_private.profiler import ALLOCATION, TORCH_OP
 from memfit.torch_private.storages import storage_key
 
 MEASURED_LIMIT_BYTES = 1 << 28
@@ -33,13 +44,13 @@ _META = torch.device("meta")
 
 @functools.lru_cache(1)
 def certified_ops() -> dict[str, frozenset[str]]:
-    """The kinds of operands for which each op is certified (Note [Certified])."""
+    """Return the kinds of operands for which each op is certified (Note [Certified])."""
     return {name: frozenset(kinds) for name, *kinds in _lines() if name.startswith("aten.")}
 
 
 @functools.lru_cache(1)
 def inexact() -> dict[str, str]:
-    """Notes on torch functions and gradients, by name, whose steps the sweep found other than captured.
+    """Return notes on torch functions and gradients, by name, whose steps the sweep found other than captured.
 
     These are compositions of kernels: which kernels run, not what one of them does, differs from a real run. A name
     with "low:" in front holds for operands in low precision only.
@@ -53,7 +64,7 @@ def inexact() -> dict[str, str]:
 
 
 def note_on(notes: dict[str, str], function: str, args: Sequence[Any]) -> str | None:
-    """The note on a call of a torch function, if there is one."""
+    """Return the note on a call of a torch function, if there is one."""
     if function in notes:
         return notes[function]
     low = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype in _LOW
@@ -67,7 +78,7 @@ def _lines() -> Iterator[list[str]]:
 
 
 def operand_kind(tensors: Sequence[torch.Tensor]) -> str:
-    """The kind of a call's operands: their layout and, where it is not one of float32 or float64, their dtypes."""
+    """Return the kind of a call's operands: their layout and, unless that is float32 or float64, their dtypes."""
     if any(tensor.numel() == 0 for tensor in tensors):
         layout = "empty"
     elif all(tensor.is_contiguous() for tensor in tensors):
@@ -87,7 +98,7 @@ def _dense_image(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class ResultGeometry:
     """The geometry of a result."""
 
     shape: tuple[int, ...]
@@ -97,7 +108,7 @@ class Made:
     storage_bytes: int
 
     def empty(self) -> torch.Tensor:
-        """A meta tensor of this geometry."""
+        """Return a meta tensor of this geometry."""
         storage = torch.empty(self.storage_bytes, dtype=torch.uint8, device=_META).untyped_storage()
         empty = torch.empty(0, dtype=self.dtype, device=_META)
         return empty.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
@@ -108,10 +119,10 @@ class MeasuredCall:
     """What a real call allocated beyond its results, and the results where each has a storage of its own."""
 
     workspace_bytes: int
-    results: tuple[Made, ...] | None
+    results: tuple[ResultGeometry, ...] | None
 
     def lay_out(self, result: Any) -> Any:
-        """The captured results in the real ones' layout."""
+        """Return the captured results in the real ones' layout."""
         if self.results is None or len(tensors_of((result,))) != len(self.results):
             return result
         real = iter(self.results)
@@ -135,7 +146,7 @@ def measure_call(func: Any, args: Any, kwargs: dict[str, Any]) -> MeasuredCall |
     masks = (t for t in tensors_of((*args, *kwargs.values())) if t.dtype is torch.bool and not t.is_meta)
     with real_execution():
         taken = tuple(int(mask.sum()) for mask in masks)
-    return remembered(("call", taken, *signature(func, args, kwargs)), lambda: _measure(func, args, kwargs))
+    return measured_once(("call", taken, *signature(func, args, kwargs)), lambda: _measure(func, args, kwargs))
 
 
 def _measure(func: Any, args: Any, kwargs: dict[str, Any]) -> MeasuredCall | str:
@@ -151,7 +162,7 @@ def _measure(func: Any, args: Any, kwargs: dict[str, Any]) -> MeasuredCall | str
             pointers = [storage_key(output) for output in outputs]
             given = {storage_key(tensor) for tensor in tensors_of((*args, *kwargs.values()))}
             own = len(set(pointers)) == len(pointers) and given.isdisjoint(pointers)
-            results = tuple(map(_made, outputs)) if own else None
+            results = tuple(map(_result_geometry, outputs)) if own else None
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     finally:
@@ -160,7 +171,7 @@ def _measure(func: Any, args: Any, kwargs: dict[str, Any]) -> MeasuredCall | str
 
 
 def _real(value: Any, writes: bool) -> Any:
-    """Known tensors, or copies where the call writes; stand-ins for others; and no generators of the user's."""
+    """Return known tensors, copies where the call writes, made-up ones for others, and no generators of the user's."""
     if isinstance(value, torch.Tensor):
         if value.is_meta:
             return real_like(value)
@@ -176,11 +187,177 @@ def _real(value: Any, writes: bool) -> Any:
     return None if isinstance(value, torch.Generator) else value
 
 
-def _made(tensor: torch.Tensor) -> Made:
-    return Made(
+def _result_geometry(tensor: torch.Tensor) -> ResultGeometry:
+    return ResultGeometry(
         tuple(tensor.size()),
         tensor.stride(),
         int(tensor.storage_offset()),
         tensor.dtype,
         tensor.untyped_storage().nbytes(),
     )
+
+
+# -- The internal allocations of a CPU kernel, measured by running it once on tensors of its shapes -------------------
+#
+# Only for kernels whose choice of layout is the vendor library's own and changes with the machine (oneDNN's
+# convolutions, recurrent layers and low-precision products); what ATen allocates itself is in the rules.
+
+
+@contextlib.contextmanager
+def real_execution() -> Iterator[None]:
+    """Run ops inside the block for real, without the capture's modes and in the grad mode of the moment."""
+    with disable_current_modes(), DisableTorchFunction():
+        yield
+
+
+def probe_workspace(func: Any, args: Any, kwargs: dict[str, Any]) -> int:
+    """Return the bytes that the kernel holds at its highest beyond its results."""
+    with real_execution():
+        args, kwargs = map_tensors(args, real_like), map_tensors(kwargs, real_like)
+        func(*args, **kwargs)
+        with allocations() as events:
+            result = func(*args, **kwargs)
+        del result
+    return held_bytes(events)
+
+
+def held_bytes(events: Iterable[AllocatorEvent]) -> int:
+    """Return the bytes held at the highest point beyond those that are left in the end."""
+    alive: dict[int, int] = {}
+    level = peak = 0
+    for event in events:
+        if event.bytes > 0:
+            alive[event.address] = event.bytes
+            level += event.bytes
+        else:  # what was allocated earlier, and is only freed here, is not the kernel's
+            level -= alive.pop(event.address, 0)
+        peak = max(peak, level)
+    return peak - level
+
+
+_PROBED: dict[Any, Any] = {}
+_Measurement = TypeVar("_Measurement")
+
+
+def measured_once(key: Any, probe: Callable[[], _Measurement]) -> _Measurement:
+    """Return a measurement, made once a process for each key and all settings by which kernels are chosen."""
+    full = (torch.get_num_threads(), *_kernel_choices(), key)
+    if full not in _PROBED:
+        _PROBED[full] = probe()
+    return _PROBED[full]
+
+
+def _kernel_choices() -> tuple[Any, ...]:
+    """Return the settings by which torch chooses CPU kernels; the instruction set cannot change within a process."""
+    return (
+        onednn_enabled(),
+        onednn_deterministic(),
+        torch.are_deterministic_algorithms_enabled(),
+        *fp32_precisions("matmul", "conv", "rnn"),
+    )
+
+
+def vendor_has(dtype: torch.dtype) -> bool:
+    """Ask torch whether oneDNN is used for this floating point dtype on this machine (mkldnn/Utils.h)."""
+    if not has_onednn or not onednn_enabled():
+        return False
+    with real_execution():
+        if dtype == torch.bfloat16:
+            return onednn_has_bfloat16()
+        if dtype == torch.float16:
+            return onednn_has_float16()
+    return dtype == torch.float32
+
+
+def signature(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what the internal allocations of a call depend on."""
+    tensors = tensors_of((*args, *kwargs.values()))
+    rest = repr(map_tensors((args, kwargs), lambda _: None))
+    return (func, rest, *((tuple(t.shape), t.stride(), t.dtype) for t in tensors))
+
+
+def real_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a real tensor of the same geometry; integers are zeros, so that they are valid as indices."""
+    return filled(tensor.size(), tensor.stride(), tensor.dtype) if tensor.is_meta else tensor
+
+
+def filled(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Return a real tensor of this geometry, of small numbers; its elements may share memory."""
+    last = sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    value = 0.01 if dtype.is_floating_point or dtype.is_complex else 0
+    flat = torch.full((0 if 0 in size else last + 1,), value, dtype=dtype, device="cpu")
+    return flat.as_strided(size, stride)
+
+
+# -- What the CPU allocator does while something runs, as torch's profiler records it ---------------------------------
+
+
+_STDERR = 2
+_CHATTER = b"SyncActivityProfilerHandler"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllocatorEvent:
+    """One allocation (positive bytes) or free (negative) and the ops it happened in, outermost first."""
+
+    bytes: int
+    address: int
+    ops: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def allocations() -> Iterator[list[AllocatorEvent]]:
+    """Record every allocation and free of the CPU allocator inside the block, in order; the list is filled at its end.
+
+    Frees on threads that the profiler does not know (Gloo's) are missing.
+    """
+    events: list[AllocatorEvent] = []
+    # torch.profiler.profile would warn or parse every event into Python objects that nobody reads, which takes longer
+    # than the step; the tree of events is all that is needed.
+    profiler = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
+    with _without_chatter():
+        profiler.__enter__()
+    try:
+        yield events
+    finally:
+        with _without_chatter():
+            profiler.__exit__(None, None, None)
+    assert profiler.kineto_results is not None
+    events.extend(_collect(profiler.kineto_results.experimental_event_tree()))
+
+
+def _collect(roots: list[Any]) -> list[AllocatorEvent]:
+    """Return the CPU's events of the profiler's trees in order of time."""
+    found: list[tuple[int, AllocatorEvent]] = []
+    stack: list[tuple[Any, tuple[str, ...]]] = [(root, ()) for root in reversed(roots)]
+    while stack:
+        event, ops = stack.pop()
+        children = event.children
+        if children:
+            inner = (*ops, event.name) if event.tag == TORCH_OP else ops
+            stack.extend([(child, inner) for child in reversed(children)])
+        elif event.tag == ALLOCATION:  # has no children
+            fields = event.extra_fields
+            if fields.device.type == "cpu":
+                record = AllocatorEvent(bytes=fields.alloc_size, address=fields.ptr or 0, ops=ops)
+                found.append((event.start_time_ns, record))
+    found.sort(key=lambda pair: pair[0])
+    return [event for _, event in found]
+
+
+@contextlib.contextmanager
+def _without_chatter() -> Iterator[None]:
+    """Keep the profiler's two lines a session off the user's terminal; anything else that was written passes."""
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as written:
+        saved = os.dup(_STDERR)
+        os.dup2(written.fileno(), _STDERR)
+        try:
+            yield
+        finally:
+            os.dup2(saved, _STDERR)
+            os.close(saved)
+            written.seek(0)
+            for line in written:
+                if _CHATTER not in line:
+                    os.write(_STDERR, line)

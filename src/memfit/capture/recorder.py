@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import math
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
 
-from memfit.capture.arguments import GENERATOR, ArgumentTable, generators_of, is_wrapper, map_tensors, tensors_of
-from memfit.capture.calls import CallTracker
-from memfit.capture.chance import Chance
-from memfit.capture.engine import SEEN_DIFFERENTLY, adds_in_place, in_place_in_backward, sole_owner_counts
-from memfit.capture.errors import (
-    BAD_SHAPES,
-    DATA_DEPENDENT,
-    NO_KERNEL,
-    NO_META_KERNEL,
-    RAISED_BY_STEP,
-    SPARSE,
-    CaptureError,
+from memfit.capture.arguments import (
+    GENERATOR,
+    ArgumentTable,
+    TensorRefTable,
+    generators_of,
+    is_wrapper,
+    map_tensors,
+    tensors_of,
 )
-from memfit.capture.execution import INDEXING, Executor, OpInfo, Outcome, written_by
+from memfit.capture.autograd_engine import SEEN_DIFFERENTLY, adds_in_place, in_place_in_backward, sole_owner_counts
+from memfit.capture.call_stack import CallTracker, SourceTable
+from memfit.capture.errors import CaptureError, explain_failure, is_of_an_op, refusal_of
+from memfit.capture.execution import INDEXING, Executor, OpInfo, OpResult, written_by
 from memfit.capture.kernels import inexact
-from memfit.capture.record import NEVER, Category, Op, Phase, Storage, TensorRef
+from memfit.capture.random_paths import RandomDraws
 from memfit.capture.rules import RuleContext, Rules
-from memfit.capture.source import SourceTable
 from memfit.capture.storages import BATCH, HOST, StorageDraft, StorageTable
+from memfit.capture.trace_types import NEVER, Category, Op, Phase, Storage, TensorRef
 from memfit.torch_private.autograd import current_autograd_node, next_sequence_number, sequence_number
 from memfit.torch_private.dispatch import DisableTorchFunction, TorchDispatchMode, disable_current_modes, schema_of
 from memfit.torch_private.storages import storage_key
@@ -39,29 +35,17 @@ _aten = torch.ops.aten
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
 _PLACE = "_memfit_place"
-_NO_KERNEL = re.compile(r"not implemented for '\w+'")
-"""How torch says that a kernel does not take a dtype."""
 _COPIES = (_aten._to_copy.default, _aten.copy_.default, _aten.index.Tensor, _aten.index_put_.default)
-
-
-@dataclass(frozen=True, slots=True)
-class _Geometry:
-    """Shape, stride and dtype of tensors, and the bytes behind one, counting an expanded dimension once."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: str
-    touched_bytes: int
 
 
 class Recorder(TorchDispatchMode):
     """Runs every op through the executor and keeps the record."""
 
     def __init__(
-        self, *, context: RuleContext, rules: Rules, calls: CallTracker, sources: SourceTable, chance: Chance
+        self, *, context: RuleContext, rules: Rules, calls: CallTracker, sources: SourceTable, draws: RandomDraws
     ) -> None:
         super().__init__()
-        self.chance = chance
+        self.draws = draws
         sole_owner_counts()
         self.device_type = context.device_type
         self.table = StorageTable(context.device_type)
@@ -83,16 +67,14 @@ class Recorder(TorchDispatchMode):
         self._op_of_sequence: dict[int, int] = {}
         self._saved_numbers: dict[int, int] = {}
         self._last_of_node: dict[int, int] = {}
-        self._refs: dict[Any, TensorRef] = {}
-        self._geometries: dict[Any, _Geometry] = {}
-        self._geometry_of: dict[int, _Geometry] = {}
+        self._refs = TensorRefTable()
         self._arguments = ArgumentTable()
         self._inexact = inexact() if context.device_type == "cpu" else {}
         self._generators: dict[torch.Generator, torch.Tensor] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Dynamo is never near a capture; its guard would cost every op some microseconds."""
+        """Return False: Dynamo is never near a capture, and its guard would cost every op some microseconds."""
         return False
 
     @property
@@ -139,30 +121,22 @@ class Recorder(TorchDispatchMode):
     def explain(self, error: Exception, place: str = "") -> CaptureError:
         """Return the exception as an error about the user's step: an op that failed, or what their code raised."""
         op, module, source = getattr(error, _PLACE, ("", place or self._place(), 0))
-        said = _first_line(error)
-        if op and isinstance(error, (RuntimeError, ValueError, IndexError, TypeError)):
-            usual = SPARSE if "parse" in str(error) else BAD_SHAPES
-            advice = getattr(error, "advice", NO_KERNEL if "not implemented for '" in said else usual)
-            problem = said or type(error).__name__
-        else:
-            op, problem, advice = "", f"{type(error).__name__}{f': {said}' if said else ''}", RAISED_BY_STEP
+        if op and not is_of_an_op(error):
+            op = ""
+        if not op:
             source = self.sources.raised(error)
-        return CaptureError(problem, op=op, module=module, source=self.sources.sources[source], advice=advice)
+        return explain_failure(error, op=op, module=module, source=self.sources.sources[source])
 
     def _refusal(self, func: Any, error: Exception) -> CaptureError | None:
-        """The error to raise instead of a meta kernel's, where the reason is plain."""
-        tags = func.tags
-        if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
-            problem, advice = "the step depends on the values of a tensor", DATA_DEPENDENT
-        elif isinstance(error, NotImplementedError) and not _NO_KERNEL.search(str(error)):
-            problem, advice = "this op has no meta kernel", NO_META_KERNEL
-        else:
+        """Return the error to raise instead of a meta kernel's, where the reason is plain."""
+        reason = refusal_of(func, error)
+        if reason is None:
             return None
         source = self.sources.sources[self.sources.here(3)]
-        return CaptureError(problem, op=str(func), module=self.calls.path, source=source, advice=advice)
+        return CaptureError(reason[0], op=str(func), module=self.calls.path, source=source, advice=reason[1])
 
     def _refuse_strangers(self, tensors: list[torch.Tensor], op: str) -> None:
-        """A leaf that takes gradients must be the model's: its own could not be told from the user's real one."""
+        """Refuse a leaf that takes gradients and is not the model's; its gradient could not be told from the user's."""
         for tensor in tensors:
             takes_gradient = tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled()
             if takes_gradient and storage_key(tensor) in self.table.foreign:
@@ -242,7 +216,7 @@ class Recorder(TorchDispatchMode):
         number = self.table.number_of(tensor)
         return number != HOST and self.table.drafts[number].alloc_at >= self.backward_began[-1]
 
-    # -- Note [Chance] ----------------------------------------------------------------------------------------------
+    # -- Note [Random paths] ----------------------------------------------------------------------------------------
 
     def _follow_values(
         self,
@@ -262,7 +236,7 @@ class Recorder(TorchDispatchMode):
             line = self.sources.sources[self.sources.here(3)]
             with disable_current_modes():  # an op in place also returns what it has written to
                 once = {storage_key(each): each for each in known}
-                self.chance.force(func, args, kwargs, list(once.values()), line)
+                self.draws.force(func, args, kwargs, list(once.values()), line)
             lines |= {line}
         if not lines:
             return
@@ -280,7 +254,7 @@ class Recorder(TorchDispatchMode):
             lines = self.table.origins.get(storage_key(tensor))
             if lines:
                 here = self.sources.sources[self.sources.here(2)]
-                self.chance.note_read(sorted(lines - {BATCH}), here)
+                self.draws.note_read(sorted(lines - {BATCH}), here)
                 if BATCH in lines:
                     self.reads_of_batch[here] = None
 
@@ -298,7 +272,7 @@ class Recorder(TorchDispatchMode):
     def _run_paused(
         self, func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor], arguments: str
     ) -> Any:
-        """An op that is not recorded; writing to meta tensors is not even done."""
+        """Run an op that is not recorded; writing to meta tensors is not even done."""
         if func is _aten.lift_fresh.default:
             self.adopt_fresh(tensors[0])
         if func is _aten._local_scalar_dense.default and self._is_unread(tensors[0]):
@@ -329,23 +303,23 @@ class Recorder(TorchDispatchMode):
             generator.set_state(state)
 
     def _call_geometry(self, func: Any, inputs: list[TensorRef], arguments: str) -> tuple[Any, ...]:
-        """All that an op's results depend on, short enough to be looked up quickly."""
-        geometry_of = self._geometry_of
+        """Return all that an op's results depend on, short enough to be looked up quickly."""
+        geometry_of = self._refs.geometry_of
         return (id(func), arguments, *[id(geometry_of[id(ref)]) for ref in inputs])
 
     def _input(self, tensor: torch.Tensor) -> TensorRef:
         number = self.table.known.get(storage_key(tensor))
         if number is None:
             number = self.table.classify(tensor, self.calls.path)
-        return self._ref(tensor, number)
+        return self._refs.ref(tensor, number)
 
     def _parted(self, inputs: list[TensorRef]) -> bool:
-        """Whether an op is given tensors in host memory, other than scalars, together with some on the device."""
+        """Return whether an op is given tensors in host memory, scalars aside, together with some on the device."""
         host = [ref for ref in inputs if ref.storage == HOST and ref.shape]
         return bool(host) and any(ref.storage != HOST for ref in inputs)
 
     def _meet_on_device(self, args: Any, kwargs: dict[str, Any], inputs: list[TensorRef]) -> tuple[Any, dict[str, Any]]:
-        """Tensors in host memory that meet some on the device: those of the step are copied there, others are resident.
+        """Copy the step's tensors in host memory to the device where they meet some there; count others as resident.
 
         A hook that brings a saved tensor back asks for a meta tensor's device, and its copy on the host is one.
         """
@@ -365,7 +339,7 @@ class Recorder(TorchDispatchMode):
         return map_tensors(args, meet), map_tensors(kwargs, meet)
 
     def _stays_in_place(self, tensor: torch.Tensor, kwargs: dict[str, Any]) -> bool:
-        """Whether C++, or a hook, moves a tensor to where the real run would find it already."""
+        """Return whether C++, or a hook, moves a tensor to where the real run would find it already."""
         elsewhere = kwargs.get("device") == _CPU if tensor.is_meta else kwargs.get("device") == _META
         return (
             elsewhere
@@ -377,15 +351,17 @@ class Recorder(TorchDispatchMode):
         )
 
     def _is_unread(self, tensor: torch.Tensor) -> bool:
-        """Whether an optimizer asks for a value that is not known; it only scales an update with it."""
+        """Return whether an optimizer asks for a value that is not known; it only scales an update with it."""
         if not self.table.in_optimizer or self.executor.has_value(tensor):
             return False
         self.notes.add("the optimizer reads values of tensors; no allocation was seen to depend on them")
         return True
 
     def _answer(self, tensor: torch.Tensor) -> float | bool | None:
-        """What a step that logs its loss is told outside any module, and one that tests for numbers that are not
-        finite anywhere; None when it may not ask."""
+        """Return the value that a step reads of a tensor without one; None when it may not ask.
+
+        A step may log its loss outside any module, and test for numbers that are not finite anywhere.
+        """
         if self.table.phase is Phase.BACKWARD or self.executor.has_value(tensor):
             return None
         answer: float | bool | None
@@ -408,7 +384,7 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any],
         inputs: Sequence[TensorRef],
         arguments: str,
-        outcome: Outcome,
+        outcome: OpResult,
         written: list[torch.Tensor],
         needs_grad: bool,
         leaves: bool,
@@ -416,12 +392,12 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         outputs = tensors_of((outcome.result,))
         index = len(self.ops)
-        geometry_of = self._geometry_of
+        geometry_of = self._refs.geometry_of
         phase = self.table.phase
         call, forward_op = self._attribute(index)
         on_device = self._on_device((ref.storage != HOST for ref in inputs), kwargs, leaves)
         made = [
-            self._ref(output, self.table.made(output.untyped_storage(), call, on_device=on_device))
+            self._refs.ref(output, self.table.made(output.untyped_storage(), call, on_device=on_device))
             for output in outputs
         ]
         if not on_device and all(ref.storage == HOST for ref in inputs):
@@ -429,7 +405,7 @@ class Recorder(TorchDispatchMode):
         mutates: tuple[int, ...] = ()
         mutated_op = NEVER
         if written:
-            targets = [self._ref(tensor, self.table.number_of(tensor)) for tensor in written]
+            targets = [self._refs.ref(tensor, self.table.number_of(tensor)) for tensor in written]
             mutates = tuple(dict.fromkeys(ref.storage for ref in targets))
             mutated_op = self._producer(targets[0])
         numbers = [ref.storage for ref in inputs]
@@ -467,7 +443,7 @@ class Recorder(TorchDispatchMode):
         self.table.now = len(self.ops)
 
     def _source(self, forward_op: int) -> int:
-        """The user's line: of the forward op in backward, of the call of `step` in the optimizer, else of this op."""
+        """Return the user's line: the forward op's in backward, the call of `step` in the optimizer, else this op's."""
         if forward_op != NEVER:
             return self.ops[forward_op].source
         if not self.table.in_optimizer:
@@ -494,7 +470,7 @@ class Recorder(TorchDispatchMode):
         return device is not None and torch.device(device).type != "cpu"
 
     def _attribute(self, index: int) -> tuple[int, int]:
-        """The module call an op belongs to and, in backward, the forward op whose gradient it computes."""
+        """Return the module call an op belongs to and, in backward, the forward op whose gradient it computes."""
         current = self.calls.current
         phase = self.table.phase
         if phase is not Phase.BACKWARD or current != NEVER:
@@ -519,28 +495,6 @@ class Recorder(TorchDispatchMode):
         call = self.ops[forward_op].call
         self.calls.backward(call, index)
         return call, forward_op
-
-    def _ref(self, tensor: torch.Tensor, number: int) -> TensorRef:
-        """The one record of this window onto this storage, so that equal records are the same object."""
-        geometry = self._geometries.get((tensor.shape, tensor.stride(), tensor.dtype))
-        if geometry is None:
-            geometry = self._add_geometry(tensor)
-        offset = tensor.storage_offset()
-        key = (number, offset, id(geometry))
-        ref = self._refs.get(key)
-        if ref is None:
-            ref = self._refs[key] = TensorRef(
-                storage=number, shape=geometry.shape, stride=geometry.stride, offset=int(offset), dtype=geometry.dtype
-            )
-            self._geometry_of[id(ref)] = geometry
-        return ref
-
-    def _add_geometry(self, tensor: torch.Tensor) -> _Geometry:
-        shape, stride = tuple(tensor.shape), tensor.stride()
-        count = math.prod(size for size, step in zip(shape, stride, strict=True) if step != 0 or size == 0)
-        geometry = _Geometry(shape, stride, str(tensor.dtype)[6:], count * tensor.element_size())
-        self._geometries[tensor.shape, stride, tensor.dtype] = geometry
-        return geometry
 
     def _producer(self, ref: TensorRef) -> int:
         producer = self._producers.get(id(ref))
@@ -581,7 +535,7 @@ class Recorder(TorchDispatchMode):
             self._last_of_node[first] = last
 
     def _save_number(self, index: int, call: int, inputs: Sequence[TensorRef], needs_grad: bool) -> None:
-        """`x * 2.0` keeps the number for its backward, as a tensor of eight bytes that no hook sees."""
+        """Count the number that `x * 2.0` saves for its backward: a tensor of eight bytes that no hook sees."""
         if len(inputs) == 1 and needs_grad and torch.is_grad_enabled():
             self._saved_numbers[index] = len(self.table.drafts)
             saved_by = {next_sequence_number() - 1}
@@ -590,7 +544,7 @@ class Recorder(TorchDispatchMode):
     # -- the result -------------------------------------------------------------------------------------------------
 
     def frozen_ops(self) -> tuple[Op, ...]:
-        """The ops, with what was learnt about them after they ran."""
+        """Return the ops, with what was learnt about them after they ran."""
         replace = msgspec.structs.replace
         ops = [replace(op, saved=True) if i in self.saved_ops else op for i, op in enumerate(self.ops)]
         for first, last in self._last_of_node.items():
@@ -600,7 +554,7 @@ class Recorder(TorchDispatchMode):
         return tuple(ops)
 
     def frozen_storages(self) -> tuple[Storage, ...]:
-        """The storages with their final categories."""
+        """Return the storages with their final categories."""
         return tuple(
             Storage(
                 bytes=draft.bytes,
@@ -633,20 +587,13 @@ class Recorder(TorchDispatchMode):
 
 
 def _leaves_device(func: Any, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
-    """Whether an op copies from the device to the host. Under `torch.vmap` a number may be what is copied."""
+    """Return whether an op copies from the device to the host. Under `torch.vmap` a number may be what is copied."""
     moves = func is _aten._to_copy.default and kwargs.get("device") == _CPU
     return moves and bool(tensors) and tensors[0].is_meta
 
 
-def _first_line(error: Exception) -> str:
-    try:
-        return str(error).strip().split("\n")[0]
-    except Exception:  # an exception of the user's own may not be able to say itself
-        return ""
-
-
 def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an op that may take random numbers does: attention and recurrent ops without dropout take none."""
+    """Return whether an op that may take random numbers does: attention and recurrent ops without dropout take none."""
     for position, argument in enumerate(schema_of(func).arguments):
         if argument.name in ("dropout_p", "dropout"):
             value = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)

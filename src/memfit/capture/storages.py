@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memfit.capture.record import NEVER, Category, Phase
+from memfit.capture.trace_types import NEVER, Category, Phase
 from memfit.torch_private.storages import key_of, storage_key
 
 BATCH = "the batch"
@@ -78,11 +78,11 @@ class StorageTable:
         self._saved: dict[int, _StorageRef] = {}
 
     def number_of(self, tensor: torch.Tensor) -> int:
-        """The number of the tensor's storage, or `HOST`."""
+        """Return the number of the tensor's storage, or `HOST`."""
         return self.known.get(storage_key(tensor), HOST)
 
     def on_device(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor is, or stands for, one on the target device."""
+        """Return whether the tensor is, or stands for, one on the target device."""
         if self.device_type == "cpu":
             return True
         pointer = storage_key(tensor)
@@ -108,7 +108,7 @@ class StorageTable:
             self.origins[storage_key(tensor)] = frozenset({BATCH})
 
     def in_host_memory(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor was seen, and is not on the target device."""
+        """Return whether the tensor was seen, and is not on the target device."""
         return self.known.get(storage_key(tensor)) == HOST and not self.on_device(tensor)
 
     def hold_host(self, storage: torch.UntypedStorage) -> int:
@@ -124,7 +124,7 @@ class StorageTable:
         return self.adopt(tensor, self.foreign.get(key_of(storage), Category.INPUT), module=module)
 
     def classify(self, tensor: torch.Tensor, module: str) -> int:
-        """The number of an op's input. One never seen before is not the capture's own.
+        """Return the number of an op's input. One never seen before is not the capture's own.
 
         It existed before the step, unless it is a scalar or a short list of indices (`x[:, [-1]]`): those are made
         outside the dispatcher.
@@ -146,7 +146,7 @@ class StorageTable:
         return number
 
     def made(self, storage: torch.UntypedStorage, call: int, *, on_device: bool) -> int:
-        """The number of an op's result."""
+        """Return the number of an op's result."""
         number = self.known.get(key_of(storage))
         if number is not None:
             return number
@@ -180,8 +180,10 @@ class StorageTable:
             self._held[key_of(twin)] = ref
 
     def saved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What autograd is given to hold for a tensor: one on a storage of its own, so that it is seen when nobody
-        else holds the tensor any more."""
+        """Return what autograd holds in the place of a tensor.
+
+        It is on a storage of its own, so that it is seen when nobody else holds the tensor any more.
+        """
         storage = tensor.untyped_storage()
         number = self.known[key_of(storage)]
         if self.drafts[number].alloc_at == NEVER or tensor.is_conj() or tensor.is_neg():
@@ -208,7 +210,7 @@ class StorageTable:
 
     @contextlib.contextmanager
     def pause(self, category: Category) -> Iterator[None]:
-        """What is made in the block and outlives it counts as having existed before the step."""
+        """Count what is made in the block and outlives it as having existed before the step."""
         self.paused = True
         try:
             yield
@@ -262,7 +264,7 @@ class StorageTable:
         self.twins.update({pointer: twin for pointer, twin in before.twins.items() if pointer in self.known})
 
     def close(self) -> None:
-        """The step is over: what is freed from now on was alive at its end."""
+        """End the step: what is freed from now on was alive at its end."""
         self._refs.clear()
         self._closed = True  # whoever looks for leftovers holds the references, whose callbacks go on
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from memfit.capture import Step, Trace
     from memfit.hardware import Target
     from memfit.plans import Plan
-    from memfit.presets.stepping import NamedSteps
+    from memfit.presets.named_steps import NamedSteps
     from memfit.solve import SolveOptions
 
 _TRACE = b"memfit trace"
@@ -122,7 +122,7 @@ def _check_counts(options: StepOptions) -> None:
 @contextmanager
 def asked(of: str = "") -> Iterator[None]:
     """A step that is not there, or cannot be as it was asked for, is wrong usage; what goes wrong inside it is not."""
-    from memfit.presets.problems import WrongRequest
+    from memfit.presets.errors import WrongRequest
 
     try:
         yield

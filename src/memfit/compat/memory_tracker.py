@@ -22,8 +22,8 @@ from torch import nn
 from memfit.capture import Category, Phase, Step, Trace, trace
 from memfit.errors import InputError, StateError
 from memfit.hardware import Device, Target
+from memfit.memory import Timeline
 from memfit.memory.modules import CallMemory, ModuleMemory, Snapshot, module_memory
-from memfit.memory.timeline import Timeline
 
 DeviceSnapshot = dict[torch.device, dict[str, int]]
 

@@ -1,11 +1,15 @@
 """Run time: of an op (roofline or benchmark), of a collective, and of a step by module."""
 
-from memfit.cost.benchmark import Benchmark
+from memfit.cost.benchmark import Benchmark, cost_model
 from memfit.cost.calibration import Calibration, calibrate
-from memfit.cost.collective_benchmark import CollectiveBenchmark, CollectiveTime, CollectiveTimes, fit_link
-from memfit.cost.collective_figures import Algorithm, Collective
-from memfit.cost.collectives import CollectiveCost, CollectiveEstimate, CollectiveModel, Group, collective_ms
-from memfit.cost.models import cost_model
+from memfit.cost.collectives import (
+    Algorithm,
+    Collective,
+    CollectiveEstimate,
+    CollectiveModel,
+    Group,
+    collective_ms,
+)
 from memfit.cost.roofline import Roofline
 from memfit.cost.runtime import Cost, ModuleTime, Runtime
 
@@ -14,12 +18,8 @@ __all__ = [
     "Benchmark",
     "Calibration",
     "Collective",
-    "CollectiveBenchmark",
-    "CollectiveCost",
     "CollectiveEstimate",
     "CollectiveModel",
-    "CollectiveTime",
-    "CollectiveTimes",
     "Cost",
     "Group",
     "ModuleTime",
@@ -28,5 +28,4 @@ __all__ = [
     "calibrate",
     "collective_ms",
     "cost_model",
-    "fit_link",
 ]

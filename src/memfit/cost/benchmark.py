@@ -12,14 +12,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from memfit.capture import Op, Trace
-from memfit.cost.cache import TimeCache
 from memfit.cost.host import measure_host
-from memfit.cost.reuse import cold_fractions
 from memfit.cost.roofline import Roofline, with_host
-from memfit.cost.runtime import Times
-from memfit.cost.timing import OpTime, OpTimer, identity, last_cache_bytes
-from memfit.errors import InputError
-from memfit.hardware import Device, HostTimes
+from memfit.cost.runtime import Cost, Times
+from memfit.cost.timing import OpTime, OpTimer, TimeCache, cold_fractions, identity, last_cache_bytes
+from memfit.errors import InputError, MissingFeatureError
+from memfit.hardware import Device, HostTimes, Target
 
 _HOST_KEY = "host"
 _ROUNDS = 4
@@ -118,3 +116,24 @@ def _progress(show: bool) -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=not (show and console.is_terminal))
+
+
+# -- Choosing a cost model by name ------------------------------------------------------------------------------------
+
+
+MODES = ("operator-level-cost-model", "operator-level-benchmark")
+"""What PyTorch's prototypes call the two."""
+ROOFLINE = ("roofline", MODES[0])
+BENCHMARK = ("benchmark", MODES[1])
+
+
+def cost_model(mode: str, target: str | Device | Target | None = None) -> Cost:
+    """The cost model called 'roofline' or 'benchmark', or by the names that PyTorch's prototypes use.
+
+    The roofline is for the target's device, or for the device of the trace when none is given.
+    """
+    if mode in ROOFLINE:
+        return Roofline() if target is None else Roofline.of(Target.parse(target))
+    if mode in BENCHMARK:
+        return Benchmark()
+    raise MissingFeatureError(f"no cost model is called {mode!r}; write one of {', '.join((*ROOFLINE, *BENCHMARK))}")

@@ -6,19 +6,21 @@ import datetime
 import os
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
+import numpy as np
 import torch
 from rich.console import Console
 
 from memfit.capture import Op, trace
 from memfit.cost.benchmark import Benchmark
-from memfit.cost.fitting import Sample, fit_family
-from memfit.cost.references import reference_steps
+from memfit.cost.host import reference_steps
+from memfit.cost.roofline import Precision, dtype_of, estimate_work, real_flops
+from memfit.cost.runtime import Times
 from memfit.cost.timing import OpTimer, identity
-from memfit.cost.work import Precision, dtype_of, estimate_work, real_flops
 from memfit.errors import InputError
 from memfit.hardware import Device, Efficiency, Family, FamilyEfficiency, HostTimes, Rates, load_device
 from memfit.hardware.device import RATE_NAMES
@@ -141,3 +143,73 @@ def _copy_bytes_per_s(base: Device) -> float:
     source = torch.ones(_COPY_BYTES // 4, device=base.type)
     target = torch.zeros_like(source)
     return 2 * _COPY_BYTES / OpTimer(base.type).run_ms(lambda: target.copy_(source), _COPIES) * 1e3
+
+
+# -- Fits a family's efficiency to measured times: part of the peak, part of the bandwidth, and a fixed time ----------
+
+
+_STEPS = (2.0, 1.3, 1.1, 1.03, 1.01)
+_PASSES = 40
+_LEAST_MS = 1e-5
+_LEAST = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One measured op: its time, and what its FLOPs and bytes would take at the device's peaks."""
+
+    measured_ms: float
+    compute_ms: float
+    memory_ms: float
+
+
+def fit_family(samples: Sequence[Sample], start: FamilyEfficiency) -> FamilyEfficiency:
+    """The factors whose roofline is nearest to the samples; `start` where a factor decides none of them.
+
+    Nearest is the least sum of logarithmic errors, each weighed with the root of its time: both the many small ops
+    and the few large ones must come out.
+    """
+    if not samples:
+        return start
+    measured = np.array([sample.measured_ms for sample in samples])
+    compute = np.array([sample.compute_ms for sample in samples])
+    memory = np.array([sample.memory_ms for sample in samples])
+    weights = np.sqrt(measured)
+
+    def loss(parameters: Times) -> float:
+        rate, bandwidth, overhead = parameters
+        predicted = np.maximum(compute / rate, memory / bandwidth) + overhead
+        return float((weights * np.abs(np.log(predicted / measured))).sum())
+
+    least_ms = max(_LEAST_MS, float(measured.min()))
+    beginnings = product(
+        {start.compute, max(_LEAST, float((compute / measured).max()))},
+        {start.bandwidth, max(_LEAST, float((memory / measured).max()))},
+        (least_ms / 2, least_ms),
+    )
+    best = min((_descended(np.array(each), loss) for each in sorted(beginnings)), key=loss)
+    rate, bandwidth, overhead = best.tolist()
+    return FamilyEfficiency(
+        family=start.family,
+        compute=rate if (compute / rate > memory / bandwidth).any() else start.compute,
+        bandwidth=bandwidth if (memory / bandwidth >= compute / rate).any() else start.bandwidth,
+        overhead_ms=max(_LEAST_MS, overhead),
+    )
+
+
+def _descended(point: Times, loss: Callable[[Times], float]) -> Times:
+    """The point reached by multiplying one parameter at a time while that helps, in ever smaller steps."""
+    least = loss(point)
+    for step in _STEPS:
+        for _ in range(_PASSES):
+            improved = False
+            for place in range(len(point)):
+                for factor in (step, 1 / step):
+                    candidate = point.copy()
+                    candidate[place] *= factor
+                    found = loss(candidate)
+                    if found < least:
+                        point, least, improved = candidate, found, True
+            if not improved:
+                break
+    return point

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from memfit.capture import Phase, Step, Trace, trace
 from memfit.capture.step import call_model
-from memfit.cost.references import tiny_steps
 from memfit.cost.runtime import Times
 from memfit.hardware import Device, HostTimes
 
@@ -93,3 +95,169 @@ def _each_ms(function: Callable[[], object]) -> float:
             function()
         laps.append((time.perf_counter() - began) / (_CALLS // _REPEATS))
     return statistics.median(laps) * 1e3
+
+
+# -- Small training steps in plain torch that hold ops of every family: what calibration measures ---------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How large a reference step is."""
+
+    batch: int
+    length: int
+    width: int
+    layers: int = 3
+    vocabulary: int = 1000
+
+    @property
+    def heads(self) -> int:
+        return max(1, self.width // 32)
+
+
+TINY = Size(batch=1, length=8, width=32, layers=4, vocabulary=64)
+SIZES = (
+    Size(batch=2, length=32, width=64),
+    Size(batch=2, length=128, width=128),
+    Size(batch=4, length=128, width=256),
+    Size(batch=4, length=256, width=128),
+    Size(batch=2, length=256, width=512, vocabulary=4000),
+)
+
+
+class Block(nn.Module):
+    """A transformer block; `plain` spells attention and norm out, as many models do."""
+
+    def __init__(self, size: Size, plain: bool, number: int) -> None:
+        super().__init__()
+        self.heads, self.plain, self.number = size.heads, plain, number
+        self.first, self.second = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
+        self.scale = nn.Parameter(torch.ones(size.width))
+        self.inner = nn.Linear(size.width, 3 * size.width, bias=not plain)
+        self.outer = nn.Linear(size.width, size.width, bias=not plain)
+        self.up = nn.Linear(size.width, 4 * size.width)
+        self.gate = nn.Linear(size.width, 4 * size.width) if plain else None
+        self.down = nn.Linear(4 * size.width, size.width)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor, cosine: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = x + self.dropout(self.outer(self.attend(self.norm(x, self.first), cosine, mask)))
+        h = self.norm(x, self.second)
+        h = F.gelu(self.up(h)) if self.gate is None else F.silu(self.gate(h)) * self.up(h)
+        return x + self.dropout(self.down(h))
+
+    def norm(self, x: torch.Tensor, layer: nn.LayerNorm) -> torch.Tensor:
+        if not self.plain:
+            return layer(x)
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.scale
+
+    def attend(self, x: torch.Tensor, cosine: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        split = (x.size(0), x.size(1), self.heads, -1)
+        query, key, value = (part.view(split).transpose(1, 2) for part in self.inner(x).chunk(3, dim=-1))
+        query = query * cosine + torch.cat((-key, query), dim=-1)[..., : query.size(-1)] * cosine
+        if not self.plain:
+            dropout = 0.1 if self.number % 3 == 1 else 0.0
+            mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.number % 3 == 0, dropout_p=dropout)
+        else:
+            scores = query @ key.transpose(-1, -2) / key.size(-1) ** 0.5
+            scores = self.dropout(scores.masked_fill(mask, -1e9).softmax(-1))
+            mixed = scores @ value
+        return mixed.transpose(1, 2).reshape(x.shape)
+
+
+class Language(nn.Module):
+    """Embedding, blocks, head and cross entropy."""
+
+    def __init__(self, size: Size, plain: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(size.vocabulary, size.width)
+        self.blocks = nn.ModuleList(Block(size, plain, number) for number in range(size.layers))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+        angles = torch.outer(torch.arange(size.length).float(), torch.rand(size.width // size.heads))
+        self.register_buffer("cosine", angles.cos(), persistent=False)
+        self.register_buffer("mask", torch.ones(size.length, size.length).triu(1).bool(), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.cosine, self.mask)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+
+class Image(nn.Module):
+    """Convolutions with the usual norms and activations."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, width, 3, padding=1),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.GroupNorm(4, width),
+            nn.SiLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(width, 2 * width, 1),
+            nn.Sigmoid(),
+            nn.Conv2d(2 * width, 2 * width, 3, stride=2, padding=1, groups=2 * width),
+            nn.Upsample(scale_factor=2),
+            nn.Tanh(),
+            nn.AdaptiveAvgPool2d(1),
+        )
+        self.head = nn.Linear(2 * width, 10)
+
+    def forward(self, image: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.body(image).flatten(1)), label)
+
+
+class Recurrent(nn.Module):
+    """A recurrent network."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(width, width, batch_first=True)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.recurrent(x)[0][:, -1]), label)
+
+
+def language_step(size: Size, *, plain: bool, autocast: torch.dtype | None = None) -> Step:
+    """A language model's step with AdamW, in bf16 where autocast says so."""
+    tokens = torch.randint(0, size.vocabulary, (size.batch, size.length))
+    return Step(Language(size, plain), tokens, optimizer=partial(torch.optim.AdamW, lr=1e-4), autocast=autocast)
+
+
+def image_step(width: int, side: int) -> Step:
+    """A convolutional network's step with SGD."""
+    batch = (torch.randn(4, 3, side, side), torch.randint(0, 10, (4,)))
+    return Step(Image(width), batch, optimizer=partial(torch.optim.SGD, lr=1e-3, momentum=0.9))
+
+
+def sequence_step(width: int, length: int) -> Step:
+    """A recurrent network's step with Adam."""
+    batch = (torch.randn(8, length, width), torch.randint(0, 10, (8,)))
+    return Step(Recurrent(width), batch, optimizer=partial(torch.optim.Adam, lr=1e-4))
+
+
+def reference_steps() -> Iterator[tuple[str, Step]]:
+    """The steps whose ops calibration measures."""
+    for size in SIZES:
+        name = f"{size.batch} x {size.length} x {size.width}"
+        yield f"language model, {name}", language_step(size, plain=False)
+        yield f"spelt out, {name}", language_step(size, plain=True)
+    yield "bf16 language model", language_step(SIZES[1], plain=False, autocast=torch.bfloat16)
+    yield "bf16 language model", language_step(SIZES[2], plain=True, autocast=torch.bfloat16)
+    for width, side in ((16, 16), (32, 32), (64, 32)):
+        yield f"images, {width} x {side}", image_step(width, side)
+    for width, length in ((32, 16), (128, 64)):
+        yield f"recurrent, {width} x {length}", sequence_step(width, length)
+
+
+def tiny_steps() -> Iterator[Step]:
+    """Steps so small that the host decides their time."""
+    yield language_step(TINY, plain=False)
+    yield language_step(TINY, plain=True)
+    yield image_step(8, 8)

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import re
 import statistics
+import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import torch
+
+from memfit.capture import Op, TensorRef, Trace
+from memfit.capture.arguments import call_of, real_tensor
+from memfit.cost.roofline import index_bound, item_bytes_of
+from memfit.cost.runtime import Times
+from memfit.errors import InputError
+from memfit.hardware.device import DeviceType
 
 try:
     import resource
 except ImportError:  # not on Windows
     resource = None
 
-from memfit.capture import Op, TensorRef
-from memfit.capture.arguments import call_of, real_tensor
-from memfit.cost.work import index_bound
-from memfit.hardware.device import DeviceType
 
 _REPEATS = 15
 _COLD_REPEATS = 5
@@ -160,3 +169,141 @@ def last_cache_bytes() -> int:
         return os.sysconf("SC_LEVEL3_CACHE_SIZE") or _USUAL_CACHE_BYTES
     except (ValueError, OSError):
         return _USUAL_CACHE_BYTES
+
+
+# -- Measured times on disk, one file for each device, torch version and number of threads ----------------------------
+
+
+ENVIRONMENT = "MEMFIT_CACHE"
+
+
+def cache_folder() -> Path:
+    """Where measured times are kept: MEMFIT_CACHE, or memfit in the user's cache folder."""
+    given = os.environ.get(ENVIRONMENT)
+    if given:
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memfit"
+
+
+class TimeCache:
+    """Times by key in one file. What others wrote meanwhile is kept when this one is saved."""
+
+    def __init__(self, identity: str, folder: Path | None = None) -> None:
+        name = re.sub(r"[^A-Za-z0-9.]+", "-", identity).strip("-")
+        self.path = (folder or cache_folder()) / f"times-{name}.json"
+        self.times: dict[str, list[float]] = self._read()
+
+    def _read(self) -> dict[str, list[float]]:
+        try:
+            return msgspec.json.decode(self.path.read_bytes(), type=dict[str, list[float]])
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.DecodeError) as error:
+            raise InputError(f"the measured times in {self.path} cannot be read ({error}); delete the file") from error
+
+    def save(self) -> None:
+        """Write what is known, at once or not at all."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.times = {**self._read(), **self.times}
+        handle, name = tempfile.mkstemp(dir=self.path.parent, suffix=".tmp")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(msgspec.json.encode(dict(sorted(self.times.items()))))
+            os.replace(name, self.path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+            raise
+
+
+# -- How much of what an op touches is still in the cache -------------------------------------------------------------
+#
+# An op that is timed again and again on the same tensors finds them in the cache; in a step it often does not. The
+# reuse distance of a tensor is how many bytes were touched since it was touched last, counted around the step for
+# what lives longer. What is beyond the cache comes from memory. New storages take the place of those freed last, as
+# a stack would: their distance is that of the last moment at which memory stood as high.
+
+
+def cold_fractions(trace: Trace, cache_bytes: int) -> Times:
+    """The part of each op's bytes, between 0 and 1, that comes from memory rather than from a cache of this size.
+
+    Nothing does when the whole step fits in it, however often its bytes are touched.
+    """
+    touched = [_touched(trace, op) for op in trace.ops]
+    levels, tops, made = _levels(trace)
+    lasting = {storage for each in touched for storage in each if trace.storages[storage].alloc_at < 0}
+    if sum(trace.storages[storage].bytes for storage in lasting) + max(tops, default=0) <= cache_bytes:
+        return np.zeros(len(touched))
+    totals = np.array([sum(each.values()) for each in touched], dtype=np.float64)
+    clock = np.concatenate(([0.0], np.cumsum(totals))).tolist()
+    step_bytes = clock[-1]
+    last: dict[int, float] = {}
+    for index, each in enumerate(touched):
+        for storage in each:
+            last[storage] = clock[index + 1] - step_bytes
+    heights = _Heights()
+    for index, top in enumerate(tops):
+        heights.reached(top, clock[index + 1] - step_bytes)
+    cold = np.zeros(len(touched))
+    for index, each in enumerate(touched):
+        now, new = clock[index], made[index]
+        for storage, n_bytes in each.items():
+            before = heights.last_above(levels[index]) if storage in new else last.get(storage, -step_bytes)
+            if now - before > cache_bytes:
+                cold[index] += n_bytes
+            last[storage] = clock[index + 1]
+        heights.reached(tops[index], clock[index + 1])
+    return np.divide(cold, totals, out=np.zeros_like(cold), where=totals > 0)
+
+
+class _Heights:
+    """When memory last stood at least at some height: a stack of falling heights."""
+
+    def __init__(self) -> None:
+        self._falling: list[tuple[int, float]] = []
+
+    def reached(self, height: int, when: float) -> None:
+        while self._falling and self._falling[-1][0] <= height:
+            self._falling.pop()
+        self._falling.append((height, when))
+
+    def last_above(self, height: int) -> float:
+        low, high = 0, len(self._falling)
+        while low < high:
+            middle = (low + high) // 2
+            if self._falling[middle][0] > height:
+                low = middle + 1
+            else:
+                high = middle
+        return self._falling[low - 1][1] if low else float("-inf")
+
+
+def _touched(trace: Trace, op: Op) -> dict[int, int]:
+    found: dict[int, int] = {}
+    if op.view:
+        return found
+    for ref in (*op.inputs, *op.outputs):
+        if ref.storage >= 0:
+            n_bytes = item_bytes_of(ref.dtype)
+            for size, stride in zip(ref.shape, ref.stride, strict=True):
+                n_bytes *= size if stride else 1
+            found[ref.storage] = max(found.get(ref.storage, 0), min(n_bytes, trace.storages[ref.storage].bytes))
+    return found
+
+
+def _levels(trace: Trace) -> tuple[list[int], list[int], list[set[int]]]:
+    """Memory of the step before each op and while it runs, and the storages that each op makes."""
+    made: list[set[int]] = [set() for _ in trace.ops]
+    freed: dict[int, int] = defaultdict(int)
+    for number, storage in enumerate(trace.storages):
+        if storage.alloc_at >= 0:
+            made[storage.alloc_at].add(number)
+            if storage.free_after >= 0:
+                freed[storage.free_after] += storage.bytes
+    levels, tops, level = [], [], 0
+    for index in range(len(trace.ops)):
+        levels.append(level)
+        level += sum(trace.storages[number].bytes for number in made[index])
+        tops.append(level)
+        level -= freed[index]
+    return levels, tops, made

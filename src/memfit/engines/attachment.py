@@ -18,12 +18,18 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from memfit.errors import StateError
+from memfit.torch_private.compiler import COMPILE_WRAPPER
+from memfit.torch_private.frames import frame_above
+
+if TYPE_CHECKING:
+    from memfit.engines.local import Applied
+
 
 Handler = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _forwards: weakref.WeakKeyDictionary[nn.Module, PlannedForward] = weakref.WeakKeyDictionary()
@@ -100,7 +106,8 @@ class PlannedForward:
         self.before: Callable[..., Any] | None = module.__dict__.get("forward")
         """What the dictionary had; None for the class's own, which is looked up at each call: classes are swapped."""
         self.handler: Handler | None = handler
-        original = self._original(module)
+        self._run_planned = _run_planned_eagerly()
+        original = self.original(module)
         self.__func__ = self._function(original)
         functools.update_wrapper(self, original)
         self.__dict__.pop("__wrapped__")
@@ -116,29 +123,22 @@ class PlannedForward:
         """The original's, of which `torch.export` tells the line."""
         module = self._module()
         assert module is not None
-        return self._original(module).__code__  # type: ignore[attr-defined]
+        return self.original(module).__code__  # type: ignore[attr-defined]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.handler is not None and torch.is_grad_enabled() and not torch.compiler.is_exporting():
-            return self._run_planned(args, kwargs)
-        module, args = self._without_module(args)
-        return self._original(module)(*args, **kwargs)
+            return self._run_planned(self, args, kwargs)
+        module, args = self.without_module(args)
+        return self.original(module)(*args, **kwargs)
 
-    # All of it, `_original` included: at a graph break Dynamo makes a bound method again as `module.forward`, which is
-    # this object, and the handler would be given itself to run.
-    @torch.compiler.disable(reason=_NOT_COMPILED)
-    def _run_planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module, args = self._without_module(args)
-        assert self.handler is not None
-        return self.handler(module, self._original(module), args, kwargs)
-
-    def _without_module(self, args: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...]]:
+    def without_module(self, args: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...]]:
         """Take the module off, where this has been bound once more: `unwrap_model(model, keep_fp32_wrapper=False)`."""
         module = self._module()
         assert module is not None
         return module, args[1:] if args and args[0] is module else args
 
-    def _original(self, module: nn.Module) -> Callable[..., Any]:
+    def original(self, module: nn.Module) -> Callable[..., Any]:
+        """Return what `forward` was before the plan."""
         return _class_forward(module) if self.before is None else self.before
 
     def _function(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,12 +160,30 @@ class PlannedForward:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         module = self._module()
         assert module is not None
-        return copy.deepcopy(self._original(module), memo)
+        return copy.deepcopy(self.original(module), memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         module = self._module()
         assert module is not None
-        return self._original(module).__reduce_ex__(protocol)
+        return self.original(module).__reduce_ex__(protocol)
+
+
+@functools.cache
+def _run_planned_eagerly() -> Callable[[PlannedForward, tuple[Any, ...], dict[str, Any]], Any]:
+    """Return what calls the handler of a forward, kept out of compiled graphs.
+
+    Made when a plan is applied, because it imports `torch._dynamo`, which takes seconds.
+    """
+
+    # All of it, `original` included: at a graph break Dynamo makes a bound method again as `module.forward`, which is
+    # the planned forward, and the handler would be given itself to run.
+    @torch.compiler.disable(reason=_NOT_COMPILED)
+    def run_planned(forward: PlannedForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module, args = forward.without_module(args)
+        assert forward.handler is not None
+        return forward.handler(module, forward.original(module), args, kwargs)
+
+    return run_planned
 
 
 class _WithoutPlan:
@@ -215,3 +233,37 @@ def _class_forward(module: nn.Module) -> Callable[..., Any]:
         if "forward" in kind.__dict__:
             return kind.__dict__["forward"].__get__(module, type(module))
     raise AttributeError(f"{type(module).__name__} has no forward")
+
+
+# -- The outermost module of a planned model: all of it runs eagerly, also where torch.compile is asked for -----------
+
+
+class Outermost:
+    """Passes calls of the model on. Handlers are not compiled, nor is what they call: compiled parts between planned
+    units would save other tensors than the plan knows."""
+
+    def __init__(self, applied: Applied, inner: Handler | None) -> None:
+        self._applied = applied
+        self.inner = inner
+        self._looked = False
+
+    def __call__(
+        self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if not self._looked:
+            self._looked = True
+            if called_by_compiler():
+                self._applied.warn_compiled()
+        if self.inner is not None:
+            return self.inner(model, forward, args, kwargs)
+        return forward(*args, **kwargs)
+
+
+def called_by_compiler() -> bool:
+    """Whether this runs in a call of what torch.compile returned."""
+    frame = frame_above(1)
+    while frame is not None:
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == COMPILE_WRAPPER:
+            return True
+        frame = frame.f_back
+    return False

@@ -10,25 +10,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from memfit.capture.calls import is_container
+from memfit.capture.call_stack import is_container
 from memfit.capture.optimizers import implementations, set_flags, set_implementation
-from memfit.engines.attachment import Handler, attach, attached, detach
+from memfit.engines.attachment import Handler, Outermost, attach, attached, detach
+from memfit.engines.compiled_policy import RunPolicy
 from memfit.engines.loop_watch import LoopWatch, WatchedUnit, user_level
 from memfit.engines.loss import LossRegion
-from memfit.engines.mode import Mode
-from memfit.engines.optimizers import OptimizerLike, resolve_optimizers
-from memfit.engines.outermost import Outermost
-from memfit.engines.phase import Calls, Phase, needs_step
-from memfit.engines.policy import RunPolicy
-from memfit.engines.replicas import check_replicas
+from memfit.engines.phase import Calls, Mode, Phase, needs_step
 from memfit.engines.sharded import check_ranks, shard_as_planned
 from memfit.engines.unit import PlannedUnit
 from memfit.errors import InputError, PlanDrift, StateError
-from memfit.plans import Checkpoint, Plan, PlanMismatch, model_differences
+from memfit.plans import Checkpoint, DdpPlan, Plan, PlanMismatch, model_differences
 from memfit.plans.mismatch import optimizer_differences
 from memfit.plans.wrappers import named_modules, unwrap, wrappers_of
 from memfit.torch_private.pytree import tree_leaves
@@ -118,9 +116,19 @@ class Applied:
         """Say once that the loss is another than planned, or something else is computed before it."""
         self._warn_once(
             "other loss",
-            f"the plan recomputes the loss, and what follows the model is not the planned loss: {differs}. It runs "
-            "without its policy: exact, but larger than planned. Compute metrics after the loss, or plan the step as "
-            "it is",
+            f"the plan recomputes the loss, and what follows the model is not the planned loss: {differs}. From there "
+            "on it runs without its policy: exact, but larger than planned. Give plan.loss a function of the model's "
+            "output that computes the planned loss, metrics after it, or plan the step as it is",
+        )
+
+    def warn_loss_missing(self) -> None:
+        """Say once that a loss outside the model did not go through `plan.loss`."""
+        more = max((entry.discarded_bytes for entry in self.plan.checkpoint if entry.is_loss), default=0)
+        self._warn_once(
+            "loss missing",
+            "this plan recomputes the loss, which is computed outside the model, and the loss of this backward did not "
+            f"go through plan.loss: it ran without its policy, {display_bytes(more)} larger than planned. Write "
+            "loss_function = plan.loss(loss_function) before the loop, or plan with SolveOptions(forbid=('<loss>',))",
         )
 
     def warn_evaluated(self, unit: str, result: Any) -> None:
@@ -164,6 +172,8 @@ class Applied:
     def detach(self) -> None:
         """Give all modules back."""
         self.reset()
+        for region in self._losses:
+            region.close()
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
@@ -211,14 +221,11 @@ class Applied:
                 "because compiled code would save other tensors than planned. Do not compile them, or call "
                 "plan.remove(model) to compile them without the plan",
             )
-        loss = ""
-        if self._losses:
-            loss = " The loss, which the plan recomputes, runs without its policy, so the step needs more than planned."
         return self._warn_once(
             "compiled",
             "this model runs a memfit plan and is called through torch.compile: all of it runs eagerly, because "
-            f"compiled parts would save other tensors than planned.{loss} Train the model itself (compiled._orig_mod) "
-            "for the same without the compiler, or call plan.remove(model) to compile it without the plan",
+            "compiled parts would save other tensors than planned. Train the model itself (compiled._orig_mod) for "
+            " the same without the compiler, or call plan.remove(model) to compile it without the plan",
         )
 
     def leave_inputs(self) -> None:
@@ -388,3 +395,52 @@ def _check_units(plan: Plan, model: nn.Module) -> None:
             raise StateError(
                 f"module {entry.module!r} already runs the plan of another model that it is part of; remove that first"
             )
+
+
+# -- The optimizers that a user gives to `apply`, inside what libraries wrap them in ----------------------------------
+
+
+OptimizerLike = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+
+
+def resolve_optimizers(given: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers themselves: one, several or none, without accelerate's, Lightning's or others' wrappers."""
+    if given is None:
+        return []
+    if isinstance(given, (tuple, list)):
+        return [optimizer for each in given for optimizer in resolve_optimizers(each)]
+    optimizer, seen = given, set()
+    while id(optimizer) not in seen:
+        seen.add(id(optimizer))
+        inner = getattr(optimizer, "optimizer", None)
+        if isinstance(inner, torch.optim.Optimizer):
+            optimizer = inner
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(
+            f"apply takes the model's optimizer, a torch.optim.Optimizer, or a list of them, not a "
+            f"{type(given).__name__}"
+        )
+    return [optimizer]
+
+
+# -- A plan for DistributedDataParallel on the model that is, or will be, wrapped in it -------------------------------
+
+
+def check_replicas(ddp: DdpPlan, model: nn.Module) -> None:
+    """Refuse another number of ranks than the plan has, and a wrapper that keeps other buckets than it counts on.
+
+    The caller wraps the model, before or after: what is not there yet cannot be looked at.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() != ddp.ranks:
+        ranks = dist.get_world_size()
+        raise InputError(
+            f"this plan replicates the model on {ddp.ranks} ranks, and here are {ranks}; start as many, or plan with "
+            f"ranks={ranks}"
+        )
+    if not isinstance(model, DistributedDataParallel):
+        return
+    if ddp.gradient_as_bucket_view and not model.gradient_as_bucket_view:
+        raise InputError(
+            "this plan counts on gradients that are views of DDP's buckets, and the model keeps both; wrap it with "
+            "DistributedDataParallel(model, gradient_as_bucket_view=True), or plan without"
+        )

@@ -24,8 +24,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfit.engines.attachment import Handler
-from memfit.engines.mode import Mode
-from memfit.engines.rerun import running_again
+from memfit.engines.phase import Mode
+from memfit.engines.recompute import is_recomputing
 from memfit.errors import PlanDrift
 from memfit.plans import Plan
 from memfit.plans.record import LoopFacts, ModelCallFacts, OutputFacts
@@ -66,7 +66,7 @@ class LoopWatch:
         self._model = weakref.ref(model)
         self._calls = 0
         self._stepped = False
-        self._looking = True
+        self._mode = True
         self._seen = False
         self._found: list[str] = []
         self._last_output: list[tuple[StorageWeakRef, int]] = []
@@ -84,7 +84,7 @@ class LoopWatch:
 
     def stop(self) -> None:
         """Look no more at what the loop holds."""
-        self._looking = False
+        self._mode = False
         self._release()
 
     def __call__(
@@ -98,7 +98,7 @@ class LoopWatch:
 
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Compare what is there before a forward of a training step. True for the first that is looked at."""
-        if running_again() or transform_active():  # torch.func: tensors of its own
+        if is_recomputing() or transform_active():  # torch.func: tensors of its own
             return False
         if not any(unit.mode.training for unit in self._units):
             return False
@@ -107,9 +107,9 @@ class LoopWatch:
             self._see_units()
             self._see_wrappers()
         self._compare_inputs(args, kwargs)
-        if self._looking:
+        if self._mode:
             self._begin()
-        return self._looking and self._calls == 1
+        return self._mode and self._calls == 1
 
     def _see_units(self) -> None:
         """Say which units are no longer there: what was put in their place has no plan."""

@@ -1,69 +1,147 @@
-"""The region of the loss: it is no module, so its ops are written down while they run (Note [Tape]).
+"""The loss under a plan: `plan.loss`, and losses that a model computes itself.
 
-It begins when a module's call ends, the model's own or that of the last one inside it, and ends with its last op.
-
-Note [Guest]: nobody says when a loss ends, or that there will be one, so its tape is a mode and a pair of hooks among
-those that the user opens and closes. It takes itself off: after the last op that the plan knows, or the first that it
-does not. A mode is not on the stack while it handles an op, and is put back afterwards; so it leaves something in the
-op's keyword arguments, which torch drops right after that. Where it cannot go it stays and does nothing, until its next
-op: on another thread, and in a scope that gives the keys of torch's dispatcher back as it found them. Of these the one
-for modes must be there if, and only if, there are modes.
+Note [Loss region]: a loss is no module, so its ops are recorded while they run (Note [Tape]). A loss inside the model
+is recorded from the end of the last module before it to the end of the model's call, and nobody has to do anything for
+it. A loss outside the model is recorded by the function that `plan.loss` returns: each call of the model chooses the
+policy of the region that follows it, and the next call of that function takes it. A backward that comes to the model's
+output before the policy was taken belongs to a loss that did not go through `plan.loss`, which is told once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from memfit.engines.attachment import Handler
-from memfit.engines.mode import Mode
-from memfit.engines.phase import Calls
-from memfit.engines.policy import RunPolicy
-from memfit.engines.rerun import running_again
-from memfit.engines.tape import Saved, Tape
+from memfit.engines.compiled_policy import RunPolicy
+from memfit.engines.phase import Calls, Mode
+from memfit.engines.recompute import is_recomputing
+from memfit.engines.tape import Tape
+from memfit.errors import InputError
+from memfit.plans import Plan
 from memfit.plans.wrappers import named_modules
-from memfit.torch_private.autograd import (
-    in_backward,
-    pop_saved_tensor_hooks,
-    saved_tensor_hooks_enabled,
-    top_saved_tensor_hooks,
-)
-from memfit.torch_private.dispatch import current_dispatch_mode, pop_mode, push_mode
-from memfit.torch_private.frames import frame_above
-from memfit.torch_private.functorch import FOLDER
+from memfit.torch_private.autograd import in_backward, saved_tensor_hooks_enabled, top_saved_tensor_hooks
+from memfit.torch_private.dispatch import current_dispatch_mode
+from memfit.torch_private.functorch import transform_active
+from memfit.torch_private.pytree import tree_leaves
 
 if TYPE_CHECKING:
     from memfit.engines.local import Applied
 
 
+_R = TypeVar("_R")
 LossPolicy = tuple[RunPolicy, str | None, int]
-"""The policy, the module after which the region begins, and after which call of it."""
+"""The policy, the module after which the region begins (None: after the model), and after which call of it."""
 
-_LEAVING = "memfit_leaving"
+_regions: weakref.WeakSet[LossRegion] = weakref.WeakSet()
+"""Those of all plans that are applied."""
+_functions: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+"""What `plan.loss` has returned, as long as somebody holds it."""
+_numbers = itertools.count()
+_LOSS_NOT_COMPILED = (
+    "a loss that a memfit plan recomputes is not compiled, nor is what it calls: it would run other ops"
+)
+
+
+def plan_loss(plan: Plan, loss: Callable[..., _R]) -> Callable[..., _R]:
+    """Return the loss function as the plan runs it; where the plan does not recompute it, it runs as it is."""
+    if not callable(loss):
+        raise InputError(f"plan.loss takes the function that computes the loss, not a {type(loss).__name__}")
+    known: weakref.WeakKeyDictionary[LossRegion, bool] = weakref.WeakKeyDictionary()
+
+    @torch.compiler.disable(reason=_LOSS_NOT_COMPILED)
+    def run_recorded(*args: Any, **kwargs: Any) -> _R:
+        armed = _take_policy(plan, known)
+        if armed is None or not _may_record():
+            return loss(*args, **kwargs)
+        region = armed.region
+        tape = region.new_tape(armed.policy)
+        with saved_tensors_hooks(tape.pack, Tape.unpack), tape:
+            result = loss(*args, **kwargs)
+        region.end_tape(tape)
+        return result
+
+    @functools.wraps(loss, updated=())
+    def planned_loss(*args: Any, **kwargs: Any) -> _R:
+        if not _regions or not torch.is_grad_enabled() or is_recomputing() or in_backward():
+            return loss(*args, **kwargs)
+        return run_recorded(*args, **kwargs)
+
+    _functions.add(planned_loss)
+    return planned_loss
+
+
+def has_planned_loss() -> bool:
+    """Return whether there is a loss function that `plan.loss` returned, of whichever plan."""
+    return len(_functions) > 0
+
+
+@dataclass(slots=True)
+class _Armed:
+    """The policy of a loss that is to come. `number` orders those of several models."""
+
+    region: LossRegion
+    policy: RunPolicy
+    taken: bool = False
+    number: int = field(default_factory=lambda: next(_numbers))
+
+
+def _take_policy(plan: Plan, known: weakref.WeakKeyDictionary[LossRegion, bool]) -> _Armed | None:
+    """Take the policy that the last call of the plan's model chose.
+
+    Where no model runs this plan any more, because a guard has applied another one, it is that of the last model.
+    """
+    regions = list(_regions)
+    for region in regions:
+        if region not in known:
+            known[region] = region.plan is plan or region.plan == plan
+    own = [region for region in regions if known[region]]
+    waiting = [region.armed for region in own or regions if region.armed is not None]
+    if not waiting:
+        return None
+    armed = max(waiting, key=lambda each: each.number)
+    armed.region.armed, armed.taken = None, True
+    return armed
+
+
+def _may_record() -> bool:
+    """Return whether a region can be recorded here: hooks of the user's own (offloading) get what autograd saves."""
+    return saved_tensor_hooks_enabled() and top_saved_tensor_hooks() is None and not transform_active()
 
 
 class LossRegion:
-    """Runs the losses of a step's passes under their policies, around what else handles the model's calls."""
+    """Handles the calls of a model whose loss is recomputed, around what else handles them."""
 
     def __init__(self, applied: Applied, mode: Mode, calls: Calls, inner: Handler | None) -> None:
+        self.plan = applied.plan
+        self.armed: _Armed | None = None
         self._applied = applied
         self._mode = mode
         self._calls = calls
         self._inner = inner
-        self._tape: weakref.ref[LossTape] | None = None
         self._found: dict[str, weakref.ref[nn.Module]] = {}
+        self._begin = torch.compiler.disable(_begin_recording)  # called in the module before, which may be compiled
+        _regions.add(self)
 
     def end(self) -> None:
-        """The region that is being written down, if any, ends here."""
-        tape = None if self._tape is None else self._tape()
-        self._tape = None
-        if tape is not None:
-            tape.end()
+        """Forget the policy of a loss that did not come."""
+        self.armed = None
+
+    def close(self) -> None:
+        """Take part in no loss any more."""
+        self.end()
+        _regions.discard(self)
 
     def __call__(
         self, model: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -73,7 +151,7 @@ class LossRegion:
                 return self._inner(model, forward, args, kwargs)
             return forward(*args, **kwargs)
 
-        if running_again() or in_backward():
+        if is_recomputing() or in_backward():
             return run()
         self.end()
         if not self._mode.training:
@@ -85,13 +163,35 @@ class LossRegion:
         if found is None:
             return run()
         policy, after, call = found
-        tape = LossTape(policy, self._applied.device_type, self._applied.phase.leave, self._applied.warn_loss)
         if after is not None:
-            return _inside(self._last(model, after), call, tape, run)
+            return self._record_inside(self._last(model, after), call, policy, run)
         result = run()
-        self._tape = weakref.ref(tape)
-        tape.begin()
+        self.armed = armed = _Armed(self, policy)
+        self._watch_backward(result, armed)
         return result
+
+    def new_tape(self, policy: RunPolicy) -> Tape:
+        """Return a tape for one loss."""
+        return Tape(policy, self._applied.device_type, self._applied.phase.leave)
+
+    def end_tape(self, tape: Tape) -> None:
+        """Record nothing more, and tell of a loss that was not the planned one."""
+        differs = tape.end_region()
+        if differs is not None:
+            self._applied.warn_loss(differs)
+
+    def _watch_backward(self, result: Any, armed: _Armed) -> None:
+        """Note when a backward comes to the model's output, and whether its loss went through `plan.loss`."""
+
+        def begun(_: Any) -> None:
+            self._applied.phase.leave()
+            if not armed.taken:
+                self._applied.warn_loss_missing()
+
+        nodes = (each.grad_fn for each in tree_leaves(result) if isinstance(each, torch.Tensor))
+        node = next((each for each in nodes if each is not None), None)
+        if node is not None:
+            node.register_prehook(begun)
 
     def _last(self, model: nn.Module, path: str) -> nn.Module | None:
         """Find the module at whose end the region begins; None for the model itself."""
@@ -104,136 +204,86 @@ class LossRegion:
             self._found[path] = weakref.ref(module)
         return module
 
+    def _record_inside(self, last: nn.Module | None, call: int, policy: RunPolicy, run: Callable[[], Any]) -> Any:
+        """Record from the end of a call of `last` to the end of the model's call; all of it where `last` is None."""
+        tape = self.new_tape(policy)
+        with contextlib.ExitStack() as recording:
+            if last is None:
+                _begin_recording(tape, recording)
+                result = run()
+            else:
+                with _after_call(last, call, lambda: self._begin(tape, recording)):
+                    result = run()
+        self.end_tape(tape)
+        return result
 
-def _inside(last: nn.Module | None, call: int, tape: LossTape, run: Callable[[], Any]) -> Any:
-    """The region begins when a module inside the model has been called for the last time."""
-    if last is None:
-        tape.begin()
-        try:
-            return run()
-        finally:
-            tape.end()
-    before = last.__dict__.get("forward")
-    forward = last.forward
+
+def _begin_recording(tape: Tape, recording: contextlib.ExitStack) -> None:
+    """Record until the block of the model's call ends.
+
+    A mode or hooks that a block around the last module opened would be closed before ours are: nothing is recorded.
+    """
+    if current_dispatch_mode() is None and _may_record():
+        recording.enter_context(saved_tensors_hooks(tape.pack, Tape.unpack))
+        recording.enter_context(tape)
+
+
+@contextlib.contextmanager
+def _after_call(module: nn.Module, call: int, function: Callable[[], None]) -> Any:
+    """Inside the block, call the function when this call of the module, counted from 0, has ended."""
+    before = module.__dict__.get("forward")
+    forward = module.forward
     count = 0
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
+    def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal count
         result = forward(*args, **kwargs)
         count += 1
         if count == call + 1:
-            tape.begin()
+            function()
         return result
 
-    last.__dict__["forward"] = watched
+    module.__dict__["forward"] = counted
     try:
-        return run()
+        yield
     finally:
-        tape.end()
         if before is None:
-            del last.__dict__["forward"]
+            del module.__dict__["forward"]
         else:
-            last.__dict__["forward"] = before
+            module.__dict__["forward"] = before
 
 
-class LossTape(Tape):
-    """A tape that takes itself off (Note [Guest])."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return True  # compiled, this code would keep what it leaves in the keyword arguments
-
-    def __init__(
-        self,
-        policy: RunPolicy,
-        device_type: str,
-        on_backward: Callable[[], None] | None = None,
-        on_differing: Callable[[str], None] | None = None,
-    ) -> None:
-        super().__init__(policy, device_type, on_backward)
-        self._on_differing = on_differing
-        self._hooked = False
-        self._awaited = sum(op == policy.ops - 1 for op, _ in policy.dropped)
-        """Results of the last op that are dropped: autograd packs them when the op is over."""
-
-    def begin(self) -> None:
-        """Write down what this thread runs from now on, unless somebody else looks at its ops."""
-        if current_dispatch_mode() is None and _hooks_are_free() and not _keys_are_held():
-            push_mode(self)  # not __enter__: its flags are right only if modes go in the order in which they came
-
-    def end(self) -> None:
-        super().end()
-        self.leave()
-
-    def leave(self) -> None:
-        """Be taken off this thread's modes and hooks, where that can be done."""
-        if current_dispatch_mode() is self and not _keys_are_held():
-            pop_mode()
-        hooks = top_saved_tensor_hooks()
-        if hooks is not None and getattr(hooks[0], "__self__", None) is self:
-            pop_saved_tensor_hooks()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = {} if kwargs is None else kwargs
-        if not self._hooked:  # not before there is an op: until then the user may open or forbid hooks
-            self._hooked = True
-            if self.followed and _hooks_are_free():
-                saved_tensors_hooks(self.pack, Tape.unpack).__enter__()
-            else:
-                self.followed = False
-        try:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
-        except BaseException:
-            self.followed = False
-            raise
-        if self._ops >= self.policy.ops and not self._awaited:
-            self.followed = False
-        if not self.followed:
-            kwargs[_LEAVING] = _Leaving(self)
-            if self.differs is not None and self._on_differing is not None:
-                self._on_differing(self.differs)
-        return result
-
-    def pack(self, tensor: torch.Tensor) -> Saved:
-        """Hook for what autograd saves."""
-        if not self.followed:
-            self.leave()
-            return Saved(None, tensor.detach() if tensor.grad_fn is not None else tensor)
-        saved = super().pack(tensor)
-        if self._ops >= self.policy.ops:
-            self._awaited -= 1
-            if self._awaited <= 0:
-                self.end()
-        return saved
+# -- Cross entropy in chunks, so that only one chunk of log-probabilities and of their gradients exists at a time -----
 
 
-class _Leaving:
-    """Takes a tape off when it goes itself."""
-
-    __slots__ = ("_tape",)
-
-    def __init__(self, tape: LossTape) -> None:
-        self._tape = tape
-
-    def __del__(self) -> None:
-        self._tape.leave()
+CHUNKS = 8
+_whole = F.cross_entropy  # also while a capture replaces it
 
 
-def _hooks_are_free() -> bool:
-    """Whether nobody else has hooks for saved tensors here, or forbids them."""
-    enabled = saved_tensor_hooks_enabled()
-    return enabled and top_saved_tensor_hooks() is None
+def chunked_cross_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    chunks: int = CHUNKS,
+) -> torch.Tensor:
+    """`F.cross_entropy` of logits (rows, classes) and classes (rows,), a chunk of rows at a time.
+
+    Each chunk is computed in float32, and again in the backward; nothing but its sum is kept. Give logits as the model
+    makes them, without `.float()`. What cannot be done in chunks (weights, probabilities, no sum) is done at once.
+    """
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    able = logits.dim() == 2 and targets.dim() == 1 and weight is None and reduction in ("mean", "sum")
+    if not able:
+        return _whole(logits.to(torch.float32), targets, weight, reduction=reduction, **options)
+    total: Any = 0.0
+    for rows, wanted in zip(logits.chunk(chunks), targets.chunk(chunks), strict=True):
+        total = total + checkpoint(_summed, rows, wanted, options, use_reentrant=False, preserve_rng_state=False)
+    return total / (targets != ignore_index).sum() if reduction == "mean" else total
 
 
-def _keys_are_held() -> bool:
-    """Whether this runs in a scope at whose end the dispatcher's keys are put back: inference mode, torch.func, and
-    calls of what torch.compile gave."""
-    if torch.is_inference_mode_enabled():
-        return True
-    frame = frame_above(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename.startswith(FOLDER) or "saved_include_set" in code.co_varnames:
-            return True
-        frame = frame.f_back
-    return False
+def _summed(rows: torch.Tensor, wanted: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    return _whole(rows.to(torch.float32), wanted, reduction="sum", **options)

@@ -13,18 +13,19 @@ there before them have no families, because that would be an error for them.
 
 from __future__ import annotations
 
+import enum
 import itertools
+import types
 from collections.abc import Hashable
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch import nn
 
-from memfit.engines.inputs import Changing, kind_of
-from memfit.engines.recipe import Recipe
-from memfit.engines.tour import Visit
-from memfit.engines.windows import Window
+from memfit.engines.compiled_policy import CallNode, CompiledPolicy
+from memfit.engines.tensors import StridedView
 
 Sizes = tuple[int, ...]
 
@@ -74,18 +75,18 @@ class Family:
     def __init__(self) -> None:
         self._open = True
         self._misses = 0
-        self._recipe: Recipe | None = None
+        self._compile: CompiledPolicy | None = None
         self._signature: Hashable = None
         self._seen: dict[Sizes, Sizes] = {}
 
-    def learn(self, sizes: Sizes, recipe: Recipe) -> None:
+    def learn(self, sizes: Sizes, compiled: CompiledPolicy) -> None:
         """Take in a recipe that was learnt at these sizes of the inputs."""
-        signature = _signature(recipe)
-        if signature is None or (self._recipe is not None and signature != self._signature):
+        signature = _signature(compiled)
+        if signature is None or (self._compile is not None and signature != self._signature):
             self.close()
             return
-        self._recipe, self._signature = self._recipe or recipe, signature
-        self._seen[sizes] = _sizes(recipe)
+        self._compile, self._signature = self._compile or compiled, signature
+        self._seen[sizes] = _sizes(compiled)
 
     def miss(self) -> None:
         """Take note of a prediction that did not hold, or of a call that is skipped; three are enough."""
@@ -96,12 +97,12 @@ class Family:
     def close(self) -> None:
         """Predict nothing any more."""
         self._open = False
-        self._recipe = None
+        self._compile = None
         self._seen.clear()
 
-    def predict(self, sizes: Sizes) -> Recipe | None:
+    def predict(self, sizes: Sizes) -> CompiledPolicy | None:
         """Return the recipe for inputs of these sizes, None where a run has to be learnt."""
-        if not self._open or self._recipe is None or len(self._seen) < 2:
+        if not self._open or self._compile is None or len(self._seen) < 2:
             return None
         inputs = list(self._seen)
         varied = [place for place in range(len(sizes)) if len({each[place] for each in inputs}) > 1]
@@ -113,7 +114,7 @@ class Family:
             if value is None:
                 return None
             found.append(value)
-        return _with_sizes(self._recipe, found)
+        return _with_sizes(self._compile, found)
 
 
 def _value(values: Sizes, inputs: list[Sizes], sizes: Sizes, varied: list[int]) -> int | None:
@@ -143,59 +144,97 @@ def _product(sizes: Sizes, places: tuple[int, ...]) -> int:
     return product
 
 
-def _sizes(recipe: Recipe) -> Sizes:
+def _sizes(compiled: CompiledPolicy) -> Sizes:
     """All numbers that a recipe has, in one row."""
-    found: list[int] = [size for shape in recipe.drops if shape is not None for size in shape]
-    for window in (*recipe.needed.values(), *recipe.windows):
-        found += [*window.size, *window.stride, window.offset]
-    ends = _ends_bytes(recipe)
-    found += [storage_bytes - ends[pack] for pack, storage_bytes in recipe.storage_bytes.items()]
+    found: list[int] = [size for shape in compiled.drops if shape is not None for size in shape]
+    for view in (*compiled.needed.values(), *compiled.views):
+        found += [*view.size, *view.stride, view.offset]
+    ends = _ends_bytes(compiled)
+    found += [storage_bytes - ends[pack] for pack, storage_bytes in compiled.storage_bytes.items()]
     return tuple(found)
 
 
-def _ends_bytes(recipe: Recipe) -> dict[int, int]:
+def _ends_bytes(compiled: CompiledPolicy) -> dict[int, int]:
     """Return, for each pack that stands for saved results, where the last of its windows ends."""
-    ends = {pack: window.end_bytes for pack, window in recipe.needed.items()}
-    for pack, window in zip(recipe.window_packs, recipe.windows, strict=True):
-        ends[pack] = max(ends[pack], window.end_bytes)
+    ends = {pack: view.end_bytes for pack, view in compiled.needed.items()}
+    for pack, view in zip(compiled.view_packs, compiled.views, strict=True):
+        ends[pack] = max(ends[pack], view.end_bytes)
     return ends
 
 
-def _with_sizes(recipe: Recipe, sizes: list[int]) -> Recipe:
+def _with_sizes(compiled: CompiledPolicy, sizes: list[int]) -> CompiledPolicy:
     """Return the recipe with other numbers, in the order of `_sizes`."""
     left = iter(sizes)
 
-    def window_like(window: Window) -> Window:
-        rank = len(window.size)
+    def window_like(view: StridedView) -> StridedView:
+        rank = len(view.size)
         size, stride = torch.Size(itertools.islice(left, rank)), tuple(itertools.islice(left, rank))
-        return window._replace(size=size, stride=stride, offset=next(left))
+        return view._replace(size=size, stride=stride, offset=next(left))
 
-    drops = [None if shape is None else torch.Size(itertools.islice(left, len(shape))) for shape in recipe.drops]
-    needed = {pack: window_like(window) for pack, window in recipe.needed.items()}
-    found = replace(recipe, drops=drops, needed=needed, windows=[window_like(window) for window in recipe.windows])
+    drops = [None if shape is None else torch.Size(itertools.islice(left, len(shape))) for shape in compiled.drops]
+    needed = {pack: window_like(view) for pack, view in compiled.needed.items()}
+    found = replace(compiled, drops=drops, needed=needed, views=[window_like(view) for view in compiled.views])
     ends = _ends_bytes(found)
-    return replace(found, storage_bytes={pack: ends[pack] + next(left) for pack in recipe.storage_bytes})
+    return replace(found, storage_bytes={pack: ends[pack] + next(left) for pack in compiled.storage_bytes})
 
 
-def _signature(recipe: Recipe) -> Hashable:
+def _signature(compiled: CompiledPolicy) -> Hashable:
     """Everything of a recipe but sizes; None where sizes are part of it in other ways."""
-    tree = _tree(recipe.root)
+    tree = _tree(compiled.root)
     if tree is None:
         return None
-    dropped = tuple(None if shape is None else len(shape) for shape in recipe.drops)
-    kinds = tuple((pack, len(window.size), window.dtype, window.device) for pack, window in recipe.needed.items())
-    windows = tuple((len(window.size), window.dtype, window.device) for window in recipe.windows)
-    return dropped, kinds, windows, recipe.last, recipe.fresh, recipe.overwrites_inputs, tree
+    dropped = tuple(None if shape is None else len(shape) for shape in compiled.drops)
+    kinds = tuple((pack, len(view.size), view.dtype, view.device) for pack, view in compiled.needed.items())
+    views = tuple((len(view.size), view.dtype, view.device) for view in compiled.views)
+    return dropped, kinds, views, compiled.last, compiled.fresh, compiled.overwrites_inputs, tree
 
 
-def _tree(visit: Visit) -> Hashable:
+def _tree(node: CallNode) -> Hashable:
     gaps: list[Hashable] = []
-    for gap in visit.gaps:
+    for gap in node.gaps:
         if gap is None:
             gaps.append(None)
             continue
         if gap.instead:
             return None
         gaps.append((frozenset(gap.sources.items()), frozenset(gap.fresh), frozenset(gap.single)))
-    children = [_tree(child) for child in visit.children]
-    return None if None in children else (id(visit.module()), tuple(gaps), tuple(children))
+    children = [_tree(child) for child in node.children]
+    return None if None in children else (id(node.module()), tuple(gaps), tuple(children))
+
+
+# -- Kinds of inputs: calls whose inputs are alike can use one compiled policy ----------------------------------------
+
+
+_PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum)
+_FIXED = (nn.Module, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
+
+
+class Changing(Exception):
+    """An input that may change while the module runs, so that its code cannot be run again."""
+
+
+def kind_of(value: Any) -> Hashable:
+    """Equal for inputs that are alike; raises `Changing` for what is neither tensor, number, name nor container."""
+    if isinstance(value, torch.Tensor):
+        layout = value.stride() if value.layout is torch.strided else value.layout
+        return value.shape, layout, value.dtype, value.requires_grad
+    if isinstance(value, _PLAIN):
+        return cast(Hashable, value)
+    if isinstance(value, float | complex):  # may be another in every step
+        return type(value)
+    if isinstance(value, slice):
+        return slice, kind_of(value.start), kind_of(value.stop), kind_of(value.step)
+    if isinstance(value, tuple | list):
+        return type(value), *map(kind_of, value)
+    if isinstance(value, dict):
+        return dict, *((key, kind_of(each)) for key, each in value.items())
+    if isinstance(value, _FIXED):
+        return id(value)
+    raise Changing(type(value).__name__)
+
+
+def kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> Hashable:
+    """Equal for calls that are alike; autocast is part of it."""
+    autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    names = tuple(kwargs)
+    return autocast, tuple(map(kind_of, args)), names, tuple(map(kind_of, kwargs.values()))

@@ -14,9 +14,9 @@ from memfit.errors import InputError
 from memfit.plans import Plan
 from memfit.plans.record import ShardPlan
 from memfit.sharded import Precision, Schedule, UnitOptions, shard
-from memfit.sharded.agreement import check_agreement
-from memfit.sharded.meshes import device_of, make_comms, resolve_mesh
-from memfit.sharded.sharding import get_runtime
+from memfit.sharded.comm import check_agreement
+from memfit.sharded.fully_shard import get_runtime
+from memfit.sharded.mesh import device_of, make_comms, resolve_mesh
 
 
 def check_ranks(plan: Plan, mesh: DeviceMesh | None) -> None:

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memfit.engines.ambient import Generators, generators_of, with_generators
-from memfit.engines.policy import RunPolicy, not_counted, same_op
-from memfit.engines.windows import Window, plain, window_of
-from memfit.engines.writes import written
+from memfit.engines.compiled_policy import RunPolicy, not_counted, same_op
+from memfit.engines.forward_context import Generators, generators_of, with_generators
+from memfit.engines.tensors import StridedView, is_strided, plain, strided_view_of, written
 from memfit.torch_private.dispatch import DisableAutocast, DisableTorchDispatch, TorchDispatchMode
 from memfit.torch_private.pytree import tree_flatten, tree_unflatten
 from memfit.torch_private.storages import storage_key
@@ -40,7 +39,7 @@ class _Slot(NamedTuple):
     """A tensor that is a window onto a storage made in the region."""
 
     number: int
-    window: Window
+    view: StridedView
 
 
 class _Line(NamedTuple):
@@ -57,15 +56,15 @@ class _Line(NamedTuple):
 class Saved:
     """What autograd holds for a tensor it packed: the tensor, or where to find it once the region has run again."""
 
-    __slots__ = ("number", "tape", "tensor", "window")
+    __slots__ = ("number", "tape", "tensor", "view")
 
     def __init__(
-        self, tape: Tape | None, tensor: torch.Tensor | None, number: int = -1, window: Window | None = None
+        self, tape: Tape | None, tensor: torch.Tensor | None, number: int = -1, view: StridedView | None = None
     ) -> None:
         self.tape = tape
         self.tensor = tensor
         self.number = number
-        self.window = window
+        self.view = view
 
 
 class Tape(TorchDispatchMode):
@@ -92,7 +91,7 @@ class Tape(TorchDispatchMode):
         self._made_by: list[tuple[int, int]] = []
         self._unwritten: set[int] = set()
         self._needed = 0
-        self._again: dict[int, torch.UntypedStorage] | None = None
+        self._replayed: dict[int, torch.UntypedStorage] | None = None
         self._wanted: dict[int, int] = {}
 
     # -- the first run ----------------------------------------------------------------------------------------------
@@ -113,7 +112,7 @@ class Tape(TorchDispatchMode):
         generators = None
         if not saved and torch.Tag.nondeterministic_seeded in func.tags:
             generators = self._generators(leaves)
-        before = {storage_key(each) for each in leaves if _strided(each)} if leaves else set()
+        before = {storage_key(each) for each in leaves if is_strided(each)} if leaves else set()
         slots = [self._slot(leaf) for leaf in leaves]
         result = func(*args, **kwargs)
         outputs = tree_flatten(result)[0]
@@ -150,7 +149,7 @@ class Tape(TorchDispatchMode):
             self.followed = False
             return None
         number = self._numbers.get(storage_key(leaf))
-        return leaf.detach() if number is None else _Slot(number, window_of(leaf))
+        return leaf.detach() if number is None else _Slot(number, strided_view_of(leaf))
 
     def _generators(self, leaves: list[Any]) -> Generators:
         """The state of the generators of the devices that a random op is on, or is told to be on."""
@@ -184,14 +183,22 @@ class Tape(TorchDispatchMode):
             ):
                 self._needed = len(self._lines)
                 self._wanted[number] = self._wanted.get(number, 0) + 1
-                return Saved(self, None, number, window_of(tensor))
+                return Saved(self, None, number, strided_view_of(tensor))
             return Saved(self, tensor.detach() if tensor.grad_fn is not None else tensor)
         finally:
             del guard
 
     def end(self) -> None:
-        """Nothing more is written down."""
+        """Record nothing more."""
         self.followed = False
+
+    def end_region(self) -> str | None:
+        """Record nothing more, and return how the region differs from the plan; ops after its end do not count."""
+        last = max((op for op, _ in self.policy.dropped), default=-1)
+        if self.followed and 0 < self._ops <= last:
+            self.differs = f"it ran {self._ops} ops and has {self.policy.ops} in the plan"
+        self.followed = False
+        return None if self._ops > self.policy.ops else self.differs
 
     # -- the second run ---------------------------------------------------------------------------------------------
 
@@ -201,24 +208,24 @@ class Tape(TorchDispatchMode):
         tape, saved.tape = saved.tape, None
         if tape is not None:
             tape.end()
-            if tape._again is None:
+            if tape._replayed is None:
                 if tape._on_backward is not None:
                     tape._on_backward()
-                tape._again = tape._second_run()
+                tape._replayed = tape._replay()
             if saved.tensor is None:
                 saved.tensor = tape._take(saved)
         assert saved.tensor is not None
         return saved.tensor
 
     def _take(self, saved: Saved) -> torch.Tensor:
-        assert self._again is not None and saved.window is not None
-        tensor = saved.window.of(self._again[saved.number])
+        assert self._replayed is not None and saved.view is not None
+        tensor = saved.view.of(self._replayed[saved.number])
         self._wanted[saved.number] -= 1
         if not self._wanted[saved.number]:
-            del self._again[saved.number]
+            del self._replayed[saved.number]
         return tensor
 
-    def _second_run(self) -> dict[int, torch.UntypedStorage]:
+    def _replay(self) -> dict[int, torch.UntypedStorage]:
         """The storages that were dropped, made again."""
         lines, self._lines = self._lines[: self._needed], []
         last = {
@@ -241,7 +248,7 @@ class Tape(TorchDispatchMode):
         return storages
 
     def _run(self, line: _Line, storages: dict[int, torch.UntypedStorage]) -> None:
-        leaves = [leaf.window.of(storages[leaf.number]) if isinstance(leaf, _Slot) else leaf for leaf in line.leaves]
+        leaves = [leaf.view.of(storages[leaf.number]) if isinstance(leaf, _Slot) else leaf for leaf in line.leaves]
         args, kwargs = tree_unflatten(leaves, line.tree)
         if line.generators is None:
             result = line.func(*args, **kwargs)
@@ -251,7 +258,3 @@ class Tape(TorchDispatchMode):
         outputs = tree_flatten(result)[0]
         for place, number in line.makes:
             storages[number] = outputs[place].untyped_storage()
-
-
-def _strided(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided

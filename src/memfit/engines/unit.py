@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memfit.engines.bindings import Bindings
-from memfit.engines.inputs import Changing, kind_of_call
-from memfit.engines.learning import Learning
+from memfit.engines.attachment import called_by_compiler
+from memfit.engines.compiled_policy import CompiledPolicy, RunPolicy
+from memfit.engines.forward_context import Bindings
 from memfit.engines.loop_watch import checkpointed_by_itself
-from memfit.engines.mode import Mode
-from memfit.engines.outermost import called_by_compiler
-from memfit.engines.phase import Calls
-from memfit.engines.policy import RunPolicy
-from memfit.engines.recipe import Recipe
-from memfit.engines.rerun import Rerun, running_again
-from memfit.engines.shapes import Family, Sizes, structure_of_call
+from memfit.engines.phase import Calls, Mode
+from memfit.engines.policy_compiler import PolicyCompiler
+from memfit.engines.recompute import RecomputedCall, is_recomputing
+from memfit.engines.shapes import Changing, Family, Sizes, kind_of_call, structure_of_call
 from memfit.engines.tape import Tape
 from memfit.torch_private.autograd import in_backward
 from memfit.torch_private.functorch import transform_active
@@ -60,9 +57,9 @@ class _Tries:
         self.failures += 1
         self.wait = min(2**self.failures - 2, _LONGEST_WAIT)
 
-    def learns_again(self, recipe: Recipe | _Unplanned | None) -> bool:
+    def learns_again(self, compiled: CompiledPolicy | _Unplanned | None) -> bool:
         """Whether the next call is looked at although there is something known."""
-        if isinstance(recipe, Recipe):
+        if isinstance(compiled, CompiledPolicy):
             return self.misses >= (_MOST_MISSES if self.hit else 1)
         self.wait -= 1
         return self.wait < 0
@@ -79,7 +76,7 @@ class PlannedUnit:
         self._applied = applied
         self._mode = mode
         self._calls = calls
-        self._recipes: dict[tuple[int, Hashable], Recipe | _Unplanned] = {}
+        self._compiled: dict[tuple[int, Hashable], CompiledPolicy | _Unplanned] = {}
         self._tries: dict[tuple[int, Hashable], _Tries] = {}
         self._families: dict[Hashable, Family] = {}
         self._bindings: Bindings | None = None
@@ -89,7 +86,7 @@ class PlannedUnit:
     def __call__(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if running_again() or _in_transform():
+        if is_recomputing() or _in_transform():
             return forward(*args, **kwargs)
         if not self._mode.training:
             result = forward(*args, **kwargs)
@@ -117,24 +114,24 @@ class PlannedUnit:
             if tape.differs is not None:
                 self._applied.warn(policy.unit, tape.differs)
             return result
-        recipe = self._recipes.get(kind)
-        if recipe is None:
-            recipe = self._predict(kind, args, kwargs)
-        if recipe is not None and self._tries[kind].learns_again(recipe):
-            recipe = None
-        if recipe is _Unplanned.AS_IT_IS:
+        compiled = self._compiled.get(kind)
+        if compiled is None:
+            compiled = self._predict(kind, args, kwargs)
+        if compiled is not None and self._tries[kind].learns_again(compiled):
+            compiled = None
+        if compiled is _Unplanned.AS_IT_IS:
             return phase.leave_after(forward(*args, **kwargs))
         if self._bindings is None:
             self._bindings = Bindings(module)
-        run = Rerun(policy.unit, module, self._bindings, forward, device_type, phase.leave)
+        run = RecomputedCall(policy.unit, module, self._bindings, forward, device_type, phase.leave)
         self._runs += 1
         run.watched = self._runs & (self._runs - 1) == 0  # see Note [Samples]
-        if recipe is None:
+        if compiled is None:
             return self._learn(policy, module, kind, run, args, kwargs)
-        if recipe is _Unplanned.WHOLE:
-            return run.whole(args, kwargs)
-        assert isinstance(recipe, Recipe)
-        result, same = run.first(recipe, args, kwargs)
+        if compiled is _Unplanned.WHOLE:
+            return run.run_forward_dropping_all(args, kwargs)
+        assert isinstance(compiled, CompiledPolicy)
+        result, same = run.run_forward(compiled, args, kwargs)
         tries = self._tries.setdefault(kind, _Tries())
         tries.note(same=same)
         if not same and not tries.hit:
@@ -156,19 +153,21 @@ class PlannedUnit:
             self._families.clear()
         return self._families.setdefault((kind[0], autocast, structure), Family()), sizes
 
-    def _predict(self, kind: tuple[int, Hashable], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe | None:
+    def _predict(
+        self, kind: tuple[int, Hashable], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> CompiledPolicy | None:
         """Return the recipe of a kind that has not been learnt, where others tell it."""
         family, sizes = self._family(kind, args, kwargs)
-        recipe = None if family is None else family.predict(sizes)
-        if recipe is not None:
-            self._remember(kind, recipe)
-        return recipe
+        compiled = None if family is None else family.predict(sizes)
+        if compiled is not None:
+            self._remember(kind, compiled)
+        return compiled
 
-    def _remember(self, kind: tuple[int, Hashable], recipe: Recipe | _Unplanned) -> None:
-        if len(self._recipes) >= _MOST_KINDS:
-            self._recipes.clear()
+    def _remember(self, kind: tuple[int, Hashable], compiled: CompiledPolicy | _Unplanned) -> None:
+        if len(self._compiled) >= _MOST_KINDS:
+            self._compiled.clear()
             self._tries.clear()
-        self._recipes[kind] = recipe
+        self._compiled[kind] = compiled
         self._tries.setdefault(kind, _Tries())
 
     def _learn(
@@ -176,26 +175,26 @@ class PlannedUnit:
         policy: RunPolicy,
         module: nn.Module,
         kind: tuple[int, Hashable],
-        run: Rerun,
+        run: RecomputedCall,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        learning = Learning(policy, module, run, tried_before=kind in self._tries)
-        result, recipe = learning.first(args, kwargs)
-        if recipe is None:
-            if not isinstance(self._recipes.get(kind), Recipe):  # one that has been right may be so again
-                self._remember(kind, _Unplanned.AS_IT_IS if learning.writes_older else _Unplanned.WHOLE)
+        compiler = PolicyCompiler(policy, module, run, tried_before=kind in self._tries)
+        result, compiled = compiler.run_forward(args, kwargs)
+        if compiled is None:
+            if not isinstance(self._compiled.get(kind), CompiledPolicy):  # one that has been right may be so again
+                self._remember(kind, _Unplanned.AS_IT_IS if compiler.writes_older else _Unplanned.WHOLE)
             tries = self._tries[kind]
             tries.fail()
-            if learning.ran or tries.failures > 2:  # a call that runs nothing is skipped by LayerDrop
-                self._applied.warn(policy.unit, learning.differs)
+            if compiler.ran or tries.failures > 2:  # a call that runs nothing is skipped by LayerDrop
+                self._applied.warn(policy.unit, compiler.differs)
             return result
-        self._remember(kind, recipe)
+        self._remember(kind, compiled)
         self._tries[kind] = _Tries()
-        if not learning.writes_older:
+        if not compiler.writes_older:
             family, sizes = self._family(kind, args, kwargs)
             if family is not None:
-                family.learn(sizes, recipe)
+                family.learn(sizes, compiled)
         return result
 
 

@@ -1,30 +1,52 @@
 """Memory of a step: timeline, peaks by category and module, what the allocator reserves, measured truth."""
 
-from memfit.memory.events import Reserved, allocator_config, events, reserved
-from memfit.memory.measured import Measurement, measured
+from memfit.memory.allocations import (
+    BETWEEN,
+    CATEGORIES,
+    AllocationTable,
+    Bytes,
+    Flags,
+    Interval,
+    Ints,
+    Recompute,
+    Unit,
+    round_up,
+)
+from memfit.memory.measurement import Measurement, measured
 from memfit.memory.modules import CallMemory, ModuleMemory, Snapshot, call_memory, module_memory
-from memfit.memory.summary import Fit, MemorySummary, Overhead, Place, StorageAtPeak, summarize
-from memfit.memory.timeline import CATEGORIES, PhaseSpan, Timeline
+from memfit.memory.steady_state import Reserved, allocator_config, events, reserved
+from memfit.memory.summary import Fit, MemorySummary, OpLocation, Overhead, StorageAtPeak, summarize
+from memfit.memory.timeline import Allocation, PhaseSpan, Timeline
 
 __all__ = [
+    "BETWEEN",
     "CATEGORIES",
+    "Allocation",
+    "AllocationTable",
+    "Bytes",
     "CallMemory",
     "Fit",
+    "Flags",
+    "Interval",
+    "Ints",
     "Measurement",
     "MemorySummary",
     "ModuleMemory",
+    "OpLocation",
     "Overhead",
     "PhaseSpan",
-    "Place",
+    "Recompute",
     "Reserved",
     "Snapshot",
     "StorageAtPeak",
     "Timeline",
+    "Unit",
     "allocator_config",
     "call_memory",
     "events",
     "measured",
     "module_memory",
     "reserved",
+    "round_up",
     "summarize",
 ]

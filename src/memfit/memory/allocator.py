@@ -1,7 +1,14 @@
 """What PyTorch's CUDA caching allocator reserves for a sequence of mallocs and frees on one stream.
 
 A replica of `DeviceCachingAllocator` in c10/cuda/CUDACachingAllocator.cpp (torch 2.10 to 2.13); each method
-names the C++ function it follows, and docs/design/allocator.md lists what is modelled and what is not.
+names the C++ function it follows, and docs/design/allocator.md lists what is modelled and what is not. The decisions:
+
+- how large a block a request needs, and how large a segment: `AllocatorConfig.round_size`, `allocation_size`
+- which free block serves it: `CachingAllocator._get_free_block`
+- whether that block is split: `CachingAllocator._should_split`
+- which free neighbours are merged: `Block.merge` (blocks.py)
+- what goes back to the device when memory is short: `CachingAllocator.malloc`, `_release_available_cached_blocks`,
+  `empty_cache`
 
 Addresses are invented. Where cudaMalloc puts a segment is unknown, so segments get increasing addresses that
 are never used twice. It matters only in a tie: among free blocks of one size the allocator takes the lowest.

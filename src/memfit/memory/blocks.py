@@ -1,6 +1,7 @@
 """Blocks of device memory and the ordered pools that hold the free ones (the allocator's data structures).
 
-They mirror `Block`, `BlockPool` and `ExpandableSegment` of c10/cuda/CUDACachingAllocator.cpp, for one stream.
+They mirror `Block`, `BlockPool` and `ExpandableSegment` of c10/cuda/CUDACachingAllocator.cpp, for one stream. They only
+carry out what `CachingAllocator` (allocator.py) decides, such as whether a block is split.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class ExpandableSegment(NamedTuple):
     page_bytes: int
 
     def round_to_pages(self, size_bytes: int) -> int:
-        """Bytes that `ExpandableSegment::map` backs for a request that starts on a page."""
+        """Return the bytes that `ExpandableSegment::map` backs for a request that starts on a page."""
         return -(-size_bytes // self.page_bytes) * self.page_bytes
 
     def whole_pages(self, address: int, size_bytes: int) -> tuple[int, int]:

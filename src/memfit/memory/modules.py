@@ -21,8 +21,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memfit.capture import NEVER, Category, Phase, Trace
-from memfit.memory.timeline import CATEGORIES, Bytes, Timeline
+from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Phase, Trace
+from memfit.memory.allocations import CATEGORIES, Bytes
+from memfit.memory.timeline import Timeline
 
 _OWNED = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE)
 
@@ -119,7 +120,7 @@ class ModuleMemory:
 
 
 def module_memory(timeline: Timeline) -> dict[str, ModuleMemory]:
-    """Every module of the model by path, and modules called that are not part of it, such as a loss."""
+    """Return every module of the model by path, and modules called that are not part of it, such as a loss."""
     trace = timeline.trace
     calls = call_memory(timeline)
     by_module: dict[str, list[CallMemory]] = defaultdict(list)
@@ -150,7 +151,7 @@ def module_memory(timeline: Timeline) -> dict[str, ModuleMemory]:
 
 
 def call_memory(timeline: Timeline) -> tuple[CallMemory, ...]:
-    """Every module call, in the order of `trace.calls`."""
+    """Return every module call, in the order of `trace.calls`."""
     trace = timeline.trace
     if not trace.calls:
         return ()
@@ -181,9 +182,9 @@ def call_memory(timeline: Timeline) -> tuple[CallMemory, ...]:
             before_forward=before[i],
             after_forward=after[i],
             forward_peak=forward_peak[i],
-            before_backward=before_backward[i] if call.backward_begin != NEVER else None,
-            after_backward=after_backward[i] if call.backward_begin != NEVER else None,
-            backward_peak=backward_peak[i] if call.backward_begin != NEVER else None,
+            before_backward=before_backward[i] if call.backward_begin != NO_INDEX else None,
+            after_backward=after_backward[i] if call.backward_begin != NO_INDEX else None,
+            backward_peak=backward_peak[i] if call.backward_begin != NO_INDEX else None,
         )
         for i, call in enumerate(trace.calls)
     )
@@ -202,7 +203,7 @@ class RangePeak:
             span *= 2
 
     def __call__(self, begin: Bytes, end: Bytes) -> Bytes:
-        """The first place of the largest value of each range; none may be empty."""
+        """Return the first place of the largest value of each range; none may be empty."""
         level = np.frexp(end - begin)[1] - 1
         found = np.empty(len(begin), np.int64)
         for k in np.unique(level):
@@ -226,7 +227,7 @@ class _Nesting:
         self.parent = np.fromiter((call.parent for call in calls), np.int64, count)
         self.backward_begin = np.fromiter((call.backward_begin for call in calls), np.int64, count)
         self.backward_end = np.fromiter((call.backward_end for call in calls), np.int64, count)
-        self.innermost = np.full(len(trace.ops) + 1, NEVER, np.int64)
+        self.innermost = np.full(len(trace.ops) + 1, NO_INDEX, np.int64)
         for number, call in enumerate(calls):  # a parent's number is below those of its children
             self.innermost[call.begin : call.end] = number
 
@@ -234,7 +235,7 @@ class _Nesting:
         # then. One of a backward op names the call of its forward op, in which it was not born.
         self.maker = np.fromiter((storage.call for storage in trace.storages), np.int64, len(trace.storages))
         alloc_at = np.fromiter((storage.alloc_at for storage in trace.storages), np.int64, len(trace.storages))
-        named = self.maker != NEVER
+        named = self.maker != NO_INDEX
         within = (self.begin[self.maker] <= alloc_at) & (alloc_at <= self.end[self.maker])
         self.maker = np.where(named & ~within, self.innermost[alloc_at], self.maker)
 
@@ -243,7 +244,7 @@ class _Nesting:
         item = np.arange(len(storages))
         call = self.maker[storages]
         while True:
-            keep = call != NEVER
+            keep = call != NO_INDEX
             keep[keep] = self.end[call[keep]] <= until[item[keep]]
             item, call = item[keep], call[keep]
             if not len(item):
@@ -254,12 +255,12 @@ class _Nesting:
 
 def _born(timeline: Timeline) -> Bytes:
     """Storages that an op of the step made and that were seen alive."""
-    seen = (timeline.free_after == NEVER) | (timeline.free_after >= timeline.alloc_at)
-    return np.flatnonzero((timeline.alloc_at != NEVER) & seen)
+    seen = (timeline.free_after == AFTER_STEP) | (timeline.free_after >= timeline.alloc_at)
+    return np.flatnonzero((timeline.alloc_at != BEFORE_STEP) & seen)
 
 
 def _held(timeline: Timeline, nesting: _Nesting) -> Bytes:
-    """For each call, the activations born in its forward and alive when that ends."""
+    """Return, for each call, the activations born in its forward and alive when that ends."""
     trace = timeline.trace
     is_activation = np.fromiter(
         (storage.category is Category.ACTIVATION for storage in trace.storages), np.bool_, len(trace.storages)
@@ -267,20 +268,20 @@ def _held(timeline: Timeline, nesting: _Nesting) -> Bytes:
     chosen = _born(timeline)
     chosen = chosen[is_activation[chosen]]
     free_after = timeline.free_after[chosen]
-    until = np.where(free_after == NEVER, len(trace.ops), free_after)
+    until = np.where(free_after == AFTER_STEP, len(trace.ops), free_after)
     held = np.zeros(len(trace.calls), np.int64)
     for item, call in nesting.outlived(chosen, until):
-        np.add.at(held, call, timeline.storage_bytes[chosen[item]])
+        np.add.at(held, call, timeline.allocation_bytes[chosen[item]])
     return held
 
 
 def _inputs(timeline: Timeline, nesting: _Nesting, reads: tuple[Bytes, Bytes]) -> Bytes:
-    """For each call, the bytes of its inputs (Note [Inputs and outputs])."""
+    """Return, for each call, the bytes of its inputs (Note [Inputs and outputs])."""
     trace = timeline.trace
     owned = np.fromiter((s.category in _OWNED for s in trace.storages), np.bool_, len(trace.storages))
     op, storage = reads
     call = nesting.innermost[op]
-    keep = (call != NEVER) & ~owned[storage]
+    keep = (call != NO_INDEX) & ~owned[storage]
     call, storage = call[keep], storage[keep]
     pairs: list[Bytes] = []
     while len(call):
@@ -288,19 +289,19 @@ def _inputs(timeline: Timeline, nesting: _Nesting, reads: tuple[Bytes, Bytes]) -
         call, storage = call[older], storage[older]
         pairs.append(call * len(trace.storages) + storage)
         call = nesting.parent[call]
-        call, storage = call[call != NEVER], storage[call != NEVER]
+        call, storage = call[call != NO_INDEX], storage[call != NO_INDEX]
     return _sum_pairs(timeline, pairs)
 
 
 def _outputs(timeline: Timeline, nesting: _Nesting, reads: tuple[Bytes, Bytes]) -> Bytes:
-    """For each call, the bytes of its outputs (Note [Inputs and outputs])."""
+    """Return, for each call, the bytes of its outputs (Note [Inputs and outputs])."""
     trace = timeline.trace
     count = len(trace.storages)
     op, storage = reads
     in_forward = np.fromiter((o.phase in (Phase.FORWARD, Phase.LOSS) for o in trace.ops), np.bool_, len(trace.ops))
-    recomputes = nesting.innermost[:-1] != NEVER
+    recomputes = nesting.innermost[:-1] != NO_INDEX
     forward = (in_forward | recomputes)[op]
-    last_read = np.full(count, NEVER, np.int64)
+    last_read = np.full(count, NO_INDEX, np.int64)
     np.maximum.at(last_read, storage[forward], op[forward])
     alloc_at = _born(timeline)
     pairs = [np.empty(0, np.int64)]
@@ -318,27 +319,27 @@ def _left_by_last_op(timeline: Timeline, without: set[int]) -> Bytes:
         for number, call in enumerate(trace.calls)
         if call.begin < call.end and number not in without
         for ref in trace.ops[call.end - 1].outputs
-        if ref.storage != NEVER
+        if ref.storage != NO_INDEX
         and alloc_at[ref.storage] >= call.begin
-        and (free_after[ref.storage] == NEVER or free_after[ref.storage] >= call.end)
+        and (free_after[ref.storage] == AFTER_STEP or free_after[ref.storage] >= call.end)
     ]
     return np.array(left, np.int64)
 
 
 def _reads(trace: Trace) -> tuple[Bytes, Bytes]:
-    """Every reading of a storage by an op, as (op, storage)."""
+    """Return every reading of a storage by an op, as (op, storage)."""
     counts = np.fromiter((len(op.inputs) for op in trace.ops), np.int64, len(trace.ops))
     op = np.repeat(np.arange(len(trace.ops)), counts)
     storage = np.fromiter((ref.storage for op in trace.ops for ref in op.inputs), np.int64, len(op))
-    return op[storage != NEVER], storage[storage != NEVER]
+    return op[storage != NO_INDEX], storage[storage != NO_INDEX]
 
 
 def _sum_pairs(timeline: Timeline, pairs: list[Bytes]) -> Bytes:
-    """Bytes of each call's storages, every pair `call * storages + storage` counted once."""
+    """Return the bytes of each call's storages, every pair `call * storages + storage` counted once."""
     total = np.zeros(len(timeline.trace.calls), np.int64)
     if pairs:
         call, storage = np.divmod(np.unique(np.concatenate(pairs)), len(timeline.trace.storages))
-        np.add.at(total, call, timeline.storage_bytes[storage])
+        np.add.at(total, call, timeline.allocation_bytes[storage])
     return total
 
 
@@ -347,7 +348,7 @@ def _before(timeline: Timeline, moments: Bytes) -> list[Snapshot]:
 
 
 def _peaks(timeline: Timeline, peaks: RangePeak, begin: Bytes, end: Bytes) -> list[Snapshot]:
-    """The highest moment of each range of ops; of an empty one, the moment itself."""
+    """Return the highest moment of each range of ops; of an empty one, the moment itself."""
     empty = begin >= end
     found = np.where(empty, begin, peaks(np.where(empty, 0, begin), np.where(empty, 1, end)))
     during = _snapshots(timeline.during_by_row, found)
@@ -373,7 +374,7 @@ def _snapshots(table: Bytes, moments: Bytes) -> list[Snapshot]:
 
 
 def _held_by_module(trace: Trace, calls: tuple[CallMemory, ...]) -> dict[str, int]:
-    """For each module the largest sum of its calls' activations over one forward pass."""
+    """Return, for each module the largest sum of its calls' activations over one forward pass."""
     begins = [
         index
         for index, op in enumerate(trace.ops)
@@ -391,7 +392,7 @@ def _held_by_module(trace: Trace, calls: tuple[CallMemory, ...]) -> dict[str, in
 
 
 def _inside_itself(trace: Trace, call: CallMemory) -> bool:
-    """Whether the module called itself, so that the outer call counts what this one holds."""
+    """Return whether the module called itself, so that the outer call counts what this one holds."""
     return any(trace.calls[outer].module == call.module for outer in trace.ancestors(call.call)[1:])
 
 
@@ -399,11 +400,11 @@ class _Owned:
     """What modules own, by kind and path: alone, and with their children, a shared storage once for each."""
 
     def __init__(self, timeline: Timeline) -> None:
-        self._bytes: list[int] = timeline.storage_bytes.tolist()
+        self._bytes: list[int] = timeline.allocation_bytes.tolist()
         self.own: dict[Category, dict[str, int]] = {}
         self.total: dict[Category, dict[str, int]] = {}
         trace = timeline.trace
-        gradients = {p.storage: (p.gradient,) for p in trace.parameters if p.gradient != NEVER}
+        gradients = {p.storage: (p.gradient,) for p in trace.parameters if p.gradient != NO_INDEX}
         states = {p.storage: p.state for p in trace.parameters}
         self._add(Category.PARAMETER, [(m.path, m.parameters) for m in trace.modules])
         self._add(Category.BUFFER, [(m.path, m.buffers) for m in trace.modules])
@@ -428,7 +429,7 @@ class _Owned:
 
 
 def enclosing(path: str) -> Iterable[str]:
-    """A module's path, those of the modules around it, and the model's own, the empty one."""
+    """Yield a module's path, those of the modules around it, and the model's own, the empty one."""
     while path:
         yield path
         path = path.rpartition(".")[0]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from memfit.capture import NEVER, Category, Trace
+import numpy as np
+
+from memfit.capture import BEFORE_STEP, NO_INDEX, Category, Trace
 from memfit.errors import InputError
 from memfit.hardware import Device, Target
-from memfit.memory.events import Reserved, reserved
 from memfit.memory.modules import ModuleMemory, module_memory
+from memfit.memory.steady_state import Reserved, reserved
 from memfit.memory.timeline import Timeline
 
 
@@ -22,7 +24,7 @@ class Fit(str, enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class OpLocation:
     """An op of the step as people find it; `module` is None outside any module call, as in a loss function.
 
     `op` may be before or after those of the step, and then has no name.
@@ -75,11 +77,11 @@ class MemorySummary:
     peak_allocated_bytes: int
     peak_reserved_bytes: int
     peak_by_category: dict[Category, int]
-    peak: Place
+    peak: OpLocation
     overheads: tuple[Overhead, ...]
     fit: Fit
     retries: int
-    failing: Place | None
+    failing: OpLocation | None
     failing_step: int | None
     modules: tuple[ModuleMemory, ...]
     largest: tuple[StorageAtPeak, ...]
@@ -101,12 +103,12 @@ class MemorySummary:
         return self.device_bytes - self.needed_bytes
 
     def top_modules(self, count: int = 10) -> tuple[ModuleMemory, ...]:
-        """The modules that hold the most for backward."""
+        """Return the modules that hold the most for backward."""
         return tuple(sorted(self.modules, key=lambda m: -m.activation_bytes)[:count])
 
 
 def summarize(trace: Trace, *, target: str | Device | Target | None = None, largest: int = 10) -> MemorySummary:
-    """The summary of a trace on the device it was captured for, or on another of the same type."""
+    """Return the summary of a trace on the device it was captured for, or on another of the same type."""
     device = Target.parse(target if target is not None else trace.hardware).device
     if device.type != trace.device_type:
         raise InputError(
@@ -116,6 +118,8 @@ def summarize(trace: Trace, *, target: str | Device | Target | None = None, larg
     timeline = Timeline.of(trace, device.allocator.rounding_bytes)
     free = reserved(trace, device)
     fit, limited = _fit(trace, device, free)
+    there = timeline.alive_at(timeline.peak_op)
+    order = np.argsort(-timeline.allocation_bytes[there], kind="stable")  # older first among equals
     return MemorySummary(
         device=device.name,
         device_title=device.title,
@@ -126,34 +130,36 @@ def summarize(trace: Trace, *, target: str | Device | Target | None = None, larg
         peak_allocated_bytes=free.peak_allocated_bytes,
         peak_reserved_bytes=free.peak_reserved_bytes,
         peak_by_category=timeline.peak_by_category,
-        peak=place_of(timeline, timeline.peak_op),
+        peak=locate_op(timeline, timeline.peak_op),
         overheads=_overheads(device),
         fit=fit,
         retries=limited.retries,
-        failing=None if limited.out_of_memory_op is None else place_of(timeline, limited.out_of_memory_op),
+        failing=None if limited.out_of_memory_op is None else locate_op(timeline, limited.out_of_memory_op),
         failing_step=None if limited.out_of_memory_op is None else limited.steps,
         modules=tuple(module_memory(timeline).values()),
-        largest=tuple(_at_peak(timeline, int(storage)) for storage in timeline.largest_at(timeline.peak_op, largest)),
+        largest=tuple(_storage_at_peak(timeline, int(storage)) for storage in there[order[:largest]]),
         notes=trace.notes,
     )
 
 
-def place_of(timeline: Timeline, op: int) -> Place:
-    """Where an op is; an index outside the ops is the start or the end of the step."""
+def locate_op(timeline: Timeline, op: int) -> OpLocation:
+    """Return where an op is; an index outside the ops is the start or the end of the step."""
     trace = timeline.trace
     if not 0 <= op < len(trace.ops):
-        return Place(op=op, name="", phase="before the step" if op < 0 else "end of the step", module=None, source="")
-    return Place(
+        return OpLocation(
+            op=op, name="", phase="before the step" if op < 0 else "end of the step", module=None, source=""
+        )
+    return OpLocation(
         op=op,
         name=trace.ops[op].name,
         phase=trace.ops[op].phase.value,
-        module=timeline.module_of(op) if trace.ops[op].call != NEVER else None,
+        module=timeline.module_of(op) if trace.ops[op].call != NO_INDEX else None,
         source=trace.source_of(op),
     )
 
 
 def _fit(trace: Trace, device: Device, free: Reserved) -> tuple[Fit, Reserved]:
-    """Whether it fits, and the run under the device's limit that shows it."""
+    """Return whether it fits, and the run under the device's limit that shows it."""
     if free.peak_reserved_bytes <= device.usable_bytes:
         return Fit.FITS, free
     if not device.allocator.caches:
@@ -171,15 +177,15 @@ def _overheads(device: Device) -> tuple[Overhead, ...]:
     return tuple(Overhead(name=name, bytes=n_bytes) for name, n_bytes in named if n_bytes)
 
 
-def _at_peak(timeline: Timeline, number: int) -> StorageAtPeak:
+def _storage_at_peak(timeline: Timeline, number: int) -> StorageAtPeak:
     trace = timeline.trace
     storage = trace.storages[number]
     made = 0 <= storage.alloc_at < len(trace.ops)
     return StorageAtPeak(
         storage=number,
-        bytes=int(timeline.storage_bytes[number]),
+        bytes=int(timeline.allocation_bytes[number]),
         category=storage.category,
         name=storage.name or (trace.ops[storage.alloc_at].name if made else ""),
         module=storage.module,
-        source=trace.source_of(storage.alloc_at) if storage.alloc_at != NEVER and made else "",
+        source=trace.source_of(storage.alloc_at) if storage.alloc_at != BEFORE_STEP and made else "",
     )

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from memfit.hardware import Device
-from memfit.solve import Incumbent, PlannedTimeline, Problem, Solved, minimum_budget_bytes, planned_reserved, solve
+from memfit.memory import reserved
+from memfit.memory.timeline import Timeline
+from memfit.solve import Incumbent, Problem, Solved, minimum_budget_bytes, solve
 from memfit.units import display_bytes
 
 _LOWERINGS = 6
@@ -54,7 +56,7 @@ def with_room(
     Where none will do it is the plan with the most room, and of those alike the one with the most budget.
     """
     usable = problem.target.usable_bytes
-    tried: list[tuple[int, Solved, PlannedTimeline]] = []
+    tried: list[tuple[int, Solved, Timeline]] = []
 
     def able(found: Solved) -> bool:
         if found.replay is None:
@@ -84,17 +86,17 @@ def with_room(
     return found, best
 
 
-def _reserved_bytes(problem: Problem, replay: PlannedTimeline, expandable: bool) -> int:
+def _reserved_bytes(problem: Problem, replay: Timeline, expandable: bool) -> int:
     """Return what the allocator holds at most when nothing limits it."""
     device = _device(problem, expandable)
-    return planned_reserved(replay, device).peak_reserved_bytes if device.allocator.caches else replay.peak_bytes
+    return reserved(replay.allocations, device).peak_reserved_bytes if device.allocator.caches else replay.peak_bytes
 
 
-def _room(problem: Problem, replay: PlannedTimeline, reserved_bytes: int, expandable: bool) -> Room:
+def _room(problem: Problem, replay: Timeline, reserved_bytes: int, expandable: bool) -> Room:
     device, usable = _device(problem, expandable), problem.target.usable_bytes
     if reserved_bytes <= usable or not device.allocator.caches:
         return Room.ENOUGH
-    fails = planned_reserved(replay, device, limit_bytes=usable).out_of_memory_op is not None
+    fails = reserved(replay.allocations, device, limit_bytes=usable).out_of_memory_op is not None
     return Room.TOO_LITTLE if fails else Room.TIGHT
 
 

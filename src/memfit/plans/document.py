@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from memfit.capture import Step, Trace
 from memfit.capture import trace as capture
-from memfit.capture.discovery import find_step
 from memfit.capture.optimizers import Implementation, step_with
+from memfit.capture.step import find_step
 from memfit.errors import InputError
 from memfit.files import write_whole
 from memfit.plans.mismatch import PlanMismatch, differences
@@ -136,6 +136,16 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         from memfit.engines import remove
 
         return remove(self, model)
+
+    def loss(self, loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Return a loss function that the plan recomputes in backward: call it where the loop calls the given one.
+
+        A plan that recomputes a loss outside the model needs it, which it prints. The function takes the model's
+        output and computes all of the loss. Elsewhere it does no harm: what is returned runs the given one as it is.
+        """
+        from memfit.engines import plan_loss
+
+        return plan_loss(self, loss)
 
     def verify(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from memfit.capture import NEVER, Category, Phase, TensorRef, Trace
-from memfit.capture.names import short
+from memfit.capture.trace_types import short
 from memfit.paths import module_label
 from memfit.plans.record import (
     InputFacts,

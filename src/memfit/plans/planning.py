@@ -9,6 +9,7 @@ from memfit.capture import Step, trace
 from memfit.capture.optimizers import Implementation, implementations_of_step, step_with
 from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
+from memfit.memory import Timeline, reserved
 from memfit.plans.allocator import Held, held_under, note_on_room, with_room
 from memfit.plans.build import build_plan
 from memfit.plans.document import Plan
@@ -20,14 +21,12 @@ from memfit.solve import (
     Choice,
     Curve,
     Incumbent,
-    PlannedTimeline,
     Problem,
     Solved,
     Status,
     build_curve,
     find_blocker,
     nothing,
-    planned_reserved,
     solve,
 )
 from memfit.solve.curve import check_points
@@ -190,19 +189,19 @@ def _prediction(problem: Problem, solved: Solved, held: Held | None, base_ms: fl
     )
 
 
-def _peak(problem: Problem, judged: PlannedTimeline, held: Held | None) -> dict[str, Any]:
+def _peak(problem: Problem, judged: Timeline, held: Held | None) -> dict[str, Any]:
     """The fields of an estimate that are about memory; `held` is what the allocator does, where it is known already."""
     device, instant = problem.target.device, judged.peak_instant
     reserved_bytes = judged.peak_bytes
     if held is not None:
         reserved_bytes = max(reserved_bytes, held.reserved_bytes)
     elif device.allocator.caches:
-        reserved_bytes = max(reserved_bytes, planned_reserved(judged, device).peak_reserved_bytes)
+        reserved_bytes = max(reserved_bytes, reserved(judged.allocations, device).peak_reserved_bytes)
     return {
         "peak_bytes": judged.peak_bytes,
         "peak_reserved_bytes": reserved_bytes,
         "peak_by_category": judged.peak_by_category,
-        "peak_at": peak_at(judged.trace, int(judged.op[instant]), second_run_of=judged.second_run_of(instant)),
+        "peak_at": peak_at(judged.trace, int(judged.op[instant]), second_run_of=judged.recomputed_unit(instant)),
     }
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from memfit.capture import Step, Trace, trace
-from memfit.capture.discovery import find_step
+from memfit.capture.step import find_step
 from memfit.cost import Cost, Roofline, Runtime
-from memfit.cost.models import BENCHMARK, ROOFLINE, cost_model
+from memfit.cost.benchmark import BENCHMARK, ROOFLINE, cost_model
 from memfit.errors import InputError
 from memfit.hardware import Device, Target, list_devices
 from memfit.plans.document import Plan

@@ -1,8 +1,7 @@
 """Steps by name: built-in models of well-known shapes, configurations of transformers, functions of the user's own."""
 
-from memfit.presets.shape import Shape, list_shapes, load_shape
-from memfit.presets.stepping import named_step_at, named_steps_at, step_at
-from memfit.presets.training import NamedStep, shape_step
+from memfit.presets.named_steps import named_step_at, named_steps_at, step_at
+from memfit.presets.shapes import NamedStep, Shape, list_shapes, load_shape, shape_step
 
 __all__ = [
     "NamedStep",

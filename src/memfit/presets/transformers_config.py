@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,9 +22,8 @@ from torch import nn
 
 from memfit.capture import spec
 from memfit.errors import InputError
-from memfit.presets.hub_cache import cached_config, names_repository
-from memfit.presets.problems import NotTaken, WrongRequest
-from memfit.presets.training import BATCH, NO_BATCH, NamedStep, resolve_count, trained
+from memfit.presets.errors import NotTaken, WrongRequest
+from memfit.presets.shapes import BATCH, NO_BATCH, NamedStep, resolve_count, training_step
 
 PREFIX = "hf:"
 _LONGEST_UNASKED = 8192
@@ -61,7 +61,7 @@ class Configured:
 
     @classmethod
     def at(cls, place: str) -> Configured:
-        """The one in the file that `hf:path` names, or that of the model `hf:org/name` in the local cache."""
+        """Return the one in the file that `hf:path` names, or that of the model `hf:org/name` in the local cache."""
         name = place.removeprefix(PREFIX)
         path = _config_file(name, place)
         raw = _read(path)
@@ -76,7 +76,7 @@ class Configured:
         )
 
     def step(self, *, batch: int | None = None, seq: int | None = None) -> NamedStep:
-        """The training step of the model, built on meta in float32."""
+        """Return the training step of the model, built on meta in float32."""
         chosen = self.chosen
         size = resolve_count("batch", batch, BATCH)
         notes = [NO_BATCH] if batch is None else []
@@ -92,12 +92,12 @@ class Configured:
             if seq is not None:
                 _check_positions(self.config, build, chosen.name, seq)
         notes += _saved_dtype(self.raw)
-        step = trained(build, inputs)
+        step = training_step(build, inputs)
         return NamedStep(step=step, title=f"{chosen.name} of {self.name}, batch {size}, {what}", notes=tuple(notes))
 
 
 def _saved_dtype(raw: dict[str, Any]) -> list[str]:
-    """The dtype of a configuration is that of saved weights, which many take for the one of training."""
+    """Return a note on the configuration's dtype, that of saved weights, which many take for the one of training."""
     named = raw.get("dtype") or raw.get("torch_dtype")
     if named in (None, "float32", "auto"):
         return []
@@ -105,14 +105,14 @@ def _saved_dtype(raw: dict[str, Any]) -> list[str]:
 
 
 def _build(transformers: ModuleType, name: str, config: Any) -> nn.Module:
-    """The model itself; its constructor takes torch's default dtype, not the one that weights were saved in."""
+    """Return the model itself; its constructor takes torch's default dtype, not the one that weights were saved in."""
     model = getattr(transformers, name)(config)
     model.register_forward_hook(_only_loss)
     return model
 
 
 def _only_loss(module: nn.Module, given: Any, output: Any) -> torch.Tensor:
-    """The loss alone: logits are not held through backward, as in transformers' own training loop."""
+    """Return the loss alone: logits are not held through backward, as in transformers' own training loop."""
     return output.loss
 
 
@@ -170,7 +170,7 @@ def _config(raw: dict[str, Any], path: Path) -> Any:
 
 
 def _class_of(raw: dict[str, Any], path: Path) -> _Class:
-    """The class that the configuration names, if it is trained in a way that is known; else the one for its type."""
+    """Return the class that the configuration names, if how it is trained is known; else the one for its type."""
     tables = importlib.import_module("transformers.models.auto.modeling_auto")
     named = raw.get("architectures") or []
     for table, task in _TASKS.items():
@@ -198,7 +198,7 @@ def _tokens(config: Any, size: int, seq: int | None, notes: list[str]) -> tuple[
 
 
 def _longest(config: Any) -> int | None:
-    """The length that the configuration names; only a model with a table of positions ends there."""
+    """Return the length that the configuration names; only a model with a table of positions ends there."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     return next((n for name in _LENGTHS if isinstance(n := getattr(text, name, None), int) and n > 0), None)
 
@@ -222,3 +222,81 @@ def _images(config: Any, size: int, notes: list[str]) -> tuple[dict[str, torch.T
     sides = tuple(given) if isinstance(given, list | tuple) else (given or _IMAGE,) * 2
     pixels = spec((size, getattr(config, "num_channels", 3), *sides))
     return {"pixel_values": pixels, "labels": spec((size,), torch.int64)}, f"images of {sides[0]} x {sides[1]}"
+
+
+# -- `hf:org/name`: a configuration in the local cache of Hugging Face, nothing is downloaded --------------------------
+
+
+_REPOSITORY = re.compile(r"(?P<name>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[\w./-]+))?")
+_CONFIG = "config.json"
+
+
+def names_repository(text: str) -> bool:
+    """Return whether a text may be a model on the Hub, such as `org/name`, `gpt2` or `org/name@revision`."""
+    return _REPOSITORY.fullmatch(text) is not None and not text.endswith(".json")
+
+
+def cache_folder() -> Path:
+    """Return where huggingface_hub keeps what it downloads."""
+    for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if os.environ.get(variable):
+            return Path(os.environ[variable]).expanduser()
+    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    return (Path(os.environ.get("HF_HOME") or default) / "hub").expanduser()
+
+
+def cached_config(text: str) -> Path:
+    """Return the config.json of a model in the cache; `@revision` is a branch, a tag or a commit, by default `main`."""
+    match = _REPOSITORY.fullmatch(text)
+    if match is None:
+        raise WrongRequest(f"'hf:{text}' names no model; write hf:org/name, or hf:path/to/config.json")
+    name, revision = match["name"], match["revision"]
+    cache = cache_folder()
+    folder = cache / f"models--{name.replace('/', '--')}"
+    if not folder.is_dir():
+        raise WrongRequest(
+            f"there is no file or folder {name}, and no model of that name in the cache of Hugging Face ({cache}). "
+            f"Nothing is downloaded here: get it with `hf download {name} {_CONFIG}`, or write hf:path/to/{_CONFIG}"
+        )
+    commits = _commits(folder)
+    wanted = _resolved(folder, revision or "main")
+    if wanted is None and revision is None and len(commits) == 1:
+        wanted = commits[0]  # downloaded by its commit, so that no branch leads to it
+    if wanted is None:
+        there = f"the cache has {', '.join(commits[:3])}" if commits else "the cache has no revision of it"
+        raise WrongRequest(
+            f"revision {revision or 'main'!r} of {name} is not in the cache of Hugging Face ({cache}); {there}. Write "
+            f"hf:{name}@COMMIT, or get it with `hf download {name} {_CONFIG}{_option(revision)}`"
+        )
+    path = folder / "snapshots" / wanted / _CONFIG
+    if not path.is_file():
+        missing = (folder / ".no_exist" / wanted / _CONFIG).exists()
+        why = f"the model has no {_CONFIG}" if missing else f"its {_CONFIG} was not downloaded"
+        raise WrongRequest(
+            f"{name} is in the cache of Hugging Face ({cache}) without a {_CONFIG}: {why}; "
+            + (
+                "for any model at all write path/to/file.py:function"
+                if missing
+                else f"get it with `hf download {name} {_CONFIG}{_option(revision)}`"
+            )
+        )
+    return path
+
+
+def _resolved(folder: Path, revision: str) -> str | None:
+    """Return the commit that a branch, a tag or the beginning of a commit stands for, if the cache has it."""
+    ref = folder / "refs" / revision
+    if ref.is_file():
+        return ref.read_text().strip()
+    if len(revision) < 7:
+        return None
+    return next((commit for commit in _commits(folder) if commit.startswith(revision)), None)
+
+
+def _commits(folder: Path) -> list[str]:
+    snapshots = folder / "snapshots"
+    return sorted(each.name for each in snapshots.iterdir() if each.is_dir()) if snapshots.is_dir() else []
+
+
+def _option(revision: str | None) -> str:
+    return "" if revision is None else f" --revision {revision}"

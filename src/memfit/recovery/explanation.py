@@ -12,9 +12,9 @@ from torch import nn
 
 from memfit.capture import NEVER, Category, Phase, Trace
 from memfit.errors import MemfitError
+from memfit.memory import Timeline
 from memfit.plans import Plan
 from memfit.recovery.meter import Limit
-from memfit.solve import PlannedTimeline
 from memfit.torch_private.storages import storage_key
 from memfit.units import display_bytes
 from memfit.verify.faults import FailedAt
@@ -125,7 +125,7 @@ def place(at: FailedAt) -> str:
 
 
 def expected(
-    plan: Plan, timeline: PlannedTimeline | None, at: FailedAt, asked_bytes: int | None, graded: frozenset[str]
+    plan: Plan, timeline: Timeline | None, at: FailedAt, asked_bytes: int | None, graded: frozenset[str]
 ) -> Expected:
     """What the plan expected where a step failed. `graded` are the parameters whose gradients are there.
 
@@ -237,21 +237,21 @@ def part_of(path: str) -> str:
     return parts[0] or "the model itself"
 
 
-def _planned_modules(timeline: PlannedTimeline, instant: int) -> dict[str, int]:
+def _planned_modules(timeline: Timeline, instant: int) -> dict[str, int]:
     found: dict[str, int] = defaultdict(int)
-    for number in timeline.alive(instant).tolist():
+    for number in timeline.alive_at(instant).tolist():
         each = timeline.allocation(number)
         outside = "outside the model" if each.category is Category.INPUT else "the model itself"
         found[part_of(each.module) if each.module else outside] += each.size_bytes
     return dict(found)
 
 
-def _instant(timeline: PlannedTimeline, at: FailedAt, asked_bytes: int | None, graded: frozenset[str]) -> int | None:
+def _instant(timeline: Timeline, at: FailedAt, asked_bytes: int | None, graded: frozenset[str]) -> int | None:
     """The instant that makes an allocation of this size where the step failed; the highest there when none does."""
     instants = _candidates(timeline, at, graded)
     if not len(instants):
         return None
-    lives = timeline.lives
+    lives = timeline.allocations
     making = np.unique(lives.alloc_at[lives.size_bytes == (asked_bytes or -1)])
     fitting = instants[np.isin(instants, making)]
     if len(fitting):
@@ -259,12 +259,12 @@ def _instant(timeline: PlannedTimeline, at: FailedAt, asked_bytes: int | None, g
     return int(instants[timeline.during_bytes[instants].argmax()])
 
 
-def _candidates(timeline: PlannedTimeline, at: FailedAt, graded: frozenset[str]) -> np.ndarray:
+def _candidates(timeline: Timeline, at: FailedAt, graded: frozenset[str]) -> np.ndarray:
     trace = timeline.trace
     if at.second_run_of is not None:
         for number, unit in enumerate(timeline.units):
             if unit.name == at.second_run_of:
-                again = timeline.second_run_instants(number)
+                again = timeline.recompute_instants(number)
                 inside = _of_module(trace, timeline.op[again], at.module)
                 return again[inside] if inside.any() else again
     if at.phase is None:

@@ -24,9 +24,8 @@ from memfit.cost import Cost
 from memfit.engines import plan_of_model
 from memfit.errors import InputError, MissingFeatureError, StateError
 from memfit.plans import Plan
-from memfit.recovery.drift import Drift, PlanDrift
+from memfit.recovery.drift import Drift, PlanDrift, Seen, different, seen
 from memfit.recovery.explanation import REST, Explanation, OutOfMemory, counted, expected, find_levers, place
-from memfit.recovery.inputs import Seen, different, seen
 from memfit.recovery.meter import NOISE_BYTES, find_limit, make_meter
 from memfit.recovery.replan import Replanner, optimizer_bytes, single_tensor, swap
 from memfit.recovery.rollback import Before, Keeper

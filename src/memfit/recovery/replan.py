@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,13 @@ from torch import nn
 from memfit.capture import NEVER, Category, Phase, Step, Trace
 from memfit.capture import trace as capture
 from memfit.cost import Cost
-from memfit.engines import unplanned
+from memfit.engines import has_planned_loss, unplanned
 from memfit.errors import MemfitError
+from memfit.memory import Timeline
 from memfit.plans import Plan
 from memfit.plans import plan as make_plan
-from memfit.solve import PlannedTimeline, SolveOptions
+from memfit.solve import SolveOptions
+from memfit.tradeoff import LOSS, units
 from memfit.verify.faults import is_out_of_memory
 from memfit.verify.given import resolve_step
 from memfit.verify.prediction import replayed
@@ -52,7 +55,7 @@ class Replanner:
             least = self.least(plan)
             self._spare = None if least is None else (least, self.trace)
 
-    def timeline(self, plan: Plan) -> PlannedTimeline:
+    def timeline(self, plan: Plan) -> Timeline:
         """Memory at every instant of the step under a plan."""
         return replayed(plan, self.trace)
 
@@ -115,9 +118,25 @@ class Replanner:
             target=plan.target.device,
             budget=budget,
             cost=self._cost,
-            options=self._options,
+            options=self._possible_options(),
             progress=False,
         )
+
+    def _possible_options(self) -> SolveOptions | None:
+        """Return the options, without a loss outside the model where nothing goes through `plan.loss`."""
+        options = self._options or SolveOptions()
+        if has_planned_loss() or {LOSS} & {*options.force, *options.forbid} or not _loss_is_outside(self.trace):
+            return self._options
+        return replace(options, forbid=(*options.forbid, LOSS))
+
+
+def _loss_is_outside(trace: Trace) -> bool:
+    """Return whether the loss of any pass is computed outside the model."""
+    outermost = [call for call in trace.calls if call.parent == NEVER]
+    return any(
+        unit.kind == "loss" and not any(call.begin <= unit.begin and unit.end <= call.end for call in outermost)
+        for unit in units(trace)
+    )
 
 
 def same_decisions(one: Plan, other: Plan) -> bool:

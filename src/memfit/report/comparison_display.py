@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memfit.capture.names import short
+from memfit.capture.trace_types import short
 from memfit.units import display_bytes, display_ms
 
 if TYPE_CHECKING:

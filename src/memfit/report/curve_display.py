@@ -13,7 +13,7 @@ from memfit.units import GiB, MiB, display_bytes, display_ms
 
 
 def headline(curve: Curve) -> str:
-    """The curve in one line."""
+    """Return the curve in one line."""
     least = curve.points[0]
     begin, end = display_bytes(least.budget_bytes), display_bytes(curve.baseline_bytes)
     if least.budget_bytes >= curve.baseline_bytes:
@@ -24,7 +24,7 @@ def headline(curve: Curve) -> str:
 
 
 def curve_report(curve: Curve) -> Group:
-    """The headline and a row for each budget."""
+    """Return the headline and a row for each budget."""
     unit, size = ("GiB", GiB) if curve.baseline_bytes - curve.minimum_budget_bytes >= GiB else ("MiB", MiB)
     proven = all(point.gap == 0 for point in curve.points)
     table = Table(show_edge=False, pad_edge=False)
@@ -51,7 +51,7 @@ def curve_report(curve: Curve) -> Group:
 
 
 def _slower(curve: Curve, point: CurvePoint) -> str:
-    """How much longer a step takes than without a limit; nothing when it does not."""
+    """Return how much longer a step takes than without a limit; nothing when it does not."""
     added_ms = point.step_ms - curve.baseline_ms
     if not math.isfinite(added_ms) or curve.baseline_ms <= 0 or added_ms <= 0:
         return ""

@@ -8,7 +8,7 @@ from typing import Any
 
 from memfit.analysis.checkpointing import forced_ops
 from memfit.analysis.report import Report
-from memfit.capture.names import short
+from memfit.capture.trace_types import short
 from memfit.paths import alike, folded, module_label
 from memfit.plans import Plan
 from memfit.plans.record import Checkpoint, UnitOp
@@ -117,7 +117,7 @@ def _why_kept(report: Report, candidate: Candidate) -> str:
     op = int(planned.op[instant]) if run < 0 else planned.units[run].backward_begin
     if op < candidate.unit.end:
         return "no help: the peak comes before its forward is over"
-    if op >= candidate.again:
+    if op >= candidate.recompute_at:
         return "no help: the peak comes when its backward has begun"
     return "not needed: the others are enough for less"
 

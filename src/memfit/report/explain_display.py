@@ -13,7 +13,7 @@ from rich.text import Text
 from memfit.analysis.explanation import Checkpointing, HeldStorage, ModuleAtPeak, StepExplanation, StillHeld
 from memfit.analysis.levers import Lever
 from memfit.capture import Category
-from memfit.capture.names import short
+from memfit.capture.trace_types import short
 from memfit.paths import alike, folded
 from memfit.text import counted
 from memfit.units import display_bytes, display_ms

@@ -11,12 +11,12 @@ import numpy as np
 
 from memfit._version import __version__
 from memfit.analysis.report import Report
-from memfit.memory import CATEGORIES
+from memfit.memory import CATEGORIES, Timeline
 from memfit.plans.facts import trace_facts
 from memfit.report.assumed import assumed
 from memfit.report.streams import build_clock
 from memfit.report.tree import Strings, module_tree
-from memfit.solve import Curve, PlannedTimeline
+from memfit.solve import Curve
 from memfit.text import json_text
 
 SCHEMA = 1
@@ -51,7 +51,7 @@ def to_json(report: Report) -> str:
     return json_text(msgspec.to_builtins(document))
 
 
-def _summary(report: Report, timeline: PlannedTimeline) -> dict[str, Any]:
+def _summary(report: Report, timeline: Timeline) -> dict[str, Any]:
     """The highest point and the time of a step. By category it adds up to the peak."""
     instant = timeline.peak_instant
     op = int(timeline.op[instant])
@@ -63,7 +63,7 @@ def _summary(report: Report, timeline: PlannedTimeline) -> dict[str, Any]:
         "peak_op_name": timeline.trace.ops[op].name if runs else None,
         "peak_module": timeline.module_of(instant),
         "peak_source": timeline.trace.source_of(op) if runs else "",
-        "peak_second_run_of": timeline.second_run_of(instant),
+        "peak_second_run_of": timeline.recomputed_unit(instant),
         "step_ms": _ms(build_clock(report, timeline).end_ns / 1e6),
         "exposed_communication_ms": _ms(report.problem.exposed_ms),
     }
@@ -106,7 +106,7 @@ def _holds(side: dict[str, Any]) -> bool:
     return any(value for name, value in side.items() if name != "at_peak_by_category")
 
 
-def _timeline(report: Report, timeline: PlannedTimeline) -> dict[str, Any]:
+def _timeline(report: Report, timeline: Timeline) -> dict[str, Any]:
     """Memory over the step: the highest instant of each of some hundred stretches, so that the peak is among them."""
     during, count = timeline.during_bytes, len(timeline.op)
     edges = np.unique(np.linspace(0, count, min(count, _POINTS) + 1).astype(np.int64))

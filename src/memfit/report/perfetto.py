@@ -19,15 +19,13 @@ import numpy as np
 from memfit._version import __version__
 from memfit.analysis.report import Report
 from memfit.capture import NEVER, Op, Phase, Trace
-from memfit.capture.names import short
+from memfit.capture.trace_types import short
 from memfit.cost import Collective
 from memfit.files import write_whole
-from memfit.memory import CATEGORIES
+from memfit.memory import BETWEEN, CATEGORIES, Timeline
 from memfit.paths import module_label
 from memfit.report.headline import without_plan_of
 from memfit.report.streams import Clock, Sending, Wait, build_clock
-from memfit.solve import PlannedTimeline
-from memfit.solve.planned_lives import BETWEEN
 
 _MODULES, _COMPUTE, _TIMELESS = 1, 2, 5
 _TRACKS = {_MODULES: "modules", _COMPUTE: "compute", _TIMELESS: "ops that take no time"}
@@ -76,7 +74,7 @@ class _Process:
     """One step as a process of the trace."""
 
     report: Report
-    timeline: PlannedTimeline
+    timeline: Timeline
     pid: int
     name: str
 
@@ -217,7 +215,7 @@ def _moments(during: np.ndarray, clock: Clock) -> Iterator[tuple[int, int]]:
 class _Paths:
     """The slices around each op: its phase, the second run that it belongs to, the module calls, outermost first."""
 
-    def __init__(self, timeline: PlannedTimeline) -> None:
+    def __init__(self, timeline: Timeline) -> None:
         self.timeline, self.trace = timeline, timeline.trace
         self._calls: dict[int, tuple[int, ...]] = {NEVER: ()}
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.capture import Category
-from memfit.capture.names import short
+from memfit.capture.trace_types import short
 from memfit.paths import alike, folded, module_label, ranges
 from memfit.plans.document import Plan
 from memfit.plans.record import Blocker, Checkpoint, DdpPlan, Estimate, PeakAt, ShardPlan
@@ -34,6 +34,11 @@ def plan_report(plan: Plan, *, next_step: bool = True) -> Group:
             legend = "#1-3: these runs of the module, from 0; each micro-batch of an accumulated step is a run"
             parts += [Text(legend, style="dim")]
         parts += [Text(), _title("what each of them keeps"), _kept(plan.checkpoint)]
+        if any(entry.is_loss and entry.after is None for entry in plan.checkpoint):
+            parts += [
+                Text(),
+                Text("the loss is recomputed and is not in the model: loss = plan.loss(loss), then call that"),
+            ]
     if plan.optimizer is not None:
         parts += [Text(), Text(f"optimizer: its step is done {STEP_WAYS[plan.optimizer]}, which needs less at once")]
     if plan.shard is not None:

@@ -20,16 +20,13 @@ from typing import Any
 from memfit._version import __version__
 from memfit.analysis.report import Report
 from memfit.capture import NEVER, Category
-from memfit.capture.names import short
+from memfit.capture.trace_types import short
 from memfit.files import write_whole
 from memfit.hardware import Device
-from memfit.memory import allocator_config
+from memfit.memory import BETWEEN, Allocation, AllocationTable, Timeline, allocator_config
 from memfit.memory.allocator import FREE, BlockSnapshot, BlockState, CachingAllocator, SegmentSnapshot
 from memfit.memory.blocks import Block, BlockPool, ExpandableSegment
-from memfit.memory.events import AllocationTable, Replay, Row
-from memfit.solve import PlannedTimeline
-from memfit.solve.planned import Allocation
-from memfit.solve.planned_lives import BETWEEN
+from memfit.memory.steady_state import ProcessEvents, Row
 
 _PROTOCOL = 4
 """The newest that memory_viz reads."""
@@ -49,7 +46,7 @@ def write_snapshot(report: Report, path: str | os.PathLike[str], *, baseline: bo
     The same report is the same bytes.
     """
     timeline = report.baseline if baseline or report.planned is None else report.planned
-    recorded = _record(timeline.lives, report.target.device)
+    recorded = _record(timeline.allocations, report.target.device)
     document = _Snapshot(timeline).document(recorded)
     document["allocator_settings"]["step"] = "without a plan" if timeline is report.baseline else "with the plan"
     return write_whole(path, pickle.dumps(document, protocol=_PROTOCOL), "snapshot.pickle")
@@ -77,7 +74,7 @@ class _Recorded:
 
 def _record(lives: AllocationTable, device: Device) -> _Recorded:
     """The step to show (Note [Which step])."""
-    replay = Replay(lives)
+    replay = ProcessEvents(lives)
     if not device.allocator.caches:
         apart = _Apart(device.allocator.rounding_bytes)
         apart.run(replay.alone())
@@ -200,7 +197,7 @@ class _Apart:
 class _Snapshot:
     """The document that memory_viz reads, with what is known of every allocation as its frames."""
 
-    def __init__(self, timeline: PlannedTimeline) -> None:
+    def __init__(self, timeline: Timeline) -> None:
         self.timeline, self.trace = timeline, timeline.trace
         self._made: dict[int, tuple[Frames, str]] = {}
         self._freed: dict[int, Frames] = {}
@@ -272,7 +269,7 @@ class _Snapshot:
     def _frames_of_alloc(self, key: int) -> tuple[Frames, str]:
         """The user's line, then the module with the category and what it is; and the category."""
         if key not in self._made:
-            workspace = key - len(self.timeline.lives.alloc_at)
+            workspace = key - len(self.timeline.allocations.alloc_at)
             if workspace >= 0:
                 found = self._frames(workspace, Category.TEMPORARY.value, "workspace of ")
                 self._made[key] = found, Category.TEMPORARY.value

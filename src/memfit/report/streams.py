@@ -1,7 +1,7 @@
 """When every op, wait and collective of a step runs, as the model of its time has it.
 
 Note [Clock]: ops run one after another. Under sharding collectives run beside them, one after another too, and where
-one is needed the device waits for it (`memfit.sharding.communication`). A wait is as long with a plan as without,
+one is needed the device waits for it (`memfit.sharding.schedule`). A wait is as long with a plan as without,
 so what runs again moves everything after it by as much; a collective that is under way meanwhile keeps its length.
 What the host takes for a unit that runs again, beyond its ops, stands before the second run, though a part of it is
 really spent in the first.
@@ -23,9 +23,9 @@ import numpy.typing as npt
 
 from memfit.analysis.report import Report
 from memfit.cost import CollectiveModel
+from memfit.memory import Timeline
 from memfit.sharding import Sharding
 from memfit.sharding.shard import Transfer
-from memfit.solve import PlannedTimeline
 
 Ms = npt.NDArray[np.float64]
 Ns = npt.NDArray[np.int64]
@@ -75,9 +75,9 @@ class Clock:
         return int(self.ends_ns[-1])
 
 
-def build_clock(report: Report, timeline: PlannedTimeline) -> Clock:
+def build_clock(report: Report, timeline: Timeline) -> Clock:
     """When everything of a timeline runs (Note [Clock])."""
-    took_ms = timeline.taken_ms(report.runtime.op_ms)
+    took_ms = timeline.instant_ms(report.runtime.op_ms)
     at = timeline.step_instants
     first = np.concatenate(([0], at[:-1] + 1))  # of each op the instant at which what comes before it begins
     sharding = report.problem.sharding
@@ -85,7 +85,7 @@ def build_clock(report: Report, timeline: PlannedTimeline) -> Clock:
     waited_ms, host_ms = np.zeros((2, len(took_ms)))
     if sent is not None:
         waited_ms[first] = sent.waited_ms
-    again = {run: int(timeline.second_run_instants(run)[0]) for run in range(len(timeline.units))}
+    again = {run: int(timeline.recompute_instants(run)[0]) for run in range(len(timeline.units))}
     for run, instant in again.items():
         unit = timeline.units[run]
         host_ms[instant] = report.target.device.efficiency.host.second_run_ms * (unit.end - unit.begin)

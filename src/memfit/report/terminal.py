@@ -10,8 +10,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from memfit.capture.names import short
-from memfit.memory import Fit, MemorySummary, ModuleMemory, Place
+from memfit.capture.trace_types import short
+from memfit.memory import Fit, MemorySummary, ModuleMemory, OpLocation
 from memfit.paths import alike
 from memfit.units import display_bytes
 
@@ -64,7 +64,7 @@ def _verdict(summary: MemorySummary) -> Panel:
     return Panel(lines, title=f"memory of one step on {summary.device_title}", title_align="left")
 
 
-def _module(place: Place) -> str:
+def _module(place: OpLocation) -> str:
     if place.module is None:
         return ", outside any module"
     return f" of {place.module or 'the model itself'}"

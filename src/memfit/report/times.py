@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.cost import Runtime
-from memfit.cost.work import Precision, peak_ms, real_flops
+from memfit.cost.roofline import Precision, peak_ms, real_flops
 from memfit.paths import alike
 from memfit.tradeoff import Frontiers
 from memfit.units import display_bytes, display_ms

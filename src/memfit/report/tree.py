@@ -15,11 +15,9 @@ import numpy as np
 from memfit.analysis.holders import allocation_bytes
 from memfit.analysis.report import Report
 from memfit.capture import NEVER, Category, Op, Phase, Trace
-from memfit.memory import CATEGORIES
+from memfit.memory import BETWEEN, CATEGORIES, Timeline
 from memfit.paths import module_label
 from memfit.plans import Plan
-from memfit.solve import PlannedTimeline
-from memfit.solve.planned_lives import BETWEEN
 
 NONE, KEPT, PARTLY, FULLY = range(4)
 """What a plan does with a module; NONE is for one that has units inside, and for a step without a plan."""
@@ -78,16 +76,16 @@ def _by_place(found: dict[Key, dict[int, Any]], places: dict[Key, int]) -> dict[
     }
 
 
-def _held(timeline: PlannedTimeline) -> dict[Key, dict[int, int]]:
+def _held(timeline: Timeline) -> dict[Key, dict[int, int]]:
     """Bytes at the peak by module and category."""
-    lives, trace, instant = timeline.lives, timeline.trace, timeline.peak_instant
+    lives, trace, instant = timeline.allocations, timeline.trace, timeline.peak_instant
     sizes = allocation_bytes(timeline)
     found: dict[Key, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    alive = timeline.alive(instant)
+    alive = timeline.alive_at(instant)
     for number in alive.tolist():
-        storage = int(timeline.planned.storage[number])
+        storage = int(timeline.allocations.storage[number])
         if storage == NEVER:
-            intervals = timeline.planned.intervals
+            intervals = timeline.intervals
             key = (intervals[number - (len(sizes) - len(intervals))].module, True)
         else:
             key = _home(trace, storage)
@@ -119,7 +117,7 @@ def _place_of(trace: Trace, op: Op) -> Key:
     return _STEP, False
 
 
-def _spent(report: Report, timeline: PlannedTimeline) -> dict[Key, dict[int, float]]:
+def _spent(report: Report, timeline: Timeline) -> dict[Key, dict[int, float]]:
     """Milliseconds by module and kind of time."""
     trace, op_ms = timeline.trace, report.runtime.op_ms
     ran = (timeline.run != BETWEEN) & (timeline.op < len(trace.ops))

@@ -3,18 +3,16 @@
 import memfit.torch_private.version  # noqa: F401  first, so that a torch which does not work is refused with the reason
 
 # isort: split
-from memfit.sharded.accumulation import no_sync
 from memfit.sharded.checkpoint import Loaded, load, save, saves
-from memfit.sharded.clip import clip_grad_norm_, finite_gradients
-from memfit.sharded.crew import RankError
-from memfit.sharded.errors import CollectiveError, OrderError, RankMismatch
+from memfit.sharded.comm import CollectiveError, OrderError, RankMismatch
+from memfit.sharded.full_parameters import full_parameters
+from memfit.sharded.fully_shard import no_sync, shard
+from memfit.sharded.gradient_scaling import ShardedGradScaler, clip_grad_norm_, finite_gradients
 from memfit.sharded.optimizer_state import plain_optimizer_state
 from memfit.sharded.options import Precision, Reduction, Schedule, UnitOptions
-from memfit.sharded.scaler import ShardedGradScaler
+from memfit.sharded.rank_coordinator import RankError
 from memfit.sharded.sharded_value import ShardedValue
-from memfit.sharded.sharding import shard
-from memfit.sharded.state import full_state_dict, load_state_dict, sharded_state_dict
-from memfit.sharded.summon import full_parameters
+from memfit.sharded.state_dict import full_state_dict, load_state_dict, sharded_state_dict
 
 __all__ = [
     "CollectiveError",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,43 +18,43 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import nn
 
 from memfit._version import __version__
 from memfit.errors import InputError
-from memfit.sharded.crew import RankCoordinator
-from memfit.sharded.durable import (
+from memfit.sharded.checkpoint_files import (
     BLOCK_BYTES,
-    DataReader,
-    DataWriter,
-    begin_save,
-    data_file,
-    finish_save,
-    latest_name,
-    remove_old,
-    save_names,
-    unfinished,
-    write_durably,
-)
-from memfit.sharded.json_values import dtype_name, from_json, tensor_bytes, to_json
-from memfit.sharded.manifest import (
     MANIFEST,
     VERSION,
+    DataReader,
+    DataWriter,
     Manifest,
     Piece,
     RankRecord,
     StoredTensor,
+    begin_save,
+    data_file,
     decode_manifest,
+    dtype_name,
     encode_manifest,
+    finish_save,
+    from_json,
+    latest_name,
     merge_records,
+    remove_old,
+    save_names,
+    tensor_bytes,
+    to_json,
+    unfinished,
+    write_durably,
 )
 from memfit.sharded.optimizer_state import flat_places, load_named_state, parameter_names
-from memfit.sharded.rng import rng_state, set_rng_state
+from memfit.sharded.rank_coordinator import RankCoordinator
 from memfit.sharded.runtime import Runtime
-from memfit.sharded.sharded_value import ShardedValue
-from memfit.sharded.state import sharded_runtime, sharded_state_dict
-from memfit.sharded.state_hooks import sharded_value
+from memfit.sharded.sharded_value import ShardedValue, sharded_value
+from memfit.sharded.state_dict import sharded_runtime, sharded_state_dict
 
 _EXTRA_STATE = "_extra_state"
 
@@ -367,3 +368,36 @@ def _writing(folder: Path) -> Iterator[None]:
         raise InputError(
             f"a save in {folder} failed: {error.strerror or error}; the save before it is as it was"
         ) from error
+
+
+# -- The state of random number generators, as bytes, so that dropout goes on as it would have ------------------------
+
+
+def rng_state() -> dict[str, torch.Tensor]:
+    """The generators of torch, of its current CUDA device, of Python and of numpy."""
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": _bytes(random.getstate()),
+        "numpy": _bytes([each.tolist() if isinstance(each, np.ndarray) else each for each in np.random.get_state()]),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: Mapping[str, torch.Tensor]) -> None:
+    """Set those generators that the state has."""
+    if "torch" in state:
+        torch.set_rng_state(state["torch"])
+    if "python" in state:
+        version, numbers, gauss = msgspec.json.decode(state["python"].numpy().tobytes())
+        random.setstate((version, tuple(numbers), gauss))
+    if "numpy" in state:
+        name, keys, *rest = msgspec.json.decode(state["numpy"].numpy().tobytes())
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _bytes(value: object) -> torch.Tensor:
+    return torch.frombuffer(bytearray(msgspec.json.encode(value)), dtype=torch.uint8)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from memfit.sharded.fully_shard import get_runtime
 from memfit.sharded.gradients import Gradients
 from memfit.sharded.runtime import Runtime
-from memfit.sharded.sharding import get_runtime
 from memfit.sharded.unit import Unit
 
 

@@ -20,11 +20,10 @@ from torch import nn
 from torch.profiler import record_function
 
 from memfit.errors import InputError
-from memfit.sharded.flat import FlatShard
-from memfit.sharded.layout import Slot
-from memfit.sharded.links import Link, SumTransfer, Transfer, joined
+from memfit.sharded.comm import ShardComm, SumTransfer, Transfer, joined
+from memfit.sharded.flat_param import FlatShard, Slot
+from memfit.sharded.mesh import Streams
 from memfit.sharded.options import Precision, Reduction
-from memfit.sharded.streams import Streams
 from memfit.torch_private.autograd import post_accumulate_hooks
 
 
@@ -32,7 +31,7 @@ class Gradients:
     """What autograd made for one flat shard and has not been summed yet, and the sum that is under way."""
 
     def __init__(
-        self, flat: FlatShard, replicas: Link | None, streams: Streams, precision: Precision, reduction: Reduction
+        self, flat: FlatShard, replicas: ShardComm | None, streams: Streams, precision: Precision, reduction: Reduction
     ) -> None:
         self.flat = flat
         self._replicas = replicas

@@ -16,11 +16,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from memfit.errors import InputError
-from memfit.sharded.agreement import check_agreement
-from memfit.sharded.flat import FlatShard
+from memfit.sharded.comm import check_agreement
+from memfit.sharded.flat_param import FlatShard
 from memfit.sharded.runtime import Runtime
-from memfit.sharded.sharded_value import ShardedValue
-from memfit.sharded.state_hooks import sharded_value
+from memfit.sharded.sharded_value import ShardedValue, sharded_value
 
 NamedState = dict[str, Any]
 """`state` by parameter names, and `param_groups` whose `params` are names."""

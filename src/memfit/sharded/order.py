@@ -5,8 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from memfit.sharded.errors import CollectiveError, OrderError
-from memfit.sharded.links import Link
+from memfit.sharded.comm import CollectiveError, OrderError, ShardComm
 from memfit.sharded.unit import Unit
 
 _END = -1
@@ -19,7 +18,7 @@ class Order:
     the recorded order. Prefetching stops there until the next pass, since what comes next is not known.
     """
 
-    def __init__(self, units: Sequence[Unit], links: Sequence[Link]) -> None:
+    def __init__(self, units: Sequence[Unit], links: Sequence[ShardComm]) -> None:
         self._units = units
         self._links = links
         self._recorded: dict[tuple[Unit, bool], list[Unit]] = {}

@@ -30,13 +30,10 @@ import torch
 from torch import nn
 
 from memfit.errors import StateError
-from memfit.sharded.agreement import check_agreement
-from memfit.sharded.errors import CollectiveError, RankMismatch
-from memfit.sharded.links import Link, Transfer
+from memfit.sharded.comm import CollectiveError, RankMismatch, ShardComm, Transfer, check_agreement
 from memfit.sharded.options import Precision, Schedule
 from memfit.sharded.order import Order
-from memfit.sharded.states import State
-from memfit.sharded.unit import Run, RunHook, Unit
+from memfit.sharded.unit import Run, RunHook, State, Unit
 from memfit.sharded.values import mapped, tensors_in
 from memfit.torch_private.autograd import base_of, current_graph_task_id, in_backward, queue_callback
 from memfit.torch_private.frames import frame_above
@@ -52,7 +49,7 @@ class Runtime:
         self,
         model: nn.Module,
         units: Sequence[Unit],
-        links: Sequence[Link],
+        links: Sequence[ShardComm],
         device: torch.device,
         precision: Precision,
         schedule: Schedule,

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 
 from memfit.errors import StateError
-from memfit.sharded.layout import Box, Layout, Slot, boxes
-from memfit.sharded.links import Link
+from memfit.sharded.comm import ShardComm
+from memfit.sharded.flat_param import Box, FlatShard, Layout, Slot, boxes
+from memfit.sharded.runtime import Runtime
+from memfit.sharded.unit import State, Unit
 from memfit.torch_private.dispatch import disabled_torch_function
 from memfit.torch_private.storages import make_wrapper_subclass
 
@@ -31,13 +37,13 @@ class ShardedValue(torch.Tensor):
     slot: Slot
     begin: int
     end: int
-    _home: tuple[Layout, Link, torch.device]
+    _home: tuple[Layout, ShardComm, torch.device]
 
     __torch_function__ = disabled_torch_function  # pyrefly: ignore[bad-override]
 
     @staticmethod
     def __new__(
-        cls, local: torch.Tensor, slot: Slot, layout: Layout, link: Link, gathered_on: torch.device
+        cls, local: torch.Tensor, slot: Slot, layout: Layout, link: ShardComm, gathered_on: torch.device
     ) -> ShardedValue:
         value = make_wrapper_subclass(cls, slot.shape, dtype=local.dtype, device=local.device)
         part = layout.part(slot, link.rank)
@@ -45,7 +51,9 @@ class ShardedValue(torch.Tensor):
         value.begin, value.end = part.begin, part.end
         return value
 
-    def __init__(self, local: torch.Tensor, slot: Slot, layout: Layout, link: Link, gathered_on: torch.device) -> None:
+    def __init__(
+        self, local: torch.Tensor, slot: Slot, layout: Layout, link: ShardComm, gathered_on: torch.device
+    ) -> None:
         pass
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -154,3 +162,81 @@ def _sharded(args: Sequence[Any]) -> Any:
     for each in args:
         if isinstance(each, ShardedValue):
             yield each
+
+
+# -- What `state_dict` and `load_state_dict` of a sharded model give and take, under the original names ---------------
+#
+# Modules hold one-dimensional pieces, which would look like a state dict of a smaller model. Hooks on every module
+# that holds one put a ShardedValue in their place, and take whole tensors.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Held:
+    """A parameter that a module holds."""
+
+    attribute: str
+    unit: Unit
+    flat: FlatShard
+    number: int
+
+    def value(self) -> ShardedValue:
+        return sharded_value(self.flat, self.number, self.flat.own(self.number))
+
+
+def attach_state(runtime: Runtime) -> None:
+    """Make the modules of a sharded model give and take state as those of a plain model do."""
+    held: dict[nn.Module, list[_Held]] = defaultdict(list)
+    for unit in runtime.units:
+        for flat in unit.flats:
+            for number, places in enumerate(flat.places):
+                for place in places:
+                    held[place.module].append(_Held(attribute=place.attribute, unit=unit, flat=flat, number=number))
+    for module, parameters in held.items():
+        _attach(module, parameters)
+
+
+def sharded_value(flat: FlatShard, number: int, local: torch.Tensor) -> ShardedValue:
+    """Something that lies as one parameter of a flat shard does, with its shape."""
+    return ShardedValue(local, flat.layout.slots[number], flat.layout, flat.link, flat.device)
+
+
+def _attach(module: nn.Module, parameters: list[_Held]) -> None:
+    def give(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+        for each in parameters:
+            key = prefix + each.attribute
+            if key in state and each.unit.state is not State.SUMMONED:
+                state[key] = each.value()
+
+    def take(
+        module: nn.Module,
+        state: dict[str, Any],
+        prefix: str,
+        metadata: dict[str, Any],
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        for each in parameters:
+            key = prefix + each.attribute
+            given = state.get(key)
+            if each.unit.state is State.SUMMONED or not isinstance(given, torch.Tensor):
+                continue
+            own = each.value()
+            if metadata.get("assign_to_params_buffers"):
+                errors.append(f"{key} is sharded and cannot be replaced; load without assign=True, which copies")
+                metadata["assign_to_params_buffers"] = False
+                state[key] = own.local
+            elif given.shape != own.shape and not (own.dim() == 0 and given.shape == (1,)):
+                errors.append(
+                    f"size mismatch for {key}: copying a param with shape {given.shape} from checkpoint, the shape "
+                    f"in current model is {own.shape}."
+                )
+                state[key] = own.local
+            elif isinstance(given, ShardedValue):
+                state[key] = given.local
+            else:
+                state[key] = own.of_whole(given.full_tensor() if isinstance(given, DTensor) else given)
+
+    module.register_state_dict_post_hook(give)
+    module.register_load_state_dict_pre_hook(take)

@@ -20,13 +20,12 @@ from memfit.cost import Collective, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Device, Target
 from memfit.hardware.efficiency import Family
-from memfit.memory.timeline import Timeline
-from memfit.sharding.communication import communication
+from memfit.memory import Timeline
+from memfit.sharding.allocations import Levels
 from memfit.sharding.gradients import WholeGradient, whole_gradients
-from memfit.sharding.levels import Levels
 from memfit.sharding.options import FIRST_BUCKET_BYTES, ShardDtypes, ShardOptions, elements, item_bytes
 from memfit.sharding.result import Sharding
-from memfit.sharding.runtime import Transfer
+from memfit.sharding.schedule import Transfer, communication
 from memfit.sharding.units import Pass, find_passes
 
 _OWN = ShardDtypes(shard=None, param=None, reduce=None)

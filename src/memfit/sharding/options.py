@@ -6,11 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import numpy as np
 import torch
 
-from memfit.capture import Parameter, Trace
-from memfit.cost.work import item_bytes_of
+from memfit.capture import Parameter, Phase, Trace
+from memfit.cost import Runtime
+from memfit.cost.roofline import item_bytes_of
 from memfit.errors import InputError
+from memfit.hardware import Device
+from memfit.hardware.efficiency import Family
 
 Parallel = Literal["fsdp", "ddp"]
 FIRST_BUCKET_BYTES = 1 << 20
@@ -134,3 +138,21 @@ def _chosen(dtype: str | None, parameter: Parameter) -> str:
 
 def _floats(dtype: str) -> bool:
     return getattr(torch, dtype).is_floating_point
+
+
+# Times of ops that work on shards: the optimizer of a rank has its part of the elements, and kernels a fixed time.
+
+
+def on_shards(runtime: Runtime, device: Device, ranks: int, dtypes: ShardDtypes) -> Runtime:
+    """The same step with the optimizer's ops on one rank's shards."""
+    trained = [each for each in runtime.trace.parameters if each.trainable]
+    whole = sum(elements(each) * item_bytes(each.dtype) for each in trained)
+    if not whole:
+        return runtime
+    share = sum(shard_bytes(each, ranks, dtypes.kept(each)) for each in trained) / whole
+    kernel_ms, host_ms = device.efficiency[Family.OPTIMIZER].overhead_ms, device.efficiency.host.optimizer_ms
+    least_ms = kernel_ms + host_ms if device.type == "cpu" else max(kernel_ms, host_ms)
+    times = runtime.op_ms.copy()
+    ours = np.array([op.phase is Phase.OPTIMIZER for op in runtime.trace.ops], bool)
+    times[ours] = np.minimum(times[ours], np.maximum(times[ours] * share, least_ms))
+    return Runtime(runtime.trace, times)

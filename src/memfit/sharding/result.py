@@ -7,9 +7,8 @@ from functools import cached_property
 
 from memfit.capture import Trace
 from memfit.cost import Runtime
-from memfit.memory.intervals import Interval
-from memfit.memory.timeline import Bytes
-from memfit.sharding.runtime import Transfer
+from memfit.memory import Bytes, Interval
+from memfit.sharding.schedule import Transfer
 from memfit.sharding.units import ShardUnit
 
 

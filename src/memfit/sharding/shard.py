@@ -14,24 +14,22 @@ from memfit.capture import NEVER, Category, Parameter, Phase
 from memfit.cost import Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
-from memfit.memory.timeline import Timeline
-from memfit.sharding.communication import communication
+from memfit.memory import Timeline
+from memfit.sharding.allocations import Levels
 from memfit.sharding.ddp import replicate
 from memfit.sharding.gradients import WholeGradient, casts_of, whole_gradients, without_casts
-from memfit.sharding.levels import Levels
 from memfit.sharding.options import (
     ShardDtype,
     ShardDtypes,
     ShardOptions,
     elements,
     item_bytes,
+    on_shards,
     padded_elements,
     shard_bytes,
 )
 from memfit.sharding.result import Sharding
-from memfit.sharding.runtime import ShardedRuntime, Transfer
-from memfit.sharding.schedule import actings
-from memfit.sharding.times import on_shards
+from memfit.sharding.schedule import ShardedRuntime, Transfer, actings, communication
 from memfit.sharding.units import ShardCall, ShardUnit, find_passes, find_units, members_of, repeated_blocks
 
 __all__ = [

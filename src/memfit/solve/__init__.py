@@ -4,9 +4,8 @@ from memfit.solve.blocker import Blocker, find_blocker
 from memfit.solve.curve import Curve, CurvePoint, build_curve
 from memfit.solve.milp import Incumbent, Limits, SolverError, Status
 from memfit.solve.options import SolveOptions
-from memfit.solve.planned import PlannedTimeline, planned_events, planned_reserved, planned_timeline
 from memfit.solve.program import Candidate, Choice, Program
-from memfit.solve.solution import Problem, Solved, minimum_budget_bytes, nothing, solve
+from memfit.solve.solution import Problem, Solved, minimum_budget_bytes, nothing, replay, solve
 
 __all__ = [
     "Blocker",
@@ -16,7 +15,6 @@ __all__ = [
     "CurvePoint",
     "Incumbent",
     "Limits",
-    "PlannedTimeline",
     "Problem",
     "Program",
     "SolveOptions",
@@ -27,8 +25,6 @@ __all__ = [
     "find_blocker",
     "minimum_budget_bytes",
     "nothing",
-    "planned_events",
-    "planned_reserved",
-    "planned_timeline",
+    "replay",
     "solve",
 ]

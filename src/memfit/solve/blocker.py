@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memfit.capture import NEVER, Category, Phase
+from memfit.capture import NO_INDEX, Category, Phase
 from memfit.solve.program import Choice
 from memfit.solve.solution import Problem
 
@@ -28,7 +28,7 @@ class Blocker:
 
 
 def find_blocker(problem: Problem, choice: Choice) -> Blocker:
-    """What stands in the way of a lower peak than this choice has."""
+    """Return what stands in the way of a lower peak than this choice has."""
     judged = problem.replay((each.unit, policy) for each, policy in problem.program(1).chosen(choice))
     trace, instant = judged.trace, judged.peak_instant
     op = min(int(judged.op[instant]), len(trace.ops) - 1)
@@ -37,9 +37,9 @@ def find_blocker(problem: Problem, choice: Choice) -> Blocker:
         op=op,
         name=trace.ops[op].name,
         phase=trace.ops[op].phase,
-        module=trace.calls[call].module if call != NEVER else None,
+        module=trace.calls[call].module if call != NO_INDEX else None,
         source=trace.source_of(op),
-        second_run_of=judged.second_run_of(instant),
+        second_run_of=judged.recomputed_unit(instant),
         peak_bytes=judged.peak_bytes,
         by_category=judged.peak_by_category,
     )

@@ -1,15 +1,19 @@
-"""A small program for steps with many equal layers: how many units of each class take each policy.
+"""A small integer program for steps with many equal layers: how many units of each class take each policy.
 
 Note [Classes]: units of one class share a frontier and lie at the same place of equal layers. Summed over a class, the
 rows of checkpoint.py become rows in n[c,k], the number of its units with policy k. A row that sees only m units of a
 class may count the m largest of what the class freed: z[k] <= n[k], sum of z <= m. So every plan of the full program is
 a plan of this one, and the least time here is a proven bound for it.
 
-The answer is then dealt out to the units, the largest policies to the layers that run first: the intervals in which
-equal layers lack what they dropped lie inside one another, so this leaves the least memory at every moment. Rows that
-the dealt plan breaks are added, and the program is solved again. When the plan holds every row of the full program, it
-has the least time and is optimal there too. When it breaks a row that is here already, only the full program can tell.
-Rows of segments inside the forward of a unit are left out here.
+The answer is then assigned to the units, the largest policies to the layers that run first: the intervals in which
+the bytes that equal layers dropped are missing lie inside one another, so this leaves the least memory at every moment.
+Rows that the assigned plan breaks are added, and the program is solved again. When the plan holds every row of the full
+program, it has the least time and is optimal there too. When it breaks a row that is here already, only the full
+program can tell. Rows of segments inside the forward of a unit are left out here.
+
+It is for steps whose backward does not mirror their forward, where the dynamic program has only a bound. Two towers of
+12 equal layers, each with a backward of its own, are proven in 4 s at half of the budgets' range, and not in 60 s by
+the full program alone (docs/design/solve.md has the measurements).
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memfit.capture import NEVER
+from memfit.capture import NO_INDEX
 from memfit.solve.checkpoint import SCALE
 from memfit.solve.milp import Milp
 from memfit.solve.program import Choice, Program, Segment
@@ -36,14 +40,14 @@ class UnitClass:
     outer: int
 
 
-def classes_of(program: Program) -> tuple[UnitClass, ...]:
-    """The classes, outer ones before those inside them."""
+def find_classes(program: Program) -> tuple[UnitClass, ...]:
+    """Return the classes, outer ones before those inside them."""
     numbers: dict[tuple[int, bool, int], int] = {}
     of_candidate: list[int] = []
     members: dict[int, list[int]] = defaultdict(list)
     outers: list[int] = []
     for index, candidate in enumerate(program.candidates):
-        outer = of_candidate[candidate.outer] if candidate.outer != NEVER else NEVER
+        outer = of_candidate[candidate.outer] if candidate.outer != NO_INDEX else NO_INDEX
         key = (id(candidate.frontier), candidate.forced, outer)
         if key not in numbers:
             numbers[key] = len(numbers)
@@ -58,7 +62,7 @@ class ClassModel:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.classes = classes_of(program)
+        self.classes = find_classes(program)
         self.milp = Milp()
         self.n = [
             [
@@ -80,7 +84,7 @@ class ClassModel:
         for number, each in enumerate(self.classes):
             terms = [(n, 1.0) for n in self.n[number]]
             outer = each.outer
-            while outer != NEVER:
+            while outer != NO_INDEX:
                 terms += [(n, float(self.under[number][outer])) for n in self.n[outer]]
                 outer = self.classes[outer].outer
             self.milp.row(terms, upper=float(len(each.members)))
@@ -92,16 +96,16 @@ class ClassModel:
                 self.milp.row(((n, 1.0) for n in row), lower=float(len(each.members)))
 
     def segment_row(self, segment: Segment) -> bool:
-        """Family 4 for one segment; whether it is new."""
+        """Family 4 for one segment; return whether it is new."""
         return self._row(("segment", segment.begin), segment.peak_bytes, segment.begin, None)
 
-    def rerun_row(self, index: int) -> bool:
-        """Family 5 for one candidate; whether it is new."""
-        again = self.program.candidates[index].again
-        return self._row(("rerun", index), int(self.program.before[again]), again - 1, index)
+    def recompute_row(self, index: int) -> bool:
+        """Family 5 for one candidate; return whether it is new."""
+        op = self.program.candidates[index].recompute_at
+        return self._row(("recompute", index), int(self.program.before[op]), op - 1, index)
 
-    def _row(self, key: tuple[str, int], level_bytes: int, op: int, rerun: int | None) -> bool:
-        """What is lacking while `op` runs makes up for a level above the budget, and for a unit that runs again."""
+    def _row(self, key: tuple[str, int], level_bytes: int, op: int, recomputed: int | None) -> bool:
+        """Require that what is missing while `op` runs makes up for a level above the budget and a recomputed unit."""
         if key in self._known:
             return False
         self._known.add(key)
@@ -109,19 +113,19 @@ class ClassModel:
         counted: dict[int, list[int]] = {}
         seen: dict[int, list[int]] = {}
         for number, each in enumerate(self.classes):
-            active = [m for m in each.members if m == rerun or self._active(m, op)]
+            active = [m for m in each.members if m == recomputed or self._active(m, op)]
             if not active:
                 continue
             seen[number] = active
             policies = self.program.candidates[each.members[0]].policies
-            again = rerun is not None and rerun in active
-            if len(active) == len(each.members) and not again:
+            own = recomputed is not None and recomputed in active
+            if len(active) == len(each.members) and not own:
                 counted[number] = self.n[number]
             else:
-                counted[number] = self._largest(number, len(active) - again)
+                counted[number] = self._largest(number, len(active) - own)
             terms += [(n, policy.discarded_bytes / SCALE) for n, policy in zip(counted[number], policies, strict=True)]
-            if again:
-                extra = self._again(number, counted[number])
+            if own:
+                extra = self._recomputed(number, counted[number])
                 terms += extra
                 counted[number] = [*counted[number], *(w for w, _ in extra)]
             self._paths_of_part(number, seen, counted)
@@ -138,7 +142,7 @@ class ClassModel:
             return
         terms = [(n, 1.0) for n in counted[number]]
         outer = self.classes[number].outer
-        while outer != NEVER:
+        while outer != NO_INDEX:
             around = dict.fromkeys(seen.get(outer, ()), 0)
             for path in map(self.program.path, active):
                 for each in path:
@@ -151,7 +155,7 @@ class ClassModel:
 
     def _active(self, member: int, op: int) -> bool:
         candidate = self.program.candidates[member]
-        return candidate.unit.end <= op < candidate.again
+        return candidate.unit.end <= op < candidate.recompute_at
 
     def _largest(self, number: int, count: int) -> list[int]:
         """Variables for at most `count` of a class's units."""
@@ -161,8 +165,8 @@ class ClassModel:
         self.milp.row(((z, 1.0) for z in chosen), upper=float(count))
         return chosen
 
-    def _again(self, number: int, others: Sequence[int]) -> list[tuple[int, float]]:
-        """The unit that runs again: one more of its class, and one of them for sure when all are checkpointed."""
+    def _recomputed(self, number: int, others: Sequence[int]) -> list[tuple[int, float]]:
+        """Return the terms of the recomputed unit: one more of its class, one for sure when all are checkpointed."""
         policies = self.program.candidates[self.classes[number].members[0]].policies
         members = len(self.classes[number].members)
         chosen = [self.milp.variable(integer=False) for _ in policies]
@@ -177,16 +181,16 @@ class ClassModel:
         ]
 
     def add_broken_rows(self, choice: Choice) -> bool:
-        """Add the rows that a dealt plan breaks, the worst ones first; whether there was a new one."""
+        """Add the rows that an assigned plan breaks, the worst ones first; return whether there was a new one."""
         budget = self.program.budget_bytes
         freed = self.program.freed(choice)
         broken = [(segment.peak_bytes - int(freed[segment.begin]) - budget, segment) for segment in self.plain]
         broken = sorted((each for each in broken if each[0] > 0), key=lambda each: (-each[0], each[1].begin))
         added = sum(self.segment_row(segment) for _, segment in broken[:_ROWS_AT_ONCE])
-        _, reruns = self.program.peaks(choice)
+        _, recomputes = self.program.peaks(choice)
         places = {id(candidate): index for index, candidate in enumerate(self.program.candidates)}
-        late = [(peak - budget, places[id(candidate)]) for candidate, peak in reruns if peak > budget]
-        added += sum(self.rerun_row(index) for _, index in sorted(late, reverse=True)[:_ROWS_AT_ONCE])
+        late = [(peak - budget, places[id(candidate)]) for candidate, peak in recomputes if peak > budget]
+        added += sum(self.recompute_row(index) for _, index in sorted(late, reverse=True)[:_ROWS_AT_ONCE])
         return added > 0
 
     def _plain_segments(self) -> list[Segment]:
@@ -198,11 +202,11 @@ class ClassModel:
             if not any(unit.begin < segment.end and segment.begin < unit.end for unit in units)
         ]
 
-    def deal(self, values: Sequence[float], *, largest_first: bool = True) -> Choice:
-        """The numbers dealt out to the units; see Note [Classes]."""
-        choice = np.full(len(self.program.candidates), NEVER, np.int64)
+    def assign(self, values: Sequence[float], *, largest_first: bool = True) -> Choice:
+        """Assign the numbers to units (Note [Classes])."""
+        choice = np.full(len(self.program.candidates), NO_INDEX, np.int64)
         for each, row in zip(self.classes, self.n, strict=True):
-            free = [m for m in each.members if all(choice[outer] == NEVER for outer in self.program.path(m)[1:])]
+            free = [m for m in each.members if all(choice[outer] == NO_INDEX for outer in self.program.path(m)[1:])]
             hand = [policy for policy, n in enumerate(row) for _ in range(round(values[n]))]
             hand.reverse()  # policies are sorted by what they free
             if not largest_first:
@@ -212,7 +216,7 @@ class ClassModel:
         return choice
 
     def _members_under(self) -> list[dict[int, int]]:
-        """For each class and each class around it, how many members lie in one unit of that class, at least."""
+        """Return, for each class and each class around it, how many members lie in one unit of that class, at least."""
         found: list[dict[int, int]] = []
         for each in self.classes:
             counts: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))

@@ -44,7 +44,7 @@ class Curve:
         return self.points[0].budget_bytes
 
     def price_ms_per_gib(self, budget: str | int) -> float:
-        """What one more GiB would buy at this budget, in bytes or as `"10GiB"`."""
+        """Return what one more GiB would buy at this budget, in bytes or as `"10GiB"`."""
         budget_bytes = parse_bytes(budget)
         if budget_bytes < self.minimum_budget_bytes:
             raise InputError(
@@ -68,7 +68,7 @@ class Curve:
 
 
 def check_points(points: object) -> None:
-    """A curve needs two points or more."""
+    """Refuse a curve of fewer than two points."""
     if isinstance(points, bool) or not isinstance(points, numbers.Integral):
         raise InputError(f"points is {points!r}; write how many budgets to solve, a whole number of at least 2")
     if points < 2:
@@ -82,7 +82,7 @@ def build_curve(
     budgets: Sequence[int] | None = None,
     watch: Callable[[int, int], None] | None = None,
 ) -> Curve:
-    """The curve of a step, evenly spread over the budgets that matter unless budgets are given.
+    """Return the curve of a step, evenly spread over the budgets that matter unless budgets are given.
 
     Solved from the tightest budget upwards: a plan for one budget is a first answer for the next. `watch` hears how
     many points are done, of how many.

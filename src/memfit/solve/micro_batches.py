@@ -3,7 +3,7 @@
 Note [Micro-batches]: a training loop need not keep to the number of micro-batches that was planned: an epoch ends with
 three of four, somebody runs a forward for a log. So a unit has the same policy in each. What then decides is, for each
 moment of a micro-batch, the highest level in any of them: gradients are there from the second on. The program is folded
-onto its last micro-batch, with those levels, and solved there; its answer is dealt out to all. Nothing is lost: plans
+onto its last micro-batch, with those levels, and solved there; its answer is spread to all. Nothing is lost: plans
 with one policy for all are exactly the plans of the folded program, and their times are the same multiple of its own.
 """
 
@@ -14,8 +14,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from memfit.capture import NEVER, Phase, Trace
-from memfit.memory.timeline import Bytes
+from memfit.capture import NO_INDEX, Phase, Trace
+from memfit.memory import Bytes
 from memfit.solve.program import Candidate, Choice, MicroBatches, Program
 
 
@@ -25,7 +25,7 @@ def find_micro_batches(trace: Trace, candidates: Sequence[Candidate]) -> MicroBa
     members: list[list[int]] = [[] for _ in windows]
     for index, candidate in enumerate(candidates):
         place = next((k for k, (begin, end) in enumerate(windows) if begin <= candidate.unit.begin < end), None)
-        if place is None or candidate.again > windows[place][1]:
+        if place is None or candidate.recompute_at > windows[place][1]:
             return None
         members[place].append(index)
     used = [(window, tuple(group)) for window, group in zip(windows, members, strict=True) if group]
@@ -56,14 +56,14 @@ def count_micro_batches(trace: Trace) -> int | None:
 
 
 def _passes(trace: Trace) -> list[tuple[int, int]]:
-    """Ops of each forward and backward, from the first module call on: what comes before makes the batch."""
+    """Return the ops of each forward and backward, from the first module call on: what comes before makes the batch."""
     begins = []
     before: Phase | None = None
     for index, op in enumerate(trace.ops):
         if op.phase in (Phase.FORWARD, Phase.LOSS) and before not in (Phase.FORWARD, Phase.LOSS):
             begins.append(index)
         before = op.phase
-    last = max((index for index, op in enumerate(trace.ops) if op.phase is Phase.BACKWARD), default=NEVER) + 1
+    last = max((index for index, op in enumerate(trace.ops) if op.phase is Phase.BACKWARD), default=-1) + 1
     calls = sorted(call.begin for call in trace.calls if call.phase in (Phase.FORWARD, Phase.LOSS))
     found = []
     for begin, end in pairwise([*(each for each in begins if each < last), last]):
@@ -72,22 +72,22 @@ def _passes(trace: Trace) -> list[tuple[int, int]]:
 
 
 def _shape(candidates: Sequence[Candidate], index: int, group: Sequence[int], begin: int) -> tuple[object, ...]:
-    """What must be the same of a candidate in every micro-batch."""
+    """Return what must be the same of a candidate in every micro-batch."""
     candidate = candidates[index]
-    outer = group.index(candidate.outer) if candidate.outer in group else NEVER
+    outer = group.index(candidate.outer) if candidate.outer in group else NO_INDEX
     unit = candidate.unit
     return unit.module, unit.kind, unit.begin - begin, unit.end - begin, outer, candidate.forced
 
 
 def _anchors(candidates: Sequence[Candidate], found: MicroBatches, number: int) -> list[int]:
-    """Where candidates of a micro-batch begin, end and run again, and where it begins and ends itself."""
+    """Return where candidates of a micro-batch begin, end and are recomputed, and where it begins and ends itself."""
     inside = [candidates[index] for index in found.members[number]]
     begin, end = found.windows[number]
-    return [begin, *(at for each in inside for at in (each.unit.begin, each.unit.end, each.again)), end]
+    return [begin, *(at for each in inside for at in (each.unit.begin, each.unit.end, each.recompute_at)), end]
 
 
 def _order(candidates: Sequence[Candidate], found: MicroBatches, number: int) -> list[int]:
-    """The rank of each anchor among those of its micro-batch."""
+    """Return the rank of each anchor among those of its micro-batch."""
     anchors = _anchors(candidates, found, number)
     ranks = {at: rank for rank, at in enumerate(sorted(set(anchors)))}
     return [ranks[at] for at in anchors]
@@ -110,7 +110,7 @@ def fold(program: Program, found: MicroBatches) -> Program:
             unit=each.unit,
             policies=each.policies,
             frontier=each.frontier,
-            outer=places.get(each.outer, NEVER),
+            outer=places.get(each.outer, NO_INDEX),
             forced=each.forced,
         )
         for each in (program.candidates[index] for index in found.members[-1])
@@ -127,9 +127,9 @@ def _raise(during: Bytes, begin: int, end: int, levels: Bytes) -> None:
         during[top] = max(during[top], levels.max())
 
 
-def dealt(found: MicroBatches, choice: Choice, count: int) -> Choice:
+def spread(found: MicroBatches, choice: Choice, count: int) -> Choice:
     """Return the choice of all candidates, from that of the last micro-batch."""
-    full = np.full(count, NEVER, np.int64)
+    full = np.full(count, NO_INDEX, np.int64)
     for group in found.members:
         full[list(group)] = choice
     return full

@@ -107,7 +107,7 @@ class Milp:
     factors: list[float] = field(default_factory=list)
 
     def variable(self, *, cost: float = 0.0, lower: float = 0.0, upper: float = 1.0, integer: bool = True) -> int:
-        """A new variable's number."""
+        """Add a variable and return its number."""
         self.cost.append(cost)
         self.lower.append(lower)
         self.upper.append(upper)
@@ -115,7 +115,7 @@ class Milp:
         return len(self.cost) - 1
 
     def row(self, terms: Iterable[tuple[int, float]], *, lower: float = -FREE, upper: float = FREE) -> None:
-        """A new row: the sum of factor times variable lies between the two."""
+        """Add a row: the sum of factor times variable lies between the two."""
         summed: dict[int, float] = {}
         for index, factor in terms:
             summed[index] = summed.get(index, 0.0) + factor
@@ -141,7 +141,7 @@ class Milp:
         target: float | None = None,
         watch: Callable[[Incumbent], None] | None = None,
     ) -> Solution:
-        """The best values, from a first answer if one is given; `watch` hears of every better one.
+        """Return the best values, from a first answer if one is given; `watch` hears of every better one.
 
         An answer no worse than `target`, below which the caller knows that there is none, ends the search.
         """

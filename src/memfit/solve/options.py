@@ -77,7 +77,7 @@ class SolveOptions:
         )
 
     def forced(self, units: Sequence[Unit]) -> frozenset[str]:
-        """The names of the units that must be checkpointed."""
+        """Return the names of the units that must be checkpointed."""
         return frozenset(unit.name for unit in units if _named(unit, self.force))
 
 

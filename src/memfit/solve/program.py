@@ -1,20 +1,20 @@
-"""What a plan decides, and what holds while it runs: levels of memory, candidates, and the moments that matter.
+"""What a plan decides, and what holds while it runs: memory levels, candidates, and the rows that a plan must hold.
 
-Note [Moments of a plan]: let `during[t]` and `before[t]` be the captured levels (memory.Timeline). A unit u that is
-checkpointed with policy k lacks `freed[u,k]` bytes from the end of its forward to the beginning of its backward, op
-`end(u)` up to (not including) op `again(u)`. There its forward runs again, on top of the level just before that op,
-which still lacks what u and the units before it dropped. So a plan x fits the budget B when
+Note [Rows of a plan]: let `during[t]` and `before[t]` be the captured levels (memory.Timeline). The bytes `freed[u,k]`
+that a unit u drops under policy k are missing from the end of its forward to the begin of its backward: from op
+`end(u)` up to (not including) op `recompute_at(u)`, where u is active. There its forward is recomputed, on top of the
+level just before that op, where what u and the units before it dropped is still missing. A plan x fits budget B when
 
-    during[t] - sum of freed[u,k] x[u,k] over units u with end(u) <= t < again(u)  <=  B   for every op t
-    before[again(u)] - sum of freed over units active there, u included + rerun[u,k]  <=  B   where x[u,k] = 1
+    during[t] - sum of freed[u,k] x[u,k] over units u with end(u) <= t < recompute_at(u)  <=  B   for every op t
+    before[recompute_at(u)] - sum of freed over units active there, u included + peak[u,k]  <=  B   where x[u,k] = 1
 
 While u itself runs for the first time, its `profile` holds: dropped results leave as soon as only autograd would hold
 them, saved results and inputs stay. So inside its forward
 
     during[t] + profile[u,k](t) - sum of freed over units active at t  <=  B
 
-All of this is linear. Between two neighbouring boundaries (ends and agains) the sum does not change, so one row for
-each segment with the highest `during` in it says all of the first family.
+All of this is linear. Between two neighbouring boundaries (ends of forwards, begins of recomputes) the sum does not
+change, so one row for each segment with the highest `during` in it says all of the first family.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from memfit.capture import NEVER
-from memfit.memory.timeline import Bytes
+from memfit.capture import NO_INDEX
+from memfit.memory import Bytes
 from memfit.tradeoff import Frontier, Policy, Unit
 
 Choice = npt.NDArray[np.int64]
-"""For each candidate the index of its policy, or `NEVER` when it is not checkpointed."""
+"""For each candidate the index of its policy, or `NO_INDEX` when it is not checkpointed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +46,8 @@ class Candidate:
     forced: bool = False
 
     @property
-    def again(self) -> int:
-        """The op before which the unit runs again."""
+    def recompute_at(self) -> int:
+        """The op before which the unit is recomputed."""
         return self.unit.backward_begin
 
 
@@ -82,9 +82,9 @@ class Program:
 
     @cached_property
     def boundaries(self) -> tuple[int, ...]:
-        """Ops at which a candidate begins or stops to lack what it dropped."""
+        """Ops at which a candidate becomes active or stops to be."""
         points = {candidate.unit.end for candidate in self.candidates}
-        points |= {candidate.again for candidate in self.candidates}
+        points |= {candidate.recompute_at for candidate in self.candidates}
         return tuple(sorted(points))
 
     @cached_property
@@ -104,31 +104,31 @@ class Program:
         return tuple(self.path(index) for index in range(len(self.candidates)) if index not in outer)
 
     def path(self, index: int) -> tuple[int, ...]:
-        """A candidate and those around it."""
+        """Return a candidate and those around it, innermost first."""
         chain = []
-        while index != NEVER:
+        while index != NO_INDEX:
             chain.append(index)
             index = self.candidates[index].outer
         return tuple(chain)
 
     def freed(self, choice: Choice) -> Bytes:
-        """What is lacking while each op runs, and at the end of the step."""
+        """Return the bytes missing while each op runs, and at the end of the step."""
         change = np.zeros(len(self.during) + 1, np.int64)
         for candidate, policy in self.chosen(choice):
             change[candidate.unit.end] += policy.discarded_bytes
-            change[candidate.again] -= policy.discarded_bytes
+            change[candidate.recompute_at] -= policy.discarded_bytes
         return np.cumsum(change)[:-1]
 
     def chosen(self, choice: Choice) -> list[tuple[Candidate, Policy]]:
-        """The candidates that are checkpointed, each with its policy."""
+        """Return the candidates that are checkpointed, each with its policy."""
         return [
             (self.candidates[index], self.candidates[index].policies[policy])
             for index, policy in enumerate(choice.tolist())
-            if policy != NEVER
+            if policy != NO_INDEX
         ]
 
     def in_forward(self, index: int) -> Bytes:
-        """Levels while a candidate runs for the first time, a row for each of its policies, nothing else dropped."""
+        """Return the levels of a candidate's first run, a row for each of its policies, nothing else dropped."""
         candidate = self.candidates[index]
         begin, end = candidate.unit.begin, candidate.unit.end
         levels = np.repeat(self.during[None, begin:end], len(candidate.policies), axis=0)
@@ -137,39 +137,40 @@ class Program:
         return levels
 
     def recompute_ms(self, choice: Choice) -> float:
-        """The time that a choice adds to the step, summed in the order of the candidates."""
+        """Return the time that a choice adds to the step, summed in the order of the candidates."""
         return float(sum(policy.recompute_ms for _, policy in self.chosen(choice)))
 
     def peaks(self, choice: Choice) -> tuple[Bytes, list[tuple[Candidate, int]]]:
-        """The level while each op runs, and the highest point of each second run."""
+        """Return the level while each op runs, and the highest point of each recompute."""
         freed = self.freed(choice)
         level = self.during - freed
         for candidate, policy in self.chosen(choice):
             begin, end = candidate.unit.begin, candidate.unit.end
             level[begin:end] += policy_profile(policy, end - begin)
-        reruns = []
+        recomputes = []
         for candidate, policy in self.chosen(choice):
-            lacks_itself = candidate.unit.end == candidate.again  # dropped and run again between the same two ops
-            active = int(freed[candidate.again - 1]) + (policy.discarded_bytes if lacks_itself else 0)
-            reruns.append((candidate, int(self.before[candidate.again]) - active + policy.recompute_peak_bytes))
-        return level, reruns
+            # A unit that is recomputed right where its forward ended (the loss) is in the sum of no op.
+            own = policy.discarded_bytes if candidate.unit.end == candidate.recompute_at else 0
+            begin = int(self.before[candidate.recompute_at]) - int(freed[candidate.recompute_at - 1]) - own
+            recomputes.append((candidate, begin + policy.recompute_peak_bytes))
+        return level, recomputes
 
     def peak_bytes(self, choice: Choice) -> int:
-        """The highest point of the step under a choice."""
-        level, reruns = self.peaks(choice)
-        return max(int(level.max()), *(peak for _, peak in reruns), 0)
+        """Return the highest point of the step under a choice."""
+        level, recomputes = self.peaks(choice)
+        return max(int(level.max()), *(peak for _, peak in recomputes), 0)
 
     def fits(self, choice: Choice) -> bool:
-        """Whether nothing of the step is above the budget."""
+        """Return whether nothing of the step is above the budget."""
         return self.peak_bytes(choice) <= self.budget_bytes
 
     def nested(self, choice: Choice) -> bool:
-        """Whether a checkpointed candidate lies inside another, which no plan may have."""
-        return any(sum(choice[index] != NEVER for index in path) > 1 for path in self.paths)
+        """Return whether a checkpointed candidate lies inside another, which no plan may have."""
+        return any(sum(choice[index] != NO_INDEX for index in path) > 1 for path in self.paths)
 
 
 def policy_profile(policy: Policy, ops: int) -> Bytes:
-    """What a policy changes while each op of its unit runs for the first time."""
+    """Return what a policy changes while each op of its unit runs for the first time."""
     change = np.zeros(ops, np.int64)
     for op, n_bytes in policy.profile:
         if op + 1 < ops:
@@ -184,9 +185,9 @@ def build_candidates(
     forced: frozenset[str] = frozenset(),
     second_run_ms: float = 0.0,
 ) -> tuple[Candidate, ...]:
-    """Units that can free something, outer ones before those inside them.
+    """Return the units that can free something, outer ones before those inside them.
 
-    `second_run_ms` is what the host takes for each op of a unit that runs again, beyond the ops themselves.
+    `second_run_ms` is what the host takes for each op of a unit that is recomputed, beyond the ops themselves.
     """
     useful = []
     for unit, frontier in zip(units, frontiers, strict=True):
@@ -206,7 +207,7 @@ def build_candidates(
             open_units.pop()
         while open_units and found[open_units[-1]].unit.end <= unit.begin:
             open_units.pop()
-        outer = open_units[-1] if open_units else NEVER
+        outer = open_units[-1] if open_units else NO_INDEX
         open_units.append(len(found))
         found.append(
             Candidate(unit=unit, policies=policies, frontier=frontier, outer=outer, forced=unit.name in forced)

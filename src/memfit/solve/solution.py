@@ -10,23 +10,20 @@ from functools import cached_property
 
 import numpy as np
 
-from memfit.capture import NEVER, Trace
+from memfit.capture import NO_INDEX, Trace
 from memfit.capture.environment import no_garbage_collection
 from memfit.cost import Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
-from memfit.memory import Timeline
-from memfit.memory.timeline import Bytes
+from memfit.memory import Bytes, Interval, Timeline
 from memfit.sharding.shard import Sharding, shard
-from memfit.solve.least import LeastBudget, least_budget
 from memfit.solve.micro_batches import find_micro_batches
 from memfit.solve.milp import Incumbent, Limits, Status, relative_gap
+from memfit.solve.min_budget import MinBudget, min_budget
 from memfit.solve.options import SolveOptions
-from memfit.solve.planned import PlannedTimeline, planned_timeline
 from memfit.solve.program import Candidate, Choice, MicroBatches, Program, build_candidates
-from memfit.solve.search import SAME_MS, Outcome, infeasible, search
-from memfit.tradeoff import Policy, Unit, build_frontiers
-from memfit.tradeoff.facts import Facts
+from memfit.solve.search import SAME_MS, SearchResult, infeasible, search
+from memfit.tradeoff import Policy, TraceColumns, Unit, build_frontiers, build_recompute
 from memfit.tradeoff.frontier import Frontiers
 
 _TIGHTENINGS = 8
@@ -80,7 +77,7 @@ class Problem:
         return self.timeline.trace
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> TraceColumns:
         """The columns of the trace that a rank runs."""
         return self.frontiers.facts
 
@@ -137,12 +134,12 @@ class Problem:
         return int(self.program(0).during.max())
 
     @cached_property
-    def least(self) -> LeastBudget | None:
+    def least(self) -> MinBudget | None:
         """The plan with the lowest peak; None when none was found in the time that options give.
 
         Its replay may be a little lower than the rows are, which count what several units hold for each of them.
         """
-        return least_budget(self.program(1), self.options.limits)
+        return min_budget(self.program(1), self.options.limits)
 
     def is_known_to_need_more_than(self, budget_bytes: int) -> bool:
         """Whether the lowest peak is known already, and proven to be above a budget: a search there takes long."""
@@ -153,9 +150,9 @@ class Problem:
         """Whether the lowest peak was asked for and could not be proven in its time."""
         return "least" in self.__dict__ and self.least is not None and not self.least.proven
 
-    def replay(self, chosen: Iterable[tuple[Unit, Policy]]) -> PlannedTimeline:
+    def replay(self, chosen: Iterable[tuple[Unit, Policy]]) -> Timeline:
         """The step under these policies, op by op."""
-        return planned_timeline(
+        return replay(
             self.facts,
             chosen,
             intervals=self.sharding.allocations if self.sharding is not None else (),
@@ -166,6 +163,21 @@ class Problem:
     def exposed_ms(self) -> float:
         """Communication that compute does not hide."""
         return self.sharding.exposed_ms if self.sharding is not None else 0.0
+
+
+def replay(
+    facts: TraceColumns,
+    chosen: Iterable[tuple[Unit, Policy]],
+    *,
+    intervals: Sequence[Interval] = (),
+    removed: frozenset[int] = frozenset(),
+) -> Timeline:
+    """Return the memory of the step with these units checkpointed, none of them inside another.
+
+    Under sharding `removed` are the storages that a rank does not have and `intervals` what it has instead.
+    """
+    recomputes = [build_recompute(facts, unit, policy) for unit, policy in chosen if policy.stop >= 0]
+    return Timeline.of(facts.trace, facts.rounding_bytes, recomputes=recomputes, intervals=intervals, removed=removed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +192,7 @@ class Solved:
     budget_bytes: int
     chosen: tuple[tuple[Candidate, Policy], ...]
     choice: Choice | None
-    replay: PlannedTimeline | None
+    replay: Timeline | None
     recompute_ms: float
     bound_ms: float
     seconds: float
@@ -246,7 +258,7 @@ def minimum_budget_bytes(problem: Problem) -> int | None:
     return None if problem.least is None else problem.least.peak_bytes
 
 
-def _without_plan(problem: Problem, budget_bytes: int, outcome: Outcome, tightened: int, began: float) -> Solved:
+def _without_plan(problem: Problem, budget_bytes: int, outcome: SearchResult, tightened: int, began: float) -> Solved:
     """The plan with the lowest peak, when that fits and the search found none in its time; else why nothing does."""
     least = problem.least
     program = problem.program(budget_bytes)
@@ -272,16 +284,16 @@ def _without_plan(problem: Problem, budget_bytes: int, outcome: Outcome, tighten
     )
 
 
-def _tighter(program: Program, judged: PlannedTimeline, choice: Choice) -> Program:
+def _tighter(program: Program, judged: Timeline, choice: Choice) -> Program:
     """The program with the levels raised where the replay was higher than it thought."""
     during, before = program.during.copy(), program.before.copy()
-    thought, reruns = program.peaks(choice)
+    thought, recomputes = program.peaks(choice)
     worse = judged.during_step_bytes - thought
     high = (judged.during_step_bytes > program.budget_bytes) & (worse > 0)
     during[high] += worse[high]
-    expected = {candidate.unit.name: peak for candidate, peak in reruns}
+    expected = {candidate.unit.name: peak for candidate, peak in recomputes}
     for number, unit in enumerate(judged.units):
-        peak = int(judged.during_bytes[judged.second_run_instants(number)].max(initial=0))
+        peak = int(judged.during_bytes[judged.recompute_instants(number)].max(initial=0))
         more, op = peak - expected[unit.name], unit.backward_begin
         if peak > program.budget_bytes and more > 0:
             before[op] += more
@@ -298,11 +310,11 @@ def _check_forced(options: SolveOptions, candidates: Sequence[Candidate], units:
             why = "it has nothing to give up" if held else "it contains a unit whose parameters are sharded"
             raise InputError(f"{name!r} cannot be checkpointed: {why}; leave it out of force")
     for candidate in candidates:
-        if candidate.forced and candidate.outer != NEVER and candidates[candidate.outer].forced:
+        if candidate.forced and candidate.outer != NO_INDEX and candidates[candidate.outer].forced:
             outer = candidates[candidate.outer].unit.name
             raise InputError(f"{candidate.unit.name!r} lies inside {outer!r}, and both are forced; leave one out")
 
 
 def nothing(problem: Problem) -> Choice:
     """The choice that checkpoints nothing."""
-    return np.full(len(problem.candidates), NEVER, np.int64)
+    return np.full(len(problem.candidates), NO_INDEX, np.int64)

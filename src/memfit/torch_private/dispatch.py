@@ -12,8 +12,6 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode,
-    _pop_mode,
-    _push_mode,
 )
 
 __all__ = [
@@ -31,8 +29,6 @@ __all__ = [
     "disabled_torch_function",
     "function_modes",
     "global_device_context",
-    "pop_mode",
-    "push_mode",
     "schema_of",
 ]
 
@@ -45,13 +41,7 @@ disable_current_modes = _disable_current_modes
 """Run ops for real inside a capture (torch/utils/_python_dispatch.py). Without it kernels could not be measured."""
 
 current_dispatch_mode = _get_current_dispatch_mode
-"""The innermost mode (torch/utils/_python_dispatch.py), so that a loss region takes off its own mode only."""
-
-push_mode = _push_mode
-"""Put a mode on the stack without a `with` block (torch/utils/_python_dispatch.py): a loss region has no block."""
-
-pop_mode = _pop_mode
-"""Take the innermost mode off the stack (torch/utils/_python_dispatch.py)."""
+"""The innermost mode (torch/utils/_python_dispatch.py), so that a loss region begins under none of the user's."""
 
 function_modes = _get_current_function_mode_stack
 """The function modes that are active (torch/overrides.py): a `torch.device` block is one of them."""

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
 _functorch = torch._C._functorch
-
-FOLDER = os.path.join(os.path.dirname(torch.__file__), "_functorch", "")
-"""Where the Python code of the transforms is, by which its frames are known."""
 
 
 def unwrap(tensor: Tensor) -> Tensor:

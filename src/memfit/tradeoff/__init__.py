@@ -1,7 +1,29 @@
 """What each unit can give up for how much time: exact frontiers."""
 
+from memfit.memory import Unit
+from memfit.tradeoff.columns import PICOSECONDS, UPDATES, Times, TraceColumns
 from memfit.tradeoff.frontier import Frontier, Frontiers, build_frontier, build_frontiers
-from memfit.tradeoff.policy import Policy
-from memfit.tradeoff.units import LOSS, Unit, units
+from memfit.tradeoff.pareto import lower_hull
+from memfit.tradeoff.policy import Policy, Role, UnitColumns, build_recompute, lost_inputs
+from memfit.tradeoff.units import LOSS, forward_calls, units
 
-__all__ = ["LOSS", "Frontier", "Frontiers", "Policy", "Unit", "build_frontier", "build_frontiers", "units"]
+__all__ = [
+    "LOSS",
+    "PICOSECONDS",
+    "UPDATES",
+    "Frontier",
+    "Frontiers",
+    "Policy",
+    "Role",
+    "Times",
+    "TraceColumns",
+    "Unit",
+    "UnitColumns",
+    "build_frontier",
+    "build_frontiers",
+    "build_recompute",
+    "forward_calls",
+    "lost_inputs",
+    "lower_hull",
+    "units",
+]

@@ -11,12 +11,9 @@ import numpy as np
 from memfit.capture import Trace
 from memfit.capture.environment import no_garbage_collection
 from memfit.errors import InputError
-from memfit.tradeoff.choices import Choices
-from memfit.tradeoff.facts import Facts, Times
-from memfit.tradeoff.pareto import pool_of
-from memfit.tradeoff.policy import Policy, build_policy
-from memfit.tradeoff.problem import Problem, Role
-from memfit.tradeoff.thinning import thinned
+from memfit.tradeoff.columns import Times, TraceColumns
+from memfit.tradeoff.pareto import GroupChoices, build_pool, thin_out
+from memfit.tradeoff.policy import Policy, Role, UnitColumns, build_policy
 from memfit.tradeoff.units import Unit, units
 
 POINTS = 24
@@ -37,7 +34,7 @@ class Frontier:
     discardable_bytes: int
 
     def fastest(self, discarded_bytes: int) -> Policy | None:
-        """The policy with the least recompute time that discards at least so much; None when none does."""
+        """Return the policy with the least recompute time that discards at least so much; None when none does."""
         return next((policy for policy in self.policies if policy.discarded_bytes >= discarded_bytes), None)
 
 
@@ -47,7 +44,7 @@ class Frontiers(Mapping[str, Frontier]):
     Units that are alike share one object. `facts` are the columns of the trace that frontiers are built from.
     """
 
-    def __init__(self, facts: Facts, *, points: int) -> None:
+    def __init__(self, facts: TraceColumns, *, points: int) -> None:
         self.facts = facts
         self._points = points
         self._by_name: dict[str, Frontier] = {}
@@ -65,10 +62,10 @@ class Frontiers(Mapping[str, Frontier]):
     @no_garbage_collection()
     def __getitem__(self, name: str) -> Frontier:
         if name not in self._by_name:
-            problem = Problem.of(self.facts, self._unit[name])
-            if problem.digest not in self._by_digest:
-                self._by_digest[problem.digest] = build_frontier(problem, points=self._points)
-            self._by_name[name] = self._by_digest[problem.digest]
+            columns = UnitColumns.of(self.facts, self._unit[name])
+            if columns.digest not in self._by_digest:
+                self._by_digest[columns.digest] = build_frontier(columns, points=self._points)
+            self._by_name[name] = self._by_digest[columns.digest]
         return self._by_name[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -78,7 +75,7 @@ class Frontiers(Mapping[str, Frontier]):
         return len(self._unit)
 
     def of(self, unit: Unit) -> Frontier:
-        """The frontier of a unit."""
+        """Return the frontier of a unit."""
         return self[unit.name]
 
     @property
@@ -88,24 +85,24 @@ class Frontiers(Mapping[str, Frontier]):
 
 
 def build_frontiers(trace: Trace, op_ms: Sequence[float] | Times, *, points: int = POINTS) -> Frontiers:
-    """The frontiers of all units of a step, at most `points` policies each, for these times of its ops."""
+    """Return the frontiers of all units of a step, at most `points` policies each, for these times of its ops."""
     if points < 2:
         raise InputError(f"points is {points}; a frontier needs its two ends, give 2 or more")
-    return Frontiers(Facts.of(trace, np.asarray(op_ms, np.float64)), points=points)
+    return Frontiers(TraceColumns.of(trace, np.asarray(op_ms, np.float64)), points=points)
 
 
-def build_frontier(problem: Problem, *, points: int = POINTS) -> Frontier:
-    """The frontier of one unit."""
-    choices = Choices(problem)
-    pool = pool_of(choices)
+def build_frontier(unit_columns: UnitColumns, *, points: int = POINTS) -> Frontier:
+    """Return the frontier of one unit."""
+    choices = GroupChoices(unit_columns)
+    pool = build_pool(choices)
     zero = np.zeros(1, np.int64)
-    places = thinned(np.concatenate((zero, pool.discarded_bytes)), np.concatenate((zero, pool.time)), points)
-    policies = [build_policy(problem, np.zeros(problem.groups, bool))]
+    places = thin_out(np.concatenate((zero, pool.discarded_bytes)), np.concatenate((zero, pool.time)), points)
+    policies = [build_policy(unit_columns, np.zeros(unit_columns.groups, bool))]
     for place in places[1:].tolist():
         candidate = pool.candidate(place - 1)
-        policies.append(build_policy(problem, choices.dropped(candidate.stage, set(candidate.saved))))
+        policies.append(build_policy(unit_columns, choices.dropped(candidate.stage, set(candidate.saved))))
     return Frontier(
         policies=tuple(policies),
         exact=pool.exact,
-        discardable_bytes=int(problem.size[problem.role == Role.DISCARDABLE].sum()),
+        discardable_bytes=int(unit_columns.size[unit_columns.role == Role.DISCARDABLE].sum()),
     )

@@ -1,21 +1,332 @@
-"""The exact frontier of a unit's choices.
+"""The frontier of one unit: its undominated policies, of bytes discarded against recompute time.
 
-Note [Lists]: a list holds undominated states: bytes lost by saving, time of running the rest again, in order of
-bytes. One choice makes two copies of it, one that runs the group again and one that saves it; merged and pruned
+Note [Stages]: fix the stop L. A group whose ops and whose packed tensors all lie within L is settled: its bytes
+and time are the same for every later stop, so the list of settled choices only grows. A group that needs more
+than L is saved; one that has begun and goes on after L is a choice for this stage alone. For a choice, saving it
+costs `lost_bytes` (what it would have discarded and what is newly held) and recomputing it costs its time. Each stage
+is a knapsack, and the frontier is that of their union.
+
+Note [Lists]: a list holds undominated states: bytes lost by saving, time of recomputing the rest, in order of
+bytes. One choice makes two copies of it, one that recomputes the group and one that saves it; merged and pruned
 they are the next list. Among states of equal bytes and time the one with fewer saved ops stays, then the one
 that saves earlier groups. Each list remembers where its states come from, so that a state's choices can be read
 back.
+
+Note [Hull]: for a price of time per byte every choice decides for itself, so the best state of every stage is a
+sum, whatever the number of choices. Asking at the slopes between the points found so far finds every corner of
+the frontier's convex hull. It is used for units with too many choices for exact lists.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from bisect import bisect_right
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from memfit.tradeoff.choices import Choice, Choices, Stage
-from memfit.tradeoff.facts import Flags, Ints
-from memfit.tradeoff.hull import Candidate, hull_corners
+from memfit.memory import Flags, Ints
+from memfit.tradeoff.columns import Times
+from memfit.tradeoff.policy import Role, UnitColumns
+
+_NONE = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class GroupChoice:
+    """A group that may be saved or recomputed; times are in picoseconds."""
+
+    group: int
+    lost_bytes: int
+    time: int
+    ops: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One stop. `potential_bytes` and `time` are those of saving nothing that may be chosen.
+
+    The choices are the first `settled` ones of all stages and the stage's `own`. Groups that are always recomputed
+    are the first `running` ones and the stage's `own_running`.
+    """
+
+    stop: int
+    potential_bytes: int
+    time: int
+    ops: int
+    settled: int
+    own: tuple[GroupChoice, ...]
+    running: int
+    own_running: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class GroupChoices:
+    """The settled choices in the order in which they settle, and the stages."""
+
+    unit_columns: UnitColumns
+    settled: list[GroupChoice] = field(default_factory=list)
+    running: list[int] = field(default_factory=list)
+    stages: list[Stage] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.unit_columns.groups:
+            _Sweep(self).run()
+
+    def dropped(self, stage: Stage, saved: set[int]) -> Flags:
+        """Return the groups that are recomputed at a stage when these of its choices are saved."""
+        dropped = np.zeros(self.unit_columns.groups, bool)
+        dropped[self.running[: stage.running]] = True
+        dropped[list(stage.own_running)] = True
+        for choice in (*self.settled[: stage.settled], *stage.own):
+            dropped[choice.group] = choice.group not in saved
+        return dropped
+
+
+@dataclass(slots=True)
+class _Group:
+    """A group's ops with running sums of their times, and its storages."""
+
+    number: int
+    ops: list[int] = field(default_factory=list)
+    times: list[int] = field(default_factory=list)
+    fresh_at: list[int] = field(default_factory=list)
+    fresh_bytes: list[int] = field(default_factory=list)
+    discardable_bytes: int = 0
+    need: int = -1
+    forced: int = _NONE
+    fixed: int = _NONE
+
+    @property
+    def settles(self) -> int:
+        return max(self.ops[-1], self.need)
+
+    def until(self, stop: int) -> GroupChoice:
+        """Return the group as far as a stop reaches it."""
+        ops = bisect_right(self.ops, stop)
+        fresh = bisect_right(self.fresh_at, stop)
+        newly_held = self.fresh_bytes[fresh - 1] if fresh else 0
+        return GroupChoice(self.number, self.discardable_bytes + newly_held, self.times[ops - 1], ops)
+
+
+class _Sweep:
+    """Goes through the stops from the first to the last."""
+
+    def __init__(self, choices: GroupChoices) -> None:
+        self.choices = choices
+        unit_columns = choices.unit_columns
+        self.groups = _groups_of(unit_columns)
+        self.view_time = np.cumsum(np.where(unit_columns.view, unit_columns.picoseconds, 0)).tolist()
+        self.carriers = np.unique(unit_columns.alloc_at[unit_columns.role == Role.DISCARDABLE]).tolist()
+        self.open: dict[int, _Group] = {}
+        self.potential_bytes = -unit_columns.input_bytes
+        self.time = 0
+        self.ops = 0
+
+    def run(self) -> None:
+        begun = settled = 0
+        settling = sorted(self.groups, key=lambda group: (group.settles, group.number))
+        for stop in sorted({group.need for group in self.groups if group.need >= 0}):
+            while begun < len(self.groups) and self.groups[begun].ops[0] <= stop:
+                self.open[begun] = self.groups[begun]
+                begun += 1
+            while settled < len(settling) and settling[settled].settles <= stop:
+                group = settling[settled]
+                settled += 1
+                del self.open[group.number]
+                if max(group.forced, group.fixed) <= stop:
+                    return  # neither saved nor recomputed: no later stop can be reached
+                self._settle(group, stop)
+            self._add_stage(stop)
+
+    def _settle(self, group: _Group, stop: int) -> None:
+        """Add to every later stage what a group costs and gains; list it when there is a choice."""
+        choice = group.until(stop)
+        if group.forced <= stop:
+            self.potential_bytes -= choice.lost_bytes - group.discardable_bytes
+            self.ops += choice.ops
+        elif group.fixed <= stop or (choice.lost_bytes and not choice.time):
+            self.choices.running.append(group.number)
+            self.potential_bytes += group.discardable_bytes
+            self.time += choice.time
+        elif not choice.lost_bytes:
+            self.ops += choice.ops
+        else:
+            self.choices.settled.append(choice)
+            self.potential_bytes += group.discardable_bytes
+
+    def _add_stage(self, stop: int) -> None:
+        potential_bytes, time, ops = self.potential_bytes, self.time, self.ops
+        own: list[GroupChoice] = []
+        own_running: list[int] = []
+        for group in self.open.values():
+            choice = group.until(stop)
+            save = group.need > stop or group.forced <= stop
+            if save and group.fixed <= stop:
+                return
+            if save:
+                potential_bytes -= choice.lost_bytes - group.discardable_bytes
+                ops += choice.ops
+            elif group.fixed <= stop:
+                own_running.append(group.number)
+                potential_bytes += group.discardable_bytes
+                time += choice.time
+            elif not choice.lost_bytes:
+                ops += choice.ops
+            else:
+                own.append(choice)
+                potential_bytes += group.discardable_bytes
+        self.choices.stages.append(
+            Stage(
+                stop=stop,
+                potential_bytes=potential_bytes,
+                time=time + self.view_time[stop],
+                ops=ops + len(self.carriers) - bisect_right(self.carriers, stop),
+                settled=len(self.choices.settled),
+                own=tuple(own),
+                running=len(self.choices.running),
+                own_running=tuple(own_running),
+            )
+        )
+
+
+def _groups_of(unit_columns: UnitColumns) -> list[_Group]:
+    groups = [_Group(number) for number in range(unit_columns.groups)]
+    columns = (unit_columns.group, unit_columns.picoseconds, unit_columns.forced, unit_columns.fixed)
+    for op, (number, time, forced, fixed) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
+        if number < 0:
+            continue
+        group = groups[number]
+        group.ops.append(op)
+        group.times.append(time)
+        if forced:
+            group.forced = min(group.forced, op)
+        if fixed:
+            group.fixed = min(group.fixed, op)
+    rows = (unit_columns.role, unit_columns.alloc_at, unit_columns.size, unit_columns.need)
+    of_op = unit_columns.group.tolist()
+    for role, alloc_at, size, need in zip(*(row.tolist() for row in rows), strict=True):
+        group = groups[of_op[alloc_at]]
+        if role == Role.FRESH:
+            group.fresh_at.append(alloc_at)
+            group.fresh_bytes.append(size)
+        elif role == Role.DISCARDABLE:
+            group.discardable_bytes += size
+            group.need = max(group.need, need)
+    for group in groups:
+        group.times = list(accumulate(group.times))
+        group.fresh_bytes = list(accumulate(group.fresh_bytes))
+    return groups
+
+
+# ---- Convex hull ----
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyPoint:
+    """A policy by its stage and the groups it saves there; time is in picoseconds."""
+
+    discarded_bytes: int
+    time: int
+    ops: int
+    stage: Stage
+    saved: frozenset[int]
+
+
+def lower_hull(x: Ints | Times, y: Ints | Times) -> Ints:
+    """Return the indices of the lower convex hull's corners, of points that are sorted by x."""
+    corners: list[int] = []
+    xs, ys = x.tolist(), y.tolist()
+    for i in range(len(xs)):
+        while len(corners) > 1:
+            a, b = corners[-2], corners[-1]
+            if (ys[b] - ys[a]) * (xs[i] - xs[a]) < (ys[i] - ys[a]) * (xs[b] - xs[a]):
+                break
+            corners.pop()
+        corners.append(i)
+    return np.array(corners, np.int64)
+
+
+class _Prices:
+    """The best policy for a price (Note [Hull])."""
+
+    def __init__(self, choices: GroupChoices) -> None:
+        self.choices = choices
+        stages = choices.stages
+        self.potential = np.array([stage.potential_bytes for stage in stages], np.int64)
+        self.time = np.array([stage.time for stage in stages], np.float64)
+        self.settled = np.array([stage.settled for stage in stages], np.int64)
+        own = [(number, choice) for number, stage in enumerate(stages) for choice in stage.own]
+        self.own_stage = np.array([number for number, _ in own], np.int64)
+        every = [*choices.settled, *(choice for _, choice in own)]
+        self.groups = np.array([choice.group for choice in every], np.int64)
+        self.lost = np.array([choice.lost_bytes for choice in every], np.int64)
+        self.spent = np.array([choice.time for choice in every], np.int64)
+        self.ops = np.array([choice.ops for choice in every], np.int64)
+
+    def most(self) -> PolicyPoint:
+        """Return the policy that discards the most: all choices are recomputed."""
+        totals = self._totals(self.spent)
+        highest = self.potential == self.potential.max()
+        number = int(np.where(highest, totals, np.inf).argmin())
+        return self._candidate(number, np.zeros(len(self.lost), bool))
+
+    def best(self, price: float) -> PolicyPoint:
+        """Return the policy with the least time less price times bytes."""
+        saved = price * self.lost < self.spent
+        totals = self._totals(np.where(saved, price * self.lost, self.spent))
+        return self._candidate(int((totals - price * self.potential).argmin()), saved)
+
+    def _totals(self, costs: NDArray[Any]) -> Times:
+        """Return the time of each stage with what its choices cost."""
+        count = len(self.choices.settled)
+        settled = np.concatenate(([0.0], np.cumsum(costs[:count], dtype=np.float64)))
+        totals: Times = self.time + settled[self.settled]
+        np.add.at(totals, self.own_stage, costs[count:])
+        return totals
+
+    def _candidate(self, number: int, saved: Flags) -> PolicyPoint:
+        stage = self.choices.stages[number]
+        of_stage = np.zeros(len(saved), bool)
+        of_stage[: stage.settled] = True
+        of_stage[len(self.choices.settled) :] = self.own_stage == number
+        saved = saved & of_stage
+        return PolicyPoint(
+            stage.potential_bytes - int(self.lost[saved].sum()),
+            stage.time + int(self.spent[of_stage & ~saved].sum()),
+            stage.ops + int(self.ops[saved].sum()),
+            stage,
+            frozenset(self.groups[saved].tolist()),
+        )
+
+
+def hull_corners(choices: GroupChoices) -> list[PolicyPoint]:
+    """Return the corners of the frontier's lower convex hull, without the policy that does nothing."""
+    if not choices.stages:
+        return []
+    prices = _Prices(choices)
+    most = prices.most()
+    if most.discarded_bytes <= 0:
+        return []
+    found: dict[tuple[int, int], PolicyPoint] = {(most.discarded_bytes, most.time): most}
+    spans = [((0, 0), (most.discarded_bytes, most.time))]
+    while spans:
+        low, high = spans.pop()
+        if high[1] <= low[1]:
+            continue
+        corner = prices.best((high[1] - low[1]) / (high[0] - low[0]))
+        point = (corner.discarded_bytes, corner.time)
+        below = (point[1] - low[1]) * (high[0] - low[0]) < (high[1] - low[1]) * (point[0] - low[0])
+        if below and low[0] < point[0] < high[0]:
+            found[point] = corner
+            spans += [(low, point), (point, high)]
+    return sorted(found.values(), key=lambda corner: corner.discarded_bytes)
+
+
+# ---- Exact lists ----
+
 
 STATES = 2048
 """The longest list that is kept; beyond it a frontier is no longer exact."""
@@ -40,7 +351,7 @@ class _States:
     steps: int = 0
 
     def saved(self, index: int) -> frozenset[int]:
-        """The groups that a state saves."""
+        """Return the groups that a state saves."""
         states: _States = self
         groups = set()
         while states.before is not None and states.origin is not None:
@@ -62,15 +373,15 @@ class Pool:
     _stage: Ints
     _index: Ints
     _stages: list[tuple[Stage, _States]]
-    _corners: list[Candidate]
+    _corners: list[PolicyPoint]
 
-    def candidate(self, place: int) -> Candidate:
-        """The policy at a place, with its choices."""
+    def candidate(self, place: int) -> PolicyPoint:
+        """Return the policy at a place, with its choices."""
         number, index = int(self._stage[place]), int(self._index[place])
         if number < 0:
             return self._corners[index]
         stage, states = self._stages[number]
-        return Candidate(
+        return PolicyPoint(
             int(self.discarded_bytes[place]),
             int(self.time[place]),
             stage.ops + int(states.ops[index]),
@@ -79,8 +390,8 @@ class Pool:
         )
 
 
-def pool_of(choices: Choices, states_limit: int = STATES, choices_limit: int = EXACT_CHOICES) -> Pool:
-    """The undominated policies that discard something."""
+def build_pool(choices: GroupChoices, states_limit: int = STATES, choices_limit: int = EXACT_CHOICES) -> Pool:
+    """Return the undominated policies that discard something."""
     exact = len(choices.settled) + max((len(stage.own) for stage in choices.stages), default=0) <= choices_limit
     staged: list[tuple[Stage, _States]] = []
     if exact:
@@ -111,26 +422,26 @@ def pool_of(choices: Choices, states_limit: int = STATES, choices_limit: int = E
     return Pool(discarded[order], time[order], exact, number[order], index[order], staged, corners)
 
 
-def _list_stages(choices: Choices, staged: list[tuple[Stage, _States]], limit: int) -> bool:
-    """Make the list of every stage; says whether none was cut."""
+def _list_stages(choices: GroupChoices, staged: list[tuple[Stage, _States]], limit: int) -> bool:
+    """Make the list of every stage; return whether none was cut."""
     zero = np.zeros(1, np.int64)
     states = _States(zero, zero, zero, zero)
     settled, exact = 0, True
     for stage in choices.stages:
         for choice in choices.settled[settled : stage.settled]:
-            states, whole = _cut(_extended(states, choice), limit)
+            states, whole = _cut(_extend(states, choice), limit)
             exact &= whole
         settled = stage.settled
         own = states
         for choice in stage.own:
-            own, whole = _cut(_extended(own, choice), limit)
+            own, whole = _cut(_extend(own, choice), limit)
             exact &= whole
         staged.append((stage, own))
     return exact
 
 
-def _extended(states: _States, choice: Choice) -> _States:
-    """The list after one more choice."""
+def _extend(states: _States, choice: GroupChoice) -> _States:
+    """Return the list after one more choice."""
     lost = np.concatenate((states.lost_bytes, states.lost_bytes + choice.lost_bytes))
     time = np.concatenate((states.time + choice.time, states.time))
     ops = np.concatenate((states.ops, states.ops + choice.ops))
@@ -144,14 +455,14 @@ def _extended(states: _States, choice: Choice) -> _States:
 
 
 def _undominated(time: Ints) -> Flags:
-    """Which states, sorted by bytes and then by time, are faster than all before them."""
+    """Return which states, sorted by bytes and then by time, are faster than all before them."""
     keep = np.ones(len(time), bool)
     keep[1:] = time[1:] < np.minimum.accumulate(time)[:-1]
     return keep
 
 
 def _cut(states: _States, limit: int) -> tuple[_States, bool]:
-    """At most `limit` states, evenly spread over the bytes, the ends among them; says whether all stayed."""
+    """Return at most `limit` states, evenly spread over the bytes, the ends among them, and whether all stayed."""
     count = len(states.time)
     if count <= limit or states.origin is None:
         return states, True
@@ -166,3 +477,39 @@ def _cut(states: _States, limit: int) -> tuple[_States, bool]:
         origin=states.origin[keep],
     )
     return kept, False
+
+
+# ---- Thinning ----
+
+
+def thin_out(discarded_bytes: Ints, time: Ints, points: int) -> Ints:
+    """Return the indices of at most `points` points of a frontier sorted by bytes, its first and last among them.
+
+    All corners of the hull stay; when there are too many, those go first whose going loses the least area
+    between the hull and the chord that replaces them. Room that is left goes, one by one, to the point that
+    takes most from the area under the staircase.
+    """
+    count = len(time)
+    if count <= points:
+        return np.arange(count)
+    corners = lower_hull(discarded_bytes, time)
+    if len(corners) >= points:
+        return _fewer_corners(discarded_bytes, time, corners, points)
+    chosen = corners
+    while len(chosen) < points:
+        after = np.searchsorted(chosen, np.arange(count))
+        low, high = chosen[np.maximum(after - 1, 0)], chosen[after]
+        gain = (discarded_bytes - discarded_bytes[low]).astype(np.float64) * (time[high] - time)
+        chosen = np.union1d(chosen, gain.argmax())
+    return chosen
+
+
+def _fewer_corners(x: Ints, y: Ints, corners: Ints, points: int) -> Ints:
+    left = corners.tolist()
+    while len(left) > points:
+        px, py = x[left].astype(np.float64), y[left].astype(np.float64)
+        lost: NDArray[np.float64] = np.abs(
+            (px[1:-1] - px[:-2]) * (py[2:] - py[:-2]) - (px[2:] - px[:-2]) * (py[1:-1] - py[:-2])
+        )
+        del left[1 + int(lost.argmin())]
+    return np.array(left, np.int64)

@@ -5,39 +5,21 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from memfit.capture import NEVER, ModuleCall, Phase, Trace
+from memfit.capture import NO_INDEX, ModuleCall, Phase, Trace
+from memfit.memory import Unit
 
 LOSS = "<loss>"
-"""The name of the loss region; it is no module, so its `call` is `NEVER`."""
+"""The name of the loss region; it is no module, so its `call` is `NO_INDEX`."""
 
 FORWARD = (Phase.FORWARD, Phase.LOSS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """Forward ops `begin` up to (not including) `end` that can be run again as one, and their backward.
-
-    `name` is the module's path, with `#1` appended for its second call of the step, `#2` for its third; the
-    model itself has the empty path. `call` is the index of the module call. `backward_begin` is the first op that asks
-    for a tensor which autograd saved in the unit.
-    """
-
-    name: str
-    module: str
-    kind: str
-    call: int
-    begin: int
-    end: int
-    backward_begin: int
-    backward_end: int
-
-
 def units(trace: Trace) -> tuple[Unit, ...]:
-    """Every call that has ops and a backward, outer ones before those inside them, then the loss of each pass.
+    """Return every call that has ops and a backward, outer ones before those inside them, then the loss of each pass.
 
-    A call that computes gradients itself cannot be run again as a whole and is left out.
+    A call that computes gradients itself cannot be recomputed as a whole and is left out.
     """
     runs = _backward_runs(trace)
     found = [
@@ -45,11 +27,11 @@ def units(trace: Trace) -> tuple[Unit, ...]:
         for unit in forward_calls(trace)
         if unit.backward_begin >= unit.end and not any(first < unit.end and last >= unit.begin for first, last in runs)
     ]
-    asking = _asking(trace)
-    return tuple(_from_first_question(unit, asking) for unit in (*found, *_losses(trace, runs)))
+    unpacking = _unpacking_ops(trace)
+    return tuple(_from_first_unpack(unit, unpacking) for unit in (*found, *_losses(trace, runs)))
 
 
-def _asking(trace: Trace) -> list[tuple[int, int]]:
+def _unpacking_ops(trace: Trace) -> list[tuple[int, int]]:
     """Backward ops that ask for a tensor that autograd saved, each with the forward op that saved it."""
     packing: set[int] = set()
     for number, storage in enumerate(trace.storages):
@@ -62,15 +44,15 @@ def _asking(trace: Trace) -> list[tuple[int, int]]:
 
 
 def _is_number(trace: Trace, storage: int, op: int) -> bool:
-    """Whether a storage is a number that an op keeps for its backward, which no hook sees."""
+    """Return whether a storage is a number that an op keeps for its backward, which no hook sees."""
     refs = (*trace.ops[op].outputs, *trace.ops[op].inputs)
     return trace.storages[storage].alloc_at == op and all(ref.storage != storage for ref in refs)
 
 
-def _from_first_question(unit: Unit, asking: list[tuple[int, int]]) -> Unit:
-    """The unit with its backward from the first op on that asks for a tensor: there the unit runs again, not before."""
-    place = bisect_left(asking, (unit.backward_begin, NEVER))
-    for index, forward_op in asking[place:]:
+def _from_first_unpack(unit: Unit, unpacking: list[tuple[int, int]]) -> Unit:
+    """Return the unit with its backward from the first op on that asks for a saved tensor: there it is recomputed."""
+    place = bisect_left(unpacking, (unit.backward_begin, NO_INDEX))
+    for index, forward_op in unpacking[place:]:
         if index >= unit.backward_end:
             break
         if unit.begin <= forward_op < unit.end:
@@ -79,7 +61,7 @@ def _from_first_question(unit: Unit, asking: list[tuple[int, int]]) -> Unit:
 
 
 def forward_calls(trace: Trace) -> list[Unit]:
-    """Every call of the forward that has ops, also those without a backward, in the order they began."""
+    """Return every call of the forward that has ops, also those without a backward, in the order they began."""
     counts: dict[str, int] = defaultdict(int)
     found = []
     for index, call in enumerate(trace.calls):
@@ -104,7 +86,7 @@ def forward_calls(trace: Trace) -> list[Unit]:
 
 
 def _in_one_run(unit: Unit, runs: list[tuple[int, int]]) -> Unit:
-    """The unit with the backward of its own pass alone.
+    """Return the unit with the backward of its own pass alone.
 
     A trace counts the accumulation of a parameter's gradient in later passes as backward of its first use.
     """
@@ -117,12 +99,12 @@ def _numbered(name: str, number: int) -> str:
 
 
 def _losses(trace: Trace, runs: list[tuple[int, int]]) -> Iterable[Unit]:
-    """The loss region of each pass that has one.
+    """Yield the loss region of each pass that has one.
 
     It is what runs between the model's forward and the backward. Where autograd saves nothing of that, because
     the model computes its loss itself, it is what the model runs after its last child.
     """
-    outermost = [call for call in trace.calls if call.parent == NEVER and call.phase is Phase.FORWARD]
+    outermost = [call for call in trace.calls if call.parent == NO_INDEX and call.phase is Phase.FORWARD]
     number = 0
     for first, last in runs:
         before = [call for call in outermost if call.end <= first]
@@ -143,7 +125,7 @@ def _losses(trace: Trace, runs: list[tuple[int, int]]) -> Iterable[Unit]:
             name=_numbered(LOSS, number),
             module="",
             kind="loss",
-            call=NEVER,
+            call=NO_INDEX,
             begin=region[0],
             end=region[1],
             backward_begin=backward[0],
@@ -153,29 +135,29 @@ def _losses(trace: Trace, runs: list[tuple[int, int]]) -> Iterable[Unit]:
 
 
 def _backward_runs(trace: Trace) -> list[tuple[int, int]]:
-    """The contiguous runs of backward ops, as first and last op."""
+    """Return the contiguous runs of backward ops, as first and last op."""
     runs: list[tuple[int, int]] = []
-    begin = NEVER
+    begin = NO_INDEX
     for index, op in enumerate(trace.ops):
         if op.phase is Phase.BACKWARD:
-            begin = index if begin == NEVER else begin
-        elif begin != NEVER:
+            begin = index if begin == NO_INDEX else begin
+        elif begin != NO_INDEX:
             runs.append((begin, index - 1))
-            begin = NEVER
-    if begin != NEVER:
+            begin = NO_INDEX
+    if begin != NO_INDEX:
         runs.append((begin, len(trace.ops) - 1))
     return runs
 
 
 def _last_child_end(trace: Trace, model: ModuleCall) -> int:
-    """Where the last of the model's own modules ends; one made on the fly, such as a loss, is none of them."""
+    """Return where the last of the model's own modules ends; one made on the fly, such as a loss, is none of them."""
     inside = (call for call in trace.calls if call is not model and model.begin <= call.begin and call.end <= model.end)
     own = (call.end for call in inside if not call.module.rpartition(".")[2].startswith("<"))
     return max(own, default=model.begin)
 
 
 def _saves(trace: Trace, begin: int, end: int) -> bool:
-    """Whether autograd keeps a result that an op of the region made."""
+    """Return whether autograd keeps a result that an op of the region made."""
     return any(trace.ops[op].saved and not trace.ops[op].view for op in range(begin, end))
 
 

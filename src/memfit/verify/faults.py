@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from memfit.capture import Phase
-from memfit.engines.rerun import Rerun
+from memfit.engines.recompute import RecomputedCall
 from memfit.engines.tape import Tape
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -130,10 +130,10 @@ def _frames(trail: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
 def _second_run(frame: FrameType, function: str) -> str | None:
     """The unit that a frame of an engine runs again. Looking at the locals of a frame that still runs, such as the
     guard's, would keep them alive."""
-    if function not in ("second", "_second_run"):
+    if function not in ("recompute", "_replay"):
         return None
     owner = frame.f_locals.get("self")
-    if isinstance(owner, Rerun):
+    if isinstance(owner, RecomputedCall):
         return owner._name
     return owner.policy.unit if isinstance(owner, Tape) else None
 

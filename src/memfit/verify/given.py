@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memfit.capture import Step
-from memfit.capture.discovery import find_step
+from memfit.capture.step import find_step
 from memfit.engines import plan_of_model
 from memfit.errors import InputError, MissingFeatureError, StateError
 from memfit.plans import Plan

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from memfit.capture import Step, Trace
+from memfit.memory import Timeline
 from memfit.plans import Plan, PlanMismatch
 from memfit.plans.build import build_policy
-from memfit.solve import PlannedTimeline, planned_timeline
-from memfit.tradeoff import units
-from memfit.tradeoff.facts import Facts
+from memfit.solve import replay
+from memfit.tradeoff import TraceColumns, units
 
 
 def captured_for(plan: Plan, step: Step) -> Trace:
@@ -37,12 +37,12 @@ def captured_for(plan: Plan, step: Step) -> Trace:
     return found
 
 
-def replayed(plan: Plan, captured: Trace, *, planned: bool = True) -> PlannedTimeline:
+def replayed(plan: Plan, captured: Trace, *, planned: bool = True) -> Timeline:
     """Memory at every instant of the step with the plan's units checkpointed, or with none."""
-    facts = Facts.of(captured, np.zeros(len(captured.ops)))
+    facts = TraceColumns.of(captured, np.zeros(len(captured.ops)))
     found = {unit.name: unit for unit in units(captured)}
     entries = plan.checkpoint if planned else ()
-    return planned_timeline(facts, [(found[entry.unit], build_policy(entry)) for entry in entries])
+    return replay(facts, [(found[entry.unit], build_policy(entry)) for entry in entries])
 
 
 @contextlib.contextmanager

@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from memfit.capture import Step
-from memfit.capture.discovery import Companions
 from memfit.capture.environment import same_attributes
+from memfit.capture.step import Companions
 from memfit.torch_private.autograd import preserve_version_counters
 from memfit.torch_private.storages import storage_key
-from memfit.verify.generators import same_generators
 
 _DEPTH = 8
 
@@ -80,3 +81,32 @@ def tensors_in(value: Any, depth: int = _DEPTH) -> list[torch.Tensor]:
 
 def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return storage.clone() if storage.device.type == "cpu" else storage.cpu()
+
+
+# -- The generators of random numbers that a step may use: torch's on every device, Python's and numpy's --------------
+
+
+def generators() -> tuple[Any, ...]:
+    """The states of all of them."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
+
+
+def set_generators(states: tuple[Any, ...]) -> None:
+    """Put them back to these states."""
+    cpu, cuda, python, numpy = states
+    torch.set_rng_state(cpu)
+    if cuda:
+        torch.cuda.set_rng_state_all(cuda)
+    random.setstate(python)
+    np.random.set_state(numpy)
+
+
+@contextlib.contextmanager
+def same_generators() -> Iterator[None]:
+    """After the block they are as they were before it."""
+    states = generators()
+    try:
+        yield
+    finally:
+        set_generators(states)

@@ -14,23 +14,22 @@ import contextlib
 import gc
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from memfit.capture import NEVER, Category, Step, Trace
-from memfit.capture.chance import SEVERAL_PATHS
 from memfit.capture.environment import cheap_collections, neutral_modes
 from memfit.capture.optimizers import set_flags
+from memfit.capture.random_paths import SEVERAL_PATHS
 from memfit.engines import plan_of_model, unplanned
 from memfit.errors import InputError
 from memfit.plans import Plan
 from memfit.torch_private.storages import storage_key
 from memfit.units import display_bytes
-from memfit.verify.attribution import Filling, Places, filled
-from memfit.verify.available import free_bytes
+from memfit.verify.align_events import Filling, Places, filled
 from memfit.verify.exactness import (
     Difference,
     Exactness,
@@ -41,12 +40,10 @@ from memfit.verify.exactness import (
     recorded,
 )
 from memfit.verify.faults import is_out_of_memory
-from memfit.verify.generators import same_generators
 from memfit.verify.given import check_plan, real_step, resolve_step
-from memfit.verify.pace import module_forward_ms, predicted_forward_ms, step_ms
-from memfit.verify.peak import Rise, measured_rise
+from memfit.verify.measure import Rise, free_bytes, measured_rise, module_forward_ms, predicted_forward_ms, step_ms
 from memfit.verify.prediction import captured_for, replayed
-from memfit.verify.state import Found, tensors_in
+from memfit.verify.state import Found, same_generators, tensors_in
 from memfit.verify.verification import MEMORY_TOLERANCE, TIME_TOLERANCE, BytesBeside, MsBeside, Verification
 
 _COMPARED = 2
@@ -103,12 +100,13 @@ class _Verifier:
         with self.found.kept(), unplanned(model):
             self.trace: Trace = captured_for(plan, step)
         self.places = Places(replayed(plan, self.trace))
+        self.planned_step = step if step.loss is None else replace(step, loss=plan.loss(step.loss))
 
     def run(self) -> None:
         """One step."""
         optimizer = self.step.optimizer
         assert optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
-        self.step.execute(self.model, optimizer, self.device_type)
+        self.planned_step.execute(self.model, optimizer, self.device_type)
 
     def verification(self, steps: int, memory_tolerance: float, time_tolerance: float | None) -> Verification:
         """Run everything (Note [Runs])."""

@@ -14,12 +14,11 @@ from memfit.capture import Category, Phase, Step, Trace, trace
 from memfit.cost import Cost, Runtime
 from memfit.errors import MemfitError
 from memfit.hardware import Target
-from memfit.memory import CATEGORIES
-from memfit.memory.timeline import Bytes
+from memfit.memory import CATEGORIES, Bytes, Timeline
 from memfit.sharding import ShardOptions
-from memfit.sharding.communication import copies_ms
-from memfit.solve import Limits, PlannedTimeline, Problem, solve
-from memfit.solve.least import LeastBudget
+from memfit.sharding.schedule import copies_ms
+from memfit.solve import Limits, Problem, solve
+from memfit.solve.min_budget import MinBudget
 from memfit.tradeoff import Policy, Unit
 from memfit.units import display_bytes
 
@@ -82,7 +81,7 @@ class Case:
         return tuple((candidate.unit, policy) for candidate, policy in fastest)
 
     @cached_property
-    def timeline(self) -> PlannedTimeline:
+    def timeline(self) -> Timeline:
         """Memory at every instant."""
         if self.hopeless:
             return self.report.problem.replay(self.chosen)
@@ -104,7 +103,7 @@ class Case:
         return self.report.problem.with_limits(_LIMITS)
 
     @property
-    def least(self) -> LeastBudget | None:
+    def least(self) -> MinBudget | None:
         """The plan that needs least; as it is proven where nothing fits."""
         return self.report.problem.least if self.hopeless else self.quick.least
 

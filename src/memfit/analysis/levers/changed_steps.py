@@ -20,7 +20,7 @@ from memfit.analysis.levers.lifetimes import with_sizes
 from memfit.capture import NEVER, Category, Op, Phase, Step, TensorRef, Trace
 from memfit.capture.environment import patched
 from memfit.capture.optimizers import Implementation, implementations_of_step, step_with
-from memfit.engines.chunked_loss import CHUNKS, chunked_cross_entropy
+from memfit.engines.loss import CHUNKS, chunked_cross_entropy
 from memfit.errors import InputError
 from memfit.sharding.options import ShardDtypes
 from memfit.torch_private.pytree import tree_flatten, tree_map_only, tree_unflatten

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from memfit.analysis.levers.case import Case, Lever
 from memfit.capture import NEVER, Phase, Trace
-from memfit.solve.planned_lives import BETWEEN
+from memfit.memory import BETWEEN
 
 
 def with_lives(trace: Trace, lives: Mapping[int, tuple[int, int]]) -> Trace:

@@ -112,14 +112,14 @@ class _HostStep:
 def _activations(case: Case) -> Iterator[Lever]:
     """What autograd alone holds goes to the host and comes back when its backward begins."""
     timeline, trace = case.timeline, case.timeline.trace
-    lives, planned = timeline.lives, timeline.planned
+    lives = timeline.allocations
     first = _first_backward_ops(case)
     at = timeline.step_instants
     change = np.zeros(lives.instants + 2, np.int64)
     moved = 0
     for number in range(len(lives.alloc_at)):
-        storage = int(planned.storage[number])
-        if storage == NEVER or int(planned.remade[number]) != NEVER:
+        storage = int(lives.storage[number])
+        if storage == NEVER or int(lives.remade[number]) != NEVER:
             continue
         found = trace.storages[storage]
         if found.category is not Category.ACTIVATION or found.alloc_at == NEVER or not found.saved_by:

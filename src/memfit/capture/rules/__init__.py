@@ -1,6 +1,7 @@
 """Rules: where the target runs something else than meta tensors do, one small function each.
 
-A module of rules has up to three tables, each by device type and then by name:
+One file a subject, CPU and CUDA side by side; each says which ops it covers and which of torch's sources define them.
+A file of rules has up to three tables, each by device type and then by name:
 
 `FUNCTIONS`   torch functions whose composition differs. Called with the context and the function's arguments, a rule
               makes the calls that the target would make, or returns `NotImplemented` to let the function run as it is.
@@ -12,33 +13,44 @@ A module of rules has up to three tables, each by device type and then by name:
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
-Rule = Callable[..., Any]
-Table = dict[str, dict[str, Rule]]
+from memfit.capture.rules import (
+    attention,
+    convolution_pooling,
+    efficient_attention,
+    elementwise,
+    flash_attention,
+    flex_attention,
+    foreach,
+    indexing,
+    measured_kernels,
+    normalization,
+    products,
+    recurrent,
+    reductions,
+    softmax_losses,
+)
+from memfit.capture.rules.base import Rule, RuleContext
 
+__all__ = ["Rule", "RuleContext", "Rules", "rules_for"]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RuleContext:
-    """What a rule may know of the target, workspaces measured for it, and notes of what is estimated."""
-
-    device_type: str
-    compute_capability: tuple[int, int] | None
-    threads: int
-    multiprocessors: int = 0
-    vendor: str = "NVIDIA"
-    notes: dict[str, None] = field(default_factory=dict)
-
-    def note(self, text: str) -> None:
-        """Say once, in the trace's notes, what is not exact."""
-        self.notes[text] = None
-
-
-_DECOMPOSITIONS = ("aten.linalg_", "aten._linalg_", "aten._fft", "aten.cholesky", "aten.triangular_solve", "aten.geqrf")
-_SIMPLE = ("aten.linalg_vector_norm", "aten._linalg_check_errors")
+_MODULES = (
+    attention,
+    convolution_pooling,
+    efficient_attention,
+    elementwise,
+    flash_attention,
+    flex_attention,
+    foreach,
+    indexing,
+    measured_kernels,
+    normalization,
+    products,
+    recurrent,
+    reductions,
+    softmax_losses,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,27 +63,19 @@ class Rules:
     decomposition: Rule
 
     def unlisted(self, name: str) -> Rule | None:
-        """The rule of an op without one: decompositions and transforms take memory as their library likes."""
-        return self.decomposition if name.startswith(_DECOMPOSITIONS) and not name.startswith(_SIMPLE) else None
-
-
-_MODULES = """activations attention bags elementwise extremes flex_attention fused_optimizers grouped
-images layout normalization products recurrent running_products sequence strides vendor cuda_attention
-cuda_copies cuda_indexing cuda_normalization cuda_pointwise cuda_recurrent"""
-"""Where two have a rule for the same name, the later one holds."""
+        """Return the rule of an op without one of its own, if it is a decomposition or transform."""
+        return self.decomposition if measured_kernels.is_decomposition(name) else None
 
 
 def rules_for(device_type: str) -> Rules:
-    """Every rule of a device type."""
-    modules = {name: importlib.import_module(f"{__name__}.{name}") for name in _MODULES.split()}
-    tables: tuple[dict[str, Rule], ...] = ({}, {}, {})
-    for module in modules.values():
-        for table, name in zip(tables, ("FUNCTIONS", "KERNELS", "WORKSPACES"), strict=True):
-            table.update(getattr(module, name, {}).get(device_type, {}))
-    functions, kernels, workspaces = tables
+    """Return every rule of a device type."""
+    functions, kernels, workspaces = (
+        {name: rule for module in _MODULES for name, rule in getattr(module, table, {}).get(device_type, {}).items()}
+        for table in ("FUNCTIONS", "KERNELS", "WORKSPACES")
+    )
     return Rules(
         functions=functions,
         kernels=kernels,
         workspaces=workspaces,
-        decomposition=modules["vendor"].DECOMPOSITIONS[device_type],
+        decomposition=measured_kernels.DECOMPOSITIONS[device_type],
     )

@@ -1,4 +1,8 @@
-"""Element-wise kernels: what TensorIterator makes beside its operands."""
+"""Element-wise ops: operands that are promoted, layouts of results, activations and dropout.
+
+Covers the binary ops that promote their operands, `mish` and dropout. Defined in torch by ATen/TensorIterator.cpp,
+ATen/native/Activation.cpp, Dropout.cpp and cuda/Dropout.cu.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit.capture.rules import Rule, RuleContext
-from memfit.torch_private.dispatch import schema_of
+from memfit.capture.rules.base import LOW_PRECISION, RuleContext
+from memfit.torch_private.dispatch import below_autograd, schema_of
+
+_aten = torch.ops.aten
+
+
+# -- promotion on CPU ----------------------------------------------------------------------------------------
+
 
 _PROMOTING = """add sub rsub mul div remainder fmod atan2 maximum minimum fmax fmin eq ne lt le gt ge where
 logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor hypot floor_divide
@@ -16,10 +26,6 @@ true_divide add_ sub_ mul_ div_ remainder_ fmod_ eq_ ne_ lt_ le_ gt_ ge_ floor_d
 _OVERLOADS = ("Tensor", "Scalar", "self", "default", "Tensor_Tensor", "Tensor_mode", "Scalar_mode")
 _WRAPPED_BYTES = {bool: 1, int: 8, float: 8, complex: 16}
 _WRAPPED_DTYPE = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
-
-
-def _operands(args: Any) -> list[Any]:
-    return [value for value in args if isinstance(value, (Tensor, bool, int, float, complex))]
 
 
 def _promoted_operands(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
@@ -50,6 +56,10 @@ def _promoted_operands(context: RuleContext, func: Any, args: Any, kwargs: dict[
     return held
 
 
+def _operands(args: Any) -> list[Any]:
+    return [value for value in args if isinstance(value, (Tensor, bool, int, float, complex))]
+
+
 def _common_dtype(tensors: list[Tensor], numbers: list[Any]) -> torch.dtype:
     """`at::result_type` of the operands; each list is not empty together."""
     values = [*tensors, *numbers]
@@ -59,63 +69,82 @@ def _common_dtype(tensors: list[Tensor], numbers: list[Any]) -> torch.dtype:
     return common
 
 
-def _mean(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
-    """`mean` divides its sum by a number (ATen/native/ReduceOps.cpp, `mean_out` on CPU).
+# -- layouts that torch's meta kernels get wrong ---------------------------------------------------------------
 
-    A mean of 16-bit numbers is that of a float32 copy; any other copy is to the dtype of the result.
+
+_BINARY = ("add", "sub", "mul", "div", "maximum", "minimum", "atan2")
+
+
+def _binary(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """An expanded operand has no say in the result's layout (ATen/TensorIterator.cpp, `reorder_dimensions`).
+
+    The meta kernel converts 16-bit operands to float32, which makes an expanded one contiguous, and lets it
+    decide.
     """
+    result = func(*args, **kwargs)
+    operands = [value for value in args if isinstance(value, Tensor)]
+    if result.dtype in LOW_PRECISION and len(operands) > 1 and any(map(_expanded, operands)):
+        strides = func(*map(_widened, args), **kwargs).stride()
+        if strides != result.stride():
+            return torch.empty_strided(result.size(), strides, dtype=result.dtype, device="meta")
+    return result
+
+
+def _expanded(tensor: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.size(), strict=True))
+
+
+def _widened(value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.dtype not in LOW_PRECISION:
+        return value
+    return torch.empty_strided(value.size(), value.stride(), dtype=torch.float32, device="meta")
+
+
+# -- activations whose derivative is one kernel on the target and a composition on meta tensors -----------------
+
+
+def _mish(context: RuleContext, input: Tensor) -> Tensor:
+    """ATen/native/Activation.cpp, `mish` and `mish_backward`."""
+    return _Mish.apply(input)
+
+
+class _Mish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor) -> Tensor:
+        ctx.save_for_backward(input)
+        with below_autograd():
+            return _aten.mish(input)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (input,) = ctx.saved_tensors
+        with below_autograd():
+            return _aten.mish_backward(grads[0], input)
+
+
+# -- dropout on CUDA -----------------------------------------------------------------------------------------
+
+
+def _dropout(context: RuleContext, input: Tensor, p: float, train: bool) -> Any:
+    """One kernel with a mask of a byte an element (ATen/native/Dropout.cpp, `is_fused_kernel_acceptable`)."""
+    if not train or not 0 < p < 1 or input.numel() == 0:
+        return NotImplemented
+    return _aten.native_dropout(input, p, train)[0]
+
+
+def _native_dropout(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Result and mask in the input's layout (ATen/native/cuda/Dropout.cu, `dropout_cuda`)."""
     source = args[0]
-    if result.dtype in (torch.float16, torch.bfloat16):
-        copied = 4 * source.numel() if source.dtype != torch.float32 else 0
-        return 4 * result.numel() + max(copied, 8 + 4)
-    copied = source.numel() * result.element_size() if source.dtype != result.dtype else 0
-    return max(copied, 8 + result.element_size()) if result.is_floating_point() else copied
+    return torch.empty_like(source), torch.empty_like(source, dtype=torch.bool)
 
 
-def _foreach_numbers(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-    """CPU goes from tensor to tensor, each time making the number a tensor (ATen/native/ForeachOpsKernels.cpp)."""
-    return 8 + max(tensor.element_size() for tensor in args[0])
-
-
-_FOREACH = [
-    f"aten._foreach_{name}.{overload}"
-    for name in ("add", "sub", "mul", "div", "add_", "sub_", "mul_", "div_")
-    for overload in ("Scalar", "ScalarList")
-]
-
-
-def _foreach(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor] | None:
-    """One result for each tensor of the first list, or none in place (ATen/native/ForeachOpsKernels.cpp).
-
-    Torch's meta kernels say the same, tensor by tensor, a hundred times slower.
-    """
-    return [torch.empty_like(tensor) for tensor in args[0]] if schema_of(func).returns else None
-
-
-_FOREACH_SAME_DTYPE = """add sub mul div addcmul addcdiv lerp sqrt neg reciprocal maximum minimum clamp_max clamp_min
-pow sign"""
-
-
-def _foreach_kernels() -> dict[str, Rule]:
-    """Every overload of these ops, in place or not; the dtype of a result is that of its first operand."""
-    kernels: dict[str, Rule] = {}
-    for name in _FOREACH_SAME_DTYPE.split():
-        for packet_name in (f"_foreach_{name}", f"_foreach_{name}_"):
-            packet = getattr(torch.ops.aten, packet_name)
-            for overload in packet.overloads():
-                if not overload.endswith("out") and not (name == "pow" and overload == "ScalarAndTensor"):
-                    kernels[f"aten.{packet_name}.{overload}"] = _foreach
-    return kernels
-
-
-KERNELS = {device: _foreach_kernels() for device in ("cpu", "cuda")}
+FUNCTIONS = {"cpu": {"mish": _mish}, "cuda": {"mish": _mish, "dropout": _dropout}}
+KERNELS = {device: {f"aten.{name}.Tensor": _binary for name in _BINARY} for device in ("cpu", "cuda")}
+KERNELS["cuda"] |= {"aten.native_dropout.default": _native_dropout}
 WORKSPACES = {
     "cpu": {
         **{f"aten.{name}.{overload}": _promoted_operands for name in _PROMOTING.split() for overload in _OVERLOADS},
         "aten.pow.Scalar": _promoted_operands,
         "aten.pow.Tensor_Tensor": _promoted_operands,
-        **dict.fromkeys(_FOREACH, _foreach_numbers),
-        "aten.mean.dim": _mean,
-        "aten.mean.default": _mean,
     }
 }

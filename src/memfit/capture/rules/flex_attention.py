@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memfit.capture.rules import RuleContext
+from memfit.capture.rules.base import RuleContext
 from memfit.torch_private.kernels import flex_attention_backward, flex_attention_forward
 
 _NOTE = (

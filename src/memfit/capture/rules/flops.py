@@ -12,45 +12,43 @@ _MATRIX_DIMS = 2
 
 
 def grouped_mm_flops(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
-    """Each row of `a`, or of the summed dimension, is in one group, so the total does not depend on the
-    offsets.
-    """
+    """Count a grouped product. Each row of `a`, or of the summed dimension, is in one group, whatever the offsets."""
     if a.dim() > b.dim():
         return 2 * a.size(1) * b.numel()
     return 2 * a.numel() * b.size(-1)
 
 
 def cudnn_rnn_flops(input: Tensor, weights: list[Tensor], *_: Any, **__: Any) -> int:
-    """Every weight matrix meets every step of every sequence once."""
+    """Count every weight matrix once for every step of every sequence."""
     steps = input.numel() // max(1, input.size(-1))
     return 2 * steps * sum(weight.numel() for weight in weights if weight.dim() == _MATRIX_DIMS)
 
 
 def cudnn_rnn_backward_flops(input: Tensor, weights: list[Tensor], *_: Any, **__: Any) -> int:
-    """Once for the gradients of inputs, once for those of weights."""
+    """Count the forward twice: for the gradients of inputs and for those of weights."""
     return 2 * cudnn_rnn_flops(input, weights)
 
 
 def attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Scores and their product with the values, all positions counted as torch's own counter does."""
+    """Count scores and their product with the values, all positions counted as torch's own counter does."""
     pairs = query.size(0) * query.size(1) * query.size(2) * key.size(2)
     return 2 * pairs * (query.size(3) + value.size(3))
 
 
 def attention_backward_flops(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """Five products: the scores again, the gradients of values and scores, and those of queries and keys."""
+    """Count five products: the scores again, the gradients of values and scores, and those of queries and keys."""
     pairs = query.size(0) * query.size(1) * query.size(2) * key.size(2)
     return 2 * pairs * (3 * query.size(3) + 2 * value.size(3))
 
 
 def onednn_rnn_flops(input: Tensor, weight: Tensor, recurrent: Tensor, *_: Any, **__: Any) -> int:
-    """Both weight matrices meet every step of every sequence once."""
+    """Count both weight matrices once for every step of every sequence."""
     steps = input.numel() // max(1, input.size(-1))
     return 2 * steps * (weight.numel() + recurrent.numel())
 
 
 def onednn_rnn_backward_flops(input: Tensor, weight: Tensor, recurrent: Tensor, *_: Any, **__: Any) -> int:
-    """Once for the gradients of inputs, once for those of weights."""
+    """Count the forward twice: for the gradients of inputs and for those of weights."""
     return 2 * onednn_rnn_flops(input, weight, recurrent)
 
 
@@ -58,7 +56,7 @@ def convolution_backward_flops(
     grad: Tensor, input: Tensor, weight: Tensor, _bias: Any, _stride: Any, _padding: Any, _dilation: Any,
     transposed: bool, _output_padding: Any, _groups: int, output_mask: list[bool], **__: Any,
 ) -> int:  # fmt: skip
-    """As much as the forward for the input's gradient and as much for the weight's; torch forgets groups there."""
+    """Count the forward once for the input's gradient and once for the weight's; torch forgets groups there."""
     positions = (input if transposed else grad)[:, :1].numel()
     return 2 * positions * weight.numel() * sum(output_mask[:2])
 

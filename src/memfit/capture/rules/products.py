@@ -1,4 +1,8 @@
-"""Matrix products: what torch checks and its meta kernels do not, and what CPU kernels allocate inside.
+"""Matrix products: what torch checks and its meta kernels do not, and what the kernels allocate inside.
+
+Covers `aten.mm`, `aten.addmm`, `aten.bmm`, `aten.baddbmm` and the grouped products of mixtures of experts,
+`aten._grouped_mm`. Defined in torch by ATen/native/LinearAlgebra.cpp and mkldnn/Matmul.cpp (CPU), cuda/Blas.cpp and
+GroupedMMUtils.h.
 
 Note [Scratch of a product]: ATen's own part of a product on CPU is known from its source: an operand that BLAS cannot
 read is copied. Whether oneDNN takes the product, and what it allocates then, depends on the dtype, the instruction set
@@ -16,11 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit.capture.probe import probe_workspace, remembered, signature
-from memfit.capture.rules import RuleContext
-from memfit.capture.rules.layout import bytes_of
+from memfit.capture.kernels import measured_once, probe_workspace, signature
+from memfit.capture.rules.base import RuleContext, bytes_of, fills_its_memory
 
 _aten = torch.ops.aten
+
+
 _VENDOR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CHEAP_FLOPS = 1 << 26
 _CHEAP_BYTES = 1 << 27
@@ -39,9 +44,73 @@ def _same_dtype(context: RuleContext, func: Any, args: Any, kwargs: dict[str, An
 
 
 def _factors(args: Any) -> tuple[Tensor, Tensor]:
-    """The two operands that are multiplied; `addmm` and `baddbmm` have one before them."""
+    """Return the two operands that are multiplied; `addmm` and `baddbmm` have one before them."""
     first, second = [value for value in args if isinstance(value, Tensor)][-2:]
     return first, second
+
+
+def _readable(matrix: Tensor) -> bool:
+    """Return whether BLAS reads a matrix as it is (LinearAlgebra.cpp, `addmm_impl_cpu_`)."""
+    (rows, columns), (row_stride, column_stride) = matrix.shape[-2:], matrix.stride()[-2:]
+    return (row_stride == 1 and column_stride >= max(1, rows)) or (column_stride == 1 and row_stride >= max(1, columns))
+
+
+# -- CUDA: copies of what cuBLAS cannot read -------------------------------------------------------------------
+
+
+def blas_copy(matrix: Tensor) -> int:
+    """Return the bytes of the copy made of a matrix that cuBLAS cannot read.
+
+    cuda/Blas.cpp, `prepare_matrix_for_cublas` and `prepare_batch_matrix_for_cublas`: one of the last two
+    dimensions has stride 1 and the other steps over it; the stride of a batch may be 0.
+    """
+    if matrix.dim() == 2 and fills_its_memory(matrix):
+        return 0
+    (rows, columns), (row_stride, column_stride) = matrix.shape[-2:], matrix.stride()[-2:]
+    readable = (row_stride == 1 and column_stride >= max(1, rows)) or (
+        column_stride == 1 and row_stride >= max(1, columns)
+    )
+    if readable or (matrix.is_contiguous() and 0 not in (row_stride, column_stride)):
+        return 0
+    return bytes_of(matrix)
+
+
+def _cuda_product(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
+    """Copies of both factors, where they are needed (cuda/Blas.cpp)."""
+    return sum(map(blas_copy, _factors(args)))
+
+
+# -- CPU: copies for BLAS and oneDNN's scratch memory ----------------------------------------------------------
+
+
+def _cpu_product(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
+    """Copies of operands that BLAS cannot read, and oneDNN's scratch memory: Note [Scratch of a product]."""
+    first, second = _factors(args)
+    if first.numel() == 0 or second.numel() == 0:
+        return 0
+    product = _product_of(func, first, second)
+    if not _takes_scratch(product):
+        return _copies(first, second)
+    if product.cheap:
+        return measured_once(signature(func, args, kwargs), lambda: probe_workspace(func, args, kwargs))
+    if first.dim() == 3:
+        copies = sum(bytes_of(factor) for factor in (first, second) if not _dense(factor))
+    else:
+        copies = _copies(first, second)
+    return copies + _scaled_scratch(context, product)
+
+
+def _copies(first: Tensor, second: Tensor) -> int:
+    """Return the bytes of the copies that ATen makes for BLAS, of one matrix of a batch after the other."""
+    if first.dim() == 3 and math.prod((*first.shape[1:], second.size(-1))) < _NATIVE_BMM:
+        return 0
+    matrices = first.size(0) if first.dim() == 3 else 1
+    return sum(bytes_of(factor) // max(1, matrices) for factor in (first, second) if not _readable(factor))
+
+
+def _dense(matrix: Tensor) -> bool:
+    """Return whether oneDNN reads a batch as it is (mkldnn/Matmul.cpp, `is_mkldnn_optimized_format`)."""
+    return matrix.is_contiguous() or matrix.mT.is_contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +139,16 @@ class _Product:
         return self.flops <= _CHEAP_FLOPS and self.bytes <= _CHEAP_BYTES
 
     def side(self, wide: bool) -> int:
-        """The columns, or the rows."""
+        """Return the columns, or the rows."""
         return self.columns if wide else self.rows
 
     def with_side(self, wide: bool, size: int) -> _Product:
-        """The same product with so many columns, or rows."""
+        """Return the same product with so many columns, or rows."""
         return replace(self, columns=size) if wide else replace(self, rows=size)
 
     def scratch_bytes(self) -> int:
         """Measure a product of dense operands of these sizes."""
-        return remembered(("product", self), lambda: probe_workspace(self.func, self._arguments(), {}))
+        return measured_once(("product", self), lambda: probe_workspace(self.func, self._arguments(), {}))
 
     def _arguments(self) -> tuple[Tensor, ...]:
         batched = self.func in (_aten.bmm.default, _aten.baddbmm.default)
@@ -105,44 +174,8 @@ def _product_of(func: Any, first: Tensor, second: Tensor) -> _Product:
     return _Product(func, first.dtype, batch, rows, depth, columns, turned)
 
 
-def _readable(matrix: Tensor) -> bool:
-    """Whether BLAS reads a matrix as it is (LinearAlgebra.cpp, `addmm_impl_cpu_`)."""
-    (rows, columns), (row_stride, column_stride) = matrix.shape[-2:], matrix.stride()[-2:]
-    return (row_stride == 1 and column_stride >= max(1, rows)) or (column_stride == 1 and row_stride >= max(1, columns))
-
-
-def _dense(matrix: Tensor) -> bool:
-    """Whether oneDNN reads a batch as it is (mkldnn/Matmul.cpp, `is_mkldnn_optimized_format`)."""
-    return matrix.is_contiguous() or matrix.mT.is_contiguous()
-
-
-def _copies(first: Tensor, second: Tensor) -> int:
-    """Bytes of the copies that ATen makes for BLAS, of one matrix of a batch after the other."""
-    if first.dim() == 3 and math.prod((*first.shape[1:], second.size(-1))) < _NATIVE_BMM:
-        return 0
-    matrices = first.size(0) if first.dim() == 3 else 1
-    return sum(bytes_of(factor) // max(1, matrices) for factor in (first, second) if not _readable(factor))
-
-
-def _cpu_product(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
-    """Copies of operands that BLAS cannot read, and oneDNN's scratch memory: Note [Scratch of a product]."""
-    first, second = _factors(args)
-    if first.numel() == 0 or second.numel() == 0:
-        return 0
-    product = _product_of(func, first, second)
-    if not _takes_scratch(product):
-        return _copies(first, second)
-    if product.cheap:
-        return remembered(signature(func, args, kwargs), lambda: probe_workspace(func, args, kwargs))
-    if first.dim() == 3:
-        copies = sum(bytes_of(factor) for factor in (first, second) if not _dense(factor))
-    else:
-        copies = _copies(first, second)
-    return copies + _scaled_scratch(context, product)
-
-
 def _takes_scratch(product: _Product) -> bool:
-    """Whether small products of this op and dtype take more than their result on this machine."""
+    """Return whether small products of this op and dtype take more than their result on this machine."""
     if product.dtype not in _VENDOR_DTYPES:
         return False
     batch = 4 if product.batch > 1 else 1
@@ -179,6 +212,40 @@ def _accumulator(context: RuleContext, product: _Product) -> int:
     return 4 * threads * (-(-product.rows * product.columns // 64) * 64) + 128
 
 
+# -- grouped products ----------------------------------------------------------------------------------------
+
+
+def _grouped_shape(a: Tensor, b: Tensor, groups: int) -> tuple[int, ...]:
+    """ATen/native/GroupedMMUtils.h, `create_grouped_gemm_output_tensor`."""
+    if a.dim() == 2 and b.dim() == 2:
+        return (groups, a.size(0), b.size(1))
+    if a.dim() == 2:
+        return (a.size(0), b.size(-1))
+    if b.dim() == 2:
+        return (a.size(1), b.size(1))
+    return (a.size(0), a.size(1), b.size(-1))
+
+
+def _cpu_grouped_mm(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """CPU takes every float dtype and pads nothing; torch's meta kernel knows CUDA's rules only."""
+    a, b = args[:2]
+    offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+    dtype = kwargs.get("out_dtype") or a.dtype
+    shape = _grouped_shape(a, b, offsets.size(0) if offsets is not None else 0)
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _cuda_grouped_mm(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """CUDA pads rows to 16 bytes and takes every float dtype; torch's meta kernel takes bfloat16 only."""
+    dense = _cpu_grouped_mm(context, func, args, kwargs)
+    row = -(-dense.size(-1) * dense.element_size() // 16) * 16 // dense.element_size()
+    strides = (row, 1) if dense.dim() == 2 else (dense.size(1) * row, row, 1)
+    return torch.empty_strided(dense.size(), strides, dtype=dense.dtype, device="meta")
+
+
 _NAMES = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
-KERNELS = {device: dict.fromkeys(_NAMES, _same_dtype) for device in ("cpu", "cuda")}
-WORKSPACES = {"cpu": dict.fromkeys(_NAMES, _cpu_product)}
+KERNELS = {
+    "cpu": {**dict.fromkeys(_NAMES, _same_dtype), "aten._grouped_mm.default": _cpu_grouped_mm},
+    "cuda": {**dict.fromkeys(_NAMES, _same_dtype), "aten._grouped_mm.default": _cuda_grouped_mm},
+}
+WORKSPACES = {"cpu": dict.fromkeys(_NAMES, _cpu_product), "cuda": dict.fromkeys(_NAMES, _cuda_product)}

@@ -123,7 +123,7 @@ class Search:
 
     def _step_at(self, steps: Callable[[StepOptions], Given], value: int) -> Step | Trace:
         """The step of a value; what is wrong with it is said of --over, for the option of that name was not given."""
-        from memfit.presets.problems import NotTaken
+        from memfit.presets.errors import NotTaken
 
         options = self.step
         if self.over == "batch":

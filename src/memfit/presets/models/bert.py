@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memfit.presets.models.block import Block, BlockSizes
-from memfit.presets.models.parts import CrossEntropy, Embedding, LayerNorm, computed
+from memfit.presets.models.layers import Block, BlockSizes, CrossEntropy, Embedding, LayerNorm, computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

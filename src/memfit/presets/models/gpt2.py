@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from memfit.presets.models.block import Block, BlockSizes
-from memfit.presets.models.parts import CrossEntropy, Embedding, LayerNorm
+from memfit.presets.models.layers import Block, BlockSizes, CrossEntropy, Embedding, LayerNorm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

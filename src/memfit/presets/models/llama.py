@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memfit.presets.models.parts import CrossEntropy, Embedding, RMSNorm
+from memfit.presets.models.layers import CrossEntropy, Embedding, RMSNorm
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -102,7 +102,7 @@ class Llama(nn.Module):
 
 
 def rotated(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-    """Queries or keys turned by their positions, in float32, in the dtype that they came in."""
+    """Rotate queries or keys by their positions, in float32; return them in their own dtype."""
     cosine, sine = rotary
     first, second = x.chunk(2, dim=-1)
     return (x * cosine + torch.cat((-second, first), dim=-1) * sine).to(x.dtype)

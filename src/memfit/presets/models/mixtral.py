@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from memfit.presets.models.layers import computed
 from memfit.presets.models.llama import Llama, LlamaSizes
-from memfit.presets.models.parts import computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class Experts(nn.Module):
         return torch.zeros_like(tokens).index_add(0, place, shared).view(x.shape)
 
     def _each(self, rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Every expert's rows times its part of the weights."""
+        """Return every expert's rows times its part of the weights."""
         return F.grouped_mm(rows, computed(weight).unflatten(0, (self.experts, -1)), offs=ends)
 
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from memfit.presets.models.block import Block, BlockSizes
-from memfit.presets.models.parts import CrossEntropy, LayerNorm, computed
+from memfit.presets.models.layers import Block, BlockSizes, CrossEntropy, LayerNorm, computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,14 +17,11 @@ import numpy.typing as npt
 from memfit.analysis.holders import allocation_bytes, rounded
 from memfit.analysis.report import Report
 from memfit.capture import NEVER, Category, Phase
-from memfit.capture.names import short
-from memfit.memory import CATEGORIES
+from memfit.capture.trace_types import short
+from memfit.memory import BETWEEN, CATEGORIES, Allocation, Timeline
 from memfit.paths import alike, module_label
 from memfit.report.streams import build_clock
 from memfit.report.tree import Strings
-from memfit.solve import PlannedTimeline
-from memfit.solve.planned import Allocation
-from memfit.solve.planned_lives import BETWEEN
 
 POINTS = 2000
 """About the most points of one timeline."""
@@ -47,7 +44,7 @@ _Kind = tuple[str, str, Category, bool, int]
 """Name and module without their numbers, category, whether a second run makes it, bytes."""
 
 
-def drawn(report: Report, timeline: PlannedTimeline, strings: Strings) -> dict[str, Any]:
+def drawn(report: Report, timeline: Timeline, strings: Strings) -> dict[str, Any]:
     """One timeline for the page; texts are numbers in `strings`."""
     trace, ops = timeline.trace, len(timeline.trace.ops)
     phases, runs = _phases(timeline), _second_runs(timeline)
@@ -119,7 +116,7 @@ def drawn_instants(levels: Ints, edges: Iterable[int], points: int = POINTS) -> 
     return np.array(sorted(chosen), np.int64)
 
 
-def _phases(timeline: PlannedTimeline) -> list[tuple[int, int, int]]:
+def _phases(timeline: Timeline) -> list[tuple[int, int, int]]:
     """Phase, first instant and the one after the last; a second run belongs to the phase that it interrupts."""
     of_op = np.array([_PHASES.index(op.phase) for op in timeline.trace.ops], np.int64)
     if not len(of_op):
@@ -140,17 +137,17 @@ def _phases(timeline: PlannedTimeline) -> list[tuple[int, int, int]]:
     return spans
 
 
-def _second_runs(timeline: PlannedTimeline) -> list[tuple[int, int, int]]:
+def _second_runs(timeline: Timeline) -> list[tuple[int, int, int]]:
     """Unit, first instant and the one after the last of every second run."""
     found = []
     for run in range(len(timeline.units)):
-        instants = timeline.second_run_instants(run)
+        instants = timeline.recompute_instants(run)
         if len(instants):
             found.append((run, int(instants[0]), int(instants[-1]) + 1))
     return found
 
 
-def _alive(timeline: PlannedTimeline, instants: Ints, strings: Strings) -> tuple[list[list[int]], list[list[int]]]:
+def _alive(timeline: Timeline, instants: Ints, strings: Strings) -> tuple[list[list[int]], list[list[int]]]:
     """Kinds of allocations, and for each instant the kinds that hold most there: number, count, number, count, …
 
     Allocations are of one kind when they differ in numbers in their paths only, and are equally large.
@@ -167,7 +164,7 @@ def _alive(timeline: PlannedTimeline, instants: Ints, strings: Strings) -> tuple
     each = np.array([key[-1] for key in kinds], np.int64)
     alive = []
     for instant in instants.tolist():
-        counts = np.bincount(group[timeline.alive(instant)], minlength=len(kinds))
+        counts = np.bincount(group[timeline.alive_at(instant)], minlength=len(kinds))
         held = counts * each
         order = np.argsort(-held, kind="stable")[:_ALIVE]
         alive.append([value for number in order.tolist() if held[number] for value in (number, int(counts[number]))])

@@ -1,0 +1,94 @@
+"""What every rule is given, and the questions about layouts that many rules ask.
+
+The layout questions are those of c10/core/TensorImpl.h and c10/core/MemoryFormat.h in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Rule = Callable[..., Any]
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuleContext:
+    """What a rule may know of the target, workspaces measured for it, and notes of what is estimated."""
+
+    device_type: str
+    compute_capability: tuple[int, int] | None
+    threads: int
+    multiprocessors: int = 0
+    vendor: str = "NVIDIA"
+    notes: dict[str, None] = field(default_factory=dict)
+
+    def note(self, text: str) -> None:
+        """Say once, in the trace's notes, what is not exact."""
+        self.notes[text] = None
+
+
+def run_unchanged(context: RuleContext, *args: Any, **kwargs: Any) -> Any:
+    """Let a torch function run as it is, once its arguments are meta tensors.
+
+    For functions that compare the devices of their operands in C++: a window of known values and a signal without
+    any, say. When a rule is called, all of them are meta tensors.
+    """
+    return NotImplemented
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Return the bytes of the tensor's elements, wherever they are."""
+    return tensor.numel() * tensor.element_size()
+
+
+def fills_its_memory(tensor: Tensor) -> bool:
+    """Return whether the elements fill one block without gaps or overlap (c10, `is_non_overlapping_and_dense`)."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+_CHANNELS_LAST = {
+    4: ((1, 3, 2, 0), torch.channels_last),
+    5: ((1, 4, 3, 2, 0), torch.channels_last_3d),
+}
+
+
+def suggested_format(tensor: Tensor) -> torch.memory_format:
+    """Channels-last for strides in that order, with gaps or without (c10/core/MemoryFormat.h)."""
+    order, layout = _CHANNELS_LAST.get(tensor.dim(), ((), torch.contiguous_format))
+    sizes, strides = tensor.size(), tensor.stride()
+    least = 0
+    for dim in order:
+        if sizes[dim] == 0 or strides[dim] < least or strides[1] == 0 or (dim == 0 and least == strides[1]):
+            return torch.contiguous_format
+        least = strides[dim] * max(1, sizes[dim])
+    return layout
+
+
+def memory_format_of(tensor: Tensor) -> torch.memory_format:
+    """Channels-last for what is, else contiguous (c10/core/TensorImpl.h, `suggest_memory_format`)."""
+    _, layout = _CHANNELS_LAST.get(tensor.dim(), ((), None))
+    if layout is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=layout):
+        return torch.contiguous_format
+    return layout
+
+
+def contiguous_copy(tensor: Tensor) -> int:
+    """Return the bytes of the copy that `tensor.contiguous()` makes, 0 when it is contiguous already."""
+    return 0 if tensor.is_contiguous() else bytes_of(tensor)
+
+
+def format_copy(tensor: Tensor, layout: torch.memory_format) -> int:
+    """Return the bytes of the copy that `tensor.contiguous(memory_format=layout)` makes, 0 when it has that layout."""
+    return 0 if tensor.is_contiguous(memory_format=layout) else bytes_of(tensor)

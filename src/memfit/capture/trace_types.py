@@ -1,0 +1,234 @@
+"""The types of a trace: an immutable record of one training step, the same for every budget."""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from functools import cached_property
+
+import msgspec
+
+from memfit.hardware import Device
+
+SCHEMA = 3
+BEFORE_STEP = -1
+"""The `alloc_at` of a storage that is there before the step."""
+AFTER_STEP = -1
+"""The `free_after` of a storage that the step does not free."""
+NO_INDEX = -1
+"""Marks an index that does not apply: no call, no storage, no op."""
+NEVER = -1
+"""Any of the three above."""
+
+
+class Phase(str, enum.Enum):
+    """The part of the step in which an op runs."""
+
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+class Category(str, enum.Enum):
+    """What a storage is for."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    GRADIENT = "gradient"
+    ACTIVATION = "activation"
+    TEMPORARY = "temporary"
+    OPTIMIZER_STATE = "optimizer state"
+    INPUT = "input"
+    GATHERED_PARAMETER = "gathered parameter"
+    COMMUNICATION = "communication"
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
+    pass
+
+
+class TensorRef(_Record, frozen=True):
+    """A tensor as an op saw it: a window onto a storage (`NEVER` for one that is not on the device)."""
+
+    storage: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: str
+
+
+class Op(_Record, frozen=True):
+    """One aten-level call.
+
+    `arguments` is JSON in which `{"t": i}` stands for the i-th input tensor, so that the call can be made again.
+    `forward_op` is, for a backward op, the forward op whose gradient it computes. A custom autograd function is known
+    by its first op; when it saves tensors, `forward_op` of all its forward ops is that first one. `mutates` lists the
+    storages an in-place op writes to and `mutated_op` the op that made the value it overwrites. `workspace_bytes` is
+    what the kernel allocates and frees inside itself while its inputs and outputs are alive.
+    """
+
+    name: str
+    phase: Phase
+    call: int
+    inputs: tuple[TensorRef, ...]
+    outputs: tuple[TensorRef, ...]
+    arguments: str
+    flops: int
+    read_bytes: int
+    written_bytes: int
+    workspace_bytes: int
+    view: bool
+    random: bool
+    saved: bool
+    mutates: tuple[int, ...]
+    mutated_op: int
+    forward_op: int
+    source: int
+
+
+class Storage(_Record, frozen=True):
+    """One allocation, made by op `alloc_at` and freed after op `free_after` has run and before the next one does.
+
+    After op `released` nothing but autograd holds it; that is `free_after` where autograd holds it no longer than
+    others do.
+    """
+
+    bytes: int
+    category: Category
+    alloc_at: int
+    free_after: int
+    released: int
+    call: int
+    module: str
+    name: str
+    saved_by: tuple[int, ...]
+
+
+class ModuleCall(_Record, frozen=True):
+    """One execution of one module: forward ops `begin` up to (not including) `end`, and its backward counterpart.
+
+    `inputs` are the storages of the tensors that it is called with, read or not.
+    """
+
+    module: str
+    kind: str
+    index: int
+    parent: int
+    phase: Phase
+    begin: int
+    end: int
+    backward_begin: int
+    backward_end: int
+    inputs: tuple[int, ...] = ()
+
+
+class ModelCall(_Record, frozen=True):
+    """A call of the whole model: shape and dtype of the tensors in its arguments, storages of those in its result.
+
+    A storage is `NEVER` for a tensor that is not on the device.
+    """
+
+    inputs: tuple[tuple[tuple[int, ...], str], ...]
+    outputs: tuple[int, ...]
+
+
+class Module(_Record, frozen=True):
+    """A module of the model with the storages that it owns itself, not through its children."""
+
+    path: str
+    kind: str
+    parameters: tuple[int, ...]
+    buffers: tuple[int, ...]
+
+
+class Parameter(_Record, frozen=True):
+    """A parameter, every name it goes by, and the storages of its gradient and optimizer state."""
+
+    names: tuple[str, ...]
+    storage: int
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool
+    gradient: int
+    state: tuple[int, ...]
+
+
+class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """One step, as the target would run it."""
+
+    schema: int
+    memfit: str
+    torch: str
+    device: str
+    device_type: str
+    hardware: Device
+    threads: int
+    autocast: str | None
+    optimizer: str
+    ops: tuple[Op, ...]
+    storages: tuple[Storage, ...]
+    calls: tuple[ModuleCall, ...]
+    modules: tuple[Module, ...]
+    parameters: tuple[Parameter, ...]
+    sources: tuple[str, ...]
+    notes: tuple[str, ...]
+    model_calls: tuple[ModelCall, ...] = ()
+    """In order, those of the forward. Not part of the fingerprint: ops and storages tell the same."""
+    shared: dict[str, str] = {}
+    """For each path of a module that has several, the first of them."""
+    in_eval: tuple[str, ...] = ()
+    """Paths of the modules that the forward calls in eval mode, all modules around them in eval mode too. Not part of
+    the fingerprint."""
+
+    def instance_of(self, path: str) -> str:
+        """Return the first path of the module that this path leads to."""
+        return self.shared.get(path, path)
+
+    def __repr__(self) -> str:
+        return (
+            f"Trace({len(self.ops)} ops, {len(self.storages)} storages and {len(self.calls)} module calls "
+            f"for {self.device}, fingerprint {self.fingerprint[:12]})"
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of everything the step does.
+
+        Where its source lines are does not count, nor do the numbers that an optimizer computes with, which change
+        from step to step.
+        """
+        content = (
+            self.device,
+            self.autocast,
+            self.optimizer,
+            [
+                msgspec.structs.replace(op, source=0, arguments="" if op.phase is Phase.OPTIMIZER else op.arguments)
+                for op in self.ops
+            ],
+            self.storages,
+            self.calls,
+            self.modules,
+            self.parameters,
+        )
+        return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()
+
+    def ancestors(self, call: int) -> tuple[int, ...]:
+        """Return the module call and those that enclose it, innermost first."""
+        chain = []
+        while call != NEVER:
+            chain.append(call)
+            call = self.calls[call].parent
+        return tuple(chain)
+
+    def source_of(self, op: int) -> str:
+        """Return the user's line that made this op, as `file:line`."""
+        return self.sources[self.ops[op].source]
+
+
+# -- Names of ops as people read them ---------------------------------------------------------------------------------
+
+
+def short(name: str) -> str:
+    """Return an op's name without what all of them have: `aten.mm.default` is `mm`."""
+    return name.removeprefix("aten.").removesuffix(".default")

@@ -1,0 +1,270 @@
+"""What one run of a unit taught: which tensors that autograd packs are dropped, and where saved results come from."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from memfit.engines.tensors import StridedView
+from memfit.plans import Checkpoint
+from memfit.torch_private.dispatch import TorchDispatchMode
+
+_DETACH = "aten.detach.default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPolicy:
+    """`names` are those of the ops that the plan knows, by offset. `saved` ops up to `stop` are not run again."""
+
+    unit: str
+    module: str
+    call: int
+    kind: str
+    ops: int
+    names: dict[int, str]
+    saved: frozenset[int]
+    dropped: frozenset[tuple[int, int]]
+    stop: int
+
+    @classmethod
+    def of(cls, entry: Checkpoint) -> RunPolicy:
+        """The policy of an entry of a plan."""
+        return cls(
+            unit=entry.unit,
+            module=entry.module,
+            call=entry.call,
+            kind=entry.kind,
+            ops=entry.end - entry.begin,
+            names={op.offset: op.name for op in (*entry.saved_ops, *entry.recomputed_ops)},
+            saved=frozenset(op.offset for op in entry.saved_ops if op.offset <= entry.stop),
+            dropped=frozenset(entry.dropped),
+            stop=entry.stop,
+        )
+
+    @property
+    def content(self) -> tuple[object, ...]:
+        """What is done, whichever call it is for."""
+        return self.ops, tuple(sorted(self.names.items())), self.saved, self.dropped, self.stop
+
+
+def same_op(name: str, planned: str | None) -> bool:
+    """Whether an op is the one that the plan knows, if it knows it.
+
+    Under a dispatch mode torch's own composites avoid writing in place: `add` is then what is `add_` without one.
+    """
+    return planned is None or name == planned or name == planned.replace("_.", ".")
+
+
+def not_counted(func: Any, planned: str | None) -> bool:
+    """Whether an op is none of the step's: marks of the profiler, and detachments that a capture does not see."""
+    return func.namespace == "profiler" or (str(func) == _DETACH and planned is not None and planned != _DETACH)
+
+
+# -- The call tree of a unit -----------------------------------------------------------------------------------------
+#
+# Note [Gaps]: a run of a module is cut by the calls of the modules inside it into gaps, numbered from 0. A gap in
+# which nothing is to be kept or answered runs without any dispatch mode. Modules are followed by an entry `forward`
+# in their own dictionary that is there for the time of a run only, and only where a gap is looked at.
+
+
+MakeMode = Callable[[Any], TorchDispatchMode | None]
+"""Makes what looks at the ops of a gap, None where nothing has to."""
+
+
+@dataclass(slots=True)
+class CallNode:
+    """One call of a module during a run. `gaps` holds what was learnt of each gap, None where there is nothing."""
+
+    module: weakref.ref[nn.Module]
+    children: list[CallNode] = field(default_factory=list)
+    gaps: list[Any] = field(default_factory=lambda: [None])
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedCalls:
+    """Where a tour goes: calls with a gap in or inside them that is looked at, and the modules that they call."""
+
+    open: frozenset[int]
+    """By `id` of the visit; the root holds all of them."""
+    followed: tuple[weakref.ref[nn.Module], ...]
+
+    @classmethod
+    def through(cls, root: CallNode, looked_at: Callable[[Any], bool]) -> TrackedCalls:
+        """The way past the gaps of which there is something learnt that a condition holds for."""
+        open_visits: set[int] = set()
+        followed: dict[weakref.ref[nn.Module], None] = {}
+
+        def enter(node: CallNode) -> bool:
+            inside = [enter(child) for child in node.children]
+            found = any(inside) or any(gap is not None and looked_at(gap) for gap in node.gaps)
+            if found:
+                open_visits.add(id(node))
+                followed.update(dict.fromkeys(child.module for child in node.children))
+            return found
+
+        enter(root)
+        return cls(frozenset(open_visits), tuple(followed))
+
+
+class CallTracker:
+    """Follows one run through the gaps that are looked at."""
+
+    def __init__(self, root: CallNode, tracked: TrackedCalls, make_mode: MakeMode) -> None:
+        self.diverged = False
+        """Whether the run called other modules than were learnt."""
+        self._tracked = tracked
+        self._make_mode = make_mode
+        self._here: CallNode | None = root
+        self._gap = 0
+        self._mode: TorchDispatchMode | None = None
+
+    def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the unit's forward."""
+        patches: list[tuple[nn.Module, Any]] = []
+        try:
+            for reference in self._tracked.followed:
+                module = reference()
+                if module is None:
+                    continue
+                patches.append((module, module.__dict__.get("forward")))
+                module.__dict__["forward"] = self._tracked_forward(module, module.forward)
+            self._enter_gap()
+            return forward(*args, **kwargs)
+        finally:
+            self._leave_gap()
+            for module, forward_before in reversed(patches):
+                if forward_before is None:
+                    del module.__dict__["forward"]
+                else:
+                    module.__dict__["forward"] = forward_before
+
+    def _tracked_forward(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def node(*args: Any, **kwargs: Any) -> Any:
+            outer, gap = self._here, self._gap
+            if outer is None:  # inside a call where nothing is looked at
+                return forward(*args, **kwargs)
+            self._leave_gap()
+            self._here, self._gap = self._child(outer, gap, module), 0
+            self._enter_gap()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._leave_gap()
+                self._here, self._gap = outer, gap + 1
+                self._enter_gap()
+
+        return node
+
+    def _child(self, outer: CallNode, gap: int, module: nn.Module) -> CallNode | None:
+        if gap >= len(outer.children) or outer.children[gap].module() is not module:
+            self.diverged = True
+            return None
+        child = outer.children[gap]
+        return child if id(child) in self._tracked.open else None
+
+    def _enter_gap(self) -> None:
+        here = self._here
+        if here is None or self.diverged or self._gap >= len(here.gaps) or here.gaps[self._gap] is None:
+            return
+        self._mode = self._make_mode(here.gaps[self._gap])
+        if self._mode is not None:
+            self._mode.__enter__()
+
+    def _leave_gap(self) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
+            self._mode = None
+
+
+class CallTreeBuilder(CallTracker):
+    """Follows a run through all modules of a unit and writes the visits down."""
+
+    def __init__(self, unit: nn.Module) -> None:
+        self.root = CallNode(weakref.ref(unit))
+        inside = tuple(weakref.ref(module) for module in unit.modules() if module is not unit)
+        super().__init__(self.root, TrackedCalls(frozenset(), inside), lambda gap: None)
+
+    @property
+    def place(self) -> tuple[CallNode, int]:
+        """The visit and the gap in which the run is."""
+        assert self._here is not None
+        return self._here, self._gap
+
+    def _child(self, outer: CallNode, gap: int, module: nn.Module) -> CallNode | None:
+        child = CallNode(weakref.ref(module))
+        outer.children.append(child)
+        outer.gaps.append(None)
+        return child
+
+
+# -- The compiled policy ---------------------------------------------------------------------------------------------
+
+
+OpKind = tuple[Any, int]
+OpKey = tuple[OpKind, int]
+"""An op of a gap: its kind, and how many of that kind came before it in the gap."""
+
+_TO_COPY = torch.ops.aten._to_copy.default
+
+
+def op_kind(func: Any, args: Any) -> OpKind:
+    """An op's overload and, where it casts a parameter, which: autocast leaves those out that it has done before."""
+    return func, id(args[0]) if func is _TO_COPY and isinstance(args[0], nn.Parameter) else 0
+
+
+class FromPack(NamedTuple):
+    """A tensor of a saved result that autograd packs anyway: in the storage of which, and in which of the recipe's
+    windows."""
+
+    pack: int
+    view: int
+
+
+@dataclass(slots=True)
+class Gap:
+    """The saved ops of a gap. Those in `fresh` are kept when they run; the tensors of the others are packed anyway."""
+
+    sources: dict[OpKey, tuple[FromPack | None, ...]] = field(default_factory=dict)
+    fresh: set[OpKey] = field(default_factory=set)
+    instead: dict[OpKey, tuple[OpKey, StridedView]] = field(default_factory=dict)
+    """Ops whose result a later one overwrites, which under a mode makes another: that one's storage stands for both."""
+    single: set[OpKey] = field(default_factory=set)
+    """Ops whose result is one tensor and no sequence of them."""
+
+
+@dataclass(slots=True)
+class CompiledPolicy:
+    """`drops` has, for each tensor that autograd packs, its shape if it is dropped and None if it is held."""
+
+    drops: list[torch.Size | None]
+    needed: dict[int, StridedView]
+    """Packs that are held and whose storages stand for saved results, with where they lay."""
+    storage_bytes: dict[int, int]
+    """Sizes of the storages of those packs. A pack may be a view of the saved result, which only this tells from a
+    result of another size."""
+    views: list[StridedView]
+    """Where saved results lie in those storages."""
+    view_packs: list[int]
+    """The pack of each window."""
+    compared: frozenset[int]
+    """Packs that are dropped and whose values are compared with what a recomputation makes (Note [Samples])."""
+    root: CallNode
+    last: int
+    """The last pack that is dropped; -1 when none is."""
+    overwrites_inputs: bool
+    fresh: int
+    """How many saved results have to be kept when they are made."""
+    keeping: TrackedCalls
+    """Past the gaps that they are made in."""
+    answering: TrackedCalls | None
+    """Past the gaps in which a second run answers for saved ops; None when there are none."""
+    reads: frozenset[int] = frozenset()
+    """Buffers of the unit, by number, that its recomputation reads: not the running statistics of a normalisation."""
+    rewritten: bool = False
+    """Whether inputs, parameters or such buffers are written to between forward and backward, and what is recomputed is
+    the same all the same: the ops that read them are saved."""

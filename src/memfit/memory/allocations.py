@@ -1,0 +1,342 @@
+"""Every allocation of a step as columns: when each is made and freed, as captured or under a plan.
+
+Note [Allocations under a plan]: instants are the ops of the step and, before the op at which a unit is recomputed,
+those of its ops that run again. A storage lives as it did in the captured step, except that
+
+1. one that a policy drops is freed when nothing but autograd held it; the recompute makes another in its place, which
+   lives until the original would have been freed;
+2. a result that a policy saves and autograd would not have kept, and an input of a checkpointed unit that would be gone
+   by then, live until the recompute that needs them is over. Several units may need one; it is there once;
+3. whatever else a recompute makes lives as long within it as it did in the forward, at most until its end.
+
+Under sharding some storages are replaced by intervals: shards, gathered parameters, buffers. What sharding makes and
+frees between two ops it does in an order, where that is given. Whenever it has made something and frees something
+after that, there is an instant of its own, at which both are there; it comes before units that are recomputed.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Phase, Trace
+from memfit.errors import InputError
+
+Ints = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+CATEGORIES = tuple(Category)
+ROW = {category: row for row, category in enumerate(CATEGORIES)}
+"""The place of each category in `CATEGORIES`, and in the rows of tables."""
+BETWEEN = -2
+"""The `run` of an instant between two ops, when sharding has made something and not yet freed something else."""
+
+_TEMPORARY, _ACTIVATION, _STATE = ROW[Category.TEMPORARY], ROW[Category.ACTIVATION], ROW[Category.OPTIMIZER_STATE]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """Forward ops `begin` up to (not including) `end` that can be recomputed as one, and their backward.
+
+    `name` is the module's path, with `#1` appended for its second call of the step, `#2` for its third; the
+    model itself has the empty path. `call` is the index of the module call. `backward_begin` is the first op that asks
+    for a tensor which autograd saved in the unit.
+    """
+
+    name: str
+    module: str
+    kind: str
+    call: int
+    begin: int
+    end: int
+    backward_begin: int
+    backward_end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Recompute:
+    """What recomputing a unit changes in the allocations of a step (Note [Allocations under a plan]).
+
+    `ops` run again before the unit's backward, in this order. `held` are storages that stay until they are over,
+    `dropped` those that are freed after op `dropped_after` already. `remade` are made by the recompute at its op
+    `remade_at` and freed after its op `remade_until` or, where `replaces`, when the original would have been.
+    """
+
+    unit: Unit
+    ops: Ints
+    held: Ints
+    dropped: Ints
+    dropped_after: Ints
+    remade: Ints
+    remade_at: Ints
+    remade_until: Ints
+    replaces: Flags
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interval:
+    """Bytes that sharding adds, there while ops `begin` up to (not including) `end` run.
+
+    `begin` is `BEFORE_STEP` for what is there before the step, `end` is `AFTER_STEP` for what stays. With `ahead` it is
+    made before op `begin` and before a unit that is recomputed there, as an all-gather is; otherwise by the op, as a
+    gradient is. `made_order` and `freed_order` are its places in what happens between the same two ops; `NO_INDEX` is
+    before all of that. What has them may be made and freed between the same two ops.
+    """
+
+    category: Category
+    size_bytes: int
+    begin: int
+    end: int
+    ahead: bool = True
+    made_order: int = NO_INDEX
+    freed_order: int = NO_INDEX
+    module: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AllocationTable:
+    """Every allocation of a step, and the instants that it lives through.
+
+    Of each instant, in the order they run: `op` is the op of the trace that runs, `run` the number of the recompute
+    that it belongs to, `NO_INDEX` in the step itself, and `BETWEEN` where none runs and `op` is the next. The last
+    instant is the end of the step. `workspace_bytes` has one entry for each other instant.
+
+    Of each allocation: `size_bytes` is what is asked of the allocator, `row` its category's place in `CATEGORIES`. It
+    is made at instant `alloc_at` (or `BEFORE_STEP`) and freed after instant `free_after` (or `AFTER_STEP`); one that is
+    freed before it is made was made and freed between two ops and is in no instant. `storage` is the storage that it is
+    or is made in place of, `remade` the number of the recompute that made it. The last allocations are the intervals of
+    sharding, which have neither.
+
+    `states_made` is the instant before which a first step makes the optimizer state.
+    """
+
+    op: Ints
+    run: Ints
+    workspace_bytes: Bytes
+    size_bytes: Bytes
+    row: Ints
+    alloc_at: Ints
+    free_after: Ints
+    storage: Ints
+    remade: Ints
+    states_made: int
+
+    @classmethod
+    def of(
+        cls,
+        trace: Trace,
+        *,
+        recomputes: Sequence[Recompute] = (),
+        intervals: Sequence[Interval] = (),
+        removed: frozenset[int] = frozenset(),
+    ) -> AllocationTable:
+        """Build the table of a captured step, or of the step under a plan.
+
+        `recomputes` are in the order in which they run. Under sharding `removed` are the storages that a rank does not
+        have and `intervals` what it has instead.
+        """
+        storages, count, ops = trace.storages, len(trace.storages), len(trace.ops)
+        row = np.fromiter((ROW[storage.category] for storage in storages), np.int64, count)
+        alloc_at = np.fromiter((storage.alloc_at for storage in storages), np.int64, count)
+        states = np.flatnonzero((alloc_at == BEFORE_STEP) & (row == _STATE))
+        captured = cls(
+            op=np.arange(ops + 1),
+            run=np.full(ops + 1, NO_INDEX),
+            workspace_bytes=np.fromiter((op.workspace_bytes for op in trace.ops), np.int64, ops),
+            size_bytes=np.fromiter((storage.bytes for storage in storages), np.int64, count),
+            row=row,
+            alloc_at=alloc_at,
+            free_after=np.fromiter((storage.free_after for storage in storages), np.int64, count),
+            storage=np.arange(count),
+            remade=np.full(count, NO_INDEX),
+            states_made=_first_reader(trace, set(states.tolist())),
+        )
+        return captured.under_plan(recomputes, intervals, removed)
+
+    def under_plan(
+        self, recomputes: Sequence[Recompute], intervals: Sequence[Interval], removed: frozenset[int]
+    ) -> AllocationTable:
+        """Return the table of the step under a plan, from that of the captured one."""
+        if not (recomputes or intervals or removed):
+            return self
+        added = [interval for interval in intervals if is_there(interval, self.instants)]
+        between = _instants_between(added, self.instants)
+        op, run = _build_instants(self.instants, recomputes, between)
+        at = np.flatnonzero(run == NO_INDEX)  # the instant of each op of the step
+        free_after = _instants_of(at, self.free_after)
+        row = self.row.copy()
+        own = np.arange(len(free_after))
+        columns = [np.stack((own, np.full_like(own, NO_INDEX), _instants_of(at, self.alloc_at), free_after))]
+        for number, each in enumerate(recomputes):
+            instants = np.flatnonzero(run == number)
+            free_after[each.held] = np.maximum(free_after[each.held], instants[-1])
+            row[each.held] = np.where(row[each.held] == _TEMPORARY, _ACTIVATION, row[each.held])
+            free_after[each.dropped] = at[each.dropped_after]
+            # What is freed after an op that does not run again is gone before the next that does.
+            in_run = instants[np.searchsorted(each.ops, each.remade_until, side="right") - 1]
+            columns.append(
+                np.stack(
+                    (
+                        each.remade,
+                        np.full_like(each.remade, number),
+                        instants[np.searchsorted(each.ops, each.remade_at)],
+                        np.where(each.replaces, _instants_of(at, self.free_after[each.remade]), in_run),
+                    )
+                )
+            )
+        columns[0][3] = free_after
+        storage, remade, alloc_at, free_after = np.concatenate(columns, axis=1)
+        here = ~np.isin(storage, list(removed))
+        storage, remade, alloc_at, free_after = (column[here] for column in (storage, remade, alloc_at, free_after))
+        spans = _spans(added, between, at)
+        none = np.full(len(added), NO_INDEX)
+        return AllocationTable(
+            op=op,
+            run=run,
+            workspace_bytes=np.where(run == BETWEEN, 0, np.append(self.workspace_bytes, 0)[op])[:-1],
+            size_bytes=np.concatenate((self.size_bytes[storage], _column(each.size_bytes for each in added))),
+            row=np.concatenate((row[storage], _column(ROW[each.category] for each in added))),
+            alloc_at=np.concatenate((alloc_at, spans[:, 0])),
+            free_after=np.concatenate((free_after, spans[:, 1])),
+            storage=np.concatenate((storage, none)),
+            remade=np.concatenate((remade, none)),
+            states_made=int(at[self.states_made]),
+        )
+
+    @property
+    def instants(self) -> int:
+        """How many ops run; also the number of the end of the step."""
+        return len(self.workspace_bytes)
+
+    @property
+    def seen(self) -> Flags:
+        """Those that are there at an instant."""
+        return (self.alloc_at == BEFORE_STEP) | (self.free_after == AFTER_STEP) | (self.free_after >= self.alloc_at)
+
+    def levels(self, rounding_bytes: int = 1) -> tuple[Bytes, Bytes]:
+        """Return the bytes before and during each instant (Note [Moments]), a row for each category."""
+        size = round_up(self.size_bytes, rounding_bytes)
+        allocated = np.zeros((len(CATEGORIES), self.instants + 1), np.int64)
+        freed = np.zeros((len(CATEGORIES), self.instants + 1), np.int64)
+        start = np.zeros(len(CATEGORIES), np.int64)
+        resident, seen = self.alloc_at == BEFORE_STEP, self.seen
+        made, gone = seen & ~resident, seen & (self.free_after != AFTER_STEP)
+        np.add.at(start, self.row[resident], size[resident])
+        np.add.at(allocated, (self.row[made], self.alloc_at[made]), size[made])
+        np.add.at(freed, (self.row[gone], self.free_after[gone] + 1), size[gone])
+        before = start[:, None] + np.cumsum(allocated, axis=1) - allocated - np.cumsum(freed, axis=1)
+        during = before + allocated
+        during[_TEMPORARY, :-1] += round_up(self.workspace_bytes, rounding_bytes)
+        return before, during
+
+
+def round_up(sizes: Bytes, rounding_bytes: int) -> Bytes:
+    """Return sizes as the device's allocator rounds them."""
+    return -(-sizes // rounding_bytes) * rounding_bytes
+
+
+def in_order(recomputes: Iterable[Recompute]) -> tuple[Recompute, ...]:
+    """Return recomputes in the order in which they run; no unit may lie inside another."""
+    found = list(recomputes)
+    forward = sorted((each.unit for each in found), key=lambda unit: unit.begin)
+    for unit, following in pairwise(forward):
+        if following.begin < unit.end:
+            raise InputError(f"{following.name!r} lies inside {unit.name!r}, and both are checkpointed; leave one out")
+    return tuple(sorted(found, key=lambda each: each.unit.backward_begin))
+
+
+def is_there(interval: Interval, ops: int) -> bool:
+    """Return whether an interval is ever there in a step of this many ops."""
+    if not BEFORE_STEP <= interval.begin <= ops or interval.end < AFTER_STEP or interval.size_bytes < 0:
+        raise InputError(f"{interval} is not in a step of {ops} ops; give ops from 0 to {ops}, NEVER for outside of it")
+    begin = max(interval.begin, 0)
+    ordered = begin == interval.end and interval.freed_order != NO_INDEX
+    return interval.end == AFTER_STEP or begin < interval.end or ordered
+
+
+@dataclass(slots=True)
+class _Moment:
+    """An instant between two ops: intervals that are made before it, and those that are freed after."""
+
+    made: list[int] = field(default_factory=list)
+    freed: list[int] = field(default_factory=list)
+
+
+def _instants_between(intervals: Sequence[Interval], ops: int) -> dict[int, list[_Moment]]:
+    """Return the instants before each op. Intervals that are made after the last of them are in none."""
+    acts: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for number, interval in enumerate(intervals):
+        if interval.ahead and interval.begin != BEFORE_STEP:
+            acts[interval.begin].append((interval.made_order, 0, number))
+        if interval.freed_order != NO_INDEX and AFTER_STEP < interval.end <= ops:
+            acts[interval.end].append((interval.freed_order, 1, number))
+    found: dict[int, list[_Moment]] = {}
+    for op, all_acts in acts.items():
+        moments: list[_Moment] = []
+        for _, freed, number in sorted(all_acts):
+            if freed and moments:
+                moments[-1].freed.append(number)
+            elif not freed:
+                if not moments or moments[-1].freed:
+                    moments.append(_Moment())
+                moments[-1].made.append(number)
+        if moments and not moments[-1].freed:
+            moments.pop()
+        if moments:
+            found[op] = moments
+    return found
+
+
+def _build_instants(
+    ops: int, recomputes: Sequence[Recompute], between: Mapping[int, Sequence[_Moment]]
+) -> tuple[Ints, Ints]:
+    """Return the op and the recompute of each instant; the end of the step counts as op `ops`."""
+    inserted = [(moment, 0, np.full(len(found), moment), BETWEEN) for moment, found in between.items()]
+    inserted += [(each.unit.backward_begin, 1 + number, each.ops, number) for number, each in enumerate(recomputes)]
+    op, run, done = [], [], 0
+    for before, _, their_ops, number in sorted(inserted, key=lambda each: each[:2]):
+        op += [np.arange(done, before), their_ops]
+        run += [np.full(before - done, NO_INDEX), np.full(len(their_ops), number)]
+        done = before
+    op.append(np.arange(done, ops + 1))
+    run.append(np.full(ops + 1 - done, NO_INDEX))
+    return np.concatenate(op), np.concatenate(run)
+
+
+def _spans(intervals: Sequence[Interval], between: Mapping[int, Sequence[_Moment]], at: Ints) -> Ints:
+    """Return of each interval the instants at which it is made and after which it is freed."""
+    last = np.concatenate(([BEFORE_STEP], at[:-1]))  # the instant of the op before each
+    spans = np.full((len(intervals), 2), BEFORE_STEP)
+    for number, interval in enumerate(intervals):
+        begin, end = interval.begin, interval.end
+        if begin != BEFORE_STEP:
+            made_before = int(last[begin]) + 1 + len(between.get(begin, ()))
+            spans[number, 0] = made_before if interval.ahead else at[begin]
+        if AFTER_STEP < end < len(at):
+            spans[number, 1] = last[end]
+    for op, moments in between.items():
+        for place, moment in enumerate(moments):
+            spans[moment.made, 0] = spans[moment.freed, 1] = last[op] + 1 + place
+    return spans
+
+
+def _instants_of(at: Ints, ops: Ints) -> Ints:
+    """Return the instants of ops; those outside the step stay what they are."""
+    return np.where(ops < 0, ops, at[ops])
+
+
+def _column(values: Iterable[int]) -> Ints:
+    return np.array(list(values), np.int64)
+
+
+def _first_reader(trace: Trace, states: set[int]) -> int:
+    """Return the op before which an optimizer makes all its state; the end of the step when none reads it."""
+    for index, op in enumerate(trace.ops if states else ()):
+        if op.phase is Phase.OPTIMIZER and any(ref.storage in states for ref in op.inputs):
+            return index
+    return len(trace.ops)

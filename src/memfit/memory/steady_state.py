@@ -1,0 +1,200 @@
+"""A step as mallocs and frees, and what the caching allocator of the target reserves for it.
+
+Note [Steady state]: reserved memory depends on history. A process makes parameters, buffers and the batch;
+its first optimizer step makes the optimizer state, and takes it from blocks that activations have just freed;
+later steps find those blocks taken and may have to reserve more. So the step is run more than once: the first
+time with the state born where the optimizer first uses it, then again with everything in place until a step
+reserves nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from memfit.capture import AFTER_STEP, BEFORE_STEP, Category, Trace
+from memfit.hardware import Device
+from memfit.memory.allocations import ROW, AllocationTable, Flags, Ints
+from memfit.memory.allocator import FREE, AllocatorConfig, AllocatorOutOfMemory, CachingAllocator, MemoryEvent
+
+Row = tuple[int, int, int]
+"""An event with its instant: instant, key, requested bytes."""
+
+MOST_STEPS = 8
+"""After so many a process is taken as settled (Note [Steady state])."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    """Peaks of a process that has run the step until it settled.
+
+    `peak_allocated_bytes` and `peak_reserved_bytes` are `torch.cuda.max_memory_allocated` and
+    `max_memory_reserved`. `steps` is how many steps it took until one reserved nothing more. `retries` counts
+    how often the allocator had to give its cache back to the device. `out_of_memory_op` is the op that failed
+    under the limit, also when it was recomputed, None when none did.
+    """
+
+    peak_requested_bytes: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    first_step_reserved_bytes: int
+    steps: int
+    retries: int
+    out_of_memory_op: int | None = None
+
+
+def allocator_config(device: Device, *, limit_bytes: int | None = None) -> AllocatorConfig:
+    """Return the allocator's constants on a device, and the memory that it may reserve."""
+    rules = device.allocator
+    return AllocatorConfig(
+        round_bytes=rules.rounding_bytes,
+        small_limit_bytes=rules.small_limit_bytes,
+        small_segment_bytes=rules.small_segment_bytes,
+        large_segment_bytes=rules.large_segment_bytes,
+        min_large_alloc_bytes=rules.large_limit_bytes,
+        round_large_bytes=rules.large_rounding_bytes,
+        expandable_segments=rules.expandable_segments,
+        limit_bytes=limit_bytes,
+    )
+
+
+def events(step: Trace | AllocationTable) -> Iterator[MemoryEvent]:
+    """Iterate over one steady step from nothing: residents, then each op's outputs, its workspace, and what dies after.
+
+    The key of an allocation is its number (of a captured step: its storage's); that of the workspace of instant k is
+    the number of allocations plus k.
+    """
+    for _, key, requested_bytes in ProcessEvents(_table(step)).alone():
+        yield MemoryEvent(key, requested_bytes)
+
+
+def reserved(step: Trace | AllocationTable, device: Device, *, limit_bytes: int | None = None) -> Reserved:
+    """Return the peaks of the device's allocator (Note [Steady state]), all on one stream.
+
+    Without a cache, reserved equals allocated.
+    """
+    table = _table(step)
+    if not device.allocator.caches:
+        peak_bytes = _peak_bytes(table, device.allocator.rounding_bytes)
+        return Reserved(
+            peak_requested_bytes=_peak_bytes(table, 1),
+            peak_allocated_bytes=peak_bytes,
+            peak_reserved_bytes=peak_bytes,
+            first_step_reserved_bytes=peak_bytes,
+            steps=1,
+            retries=0,
+        )
+    allocator = CachingAllocator(allocator_config(device, limit_bytes=limit_bytes))
+    failed: int | None = None
+    reserved_bytes: list[int] = []
+    for stream in ProcessEvents(table).steps():
+        failed = _run(allocator, stream)
+        reserved_bytes.append(allocator.peak_reserved_bytes)
+        settled = len(reserved_bytes) > 1 and reserved_bytes[-1] == reserved_bytes[-2]
+        if failed is not None or settled:
+            break
+    return Reserved(
+        peak_requested_bytes=allocator.peak_requested_bytes,
+        peak_allocated_bytes=allocator.peak_allocated_bytes,
+        peak_reserved_bytes=allocator.peak_reserved_bytes,
+        first_step_reserved_bytes=reserved_bytes[0],
+        steps=len(reserved_bytes),
+        retries=allocator.retries,
+        out_of_memory_op=failed if failed is None or failed == BEFORE_STEP else int(table.op[failed]),
+    )
+
+
+def _table(step: Trace | AllocationTable) -> AllocationTable:
+    return step if isinstance(step, AllocationTable) else AllocationTable.of(step)
+
+
+def _peak_bytes(table: AllocationTable, rounding_bytes: int) -> int:
+    return int(table.levels(rounding_bytes)[1].sum(axis=0).max())
+
+
+def _run(allocator: CachingAllocator, stream: Iterable[Row]) -> int | None:
+    """Feed the allocator; return the instant whose malloc did not fit."""
+    for instant, key, requested_bytes in stream:
+        if requested_bytes == FREE:
+            allocator.free(key)
+            continue
+        try:
+            allocator.malloc(key, requested_bytes)
+        except AllocatorOutOfMemory:
+            return instant
+    return None
+
+
+class ProcessEvents:
+    """The events of a process that repeats a step, with their instants, `BEFORE_STEP` before the first."""
+
+    def __init__(self, table: AllocationTable) -> None:
+        self.table = table
+        self.size = table.size_bytes.tolist()
+        self.end = table.instants
+        alloc_at, free_after, seen = table.alloc_at, table.free_after, table.seen
+        resident, stays = alloc_at == BEFORE_STEP, free_after == AFTER_STEP
+        self.residents = np.flatnonzero(resident).tolist()
+        self.lost = np.flatnonzero(resident & ~stays).tolist()
+        self.left = np.flatnonzero(~resident & stays).tolist()
+        late = resident & (table.row == ROW[Category.OPTIMIZER_STATE]) & (stays | (free_after >= table.states_made))
+        self.late = np.flatnonzero(late).tolist()
+        self.early = np.flatnonzero(resident & ~late).tolist()
+        self.alloc_at = _grouped(alloc_at, seen & ~resident, self.end + 1)
+        self.freed = _grouped(free_after, seen & ~stays, self.end + 1)
+        self.workspace = table.workspace_bytes.tolist()
+
+    def steps(self) -> Iterator[list[Row]]:
+        """Yield the steps of a process on one allocator, as many as it may take until one reserves nothing more."""
+        yield self.first()
+        later = self.later()
+        for _ in range(MOST_STEPS - 1):
+            yield later
+
+    def first(self) -> list[Row]:
+        """Return the events of a process's first step: optimizer state is made when the optimizer first runs on it."""
+        made = self.table.states_made
+        return [
+            *self._malloc(BEFORE_STEP, self.early),
+            *self._ops(0, made),
+            *self._malloc(made, self.late),
+            *self._ops(made, self.end),
+            *self._end(),
+        ]
+
+    def later(self) -> list[Row]:
+        """Return the events of a step after another on the same allocator."""
+        return [*self._malloc(BEFORE_STEP, self.lost), *self._ops(0, self.end), *self._end()]
+
+    def alone(self) -> list[Row]:
+        """Return the events of a later step as the only one."""
+        ops = self._ops(0, self.end)
+        return [*self._malloc(BEFORE_STEP, self.residents), *ops, *self._malloc(self.end, self.alloc_at[-1])]
+
+    def _ops(self, begin: int, end: int) -> list[Row]:
+        stream: list[Row] = []
+        for instant in range(begin, end):
+            stream += self._malloc(instant, self.alloc_at[instant])
+            if self.workspace[instant]:
+                key = len(self.size) + instant
+                stream += ((instant, key, self.workspace[instant]), (instant, key, FREE))
+            stream += [(instant, key, FREE) for key in self.freed[instant]]
+        return stream
+
+    def _end(self) -> list[Row]:
+        """Return the events of the end: what the step leaves behind is replaced by what the next one leaves."""
+        return [*self._malloc(self.end, self.alloc_at[-1]), *((self.end, key, FREE) for key in self.left)]
+
+    def _malloc(self, instant: int, keys: list[int]) -> list[Row]:
+        return [(instant, key, self.size[key]) for key in keys]
+
+
+def _grouped(instant: Ints, chosen: Flags, count: int) -> list[list[int]]:
+    """Return the chosen allocations by instant, each group in order of number."""
+    groups: list[list[int]] = [[] for _ in range(count)]
+    numbers = np.flatnonzero(chosen)
+    for number, place in zip(numbers.tolist(), instant[numbers].tolist(), strict=True):
+        groups[place].append(number)
+    return groups

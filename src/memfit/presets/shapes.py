@@ -1,0 +1,173 @@
+"""Built-in shapes: the sizes of well-known models, as data, found by name, and how they are trained."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import resources
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from memfit.capture import Step, spec
+from memfit.presets.errors import NotTaken, WrongRequest
+from memfit.presets.models.bert import BERT, BERTSizes
+from memfit.presets.models.gpt2 import GPT2, GPT2Sizes
+from memfit.presets.models.llama import Llama, LlamaSizes
+from memfit.presets.models.mixtral import Mixtral, MixtralSizes
+from memfit.presets.models.vit import ViT, ViTSizes
+
+Sizes = LlamaSizes | GPT2Sizes | BERTSizes | ViTSizes
+_SIZES: dict[str, type[Any]] = {
+    "llama": LlamaSizes,
+    "qwen3": LlamaSizes,
+    "mixtral": MixtralSizes,
+    "gpt2": GPT2Sizes,
+    "bert": BERTSizes,
+    "vit": ViTSizes,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A model's sizes and where they are from. `seq` is the length of a sequence unless another is given.
+
+    `longest` is the most positions that the model has, 0 where nothing limits it; images have no sequence (`seq` 0).
+    `seen` is how the count was read: stored, in stored copies of what was published.
+    """
+
+    name: str
+    title: str
+    family: str
+    task: str
+    parameters: int
+    seq: int
+    longest: int
+    source: str
+    date: str
+    seen: str
+    sizes: Sizes
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the batch is images and not tokens."""
+        return isinstance(self.sizes, ViTSizes)
+
+
+def list_shapes() -> tuple[Shape, ...]:
+    """Return every built-in shape, those of a family together, small ones first."""
+    return _shipped()
+
+
+def load_shape(name: str) -> Shape:
+    """Return the shape called `name`; case, spaces and dashes do not matter."""
+    known = {_normalized(spelling): shape for shape in _shipped() for spelling in (shape.name, *shape.aliases)}
+    found = known.get(_normalized(name))
+    if found is None:
+        raise WrongRequest(f"there is no shape {name!r}; {_near(name)}")
+    return found
+
+
+def _near(name: str) -> str:
+    names = [shape.name for shape in _shipped()]
+    spellings = {_normalized(spelling): shape.name for shape in _shipped() for spelling in (shape.name, *shape.aliases)}
+    close = [spellings[key] for key in difflib.get_close_matches(_normalized(name), spellings, n=4, cutoff=0.7)]
+    if close:
+        return f"did you mean {' or '.join(dict.fromkeys(close))}?"
+    return f"there are {', '.join(names)}; for a model of your own write path/to/file.py:function, or hf:config.json"
+
+
+@cache
+def _shipped() -> tuple[Shape, ...]:
+    found: list[Shape] = []
+    folder = resources.files("memfit.presets") / "data"
+    for file in sorted((file for file in folder.iterdir() if file.name.endswith(".toml")), key=lambda file: file.name):
+        raw = msgspec.toml.decode(file.read_bytes())
+        kind = _SIZES[raw["family"]]
+        for each in raw["shapes"]:
+            sizes = msgspec.convert(each.pop("sizes"), kind)
+            aliases = tuple(each.pop("aliases", ()))
+            found.append(Shape(family=raw["family"], task=raw["task"], sizes=sizes, aliases=aliases, **each))
+    return tuple(sorted(found, key=lambda shape: (shape.family, shape.parameters)))
+
+
+def _normalized(name: str) -> str:
+    """Return a name without what people write differently."""
+    return re.sub(r"[^a-z0-9.]+", "", name.lower())
+
+
+# -- training, with the defaults of torchtitan (its job_config.py, 2025) ----------------------------------------------
+#
+# Parameters and AdamW's state in float32, compute in bfloat16, AdamW's fused step, gradients clipped to a norm of 1.
+
+
+ADAMW = partial(torch.optim.AdamW, lr=8e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, fused=True)
+BATCH = 1
+NO_BATCH = "one sample since no --batch was given"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedStep:
+    """A step with what it is, in words, and what was chosen because nothing was given."""
+
+    step: Step
+    title: str
+    notes: tuple[str, ...] = ()
+
+
+def training_step(model: Callable[[], nn.Module], batch: Mapping[str, torch.Tensor]) -> Step:
+    """Return the training step of a model that computes its own loss."""
+    return Step(model, batch, optimizer=ADAMW, autocast=torch.bfloat16, clip_grad_norm=1.0)
+
+
+def shape_step(shape: Shape, *, batch: int | None = None, seq: int | None = None) -> NamedStep:
+    """Return the training step of a shape: one sample unless given, sequences as long as the shape's own."""
+    size = resolve_count("batch", batch, BATCH)
+    described = f"{shape.title}, {_counted(shape.parameters)} parameters"
+    notes = [NO_BATCH] if batch is None else []
+    if isinstance(shape.sizes, ViTSizes):
+        images = f"{shape.sizes.image} x {shape.sizes.image}"
+        if seq is not None:
+            raise NotTaken(
+                f"seq={seq} (--seq) makes no sense for {shape.name}, which takes images of {images}", "leave it out"
+            )
+        pixels = spec((size, shape.sizes.channels, shape.sizes.image, shape.sizes.image))
+        step = training_step(partial(ViT, shape.sizes), {"images": pixels, "labels": spec((size,), torch.int64)})
+        return NamedStep(step=step, title=f"{described}, batch {size}, images of {images}", notes=tuple(notes))
+    length = resolve_count("seq", seq, shape.seq)
+    if shape.longest and length > shape.longest:
+        raise WrongRequest(
+            f"seq={length} (--seq) is more than {shape.name} has positions for; give at most {shape.longest}"
+        )
+    if seq is None:
+        notes.append("that long since no --seq was given")
+    tokens = {name: spec((size, length), torch.int64) for name in ("tokens", "labels")}
+    step = training_step(_language_model(shape.sizes, length), tokens)
+    return NamedStep(step=step, title=f"{described}, batch {size}, sequences of {length}", notes=tuple(notes))
+
+
+def resolve_count(name: str, value: Any, default: int) -> int:
+    """Return a whole number of at least 1, or the default."""
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise WrongRequest(f"{name} (--{name}) is {value!r}; write a whole number of at least 1")
+    return value
+
+
+def _counted(number: int) -> str:
+    return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
+
+
+def _language_model(sizes: LlamaSizes | GPT2Sizes | BERTSizes, length: int) -> Callable[[], nn.Module]:
+    if isinstance(sizes, MixtralSizes):
+        return partial(Mixtral, sizes, length)
+    if isinstance(sizes, LlamaSizes):
+        return partial(Llama, sizes, length)
+    return partial(GPT2, sizes) if isinstance(sizes, GPT2Sizes) else partial(BERT, sizes)

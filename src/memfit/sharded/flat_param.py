@@ -1,0 +1,407 @@
+"""The parameters of a unit that have one dtype: their shard, their gathered buffer, and where modules hold them."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from memfit.errors import StateError
+from memfit.sharded.comm import ShardComm, Transfer
+from memfit.sharded.mesh import Streams
+from memfit.torch_private.autograd import set_version_counters, version_of
+from memfit.torch_private.modules import parameter_table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterSlot:
+    """Where a module holds a parameter."""
+
+    module: nn.Module
+    attribute: str
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Hold another parameter; modules that keep lists of theirs, such as nn.LSTM, are told."""
+        if type(self.module).__setattr__ is nn.Module.__setattr__:
+            parameter_table(self.module)[self.attribute] = parameter
+        else:
+            setattr(self.module, self.attribute, parameter)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One parameter and every place that holds it."""
+
+    parameter: nn.Parameter
+    names: tuple[str, ...]
+    places: tuple[ParameterSlot, ...]
+
+
+class FlatShard:
+    """Parameters of one dtype in one flat layout, this rank's part of which is `shard`.
+
+    `parameters` are those that the user and the optimizer see, the model's own: one-dimensional views of the shard.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        link: ShardComm,
+        device: torch.device,
+        compute_device: torch.device,
+        streams: Streams,
+        value: Callable[[Member], torch.Tensor],
+    ) -> None:
+        self.layout = Layout.of(((member.names, member.parameter.shape) for member in members), link.ranks)
+        self.link = link
+        self.device = compute_device
+        self.dtype = members[0].parameter.dtype
+        self.parameters = [member.parameter for member in members]
+        self.places = [member.places for member in members]
+        self.parts: list[Part] = [self.layout.part(slot, link.rank) for slot in self.layout.slots]
+        self.shard = torch.zeros(
+            self.layout.shard_elements,
+            dtype=self.dtype,
+            device=device,
+            pin_memory=device.type == "cpu" and compute_device.type == "cuda",
+        )
+        self.listener: Callable[[int, torch.Tensor], None] | None = None
+        self._streams = streams
+        self._wholes: dict[torch.dtype, Whole] = {}
+        self._kept: torch.Tensor | None = None
+        for member, part in zip(members, self.parts, strict=True):
+            self.shard[part.at : part.at + part.elements].copy_(value(member).reshape(-1)[part.begin : part.end])
+
+    @property
+    def trains(self) -> bool:
+        """Whether any of the parameters needs a gradient."""
+        return any(parameter.requires_grad for parameter in self.parameters)
+
+    @property
+    def changes(self) -> int:
+        """How often the parameters were changed in place."""
+        return sum(version_of(parameter) for parameter in self.parameters)
+
+    def local(self, number: int, flat: torch.Tensor) -> torch.Tensor:
+        """The part of one parameter in a tensor that lies as the shard does."""
+        part = self.parts[number]
+        return flat[part.at : part.at + part.elements]
+
+    def take_over(self) -> None:
+        """Turn the model's parameters into views of the shard; their whole data is given up."""
+        for number, parameter in enumerate(self.parameters):
+            local = self.local(number, self.shard)
+            if parameter.is_meta:  # such a tensor cannot get real data
+                self.parameters[number] = nn.Parameter(local, requires_grad=parameter.requires_grad)
+                self.parameters[number].__dict__.update(parameter.__dict__)
+            else:
+                parameter.data = local
+                parameter.grad = None
+        self.to_sharded()
+
+    def whole(self, dtype: torch.dtype) -> Whole:
+        """The gathered parameters in a dtype; one rank alone computes on its shard."""
+        found = self._wholes.get(dtype)
+        if found is None:
+            if self.link.ranks == 1 and dtype == self.dtype and self.shard.device == self.device:
+                found = Whole(self.layout, self.shard, owned=False)
+            else:
+                found = Whole.empty(self.layout, dtype, self.device)
+            if self.listener is not None:
+                for number, parameter in enumerate(found.parameters):
+                    parameter.requires_grad_(True)
+                    parameter.register_post_accumulate_grad_hook(self._heard(number))
+            self._wholes[dtype] = found
+        found.require_gradients([parameter.requires_grad for parameter in self.parameters])
+        return found
+
+    def unshard(self, whole: Whole, tag: int, about: str) -> Transfer | None:
+        """Begin to fill the buffer; None where nothing has to move."""
+        self._kept = None
+        if not whole.bytes:
+            return None
+        streams = self._streams
+        whole.allocate()
+        for stream in (streams.prepare, streams.gather):
+            streams.after_current(stream)
+        with torch.no_grad(), streams.on(streams.prepare):
+            self.link.part(whole.buffer).copy_(self.shard, non_blocking=True)
+            prepared = streams.event(streams.prepare)
+        with streams.on(streams.gather):
+            streams.wait(prepared)
+            return self.link.gather(whole.buffer, tag, about)
+
+    def keep_part(self, whole: Whole, link: ShardComm) -> None:
+        """Keep this rank's part in a smaller group of the gathered parameters, and free them."""
+        self._kept = link.part(whole.buffer).clone()
+        whole.free()
+
+    def begin_regather(self, whole: Whole, link: ShardComm, tag: int, about: str) -> Transfer | None:
+        """Begin to gather from the ranks of a smaller group, which kept parts of the forward's parameters."""
+        if self._kept is None:
+            return self.unshard(whole, tag, about)
+        streams = self._streams
+        whole.allocate()
+        with torch.no_grad():
+            kept, self._kept = self._kept, None
+            link.part(whole.buffer).copy_(kept)
+        streams.after_current(streams.gather)
+        with streams.on(streams.gather):
+            return link.gather(whole.buffer, tag, about)
+
+    def to_unsharded(self, whole: Whole) -> None:
+        """Make the modules hold the gathered parameters."""
+        for number, (places, parameter) in enumerate(zip(self.places, whole.parameters, strict=True)):
+            for place in places:
+                held = parameter_table(place.module).get(place.attribute)
+                if held is not self.parameters[number] and held is not parameter and not self._gathers(number, held):
+                    raise StateError(
+                        f"module parameter {self.layout.slots[number].names[0]!r} was replaced after shard, by "
+                        "torch.func.functional_call or an assignment; change values inside of "
+                        "memfit.sharded.full_parameters(model, write_back=True)"
+                    )
+                place.put(parameter)
+
+    def to_sharded(self) -> None:
+        """Make the modules hold the shards."""
+        for places, parameter in zip(self.places, self.parameters, strict=True):
+            for place in places:
+                place.put(parameter)
+
+    def _gathers(self, number: int, held: object) -> bool:
+        """Whether it is the gathered parameter in another dtype."""
+        return any(held is whole.parameters[number] for whole in self._wholes.values())
+
+    def free(self) -> None:
+        """Free everything that is gathered or kept of it."""
+        self._kept = None
+        for whole in self._wholes.values():
+            whole.free()
+
+    def realign(self) -> None:
+        """Make every parameter a view of the shard, as `own` does."""
+        for number in range(len(self.parameters)):
+            self.own(number)
+
+    def own(self, number: int) -> torch.Tensor:
+        """The shard of one parameter; values that a user put in place of its data are taken over first."""
+        parameter, part = self.parameters[number], self.parts[number]
+        local = self.local(number, self.shard)
+        if parameter.data_ptr() == local.data_ptr() or not part.elements:
+            return local
+        if parameter.dtype != self.dtype or parameter.shape != local.shape or parameter.device != local.device:
+            raise StateError(
+                f"parameter {self.layout.slots[number].names[0]!r} was {self.dtype} on {local.device} with "
+                f"{part.elements} elements here, and is {parameter.dtype} on {parameter.device} with "
+                f"{parameter.numel()} now; change dtype or device before shard, and values inside of "
+                "memfit.sharded.full_parameters(model, write_back=True)"
+            )
+        local.copy_(parameter.detach())
+        parameter.data = local
+        return local
+
+    def _heard(self, number: int) -> Callable[[torch.Tensor], None]:
+        """What a gathered parameter calls; it does not keep the model, since gc does not see through autograd."""
+        reference = weakref.ref(self)
+
+        def hear(parameter: torch.Tensor) -> None:
+            flat = reference()
+            if flat is not None and flat.listener is not None:
+                flat.listener(number, parameter)
+
+        return hear
+
+
+# -- Where every parameter lies in the flat tensor of its unit, and which part of it each rank keeps ------------------
+
+
+ALIGNED_ELEMENTS = 32
+"""Parameters and shards begin at multiples of this many elements, so that kernels read aligned addresses."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One parameter, under all its names, at elements `begin` up to (not including) `end` of the flat tensor."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def elements(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """The elements of one parameter that one rank keeps.
+
+    They are elements `begin` up to `end` of the flattened parameter and begin at element `at` of the rank's shard.
+    """
+
+    begin: int
+    end: int
+    at: int
+
+    @property
+    def elements(self) -> int:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The slots of a flat tensor of `elements`, padding included, which `ranks` ranks divide evenly."""
+
+    slots: tuple[Slot, ...]
+    elements: int
+    ranks: int
+
+    @classmethod
+    def of(cls, shapes: Iterable[tuple[tuple[str, ...], Sequence[int]]], ranks: int) -> Layout:
+        """Put parameters one after another; what follows the last of them is padding."""
+        slots: list[Slot] = []
+        end = 0
+        for names, shape in shapes:
+            begin = aligned(end)
+            end = begin + math.prod(shape)
+            slots.append(Slot(names=names, shape=tuple(shape), begin=begin, end=end))
+        shard = aligned(-(-end // ranks))
+        return cls(slots=tuple(slots), elements=shard * ranks, ranks=ranks)
+
+    @property
+    def shard_elements(self) -> int:
+        """Elements of one rank's shard."""
+        return self.elements // self.ranks
+
+    def gaps(self, rank: int) -> list[tuple[int, int]]:
+        """The elements of a rank's shard that belong to no parameter, from and up to."""
+        first, elements = rank * self.shard_elements, self.shard_elements
+        ends = [0, *(slot.end for slot in self.slots)]
+        begins = [*(slot.begin for slot in self.slots), self.elements]
+        inside = [(max(begin - first, 0), min(end - first, elements)) for begin, end in zip(ends, begins, strict=True)]
+        return [(begin, end) for begin, end in inside if begin < end]
+
+    def part(self, slot: Slot, rank: int) -> Part:
+        """What a rank keeps of a parameter; nothing, at the end of it, where its shard lies elsewhere."""
+        first = rank * self.shard_elements
+        begin = min(max(slot.begin, first), slot.end)
+        end = max(min(slot.end, first + self.shard_elements), begin)
+        at = begin - first if end > begin else 0
+        return Part(begin=begin - slot.begin, end=end - slot.begin, at=at)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """A block of a tensor with as many dimensions, whose elements follow each other in the flattened tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def aligned(elements: int) -> int:
+    """The next multiple of the alignment."""
+    return -(-elements // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
+
+
+def boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
+    """The blocks, in order, that elements `begin` up to `end` of a flattened tensor consist of.
+
+    At most two for every dimension but the last, and one more: the rest of a row, whole rows, the start of a row.
+    """
+    if end <= begin:
+        return []
+    if not shape:
+        return [Box(offsets=(), sizes=())]
+    if len(shape) == 1:
+        return [Box(offsets=(begin,), sizes=(end - begin,))]
+    row = math.prod(shape[1:])
+    first, last = -(-begin // row), end // row
+    if first > last:  # inside one row
+        return _in_row(shape[1:], last, begin - last * row, end - last * row)
+    found: list[Box] = []
+    if begin < first * row:
+        found += _in_row(shape[1:], first - 1, begin - (first - 1) * row, row)
+    if first < last:
+        found.append(Box(offsets=(first, *(0 for _ in shape[1:])), sizes=(last - first, *shape[1:])))
+    if last * row < end:
+        found += _in_row(shape[1:], last, 0, end - last * row)
+    return found
+
+
+def _in_row(shape: Sequence[int], number: int, begin: int, end: int) -> list[Box]:
+    return [Box(offsets=(number, *box.offsets), sizes=(1, *box.sizes)) for box in boxes(shape, begin, end)]
+
+
+# -- The gathered parameters of a unit: views of one flat buffer whose memory comes and goes --------------------------
+#
+# Note [Aliases] Autograd keeps parameters, and views of them, between forward and backward. They share the buffer's
+# storage object, so that its memory can be freed and allocated again under them, as FSDP2 does. The parameters have
+# version counters of their own, which are raised while they are not gathered: autograd, which compares them before
+# it reads a tensor that it kept, then says that the tensor was modified. This happens to what leaves a unit by
+# another way than its return value, such as a loss kept as an attribute: its backward may begin before that of the
+# unit. So does a change of the parameters between forward and backward.
+
+
+class Whole:
+    """A flat buffer in one dtype and the parameters that are its views."""
+
+    def __init__(self, layout: Layout, buffer: torch.Tensor, *, owned: bool) -> None:
+        self.buffer = buffer
+        self._owned = owned
+        self._bytes = buffer.untyped_storage().nbytes()
+        with torch.inference_mode(False), torch.no_grad():
+            self.parameters = [
+                nn.Parameter(buffer.data[slot.begin : slot.end].view(slot.shape), requires_grad=False)
+                for slot in layout.slots
+            ]
+        self._tensors = tuple(self.parameters)
+        self._versions = tuple(version_of(parameter) for parameter in self.parameters)
+        self.changes = 0
+        """How often the shards had been changed when they were gathered for a forward."""
+        self.free()
+
+    @classmethod
+    def empty(cls, layout: Layout, dtype: torch.dtype, device: torch.device) -> Whole:
+        """One with a buffer of its own, without memory for now."""
+        with torch.inference_mode(False):
+            return cls(layout, torch.empty(layout.elements, dtype=dtype, device=device), owned=True)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the buffer when it has memory; none where the parameters are views of the shard itself."""
+        return self._bytes if self._owned else 0
+
+    @property
+    def allocated(self) -> bool:
+        return not self._owned or self.buffer.untyped_storage().nbytes() > 0
+
+    def allocate(self) -> None:
+        """Give the buffer memory."""
+        if not self.allocated:
+            self.buffer.untyped_storage().resize_(self._bytes)
+
+    def free(self) -> None:
+        """Take the buffer's memory; the parameters stay valid objects."""
+        if self._owned:
+            self.buffer.untyped_storage().resize_(0)
+            self.hide()
+
+    def hide(self) -> None:
+        """Make autograd refuse to read the parameters."""
+        set_version_counters(self._tensors, tuple(version + 1 for version in self._versions))
+
+    def reveal(self) -> None:
+        """Let autograd read the parameters, which are gathered."""
+        if self._owned:
+            set_version_counters(self._tensors, self._versions)
+
+    def require_gradients(self, wanted: Sequence[bool]) -> None:
+        """Make the same parameters need gradients as of the shards."""
+        for parameter, requires_grad in zip(self.parameters, wanted, strict=True):
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)

@@ -1,0 +1,108 @@
+"""Full parameters on demand, between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from memfit.errors import InputError, StateError
+from memfit.sharded.flat_param import FlatShard
+from memfit.sharded.fully_shard import get_runtime
+from memfit.sharded.runtime import Runtime
+from memfit.sharded.unit import State, Unit, check_transition
+from memfit.torch_private.autograd import in_backward
+
+STATE_TAG = 1 << 28
+"""Apart from the tags of units, so that a rank which gathers state never meets one that trains."""
+
+
+@contextmanager
+def full_parameters(
+    model: nn.Module, *, write_back: bool = False, units: Sequence[str] | None = None
+) -> Iterator[nn.Module]:
+    """Make the modules hold full parameters, in their own dtype and shape, while the block runs.
+
+    With `write_back` every rank takes its part of what they hold at the end; make the same change on all ranks. After
+    an exception nothing is written. `units` names some units instead of all; the root is the empty name.
+    """
+    runtime = get_runtime(model)
+    chosen = _chosen(runtime, units)
+    _recover(runtime)
+    _check_between_steps(runtime, chosen)
+    summoned: list[tuple[FlatShard, torch.Tensor]] = []
+    try:
+        for unit in chosen:
+            unit.go(State.SUMMONED)
+            for flat in unit.flats:
+                summoned.append((flat, gather_shard(flat, f"gather of {unit.title} for full_parameters")))
+        for flat, buffer in summoned:
+            _show(flat, buffer)
+        yield model
+        if write_back:
+            for flat, buffer in summoned:
+                with torch.no_grad():
+                    flat.shard.copy_(flat.link.part(buffer))
+    finally:
+        for unit in chosen:
+            if unit.state is State.SUMMONED:
+                unit.to_sharded()
+                unit.go(State.IDLE)
+
+
+def gather_shard(flat: FlatShard, about: str) -> torch.Tensor:
+    """All elements of a flat shard, in a buffer of their own."""
+    flat.realign()
+    return gather_alike(flat, flat.dtype, lambda own: own.copy_(flat.shard), about)
+
+
+def gather_alike(
+    flat: FlatShard, dtype: torch.dtype, fill: Callable[[torch.Tensor], object], about: str
+) -> torch.Tensor:
+    """Gather something that lies as a flat shard does: `fill` writes this rank's part."""
+    buffer = torch.empty(flat.layout.elements, dtype=dtype, device=flat.device)
+    with torch.no_grad():
+        fill(flat.link.part(buffer))
+        flat.link.gather(buffer, STATE_TAG, about).wait()
+    return buffer
+
+
+def _chosen(runtime: Runtime, names: Sequence[str] | None) -> list[Unit]:
+    if names is None:
+        return runtime.units
+    if isinstance(names, str):
+        raise InputError(f"units is {names!r}; give a list of unit names, [{names!r}]")
+    by_name = {unit.name: unit for unit in runtime.units}
+    for name in names:
+        if name not in by_name:
+            raise InputError(f"{name!r} is no unit of this model; the units are {', '.join(map(repr, by_name))}")
+    return [by_name[name] for name in dict.fromkeys(names)]
+
+
+def _recover(runtime: Runtime) -> None:
+    """Forget a backward that an exception ended; nothing has told the runtime of it yet."""
+    running = in_backward() or any(unit.state is State.FORWARD for unit in runtime.units)
+    if not runtime.idle and not running:
+        runtime.recover()
+
+
+def _check_between_steps(runtime: Runtime, chosen: Sequence[Unit]) -> None:
+    for unit in runtime.units:
+        if unit in chosen or unit.state is not State.SUMMONED:
+            check_transition(unit.title, unit.state, State.SUMMONED)
+    if not runtime.idle:
+        raise StateError(
+            "a forward or a backward is running; full parameters are for reading and writing between steps: enter "
+            "full_parameters() after the backward"
+        )
+
+
+def _show(flat: FlatShard, buffer: torch.Tensor) -> None:
+    for slot, places, own in zip(flat.layout.slots, flat.places, flat.parameters, strict=True):
+        parameter = nn.Parameter(
+            buffer[slot.begin : slot.end].view(slot.shape).detach(), requires_grad=own.requires_grad
+        )
+        for place in places:
+            place.put(parameter)

@@ -1,0 +1,261 @@
+"""`memfit.shard`: make a model run fully sharded over the ranks of a mesh."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from memfit.errors import InputError, StateError
+from memfit.sharded.comm import check_agreement
+from memfit.sharded.flat_param import FlatShard, Member
+from memfit.sharded.gradients import Gradients
+from memfit.sharded.materialize import Init, check_init, check_source, prepare_buffers, with_values
+from memfit.sharded.mesh import Streams, device_of, make_comms, nearby, resolve_mesh
+from memfit.sharded.options import Precision, Reduction, Schedule
+from memfit.sharded.runtime import Runtime
+from memfit.sharded.sharded_value import attach_state
+from memfit.sharded.unit import Run, Unit
+from memfit.sharded.wrap_policy import FoundUnit, Units, find_units
+from memfit.torch_private.compiler import disable_dynamo
+from memfit.torch_private.modules import forward_hooks
+from memfit.torch_private.wrappers import has_compiled_parts
+
+_RUNTIME = "_memfit_runtime"
+
+
+def shard(
+    model: nn.Module,
+    *,
+    mesh: DeviceMesh | None = None,
+    units: Units | None = None,
+    precision: Precision | None = None,
+    schedule: Schedule | None = None,
+    reduction: Reduction | None = None,
+    keep: bool = False,
+    ignored: Iterable[str | nn.Parameter] = (),
+    init: Init | None = None,
+    from_rank_0: bool = False,
+    offload: bool = False,
+    timeout: timedelta | None = None,
+) -> nn.Module:
+    """Shard a model's parameters, gradients and optimizer state over ranks; it stays the same plain module.
+
+    `mesh` has one dimension, of ranks that shard, or two, of replicas and of ranks that shard within one; by default
+    all ranks shard. `units` are gathered one at a time, by default the repeated blocks; what is in none belongs to the
+    root. `keep` leaves every unit gathered between its forward and backward. `ignored` parameters stay whole.
+    `init` fills the parameters and buffers that one module holds, where they are on the meta device; its
+    `reset_parameters` does by default. `from_rank_0` starts from rank 0's values. `offload` keeps shards, gradients and
+    with them the optimizer's state on the host.
+    """
+    precision, schedule, reduction = precision or Precision(), schedule or Schedule(), reduction or Reduction()
+    _check(model)
+    refusal: InputError | None = None
+    found: list[FoundUnit] = []
+    try:
+        found = find_units(model, units, keep=keep, ignored=ignored)
+        if not from_rank_0:
+            check_init(model, init)
+        elif dist.get_rank() == (0 if mesh is None else int(mesh.mesh.flatten()[0])):
+            check_source(model)
+    except InputError as error:  # perhaps of this rank only: the others must not wait for it
+        refusal = error
+    mesh = resolve_mesh(model, mesh)
+    device = device_of(mesh)
+    shards, replicas = make_comms(mesh, device, timeout)
+    links = [link for link in (shards, replicas) if link is not None]
+    facts = ["no error" if refusal is None else f"an error: {refusal}"]
+    if refusal is None:
+        facts += [f"offload={offload}", f"from_rank_0={from_rank_0}", f"init={'given' if init else None}"]
+        facts += _facts(model, found, precision, schedule, reduction)
+    for link in links:
+        check_agreement(link, facts)
+    if refusal is not None:
+        raise refusal
+    streams = Streams(device)
+    home = torch.device("cpu") if offload else device
+    made: list[Unit] = []
+    for number, (each, inside) in enumerate(zip(found, _insides(found), strict=True)):
+        with with_values(each, inside, device, init, links if from_rank_0 else None) as value:
+            flats = [FlatShard(members, shards, home, device, streams, value) for members in _alike(each.members)]
+        made.append(
+            Unit(
+                number=number,
+                name=each.name,
+                module=each.module,
+                flats=flats,
+                gradients=[Gradients(flat, replicas, streams, precision, reduction) for flat in flats],
+                options=each.options,
+                precision=precision,
+                streams=streams,
+                nearby=nearby(mesh, each.options.reshard_ranks, device, timeout),
+            )
+        )
+    runtime = Runtime(model, made, links, device, precision, schedule)
+    if schedule.order is not None:
+        runtime.order.expect(_ordered(made, schedule.order))
+    for unit in made:
+        for flat in unit.flats:
+            flat.take_over()
+        attach(runtime, unit)
+    prepare_buffers(model, device, precision.buffer_dtype, links if from_rank_0 else None)
+    attach_state(runtime)
+    model.__dict__[_RUNTIME] = runtime
+    model.__dict__["zero_grad"] = _ZeroGrad(runtime)
+    return model
+
+
+class _ZeroGrad:
+    """`model.zero_grad`, also after an exception in a backward, which leaves gathered parameters in the modules."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        self._runtime.settle()
+        nn.Module.zero_grad(self._runtime.model, set_to_none)
+
+
+def get_runtime(model: nn.Module) -> Runtime:
+    """The runtime of a model that was sharded."""
+    runtime = model.__dict__.get(_RUNTIME)
+    if runtime is None:
+        raise StateError(
+            "this model is not sharded; call memfit.shard(model) first, and give the model it was called with"
+        )
+    runtime.settle()
+    return runtime
+
+
+def _check(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"shard takes a model, an nn.Module, not a {type(model).__name__}")
+    if not dist.is_available() or not dist.is_initialized():
+        raise InputError(
+            "there is no process group: start the script with torchrun, and call "
+            "torch.distributed.init_process_group() first"
+        )
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise InputError(f"this model is wrapped in {type(model).__name__}; shard model.module instead")
+    if any(_RUNTIME in module.__dict__ for module in model.modules()):
+        raise StateError("this model, or a part of it, is sharded already; shard it once, with all its units")
+    if has_compiled_parts(model):
+        raise InputError(
+            "this model is compiled, and its parameters would be gathered inside of compiled code; shard it first, "
+            "then compile the forwards of its units: unit.forward = torch.compile(unit.forward)"
+        )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, torch.distributed.tensor.DTensor):
+            raise InputError(
+                f"parameter {name!r} is a DTensor; memfit shards plain parameters, before fully_shard is called"
+            )
+
+
+def _alike(members: Sequence[Member]) -> list[list[Member]]:
+    """Members by dtype, those that train apart from those that do not: a frozen parameter has no gradient to sum."""
+    found: dict[tuple[torch.dtype, bool], list[Member]] = defaultdict(list)
+    for member in members:
+        found[member.parameter.dtype, member.parameter.requires_grad].append(member)
+    return list(found.values())
+
+
+def _insides(found: Sequence[FoundUnit]) -> list[list[nn.Module]]:
+    """The modules of every unit that are in no unit inside it."""
+    units = {each.module for each in found}
+    insides: list[list[nn.Module]] = []
+    for each in found:
+        inside = [each.module]
+        for module in inside:
+            inside += [child for child in module.children() if child not in units and child not in inside]
+        insides.append(inside)
+    return insides
+
+
+def _ordered(units: Sequence[Unit], names: Sequence[str]) -> list[Unit]:
+    by_name = {unit.name: unit for unit in units}
+    unknown = [name for name in names if name not in by_name]
+    if unknown:
+        raise InputError(f"order names {unknown[0]!r}, which is no unit; the units are {', '.join(map(repr, by_name))}")
+    return [by_name[name] for name in names]
+
+
+def _facts(
+    model: nn.Module, found: Sequence[FoundUnit], precision: Precision, schedule: Schedule, reduction: Reduction
+) -> list[str]:
+    """What must be the same on every rank, one a line."""
+    hook = reduction.hook  # shown with its address, which no two ranks have in common
+    named = "None" if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__)
+    facts = [
+        f"{field.name}={named if field.name == 'hook' else getattr(options, field.name)} in {type(options).__name__}"
+        for options in (precision, schedule, reduction)
+        for field in fields(options)
+    ]
+    for unit in found:
+        facts.append(f"unit {unit.name!r} with {unit.options}")
+        for member in unit.members:
+            parameter = member.parameter
+            facts.append(
+                f"{member.names[0]!r} of shape {tuple(parameter.shape)}, {parameter.dtype}, "
+                f"{'trained' if parameter.requires_grad else 'frozen'}, in {unit.name or 'the root'!r}"
+            )
+    facts += [
+        f"buffer {name!r} of shape {tuple(buffer.shape)}, {buffer.dtype}" for name, buffer in model.named_buffers()
+    ]
+    return facts
+
+
+# -- How modules call the runtime -------------------------------------------------------------------------------------
+
+
+def attach(runtime: Runtime, unit: Unit) -> None:
+    """Make a unit's module call the runtime around its forward; user hooks see gathered parameters."""
+    module = unit.module
+    entered: list[tuple[Run | None, BaseException | None]] = []
+
+    def before(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        run = Run(unit) if torch.is_grad_enabled() else None
+        entered.append((run, sys.exc_info()[1]))
+        hooks = forward_hooks(module)
+        hooks[last.id] = hooks.pop(last.id)
+        args, kwargs = runtime.before_forward(unit, args, kwargs)
+        return (args, kwargs) if run is None else runtime.mark_inputs(run, args, kwargs)
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        run, handled = entered.pop() if entered else (None, None)
+        if sys.exc_info()[1] is not handled:
+            runtime.failed_forward(unit)
+            return None
+        return runtime.after_forward(unit, run, (args, kwargs), output)
+
+    module.register_forward_pre_hook(disable_dynamo(before), prepend=True, with_kwargs=True)
+    last = module.register_forward_hook(disable_dynamo(after), with_kwargs=True, always_call=True)
+
+
+# -- Passes whose gradients are not sent ------------------------------------------------------------------------------
+
+
+@contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Keep the whole gradients of backwards in here on each rank; the first one after it sums them all.
+
+    It saves communication and takes the memory of whole gradients. Without it every pass adds to the gradients of the
+    shards, which takes no more memory than one pass does.
+    """
+    runtime = get_runtime(model)
+    before, runtime.communicates = runtime.communicates, False
+    try:
+        yield
+    finally:
+        runtime.communicates = before

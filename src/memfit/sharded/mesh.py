@@ -1,0 +1,120 @@
+"""Process groups of a mesh."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from memfit.errors import InputError
+from memfit.sharded.comm import ShardComm
+from memfit.torch_private.wrappers import default_group
+
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def resolve_mesh(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
+    """The mesh that was given, or all ranks in one dimension."""
+    if mesh is None:
+        kinds = {parameter.device.type for parameter in model.parameters()} - {"meta"}
+        kind = kinds.pop() if len(kinds) == 1 else ("cuda" if torch.cuda.is_available() else "cpu")
+        return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    if mesh.ndim not in (1, 2):
+        raise InputError(
+            f"mesh has {mesh.ndim} dimensions; give one, of ranks that shard, or two: replicas, then shards"
+        )
+    return mesh
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """The device that this rank computes on."""
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if mesh.device_type == "cuda"
+        else torch.device(mesh.device_type)
+    )
+
+
+def make_comms(mesh: DeviceMesh, device: torch.device, timeout: timedelta | None) -> tuple[ShardComm, ShardComm | None]:
+    """The group that shards, and that of replicas where there are any."""
+    shards = _link(mesh.get_group(mesh.ndim - 1), device, timeout)
+    return shards, _link(mesh.get_group(0), device, timeout) if mesh.ndim > 1 else None
+
+
+def _link(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> ShardComm:
+    """A link whose messages go by a Gloo group of the same ranks: NCCL has no tags, and would mix them with data."""
+    if device.type == "cpu":
+        return ShardComm(group, device, timeout)
+    twin = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+    assert isinstance(twin, dist.ProcessGroup)
+    return ShardComm(group, device, timeout, talk=ShardComm(twin, torch.device("cpu"), timeout))
+
+
+def nearby(mesh: DeviceMesh, ranks: int | None, device: torch.device, timeout: timedelta | None) -> ShardComm | None:
+    """The group of so many ranks next to each other that this rank is in."""
+    if ranks is None:
+        return None
+    every = mesh.size(mesh.ndim - 1)
+    if every % ranks or ranks >= every:
+        raise InputError(f"reshard_ranks is {ranks}; give a divisor of the {every} ranks that shard, smaller than it")
+    row = next(row for row in mesh.mesh.reshape(-1, ranks).tolist() if dist.get_rank() in row)
+    made = _groups.setdefault(default_group(), {})
+    group = made.get(tuple(row))
+    if group is None:
+        new = dist.new_group(row, use_local_synchronization=True)
+        assert isinstance(new, dist.ProcessGroup)
+        made[tuple(row)] = group = new
+    return ShardComm(group, device, timeout)
+
+
+# -- The streams that copies and collectives run on beside compute; on a CPU there are none ---------------------------
+#
+# Note [Streams] Every buffer is allocated and freed in the order of the compute stream, whatever stream fills it. A
+# side stream waits for the compute stream before it touches a buffer, so that a block which was just freed is no
+# longer read; compute waits for the side stream's event before it reads the buffer or gives it back. Nothing has to
+# be recorded on a second stream, and the allocator can use every block again at once. Gathers are begun before the
+# compute of the unit that runs is queued: they wait for the unit before it, and overlap with this one. Only the
+# tensor that a sum leaves is allocated on its own stream, which has waited for compute by then, and which does so
+# again before the block can be used once more.
+
+
+class Streams:
+    """Side streams of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on = device.type == "cuda"
+        self.prepare = self._make(urgent=True)
+        self.gather = self._make(urgent=True)
+        self.reduce = self._make(urgent=True)
+        self.all_reduce = self._make(urgent=False)
+
+    def on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        """Run what follows on a side stream."""
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+    def after_current(self, stream: torch.cuda.Stream | None) -> None:
+        """Make a side stream wait for what is queued on the current stream so far."""
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def event(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+        """What is queued on a side stream so far."""
+        if stream is None:
+            return None
+        event = torch.cuda.Event()
+        stream.record_event(event)
+        return event
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Make the current stream wait for an event."""
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+    def _make(self, *, urgent: bool) -> torch.cuda.Stream | None:
+        return torch.cuda.Stream(self._device, priority=-1 if urgent else 0) if self._on else None

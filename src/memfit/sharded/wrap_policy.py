@@ -1,0 +1,158 @@
+"""Which modules are units, and which unit each parameter belongs to."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from memfit.errors import InputError
+from memfit.paths import around, repeated_blocks
+from memfit.sharded.flat_param import Member, ParameterSlot
+from memfit.sharded.options import UnitOptions
+from memfit.torch_private.modules import parameter_table
+
+Units = (
+    Mapping[str, UnitOptions]
+    | Sequence[str | nn.Module | type[nn.Module]]
+    | Callable[[str, nn.Module], bool]
+    | type[nn.Module]
+)
+"""Which modules are units: paths, modules, classes, a function of path and module, or paths with options."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundUnit:
+    """A module that becomes a unit, and its parameters."""
+
+    name: str
+    module: nn.Module
+    options: UnitOptions
+    members: tuple[Member, ...]
+
+
+def find_units(
+    model: nn.Module, units: Units | None, *, keep: bool, ignored: Iterable[str | nn.Parameter]
+) -> list[FoundUnit]:
+    """The units of a model, the root first.
+
+    A parameter belongs to the innermost unit around all the places that hold it.
+    """
+    named = _named(model, units)
+    options = {path: each if each is not None else UnitOptions(keep=keep) for path, each in named.items()}
+    options[""] = options.get("", UnitOptions(keep=True))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    options = {path: options[path] for path in modules if path in options}
+    unit_of = {modules[path]: path for path in options}
+    members: dict[str, list[Member]] = {path: [] for path in options}
+    for names, places, parameter in _parameters(model, _ignored(model, ignored)):
+        inside = [[unit_of[modules[path]] for path in around(name) if modules[path] in unit_of] for name in names]
+        owner = next(path for path in reversed(inside[0]) if all(path in each for each in inside))
+        members[owner].append(Member(parameter=parameter, names=names, places=places))
+    return [
+        FoundUnit(name=path, module=model.get_submodule(path), options=options[path], members=tuple(members[path]))
+        for path in options
+        if members[path] or not path
+    ]
+
+
+def default_units(model: nn.Module) -> tuple[str, ...]:
+    """Blocks that are alike and numbered, and have parameters."""
+    return repeated_blocks(
+        {
+            path: type(module).__name__
+            for path, module in model.named_modules()
+            if path and any(True for _ in module.parameters()) and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        }
+    )
+
+
+def _named(model: nn.Module, units: Units | None) -> dict[str, UnitOptions | None]:
+    modules = dict(model.named_modules())
+    if units is None:
+        return dict.fromkeys(default_units(model))
+    if isinstance(units, str):
+        raise InputError(f"units is {units!r}; give a list of module paths, [{units!r}]")
+    if isinstance(units, Mapping):
+        named: dict[str, UnitOptions | None] = dict(units)
+        wrong = [path for path, each in named.items() if not isinstance(each, UnitOptions)]
+        if wrong:
+            raise InputError(
+                f"units gives {wrong[0]!r} no UnitOptions but {named[wrong[0]]!r}; write UnitOptions(keep=True), say"
+            )
+    elif isinstance(units, type):
+        named = {path: None for path, module in modules.items() if isinstance(module, units)}
+    elif isinstance(units, Sequence):
+        named = {}
+        for given in units:
+            named.update(dict.fromkeys(_paths(modules, given)))
+    elif callable(units):
+        named = {path: None for path, module in modules.items() if units(path, module)}
+    else:
+        raise InputError(
+            f"units is a {type(units).__name__}; give module paths, modules, a class of modules, or a function"
+        )
+    paths = {module: path for path, module in modules.items()}
+    shared = {path: paths[module] for path, module in model.named_modules(remove_duplicate=False)}
+    named = {shared.get(path, path): options for path, options in named.items()}
+    for path in named:
+        if path not in modules:
+            raise InputError(f"unit {path!r} is no module of this model; it has {_some(modules)}")
+        if isinstance(modules[path], nn.ModuleList | nn.ModuleDict):
+            raise InputError(
+                f"unit {path!r} is a {type(modules[path]).__name__}, which has no forward; give the modules in it"
+            )
+    return named
+
+
+def _paths(modules: Mapping[str, nn.Module], given: str | nn.Module | type[nn.Module]) -> list[str]:
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, nn.Module):
+        found = [path for path, module in modules.items() if module is given]
+    else:
+        found = [path for path, module in modules.items() if isinstance(module, given)]
+    if not found:
+        name = given.__name__ if isinstance(given, type) else type(given).__name__
+        raise InputError(f"units names a {name}, and the model has none; give modules of the model, or their paths")
+    return found
+
+
+def _parameters(
+    model: nn.Module, ignored: set[nn.Parameter]
+) -> Iterable[tuple[tuple[str, ...], tuple[ParameterSlot, ...], nn.Parameter]]:
+    """Every parameter once, with all its names and places."""
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    places: dict[nn.Parameter, list[ParameterSlot]] = defaultdict(list)
+    for path, module in model.named_modules(remove_duplicate=False):
+        for attribute, parameter in parameter_table(module).items():
+            if parameter is None or parameter in ignored:
+                continue
+            names[parameter].append(f"{path}.{attribute}" if path else attribute)
+            place = ParameterSlot(module=module, attribute=attribute)
+            if place not in places[parameter]:
+                places[parameter].append(place)
+    for parameter, found in names.items():
+        yield tuple(found), tuple(places[parameter]), parameter
+
+
+def _ignored(model: nn.Module, given: Iterable[str | nn.Parameter]) -> set[nn.Parameter]:
+    named = dict(model.named_parameters(remove_duplicate=False))
+    found: set[nn.Parameter] = set()
+    for each in given:
+        if isinstance(each, str):
+            if each not in named:
+                raise InputError(f"ignored names {each!r}, which is no parameter of this model; it has {_some(named)}")
+            found.add(named[each])
+        elif any(each is parameter for parameter in named.values()):
+            found.add(each)
+        else:
+            raise InputError("ignored has a parameter that is not the model's; give its own parameters, or their names")
+    return found
+
+
+def _some(names: Iterable[str]) -> str:
+    shown = [repr(name) for name in names if name]
+    return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")

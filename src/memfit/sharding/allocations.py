@@ -1,0 +1,85 @@
+"""What a rank has other than the captured step: storages taken away and allocations added, in the order of both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from memfit.capture import NEVER, Category
+from memfit.memory import Bytes, Interval, Timeline
+
+
+class Levels:
+    """Collects changes in the order in which they happen between the same two ops."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self._made: list[Interval] = []
+        self._ended: dict[int, tuple[int, int]] = {}
+        self._taken: set[int] = set()
+        self._noted = 0
+
+    @property
+    def removed(self) -> frozenset[int]:
+        """The storages that were taken."""
+        return frozenset(self._taken)
+
+    @property
+    def allocations(self) -> tuple[Interval, ...]:
+        """Everything that was made, in that order."""
+        return tuple(
+            replace(each, end=self._ended[number][0], freed_order=self._ended[number][1])
+            if number in self._ended
+            else each
+            for number, each in enumerate(self._made)
+        )
+
+    def has_taken(self, storage: int) -> bool:
+        """Whether a storage was taken away."""
+        return storage in self._taken
+
+    def take(self, storage: int) -> None:
+        """Take a storage of the step away."""
+        self._taken.add(storage)
+
+    def make(self, category: Category, n_bytes: int, begin: int, *, module: str = "", by_op: bool = False) -> int:
+        """Make an allocation before op `begin`, or by it, and give its number; it stays until it is ended."""
+        order = NEVER
+        if not by_op and begin != NEVER:
+            order = self._next_order()
+        self._made.append(
+            Interval(
+                category=category,
+                size_bytes=n_bytes,
+                begin=begin,
+                end=NEVER,
+                ahead=not by_op,
+                made_order=order,
+                module=module,
+            )
+        )
+        return len(self._made) - 1
+
+    def end(self, allocation: int, moment: int) -> None:
+        """Free an allocation before op `moment`, after what was noted there until now."""
+        self._ended[allocation] = (moment, self._next_order())
+
+    def end_with(self, allocation: int, free_after: int) -> None:
+        """Free an allocation as the step frees it, after op `free_after` and before anything else."""
+        if free_after != NEVER:
+            self._ended[allocation] = (free_after + 1, NEVER)
+
+    def replace(self, storage: int, category: Category, n_bytes: int, module: str = "") -> None:
+        """Put other bytes in the place of a storage, with its life."""
+        alloc_at, free_after = int(self.timeline.alloc_at[storage]), int(self.timeline.free_after[storage])
+        self.take(storage)
+        if free_after == NEVER or free_after >= alloc_at:
+            self.end_with(self.make(category, n_bytes, alloc_at, module=module, by_op=alloc_at != NEVER), free_after)
+
+    def levels(self) -> tuple[Bytes, Bytes]:
+        """Return the bytes before and during each op, a row for each category (`Timeline.step_levels`)."""
+        return self.timeline.with_sharding(self.allocations, self.removed).step_levels()
+
+    def _next_order(self) -> int:
+        """Return the place of a change among all that happen between ops."""
+        self._noted += 1
+        return self._noted - 1

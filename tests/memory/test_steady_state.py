@@ -1,0 +1,170 @@
+"""A step as allocator events, and what the caching allocator of a device reserves for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import torch
+from hypothesis import given
+from synthetic import make, op, storage, traces
+from torch import nn
+
+from memfit import Step, spec, trace
+from memfit.capture import NEVER, Category, Phase, Trace
+from memfit.hardware import Target
+from memfit.memory import AllocationTable, Timeline, allocator_config, events, reserved
+from memfit.memory.allocator import FREE, AllocatorConfig, simulate
+from memfit.memory.steady_state import MOST_STEPS, ProcessEvents
+
+MIB = 1 << 20
+H100 = Target.parse("h100-sxm").device
+CPU = Target.parse("cpu").device
+
+
+def test_events_come_as_residents_outputs_workspace_deaths() -> None:
+    step = make(
+        ops=(op(workspace=7), op()),
+        storages=(
+            storage(1),
+            storage(2, alloc_at=0, free_after=1),
+            storage(3, alloc_at=0, free_after=0),
+            storage(4, alloc_at=2),
+        ),
+    )
+    assert [tuple(event) for event in events(step)] == [
+        (0, 1),
+        (1, 2),
+        (2, 3),
+        (4, 7),
+        (4, FREE),
+        (2, FREE),
+        (1, FREE),
+        (3, 4),
+    ]
+
+
+@given(traces())
+def test_allocator_agrees_with_the_timeline(trace: Trace) -> None:
+    result = simulate(events(trace))
+    assert result.peak_requested_bytes == Timeline.of(trace).peak_bytes
+    exact = simulate(events(trace), AllocatorConfig(small_segment_bytes=MIB))
+    # Every block here is small, so all that is left of one is split off and a block is its rounded size.
+    assert exact.peak_allocated_bytes == Timeline.of(trace, 512).peak_bytes
+    assert result.peak_reserved_bytes >= result.peak_allocated_bytes
+
+
+@given(traces())
+def test_the_table_of_a_trace_has_its_levels(trace: Trace) -> None:
+    for rounding_bytes in (1, 512):
+        timeline = Timeline.of(trace, rounding_bytes)
+        before, during = AllocationTable.of(trace).levels(rounding_bytes)
+        assert before.tolist() == timeline.before_by_row.tolist()
+        assert during.tolist() == timeline.during_by_row.tolist()
+
+
+def test_a_table_may_come_from_elsewhere() -> None:
+    """Two instants: 8 bytes before the step, 5 of the first instant alone, and a workspace of 3 in the second."""
+    table = AllocationTable(
+        op=np.arange(3),
+        run=np.full(3, -1),
+        storage=np.arange(2),
+        remade=np.full(2, -1),
+        size_bytes=np.array([8, 5]),
+        row=np.array([0, 3]),
+        alloc_at=np.array([-1, 0]),
+        free_after=np.array([-1, 0]),
+        workspace_bytes=np.array([0, 3]),
+        states_made=2,
+    )
+    assert [tuple(event) for event in events(table)] == [(0, 8), (1, 5), (1, FREE), (2 + 1, 3), (2 + 1, FREE)]
+    assert table.levels()[1].sum(axis=0).tolist() == [13, 11, 8]
+    assert reserved(table, CPU).peak_reserved_bytes == 13
+    assert reserved(table, H100).peak_reserved_bytes == 2 * MIB
+
+
+@given(traces())
+def test_any_step_can_be_repeated_until_it_settles(trace: Trace) -> None:
+    result = reserved(trace, H100)
+    assert result.peak_requested_bytes <= Timeline.of(trace).peak_bytes + sum(
+        s.bytes for s in trace.storages if s.category is Category.OPTIMIZER_STATE
+    )
+    assert result.peak_reserved_bytes >= result.first_step_reserved_bytes
+    assert result.out_of_memory_op is None
+
+
+@given(traces())
+def test_every_step_of_a_process_leaves_what_the_first_left(trace: Trace) -> None:
+    table = AllocationTable.of(trace)
+    resident = set(np.flatnonzero(table.alloc_at == NEVER).tolist())
+    lost = set(np.flatnonzero((table.alloc_at == NEVER) & (table.free_after != NEVER)).tolist())
+    there: set[int] = set()
+    after = []
+    for stream in ProcessEvents(table).steps():
+        for _, key, requested_bytes in stream:
+            assert (key in there) == (requested_bytes == FREE)
+            there ^= {key}
+        after.append(frozenset(there))
+    assert len(after) == MOST_STEPS and set(after) == {frozenset(resident - lost)}
+
+
+def test_configuration_of_a_device_is_that_of_torch() -> None:
+    assert allocator_config(H100) == AllocatorConfig()
+    assert allocator_config(H100, limit_bytes=5).limit_bytes == 5
+
+
+def test_cpu_has_no_cache_so_reserved_is_allocated() -> None:
+    step = make(ops=(op(workspace=7),), storages=(storage(10), storage(5, alloc_at=0)))
+    result = reserved(step, CPU)
+    assert result.peak_allocated_bytes == result.peak_reserved_bytes == 22
+
+
+def test_optimizer_state_takes_blocks_of_activations_in_the_first_step() -> None:
+    """Note [Steady state]: 30 MiB activation in step one, then a 24 MiB state sits in its block for ever."""
+    step = make(
+        ops=(op(makes=(2,)), op(Phase.BACKWARD, reads=(2,)), op(Phase.OPTIMIZER, reads=(0, 1))),
+        storages=(
+            storage(40 * MIB, category=Category.PARAMETER),
+            storage(24 * MIB, category=Category.OPTIMIZER_STATE),
+            storage(30 * MIB, alloc_at=0, free_after=1),
+        ),
+    )
+    result = reserved(step, H100)
+    assert result.first_step_reserved_bytes == 70 * MIB
+    assert result.peak_allocated_bytes == 94 * MIB
+    assert result.peak_reserved_bytes == 100 * MIB
+    assert result.steps == 3
+
+
+def test_limit_names_the_op_that_fails() -> None:
+    step = make(ops=(op(), op(workspace=50 * MIB)), storages=(storage(40 * MIB),))
+    assert reserved(step, H100, limit_bytes=80 * MIB).out_of_memory_op == 1
+    assert reserved(step, H100, limit_bytes=90 * MIB).out_of_memory_op is None
+
+
+def test_limit_can_be_met_by_emptying_the_cache() -> None:
+    """20 and 30 MiB one after the other fit into 40 MiB when the first segment is given back."""
+    step = make(
+        ops=(op(makes=(0,)), op(makes=(1,))),
+        storages=(storage(20 * MIB, alloc_at=0, free_after=0), storage(30 * MIB, alloc_at=1, free_after=1)),
+    )
+    free, tight = reserved(step, H100), reserved(step, H100, limit_bytes=40 * MIB)
+    assert (free.peak_reserved_bytes, free.retries) == (50 * MIB, 0)
+    assert tight.out_of_memory_op is None
+    assert tight.retries > 0
+
+
+def test_real_step_reserves_at_least_what_it_allocates() -> None:
+    step = Step(
+        lambda: nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(4))),
+        spec((256, 1024)),
+        loss=lambda out, _: out.sum(),
+        optimizer=partial(torch.optim.AdamW, lr=1e-3),
+    )
+    captured = trace(step, target="h100-sxm")
+    result = reserved(captured, H100)
+    assert result.peak_requested_bytes == Timeline.of(captured).peak_bytes
+    assert Timeline.of(captured, 512).peak_bytes <= result.peak_allocated_bytes <= result.peak_reserved_bytes
+    expandable = replace(H100, allocator=replace(H100.allocator, expandable_segments=True))
+    assert reserved(captured, expandable).peak_reserved_bytes <= result.peak_reserved_bytes
