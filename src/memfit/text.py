@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.table import Table
 
 _WIDTH = 100
 """Columns where no terminal says how many it has."""
@@ -49,6 +50,19 @@ def render_text(report: RenderableType) -> str:
     with console.capture() as captured:
         console.print(report)
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def number_table(*names: str, title: str | None = None, left: int = 1) -> Table:
+    """Return a table without edges: `left` columns of text, which fold, then columns of numbers, which do not."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    for place, name in enumerate(names):
+        if place < left:
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 def counted(number: int, name: str) -> str:

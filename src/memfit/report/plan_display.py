@@ -15,7 +15,7 @@ from memfit.paths import alike, folded, module_label, ranges
 from memfit.plans.document import Plan
 from memfit.plans.record import Blocker, Checkpoint, DdpPlan, Estimate, PeakAt, ShardPlan
 from memfit.report.headline import STEP_WAYS, Tone, changes_nothing, verdict_of, without_plan
-from memfit.text import counted
+from memfit.text import counted, number_table
 from memfit.units import display_bytes, display_ms
 
 _NAMES = 4
@@ -173,10 +173,7 @@ def _counts(plan: Plan) -> str:
 
 
 def _checkpoint(groups: list[list[Checkpoint]]) -> Table:
-    table = Table(show_edge=False, pad_edge=False)
-    table.add_column("unit", overflow="fold")
-    for name in ("units", "each drops", "share", "recompute"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = number_table("unit", "units", "each drops", "share", "recompute")
     for members in groups:
         first = members[0]
         table.add_row(
