@@ -1,6 +1,7 @@
-"""A first run that looks at every op, does what the policy says, and writes down how to do it without looking.
+"""Compiles a policy: a run that looks at every op of a unit and notes how later runs do the same without looking.
 
-Everything is held until it has ended: only then is it certain that the unit runs as planned, and what may be dropped.
+Everything is held until the run has ended: only then is it certain that the unit runs as planned, and what may be
+dropped.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ Maker = tuple[int, int]
 
 
 class PolicyCompiler(TorchDispatchMode):
-    """Runs a unit and learns its recipe. `followed` says whether the ops are those that the plan knows.
+    """Runs a unit and compiles its policy. `followed` says whether the ops are those that the plan knows.
 
-    `writes_older` says whether the unit writes to anything that was there before it, and so cannot be run whole again.
+    `writes_older` says whether the unit writes to anything that was there before it, and so cannot be recomputed whole.
     """
 
     @classmethod
@@ -71,7 +72,7 @@ class PolicyCompiler(TorchDispatchMode):
         self._instead: dict[tuple[int, int, OpKey], tuple[OpKey, Any]] = {}
 
     def run_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, CompiledPolicy | None]:
-        """Run the forward; the recipe is None when the plan knows other ops than ran."""
+        """Run the forward; the compiled policy is None when the plan knows other ops than ran."""
         self._run.remember_context(args, kwargs)
         self._buffers = {storage_key(each): number for number, each in self._run.buffers() if is_strided(each)}
         self._inputs = {storage_key(each) for each in tree_flatten((args, kwargs))[0] if is_strided(each)}
@@ -81,7 +82,7 @@ class PolicyCompiler(TorchDispatchMode):
             self._differ(f"it ran {self._ops} ops and has {self.policy.ops} in the plan")
         compiled = self._compile() if self.followed else None
         if compiled is None and self._tried_before and not self.writes_older:
-            for maker, saved in self._packs:  # as `Rerun.whole` does
+            for maker, saved in self._packs:  # as `RecomputedCall.run_forward_dropping_all` does
                 if maker is not None and saved.index in self._made_with_grad and saved.tensor is not None:
                     if maker[1] == 0 and maker[0] not in self._unwritten:
                         self._run.note(saved.index, saved.tensor)

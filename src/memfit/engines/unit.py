@@ -29,18 +29,18 @@ if TYPE_CHECKING:
 class _Unplanned(enum.Enum):
     """What is done with a kind of input on which the unit does not run as planned."""
 
-    WHOLE = "everything is dropped and made again"
+    WHOLE = "everything is dropped and recomputed"
     AS_IT_IS = "nothing is dropped, because the unit writes to what was there before it"
 
 
 _MOST_MISSES = 4
-"""Calls in a row that do not run as a recipe says before it is learnt anew: LayerDrop skips single ones."""
+"""Calls in a row that run otherwise than compiled before the policy is compiled anew: LayerDrop skips single ones."""
 _LONGEST_WAIT = 64
 
 
 @dataclass(slots=True)
 class _Tries:
-    """How the calls of one kind went: as their recipe says, and whether one could be learnt."""
+    """How the calls of one kind went: as compiled, and whether their policy could be compiled."""
 
     hit: bool = False
     misses: int = 0
@@ -48,7 +48,7 @@ class _Tries:
     wait: int = 0
 
     def note(self, *, same: bool) -> None:
-        """Count a run under a recipe."""
+        """Count a run under a compiled policy."""
         self.hit, self.misses = self.hit or same, 0 if same else self.misses + 1
 
     def fail(self) -> None:
@@ -57,7 +57,7 @@ class _Tries:
         self.failures += 1
         self.wait = min(2**self.failures - 2, _LONGEST_WAIT)
 
-    def learns_again(self, compiled: CompiledPolicy | _Unplanned | None) -> bool:
+    def compiles_anew(self, compiled: CompiledPolicy | _Unplanned | None) -> bool:
         """Whether the next call is looked at although there is something known."""
         if isinstance(compiled, CompiledPolicy):
             return self.misses >= (_MOST_MISSES if self.hit else 1)
@@ -66,7 +66,7 @@ class _Tries:
 
 
 _MOST_KINDS = 64
-"""Kinds of inputs whose recipes are kept; a unit that sees more begins anew."""
+"""Kinds of inputs whose compiled policies are kept; a unit that sees more begins anew."""
 
 
 class PlannedUnit:
@@ -117,7 +117,7 @@ class PlannedUnit:
         compiled = self._compiled.get(kind)
         if compiled is None:
             compiled = self._predict(kind, args, kwargs)
-        if compiled is not None and self._tries[kind].learns_again(compiled):
+        if compiled is not None and self._tries[kind].compiles_anew(compiled):
             compiled = None
         if compiled is _Unplanned.AS_IT_IS:
             return phase.leave_after(forward(*args, **kwargs))
@@ -127,7 +127,7 @@ class PlannedUnit:
         self._runs += 1
         run.watched = self._runs & (self._runs - 1) == 0  # see Note [Samples]
         if compiled is None:
-            return self._learn(policy, module, kind, run, args, kwargs)
+            return self._compile_policy(policy, module, kind, run, args, kwargs)
         if compiled is _Unplanned.WHOLE:
             return run.run_forward_dropping_all(args, kwargs)
         assert isinstance(compiled, CompiledPolicy)
@@ -156,7 +156,7 @@ class PlannedUnit:
     def _predict(
         self, kind: tuple[int, Hashable], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> CompiledPolicy | None:
-        """Return the recipe of a kind that has not been learnt, where others tell it."""
+        """Return the compiled policy of a kind that has none yet, where others tell it."""
         family, sizes = self._family(kind, args, kwargs)
         compiled = None if family is None else family.predict(sizes)
         if compiled is not None:
@@ -170,7 +170,7 @@ class PlannedUnit:
         self._compiled[kind] = compiled
         self._tries.setdefault(kind, _Tries())
 
-    def _learn(
+    def _compile_policy(
         self,
         policy: RunPolicy,
         module: nn.Module,
@@ -194,7 +194,7 @@ class PlannedUnit:
         if not compiler.writes_older:
             family, sizes = self._family(kind, args, kwargs)
             if family is not None:
-                family.learn(sizes, compiled)
+                family.add(sizes, compiled)
         return result
 
 
