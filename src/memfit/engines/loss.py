@@ -69,8 +69,7 @@ def plan_loss(plan: Plan, loss: Callable[..., _R]) -> Callable[..., _R]:
             return loss(*args, **kwargs)
         region = armed.region
         tape = region.new_tape(armed.policy)
-        with saved_tensors_hooks(tape.pack, Tape.unpack), tape:
-            result = loss(*args, **kwargs)
+        result = tape.run(loss, args, kwargs)
         region.end_tape(tape)
         return result
 

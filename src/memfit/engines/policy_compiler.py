@@ -27,7 +27,7 @@ from memfit.engines.compiled_policy import (
     op_kind,
     same_op,
 )
-from memfit.engines.recompute import RecomputedCall, Saved, unpack
+from memfit.engines.recompute import RecomputedCall, SavedTensor, unpack
 from memfit.engines.tape import EMPTY
 from memfit.engines.tensors import StridedView, gathered_parameters, is_strided, plain, strided_view_of, written
 from memfit.torch_private.dispatch import DisableTorchDispatch, TorchDispatchMode
@@ -64,7 +64,7 @@ class PolicyCompiler(TorchDispatchMode):
         self._maker: dict[int, Maker] = {}
         self._tried_before = tried_before  # a unit that goes on running otherwise must not be held again and again
         self._made_with_grad: set[int] = set()
-        self._packs: list[tuple[Maker | None, Saved]] = []
+        self._packs: list[tuple[Maker | None, SavedTensor]] = []
         self._unwritten: set[int] = set()  # ops whose results have no value yet
         self._known: list[StorageWeakRef] = []  # so that no storage gets the address of one that is gone
         self._results: list[tuple[CallNode, int, OpKey, Any, list[tuple[Maker, Any] | None]]] = []
@@ -164,12 +164,12 @@ class PolicyCompiler(TorchDispatchMode):
                 self._instead[id(node), gap, earlier[2]] = (key, earlier[4][0][1])
                 self._results[place] = (*earlier[:3], None, earlier[4])
 
-    def _pack(self, tensor: torch.Tensor) -> Saved:
+    def _pack(self, tensor: torch.Tensor) -> SavedTensor:
         guard = DisableTorchDispatch()
         try:
             index = len(self._packs)
             maker = self._maker.get(storage_key(tensor)) if is_strided(tensor) else None
-            saved = Saved(self._run, index, tensor.detach() if tensor.grad_fn is not None else tensor)
+            saved = SavedTensor(self._run, index, tensor.detach() if tensor.grad_fn is not None else tensor)
             self._packs.append((maker, saved))
             if tensor.grad_fn is not None:
                 self._made_with_grad.add(index)

@@ -47,7 +47,7 @@ class _Stop(Exception):
     """The recompute has made everything that was dropped."""
 
 
-class Saved:
+class SavedTensor:
     """What autograd holds for a tensor it packed: the tensor, or the run that will make it."""
 
     __slots__ = ("index", "run", "tensor")
@@ -145,12 +145,12 @@ class RecomputedCall:
         if found is not None:
             self.samples[index] = found
 
-    def dropped(self, index: int, shape: torch.Size) -> Saved:
+    def dropped(self, index: int, shape: torch.Size) -> SavedTensor:
         """Return what stands for a tensor that is not held."""
         self._shapes[index] = shape
-        return Saved(self, index, None)
+        return SavedTensor(self, index, None)
 
-    def drop(self, saved: Saved, shape: torch.Size) -> None:
+    def drop(self, saved: SavedTensor, shape: torch.Size) -> None:
         """Let go of a tensor that was held for backward."""
         self._shapes[saved.index] = shape
         saved.tensor = None
@@ -164,7 +164,7 @@ class RecomputedCall:
         count = 0
         same = True
 
-        def pack(tensor: torch.Tensor) -> Saved:
+        def pack(tensor: torch.Tensor) -> SavedTensor:
             nonlocal count, same
             index = count
             count = index + 1
@@ -180,7 +180,7 @@ class RecomputedCall:
                 held[index] = tensor
                 same = same and needed[index] == strided_view_of(tensor)
                 same = same and compiled.storage_bytes[index] == tensor.untyped_storage().nbytes()
-            return Saved(self, index, tensor)
+            return SavedTensor(self, index, tensor)
 
         with saved_tensors_hooks(pack, unpack):
             if compiled.fresh:
@@ -202,12 +202,12 @@ class RecomputedCall:
         inputs = {storage_key(each) for each in self._inputs.leaves if is_strided(each)}
         count = 0
 
-        def pack(tensor: torch.Tensor) -> Saved:
+        def pack(tensor: torch.Tensor) -> SavedTensor:
             nonlocal count
             index = count
             count = index + 1
             if tensor.grad_fn is None or not is_strided(tensor) or storage_key(tensor) in inputs:
-                return Saved(self, index, _detached(tensor) if tensor.grad_fn is not None else tensor)
+                return SavedTensor(self, index, _detached(tensor) if tensor.grad_fn is not None else tensor)
             if self.watched:
                 self.note(index, tensor)
             return self.dropped(index, tensor.shape)
@@ -327,7 +327,7 @@ class RecomputedCall:
                 self._recomputed = self.recompute()
 
 
-def unpack(saved: Saved) -> torch.Tensor:
+def unpack(saved: SavedTensor) -> torch.Tensor:
     """Hook for what backward asks for; the unit is recomputed when it asks for the first time."""
     run, saved.run = saved.run, None
     if run is not None:

@@ -10,10 +10,11 @@ is right all the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memfit.engines.compiled_policy import RunPolicy, not_counted, same_op
@@ -53,7 +54,7 @@ class _Line(NamedTuple):
     generators: Generators | None
 
 
-class Saved:
+class TapedTensor:
     """What autograd holds for a tensor it packed: the tensor, or where to find it once the region is replayed."""
 
     __slots__ = ("number", "tape", "tensor", "view")
@@ -95,6 +96,11 @@ class Tape(TorchDispatchMode):
         self._wanted: dict[int, int] = {}
 
     # -- recording --------------------------------------------------------------------------------------------------
+
+    def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a forward and record it."""
+        with saved_tensors_hooks(self.pack, Tape.unpack), self:
+            return forward(*args, **kwargs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -170,7 +176,7 @@ class Tape(TorchDispatchMode):
             elif not saved:
                 self.followed = False
 
-    def pack(self, tensor: torch.Tensor) -> Saved:
+    def pack(self, tensor: torch.Tensor) -> TapedTensor:
         """Hook for what autograd saves."""
         guard = DisableTorchDispatch()
         try:
@@ -183,8 +189,8 @@ class Tape(TorchDispatchMode):
             ):
                 self._needed = len(self._lines)
                 self._wanted[number] = self._wanted.get(number, 0) + 1
-                return Saved(self, None, number, strided_view_of(tensor))
-            return Saved(self, tensor.detach() if tensor.grad_fn is not None else tensor)
+                return TapedTensor(self, None, number, strided_view_of(tensor))
+            return TapedTensor(self, tensor.detach() if tensor.grad_fn is not None else tensor)
         finally:
             del guard
 
@@ -203,7 +209,7 @@ class Tape(TorchDispatchMode):
     # -- the replay -------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def unpack(saved: Saved) -> torch.Tensor:
+    def unpack(saved: TapedTensor) -> torch.Tensor:
         """Hook for what backward asks for. The region is replayed when it asks for the first time."""
         tape, saved.tape = saved.tape, None
         if tape is not None:
@@ -217,7 +223,7 @@ class Tape(TorchDispatchMode):
         assert saved.tensor is not None
         return saved.tensor
 
-    def _take(self, saved: Saved) -> torch.Tensor:
+    def _take(self, saved: TapedTensor) -> torch.Tensor:
         assert self._replayed is not None and saved.view is not None
         tensor = saved.view.of(self._replayed[saved.number])
         self._wanted[saved.number] -= 1

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from memfit.engines.attachment import called_by_compiler
 from memfit.engines.compiled_policy import CompiledPolicy, RunPolicy
@@ -86,7 +85,7 @@ class PlannedUnit:
     def __call__(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if is_recomputing() or _in_transform():
+        if is_recomputing() or transform_active():  # torch.func knows no hooks for saved tensors
             return forward(*args, **kwargs)
         if not self._mode.training:
             result = forward(*args, **kwargs)
@@ -109,8 +108,7 @@ class PlannedUnit:
             kind = (policy.call, kind_of_call(args, kwargs, device_type))
         except Changing:
             tape = Tape(policy, device_type, phase.leave)
-            with saved_tensors_hooks(tape.pack, Tape.unpack), tape:
-                result = forward(*args, **kwargs)
+            result = tape.run(forward, args, kwargs)
             if tape.differs is not None:
                 self._applied.warn(policy.unit, tape.differs)
             return result
@@ -196,8 +194,3 @@ class PlannedUnit:
             if family is not None:
                 family.add(sizes, compiled)
         return result
-
-
-def _in_transform() -> bool:
-    """Whether torch.func is at work, which knows no hooks for saved tensors."""
-    return transform_active()
