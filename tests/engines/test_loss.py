@@ -153,9 +153,32 @@ def test_two_models_may_be_called_before_their_losses(pair: Pair) -> None:
     plan.remove(other)
 
 
+def test_a_loss_of_two_calls_of_the_model_is_recomputed(pair: Pair) -> None:
+    def contrast(outputs: tuple[torch.Tensor, torch.Tensor], _: Any = None) -> torch.Tensor:
+        return loss_of(outputs[0] - outputs[1])
+
+    def step(model: nn.Module, _: Any, batch: torch.Tensor) -> None:
+        outputs = model(batch), model(batch + 1)
+        loss(outputs).backward()
+        model.zero_grad()
+
+    loss: Loss = contrast
+    model = nn.Sequential(nn.Linear(16, 500))
+    trace = memfit.trace(Step(model, VECTORS, run=step, optimizer=None), target="cpu")
+    plan = memfit.plan(trace, budget="1GiB", options=SolveOptions(force=("<loss>",)), progress=False)
+    plan.apply(model)
+    with pytest.warns(PlanDrift, match="did not go through plan.loss"):
+        step(model, None, VECTORS)
+    loss = plan.loss(contrast)
+    with warnings.catch_warnings(), Sees() as seen:
+        warnings.filterwarnings("error", message=".*loss")
+        step(model, None, VECTORS)
+    assert seen.ops.count("aten.nll_loss_forward.default") == 2
+    plan.remove(model)
+
+
 def test_a_loss_goes_on_under_another_plan_of_the_model(pair: Pair) -> None:
     pair.plan.remove(pair.planned)
-    forced_loss(nn.Sequential(nn.Linear(16, 500)), lambda output, _: loss_of(output) * 1)  # another plan, not applied
     pair.plan = msgspec.structs.replace(pair.plan, budget_bytes=pair.plan.budget_bytes + 1)
     pair.plan.apply(pair.planned)
     with warnings.catch_warnings():

@@ -50,13 +50,13 @@ def built(kind: type[nn.Module]) -> nn.Sequential:
 @pytest.fixture
 def learnt(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
-    first = engine.PolicyCompiler.first
+    first = engine.PolicyCompiler.run_forward
 
     def noted(self: Any, args: Any, kwargs: Any) -> Any:
         found.append(tuple(args[0].shape))
         return first(self, args, kwargs)
 
-    monkeypatch.setattr(engine.PolicyCompiler, "first", noted)
+    monkeypatch.setattr(engine.PolicyCompiler, "run_forward", noted)
     return found
 
 

@@ -82,7 +82,7 @@ def attached(module: nn.Module) -> Handler | None:
 
 @contextlib.contextmanager
 def unplanned(model: nn.Module) -> Iterator[None]:
-    """Inside the block the model runs without the plan that it has, which keeps what it has learnt."""
+    """Run the model inside the block without the plan that it has, which keeps its compiled policies."""
     found = [forward for module in model.modules() if (forward := _forwards.get(module)) is not None]
     handlers = [forward.handler for forward in found]
     for forward in found:
@@ -235,7 +235,7 @@ def _class_forward(module: nn.Module) -> Callable[..., Any]:
     raise AttributeError(f"{type(module).__name__} has no forward")
 
 
-# -- The outermost module of a planned model: all of it runs eagerly, also where torch.compile is asked for -----------
+# -- The model itself, all of which runs eagerly, also where torch.compile is asked for -------------------------------
 
 
 class Outermost:

@@ -1,4 +1,10 @@
-"""What one run of a unit taught: which tensors that autograd packs are dropped, and where saved results come from."""
+"""The policy of a unit as a plan gives it, and compiled for one kind of input.
+
+A plan names ops by their place in the unit. Running a unit op by op in Python would cost more than most policies win,
+so `PolicyCompiler` looks at every op of one run and compiles the policy into what later runs need: which of the
+tensors that autograd packs are dropped, and in which parts of the unit (Note [Gaps]) saved results are kept or answered
+for.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +25,7 @@ _DETACH = "aten.detach.default"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPolicy:
-    """`names` are those of the ops that the plan knows, by offset. `saved` ops up to `stop` are not run again."""
+    """`names` are those of the ops that the plan knows, by offset. `saved` ops up to `stop` are not recomputed."""
 
     unit: str
     module: str
@@ -73,12 +79,12 @@ def not_counted(func: Any, planned: str | None) -> bool:
 
 
 MakeMode = Callable[[Any], TorchDispatchMode | None]
-"""Makes what looks at the ops of a gap, None where nothing has to."""
+"""Returns the dispatch mode of a gap, None where it needs none."""
 
 
 @dataclass(slots=True)
 class CallNode:
-    """One call of a module during a run. `gaps` holds what was learnt of each gap, None where there is nothing."""
+    """One call of a module during a run. `gaps` holds what is known of each gap, None where there is nothing."""
 
     module: weakref.ref[nn.Module]
     children: list[CallNode] = field(default_factory=list)
@@ -87,15 +93,15 @@ class CallNode:
 
 @dataclass(frozen=True, slots=True)
 class TrackedCalls:
-    """Where a tour goes: calls with a gap in or inside them that is looked at, and the modules that they call."""
+    """The calls with a gap in or inside them that is looked at, and the modules that they call."""
 
     open: frozenset[int]
-    """By `id` of the visit; the root holds all of them."""
+    """By `id` of the node; the root holds all of them."""
     followed: tuple[weakref.ref[nn.Module], ...]
 
     @classmethod
     def through(cls, root: CallNode, looked_at: Callable[[Any], bool]) -> TrackedCalls:
-        """The way past the gaps of which there is something learnt that a condition holds for."""
+        """Return the calls that contain a gap for which a condition holds."""
         open_visits: set[int] = set()
         followed: dict[weakref.ref[nn.Module], None] = {}
 
@@ -112,11 +118,11 @@ class TrackedCalls:
 
 
 class CallTracker:
-    """Follows one run through the gaps that are looked at."""
+    """Tracks which submodule call a forward is in, and enters a dispatch mode in the gaps that are looked at."""
 
     def __init__(self, root: CallNode, tracked: TrackedCalls, make_mode: MakeMode) -> None:
         self.diverged = False
-        """Whether the run called other modules than were learnt."""
+        """Whether the run called other modules than those of the tree."""
         self._tracked = tracked
         self._make_mode = make_mode
         self._here: CallNode | None = root
@@ -182,7 +188,7 @@ class CallTracker:
 
 
 class CallTreeBuilder(CallTracker):
-    """Follows a run through all modules of a unit and writes the visits down."""
+    """Tracks a run through all modules of a unit and builds its call tree."""
 
     def __init__(self, unit: nn.Module) -> None:
         self.root = CallNode(weakref.ref(unit))
@@ -191,7 +197,7 @@ class CallTreeBuilder(CallTracker):
 
     @property
     def place(self) -> tuple[CallNode, int]:
-        """The visit and the gap in which the run is."""
+        """The call and the gap in which the run is."""
         assert self._here is not None
         return self._here, self._gap
 
@@ -218,8 +224,8 @@ def op_kind(func: Any, args: Any) -> OpKind:
 
 
 class FromPack(NamedTuple):
-    """A tensor of a saved result that autograd packs anyway: in the storage of which, and in which of the recipe's
-    windows."""
+    """A tensor of a saved result that autograd packs anyway: in the storage of which, and in which of the compiled
+    policy's views."""
 
     pack: int
     view: int
@@ -250,7 +256,7 @@ class CompiledPolicy:
     views: list[StridedView]
     """Where saved results lie in those storages."""
     view_packs: list[int]
-    """The pack of each window."""
+    """The pack of each view."""
     compared: frozenset[int]
     """Packs that are dropped and whose values are compared with what a recomputation makes (Note [Samples])."""
     root: CallNode
@@ -262,7 +268,7 @@ class CompiledPolicy:
     keeping: TrackedCalls
     """Past the gaps that they are made in."""
     answering: TrackedCalls | None
-    """Past the gaps in which a second run answers for saved ops; None when there are none."""
+    """Past the gaps in which a recompute answers for saved ops; None when there are none."""
     reads: frozenset[int] = frozenset()
     """Buffers of the unit, by number, that its recomputation reads: not the running statistics of a normalisation."""
     rewritten: bool = False

@@ -1,4 +1,5 @@
-"""What surrounds a run besides its inputs: autocast, choices of kernels, and the generators of random numbers."""
+"""What a forward reads besides its inputs, so that a recompute finds the same: autocast, attention kernels, random
+generators, and the tensors that the names of parameters and buffers stand for."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ Generators = tuple[bytes, list[int], list[torch.Tensor]]
 
 
 def generators_of(device_type: str, *tensors: Any) -> Generators:
-    """The state of the generators that a run with these inputs may use. The CPU's is kept outside of the allocator."""
+    """Return the state of the generators that a run with these inputs may use. The CPU's is no tensor."""
     devices, states = get_device_states(*tensors) if device_type != "cpu" else ([], [])
     return torch.get_rng_state().numpy().tobytes(), devices, states
 
@@ -34,7 +35,7 @@ def _set(generators: Generators, device_type: str) -> None:
 
 @contextlib.contextmanager
 def with_generators(generators: Generators, device_type: str) -> Iterator[None]:
-    """Inside the block, random numbers come as they did from this state; afterwards as if nothing had been."""
+    """Draw random numbers from this state inside the block, and go on afterwards as if nothing had been drawn."""
     now = torch.get_rng_state().numpy().tobytes(), generators[1], _states(generators[1], device_type)
     _set(generators, device_type)
     try:
@@ -67,7 +68,7 @@ class ForwardContext:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """The same surroundings, with gradients on: autograd runs a backward without either."""
+        """Restore this context inside the block, with gradients on: autograd runs a backward without either."""
         with contextlib.ExitStack() as stack:
             for kind, enabled, dtype in self.kinds:
                 if enabled or torch.is_autocast_enabled(kind):
@@ -83,7 +84,7 @@ class ForwardContext:
 # -- The tensors that the names of a unit's parameters and buffers stand for ------------------------------------------
 #
 # A forward may bind another tensor to a buffer, and `torch.func.functional_call` binds others to parameters for one
-# call. A second run must find those that the first one found, and leave those that are there now. Parameters that
+# call. A recompute must find those that the forward found, and leave those that are there now. Parameters that
 # FSDP binds, sharded or unsharded as its hooks say, are left to it.
 
 
@@ -112,22 +113,22 @@ class Bindings:
         self.generators = held_generators(unit.modules())
 
     def here(self) -> list[Any]:
-        """What the names stand for now."""
+        """Return what the names stand for now."""
         return [table.get(name, _NONE) for table, name in self._slots]
 
     def buffers(self) -> list[tuple[int, torch.Tensor]]:
-        """The buffers that there are now, by number."""
+        """Return the buffers that there are now, by number."""
         found = [table.get(name) for table, name in self._buffers]
         return [(number, each) for number, each in enumerate(found) if each is not None]
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters that there are now, but for those that FSDP keeps sharded."""
+        """Return the parameters that there are now, but for those that FSDP keeps sharded."""
         found = [table.get(name) for table, name in self._slots[: len(self._slots) - len(self._buffers)]]
         return [each for each in found if each is not None and not _fully_sharded(each)]
 
     @contextlib.contextmanager
     def bound(self, then: list[Any]) -> Iterator[None]:
-        """Inside the block the names stand for what they did then; afterwards for what they do now."""
+        """Bind the names inside the block to what they stood for then, and afterwards to what they do now."""
         now = self.here()
         self._bind(then, now)
         try:

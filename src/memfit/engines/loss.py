@@ -67,8 +67,7 @@ def plan_loss(plan: Plan, loss: Callable[..., _R]) -> Callable[..., _R]:
             return loss(*args, **kwargs)
         region = armed.region
         tape = region.new_tape(armed.policy)
-        with saved_tensors_hooks(tape.pack, Tape.unpack), tape:
-            result = loss(*args, **kwargs)
+        result = tape.run(loss, args, kwargs)
         region.end_tape(tape)
         return result
 
@@ -93,7 +92,6 @@ class _Armed:
 
     region: LossRegion
     policy: RunPolicy
-    taken: bool = False
     number: int = field(default_factory=lambda: next(_numbers))
 
 
@@ -111,7 +109,7 @@ def _take_policy(plan: Plan, known: weakref.WeakKeyDictionary[LossRegion, bool])
     if not waiting:
         return None
     armed = max(waiting, key=lambda each: each.number)
-    armed.region.armed, armed.taken = None, True
+    armed.region.armed = None
     return armed
 
 
@@ -153,14 +151,14 @@ class LossRegion:
 
         if is_recomputing() or in_backward():
             return run()
-        self.end()
         if not self._mode.training:
+            self.end()
             result = run()
             if self._mode.evaluated_unlike_planned:
                 self._applied.warn_evaluated(self._calls.name, result)
             return result
         found: LossPolicy | None = self._calls.next()
-        if found is None:
+        if found is None:  # a further call of the model before its loss: the policy goes on waiting
             return run()
         policy, after, call = found
         if after is not None:
@@ -185,7 +183,7 @@ class LossRegion:
 
         def begun(_: Any) -> None:
             self._applied.phase.leave()
-            if not armed.taken:
+            if self.armed is armed:
                 self._applied.warn_loss_missing()
 
         nodes = (each.grad_fn for each in tree_leaves(result) if isinstance(each, torch.Tensor))

@@ -1,6 +1,7 @@
-"""A first run that looks at every op, does what the policy says, and writes down how to do it without looking.
+"""Compiles a policy: a run that looks at every op of a unit and notes how later runs do the same without looking.
 
-Everything is held until it has ended: only then is it certain that the unit runs as planned, and what may be dropped.
+Everything is held until the run has ended: only then is it certain that the unit runs as planned, and what may be
+dropped.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from memfit.engines.compiled_policy import (
     op_kind,
     same_op,
 )
-from memfit.engines.recompute import RecomputedCall, Saved, unpack
+from memfit.engines.recompute import RecomputedCall, SavedTensor, unpack
 from memfit.engines.tape import EMPTY
 from memfit.engines.tensors import StridedView, gathered_parameters, is_strided, plain, strided_view_of, written
 from memfit.torch_private.dispatch import DisableTorchDispatch, TorchDispatchMode
@@ -37,9 +38,9 @@ Maker = tuple[int, int]
 
 
 class PolicyCompiler(TorchDispatchMode):
-    """Runs a unit and learns its recipe. `followed` says whether the ops are those that the plan knows.
+    """Runs a unit and compiles its policy. `followed` says whether the ops are those that the plan knows.
 
-    `writes_older` says whether the unit writes to anything that was there before it, and so cannot be run whole again.
+    `writes_older` says whether the unit writes to anything that was there before it, and so cannot be recomputed whole.
     """
 
     @classmethod
@@ -63,7 +64,7 @@ class PolicyCompiler(TorchDispatchMode):
         self._maker: dict[int, Maker] = {}
         self._tried_before = tried_before  # a unit that goes on running otherwise must not be held again and again
         self._made_with_grad: set[int] = set()
-        self._packs: list[tuple[Maker | None, Saved]] = []
+        self._packs: list[tuple[Maker | None, SavedTensor]] = []
         self._unwritten: set[int] = set()  # ops whose results have no value yet
         self._known: list[StorageWeakRef] = []  # so that no storage gets the address of one that is gone
         self._results: list[tuple[CallNode, int, OpKey, Any, list[tuple[Maker, Any] | None]]] = []
@@ -71,7 +72,7 @@ class PolicyCompiler(TorchDispatchMode):
         self._instead: dict[tuple[int, int, OpKey], tuple[OpKey, Any]] = {}
 
     def run_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, CompiledPolicy | None]:
-        """Run the forward; the recipe is None when the plan knows other ops than ran."""
+        """Run the forward; the compiled policy is None when the plan knows other ops than ran."""
         self._run.remember_context(args, kwargs)
         self._buffers = {storage_key(each): number for number, each in self._run.buffers() if is_strided(each)}
         self._inputs = {storage_key(each) for each in tree_flatten((args, kwargs))[0] if is_strided(each)}
@@ -81,7 +82,7 @@ class PolicyCompiler(TorchDispatchMode):
             self._differ(f"it ran {self._ops} ops and has {self.policy.ops} in the plan")
         compiled = self._compile() if self.followed else None
         if compiled is None and self._tried_before and not self.writes_older:
-            for maker, saved in self._packs:  # as `Rerun.whole` does
+            for maker, saved in self._packs:  # as `RecomputedCall.run_forward_dropping_all` does
                 if maker is not None and saved.index in self._made_with_grad and saved.tensor is not None:
                     if maker[1] == 0 and maker[0] not in self._unwritten:
                         self._run.note(saved.index, saved.tensor)
@@ -163,12 +164,12 @@ class PolicyCompiler(TorchDispatchMode):
                 self._instead[id(node), gap, earlier[2]] = (key, earlier[4][0][1])
                 self._results[place] = (*earlier[:3], None, earlier[4])
 
-    def _pack(self, tensor: torch.Tensor) -> Saved:
+    def _pack(self, tensor: torch.Tensor) -> SavedTensor:
         guard = DisableTorchDispatch()
         try:
             index = len(self._packs)
             maker = self._maker.get(storage_key(tensor)) if is_strided(tensor) else None
-            saved = Saved(self._run, index, tensor.detach() if tensor.grad_fn is not None else tensor)
+            saved = SavedTensor(self._run, index, tensor.detach() if tensor.grad_fn is not None else tensor)
             self._packs.append((maker, saved))
             if tensor.grad_fn is not None:
                 self._made_with_grad.add(index)

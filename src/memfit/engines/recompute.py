@@ -1,16 +1,16 @@
-"""A module whose forward runs again in backward, as its policy says.
+"""A unit whose forward is recomputed in backward, as its policy says.
 
-Note [Rerun]: what autograd packs while the unit runs is counted. A recipe says which of these tensors are dropped; all
-others are held. When backward asks for the first of them, the forward runs again under the same surroundings, on the
-same inputs, until the last dropped tensor has been packed again. A unit of which nothing is saved pays for two hooks
-and nothing else. Where ops are saved, a dispatch mode looks at the gaps (Note [Gaps]) that contain them: in the second
-run it answers with what was kept; in the first it is there only for results that autograd would not have packed.
-The recipe is learnt by a run that looks at every op, once for each kind of input.
+Note [Recompute]: what autograd packs while the unit runs is counted. A compiled policy says which of these tensors are
+dropped; all others are held. When backward asks for the first of them, held or dropped, the forward runs in the same
+context and on the same inputs, until the last dropped tensor has been packed. A unit of which nothing is saved pays for
+two hooks and nothing else. Where ops are saved, a dispatch mode looks at the gaps (Note [Gaps]) that contain them: in
+the recompute it answers with what was kept; in the forward it is there only for results that autograd would not have
+packed. A policy is compiled by a run that looks at every op, once for each kind of input.
 
-A run that packs other tensors than its recipe says is made again by running the whole forward, and learnt anew after
-several in a row. That is right only if inputs, parameters and buffers have not been written to since; if they have, it
-is an error. Under a recipe, too, what it reads must be what it was, unless a run whose values were compared has shown
-that nothing recomputed depends on it. Hooks for saved tensors end autograd's own check of this.
+A run that packs other tensors than its compiled policy says is recomputed whole, and after several in a row the policy
+is compiled anew. That is right only if inputs, parameters and buffers have not been written to since; if they have, it
+is an error. Under a compiled policy, too, what it reads must be what it was, unless a run whose values were compared
+has shown that nothing recomputed depends on it. Hooks for saved tensors end autograd's own check of this.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _here = threading.local()
 
 
 def is_recomputing() -> bool:
-    """Whether a unit runs for the second time on this thread: what it calls is no new call of the step."""
+    """Return whether a unit is recomputed on this thread: what it calls is no new call of the step."""
     return getattr(_here, "recomputing", False)
 
 
 class _Stop(Exception):
-    """The second run has made everything that was dropped."""
+    """The recompute has made everything that was dropped."""
 
 
-class Saved:
+class SavedTensor:
     """What autograd holds for a tensor it packed: the tensor, or the run that will make it."""
 
     __slots__ = ("index", "run", "tensor")
@@ -59,7 +59,7 @@ class Saved:
 
 
 class RecomputedCall:
-    """One run of a unit, from its forward to its second run."""
+    """One call of a unit, from its forward to its recompute."""
 
     __slots__ = (
         "_bindings",
@@ -105,7 +105,7 @@ class RecomputedCall:
         self.samples: dict[int, list[float]] = {}
         """Values of dropped tensors, by pack."""
         self.watched = False
-        """Whether they are taken, where the recipe says of which."""
+        """Whether they are taken, where the compiled policy says of which."""
         self._inputs: _Inputs | None = None
         self._shapes: dict[int, torch.Size] = {}
         self._recomputed: dict[int, torch.Tensor] | None = None
@@ -114,7 +114,7 @@ class RecomputedCall:
         self._read: list[tuple[torch.Tensor, int]] = []
 
     def remember_context(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Remember what the run starts from."""
+        """Remember what the forward starts from."""
         self._inputs = inputs = _Inputs(args, kwargs)
         self._context = ForwardContext.current(self.device_type)
         self._generators = generators_of(self.device_type, *inputs.leaves)
@@ -123,11 +123,11 @@ class RecomputedCall:
         self._versions = self._versions_now([each for _, each in self.buffers()])
 
     def buffers(self) -> list[tuple[int, torch.Tensor]]:
-        """The buffers of the unit, by number."""
+        """Return the buffers of the unit, by number."""
         return self._bindings.buffers()
 
     def settle(self, compiled: CompiledPolicy | None) -> None:
-        """Note how the first run ended: under this recipe, or None."""
+        """Note how the forward ended: as this compiled policy says, or None."""
         self.compiled = compiled
         if compiled is not None:
             read = [each for number, each in self.buffers() if number in compiled.reads] if compiled.reads else []
@@ -145,18 +145,18 @@ class RecomputedCall:
         if found is not None:
             self.samples[index] = found
 
-    def dropped(self, index: int, shape: torch.Size) -> Saved:
-        """What stands for a tensor that is not held."""
+    def dropped(self, index: int, shape: torch.Size) -> SavedTensor:
+        """Return what stands for a tensor that is not held."""
         self._shapes[index] = shape
-        return Saved(self, index, None)
+        return SavedTensor(self, index, None)
 
-    def drop(self, saved: Saved, shape: torch.Size) -> None:
+    def drop(self, saved: SavedTensor, shape: torch.Size) -> None:
         """Let go of a tensor that was held for backward."""
         self._shapes[saved.index] = shape
         saved.tensor = None
 
     def run_forward(self, compiled: CompiledPolicy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
-        """Run the forward as the recipe says. False when it did not go as learnt."""
+        """Run the forward as the compiled policy says. False when it ran otherwise."""
         self.remember_context(args, kwargs)
         drops, needed, held = compiled.drops, compiled.needed, self.held
         expected = len(drops)
@@ -164,7 +164,7 @@ class RecomputedCall:
         count = 0
         same = True
 
-        def pack(tensor: torch.Tensor) -> Saved:
+        def pack(tensor: torch.Tensor) -> SavedTensor:
             nonlocal count, same
             index = count
             count = index + 1
@@ -180,7 +180,7 @@ class RecomputedCall:
                 held[index] = tensor
                 same = same and needed[index] == strided_view_of(tensor)
                 same = same and compiled.storage_bytes[index] == tensor.untyped_storage().nbytes()
-            return Saved(self, index, tensor)
+            return SavedTensor(self, index, tensor)
 
         with saved_tensors_hooks(pack, unpack):
             if compiled.fresh:
@@ -202,12 +202,12 @@ class RecomputedCall:
         inputs = {storage_key(each) for each in self._inputs.leaves if is_strided(each)}
         count = 0
 
-        def pack(tensor: torch.Tensor) -> Saved:
+        def pack(tensor: torch.Tensor) -> SavedTensor:
             nonlocal count
             index = count
             count = index + 1
             if tensor.grad_fn is None or not is_strided(tensor) or storage_key(tensor) in inputs:
-                return Saved(self, index, _detached(tensor) if tensor.grad_fn is not None else tensor)
+                return SavedTensor(self, index, _detached(tensor) if tensor.grad_fn is not None else tensor)
             if self.watched:
                 self.note(index, tensor)
             return self.dropped(index, tensor.shape)
@@ -216,7 +216,7 @@ class RecomputedCall:
             return self._forward(*args, **kwargs)
 
     def recompute(self) -> dict[int, torch.Tensor]:
-        """Every dropped tensor, made again."""
+        """Run the forward until every dropped tensor has been made, and return these by pack."""
         found: dict[int, torch.Tensor] = {}
         shapes, last, count = self._shapes, max(self._shapes, default=-1), 0
 
@@ -314,12 +314,12 @@ class RecomputedCall:
             self._forward(*args, **kwargs)
 
     def take(self, index: int) -> torch.Tensor:
-        """A dropped tensor."""
+        """Hand out a dropped tensor that has been recomputed."""
         assert self._recomputed is not None
         return self._recomputed.pop(index)
 
     def ensure_recomputed(self) -> None:
-        """Run again unless that has been done, or there is nothing to make."""
+        """Recompute, unless that has been done or nothing was dropped."""
         if self._recomputed is None:
             self._recomputed = {}
             self._on_backward()
@@ -327,8 +327,8 @@ class RecomputedCall:
                 self._recomputed = self.recompute()
 
 
-def unpack(saved: Saved) -> torch.Tensor:
-    """Hook for what backward asks for; the unit runs again when it asks for the first time."""
+def unpack(saved: SavedTensor) -> torch.Tensor:
+    """Hook for what backward asks for; the unit is recomputed when it asks for the first time."""
     run, saved.run = saved.run, None
     if run is not None:
         run.ensure_recomputed()
@@ -339,7 +339,7 @@ def unpack(saved: Saved) -> torch.Tensor:
 
 
 class _GapMode(TorchDispatchMode):
-    """Looks at the ops of a gap and knows each by its kind and how many of that came before."""
+    """Sees the ops of a gap and knows each by its kind and how many of that came before."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -403,7 +403,7 @@ class _Inputs:
         self._required = [isinstance(each, torch.Tensor) and each.requires_grad for each in self.leaves]
 
     def detached(self, *, aliases: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The inputs, cut off from the graph that made them; a tensor that is there twice stays one.
+        """Return the inputs, cut off from the graph that made them; a tensor that is there twice stays one.
 
         As aliases they are no leaves of a graph, which may not be written to.
         """
@@ -456,11 +456,11 @@ class _RestoredBuffers:
                 buffer.copy_(before)
 
 
-# -- Values of tensors at a few places: whether a recomputation makes what the forward made ---------------------------
+# -- Samples: whether a recompute makes what the forward made ---------------------------------------------------------
 #
 # Note [Samples]: a recomputation is put back to the generators, inputs and buffers that the forward had. What else a
 # forward may read (a generator that no module holds, a counter, a file) cannot be known, and would give wrong
-# gradients without a word. So some values of each dropped tensor are kept and compared: in every run that is learnt,
+# gradients without a word. So some values of each dropped tensor are kept and compared: in every run that compiles,
 # and in the 1st, 2nd, 4th, 8th... run of a unit. Kernels that sum in any order make results that differ by rounding;
 # other values differ by more.
 

@@ -1,14 +1,14 @@
-"""Recipes for shapes that no run has been learnt on.
+"""Compiled policies for shapes that no policy was compiled at, and kinds of inputs.
 
-Note [Shapes]: batches of random lengths would have a unit learn its recipe at each of them. What a recipe says but for
-sizes (which tensors are dropped, which ops are answered for and from what) is the same for all inputs on which the unit
-runs the same ops. Two runs that were learnt at different sizes and agree in that make a family; sizes, strides and
-offsets are constants, multiples of sizes of the inputs or of products of two, or one plus a constant. A prediction is
-made only where every size has one value under all formulas that hold for the runs so far, and inputs differ only in
-sizes that have differed before; elsewhere one more run is learnt. It is checked as a recipe always is: a run whose
-tensors, or the storages behind those that are held, have other sizes is made again whole (Note [Rerun]), and its family
-is given up after three. Units that write to what was
-there before them have no families, because that would be an error for them.
+Note [Shapes]: batches of random lengths would have a unit compile its policy at each of them. What a compiled policy
+says but for sizes (which tensors are dropped, which ops are answered for and from what) is the same for all inputs on
+which the unit runs the same ops. Two that were compiled at different sizes and agree in that make a family; sizes,
+strides and offsets are constants, multiples of sizes of the inputs or of products of two, or one plus a constant. A
+prediction is made only where every size has one value under all formulas that hold for the runs so far, and inputs
+differ only in sizes that have differed before; elsewhere one more is compiled. It is checked as a compiled policy
+always is: a run whose tensors, or the storages behind those that are held, have other sizes is recomputed whole
+(Note [Recompute]), and its family is given up after three. Units that write to what was there before them have no
+families, because that would be an error for them.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Family:
         self._signature: Hashable = None
         self._seen: dict[Sizes, Sizes] = {}
 
-    def learn(self, sizes: Sizes, compiled: CompiledPolicy) -> None:
-        """Take in a recipe that was learnt at these sizes of the inputs."""
+    def add(self, sizes: Sizes, compiled: CompiledPolicy) -> None:
+        """Take in a policy that was compiled at these sizes of the inputs."""
         signature = _signature(compiled)
         if signature is None or (self._compile is not None and signature != self._signature):
             self.close()
@@ -101,7 +101,7 @@ class Family:
         self._seen.clear()
 
     def predict(self, sizes: Sizes) -> CompiledPolicy | None:
-        """Return the recipe for inputs of these sizes, None where a run has to be learnt."""
+        """Return the compiled policy for inputs of these sizes, None where one has to be compiled."""
         if not self._open or self._compile is None or len(self._seen) < 2:
             return None
         inputs = list(self._seen)
@@ -145,7 +145,7 @@ def _product(sizes: Sizes, places: tuple[int, ...]) -> int:
 
 
 def _sizes(compiled: CompiledPolicy) -> Sizes:
-    """All numbers that a recipe has, in one row."""
+    """Return all numbers that a compiled policy has, in one row."""
     found: list[int] = [size for shape in compiled.drops if shape is not None for size in shape]
     for view in (*compiled.needed.values(), *compiled.views):
         found += [*view.size, *view.stride, view.offset]
@@ -155,7 +155,7 @@ def _sizes(compiled: CompiledPolicy) -> Sizes:
 
 
 def _ends_bytes(compiled: CompiledPolicy) -> dict[int, int]:
-    """Return, for each pack that stands for saved results, where the last of its windows ends."""
+    """Return, for each pack that stands for saved results, where the last of its views ends."""
     ends = {pack: view.end_bytes for pack, view in compiled.needed.items()}
     for pack, view in zip(compiled.view_packs, compiled.views, strict=True):
         ends[pack] = max(ends[pack], view.end_bytes)
@@ -163,23 +163,23 @@ def _ends_bytes(compiled: CompiledPolicy) -> dict[int, int]:
 
 
 def _with_sizes(compiled: CompiledPolicy, sizes: list[int]) -> CompiledPolicy:
-    """Return the recipe with other numbers, in the order of `_sizes`."""
+    """Return the compiled policy with other numbers, in the order of `_sizes`."""
     left = iter(sizes)
 
-    def window_like(view: StridedView) -> StridedView:
+    def view_like(view: StridedView) -> StridedView:
         rank = len(view.size)
         size, stride = torch.Size(itertools.islice(left, rank)), tuple(itertools.islice(left, rank))
         return view._replace(size=size, stride=stride, offset=next(left))
 
     drops = [None if shape is None else torch.Size(itertools.islice(left, len(shape))) for shape in compiled.drops]
-    needed = {pack: window_like(view) for pack, view in compiled.needed.items()}
-    found = replace(compiled, drops=drops, needed=needed, views=[window_like(view) for view in compiled.views])
+    needed = {pack: view_like(view) for pack, view in compiled.needed.items()}
+    found = replace(compiled, drops=drops, needed=needed, views=[view_like(view) for view in compiled.views])
     ends = _ends_bytes(found)
     return replace(found, storage_bytes={pack: ends[pack] + next(left) for pack in compiled.storage_bytes})
 
 
 def _signature(compiled: CompiledPolicy) -> Hashable:
-    """Everything of a recipe but sizes; None where sizes are part of it in other ways."""
+    """Return everything of a compiled policy but sizes; None where sizes are part of it in other ways."""
     tree = _tree(compiled.root)
     if tree is None:
         return None
@@ -210,7 +210,7 @@ _FIXED = (nn.Module, types.FunctionType, types.BuiltinFunctionType, types.Method
 
 
 class Changing(Exception):
-    """An input that may change while the module runs, so that its code cannot be run again."""
+    """An input that may change while the module runs, so that its code cannot be recomputed."""
 
 
 def kind_of(value: Any) -> Hashable:

@@ -1,19 +1,20 @@
-"""A region whose ops are written down as they run, so that they can be run again without the code that made them.
+"""A region whose ops are recorded as they run, so that they can be replayed without the code that ran them.
 
 Note [Tape]: for regions that are no module (the loss), and for modules whose inputs change while they run (a cache of
-keys and values), running the code again is impossible or wrong. The tape sees every op through a dispatch mode and
+keys and values), recomputing from the code is impossible or wrong. The tape sees every op through a dispatch mode and
 keeps its arguments: storages made inside the region by number, everything else as it is. What autograd packs is
-dropped when the plan says so, and a second run of the tape, below autograd and without views, makes it again. A tape
-replays what really ran: when that is not what the plan knows, or cannot be run again, it drops nothing from then on,
-and is right all the same.
+dropped when the plan says so, and a replay of the tape, below autograd and without views, makes it once more. A tape
+replays what really ran: when that is not what the plan knows, or cannot be replayed, it drops nothing from then on, and
+is right all the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memfit.engines.compiled_policy import RunPolicy, not_counted, same_op
@@ -36,7 +37,7 @@ EMPTY = {
 
 
 class _Slot(NamedTuple):
-    """A tensor that is a window onto a storage made in the region."""
+    """A tensor that is a strided view of a storage made in the region."""
 
     number: int
     view: StridedView
@@ -53,8 +54,8 @@ class _Line(NamedTuple):
     generators: Generators | None
 
 
-class Saved:
-    """What autograd holds for a tensor it packed: the tensor, or where to find it once the region has run again."""
+class TapedTensor:
+    """What autograd holds for a tensor it packed: the tensor, or where to find it once the region is replayed."""
 
     __slots__ = ("number", "tape", "tensor", "view")
 
@@ -80,8 +81,8 @@ class Tape(TorchDispatchMode):
         self._on_backward = on_backward
         self.device_type = device_type
         self.followed = True
-        """Whether the ops so far are those that the plan knows, and all of them can be run again. Once they are not,
-        or have been run again, nothing is written down."""
+        """Whether the ops so far are those that the plan knows, and all of them can be replayed. Once they are not, or
+        have been replayed, nothing is recorded."""
         self.differs: str | None = None
         """What ran where the plan has something else."""
         self._lines: list[_Line] = []
@@ -94,7 +95,12 @@ class Tape(TorchDispatchMode):
         self._replayed: dict[int, torch.UntypedStorage] | None = None
         self._wanted: dict[int, int] = {}
 
-    # -- the first run ----------------------------------------------------------------------------------------------
+    # -- recording --------------------------------------------------------------------------------------------------
+
+    def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run a forward and record it."""
+        with saved_tensors_hooks(self.pack, Tape.unpack), self:
+            return forward(*args, **kwargs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -135,7 +141,7 @@ class Tape(TorchDispatchMode):
             makes.append((place, places[key]))
         targets = written(func, args, kwargs)
         self._note_writes(func, targets, saved, places)
-        if self.followed and (targets or makes or not outputs):  # views are windows, not lines
+        if self.followed and (targets or makes or not outputs):  # views are slots, not lines
             kept = None
             if saved:
                 kept = {number: outputs[place].untyped_storage() for place, number in makes}
@@ -159,7 +165,7 @@ class Tape(TorchDispatchMode):
         return generators_of(self.device_type, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *places)
 
     def _note_writes(self, func: Any, targets: list[torch.Tensor], saved: bool, made: dict[int, int]) -> None:
-        """A storage of the region that no op has written has no known value; one from outside cannot be run again."""
+        """A storage of the region that no op has written has no known value; one from outside cannot be replayed."""
         if func in EMPTY:
             self._unwritten.update(made.values())
             return
@@ -170,7 +176,7 @@ class Tape(TorchDispatchMode):
             elif not saved:
                 self.followed = False
 
-    def pack(self, tensor: torch.Tensor) -> Saved:
+    def pack(self, tensor: torch.Tensor) -> TapedTensor:
         """Hook for what autograd saves."""
         guard = DisableTorchDispatch()
         try:
@@ -183,8 +189,8 @@ class Tape(TorchDispatchMode):
             ):
                 self._needed = len(self._lines)
                 self._wanted[number] = self._wanted.get(number, 0) + 1
-                return Saved(self, None, number, strided_view_of(tensor))
-            return Saved(self, tensor.detach() if tensor.grad_fn is not None else tensor)
+                return TapedTensor(self, None, number, strided_view_of(tensor))
+            return TapedTensor(self, tensor.detach() if tensor.grad_fn is not None else tensor)
         finally:
             del guard
 
@@ -200,11 +206,11 @@ class Tape(TorchDispatchMode):
         self.followed = False
         return None if self._ops > self.policy.ops else self.differs
 
-    # -- the second run ---------------------------------------------------------------------------------------------
+    # -- the replay -------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def unpack(saved: Saved) -> torch.Tensor:
-        """Hook for what backward asks for. The region runs again when it asks for the first time."""
+    def unpack(saved: TapedTensor) -> torch.Tensor:
+        """Hook for what backward asks for. The region is replayed when it asks for the first time."""
         tape, saved.tape = saved.tape, None
         if tape is not None:
             tape.end()
@@ -217,7 +223,7 @@ class Tape(TorchDispatchMode):
         assert saved.tensor is not None
         return saved.tensor
 
-    def _take(self, saved: Saved) -> torch.Tensor:
+    def _take(self, saved: TapedTensor) -> torch.Tensor:
         assert self._replayed is not None and saved.view is not None
         tensor = saved.view.of(self._replayed[saved.number])
         self._wanted[saved.number] -= 1
@@ -226,7 +232,7 @@ class Tape(TorchDispatchMode):
         return tensor
 
     def _replay(self) -> dict[int, torch.UntypedStorage]:
-        """The storages that were dropped, made again."""
+        """Run the recorded lines that are not saved, and return the storages that were dropped."""
         lines, self._lines = self._lines[: self._needed], []
         last = {
             leaf.number: index for index, line in enumerate(lines) for leaf in line.leaves if isinstance(leaf, _Slot)

@@ -1,4 +1,4 @@
-"""Windows onto storages: what is needed to make a tensor again from the bytes behind it."""
+"""Tensors as strided views of storages, and the tensors that an op writes to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memfit.tradeoff.columns import UPDATES
 
 
 class StridedView(NamedTuple):
-    """Where a tensor lies in its storage."""
+    """Where a tensor lies in its storage, from which it can be made anew."""
 
     dtype: torch.dtype
     device: torch.device
@@ -24,7 +24,7 @@ class StridedView(NamedTuple):
     offset: int
 
     def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor that lies there."""
+        """Return the tensor that lies there."""
         made = torch.empty(0, dtype=self.dtype, device=self.device)
         return made.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
 
@@ -38,7 +38,7 @@ class StridedView(NamedTuple):
 
 
 def strided_view_of(tensor: torch.Tensor) -> StridedView:
-    """Where this tensor lies."""
+    """Return where this tensor lies."""
     return StridedView(tensor.dtype, tensor.device, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
@@ -48,17 +48,17 @@ def is_strided(value: Any) -> bool:
 
 
 def plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but a window onto a storage."""
+    """Return whether a tensor is nothing but a strided view of a storage."""
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not (
         tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg()
     )
 
 
-# -- What an op writes to, by its schema and where a schema does not say so -------------------------------------------
+# -- What an op writes to, also where its schema does not say so -------------------------------------------------------
 
 
 def written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The tensors that an op writes to, running statistics included."""
+    """Return the tensors that an op writes to, running statistics included."""
     found: list[Any] = []
     if schema_of(func).is_mutable:
         for position, argument in enumerate(schema_of(func).arguments):

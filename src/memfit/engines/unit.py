@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from memfit.engines.attachment import called_by_compiler
 from memfit.engines.compiled_policy import CompiledPolicy, RunPolicy
@@ -29,18 +28,18 @@ if TYPE_CHECKING:
 class _Unplanned(enum.Enum):
     """What is done with a kind of input on which the unit does not run as planned."""
 
-    WHOLE = "everything is dropped and made again"
+    WHOLE = "everything is dropped and recomputed"
     AS_IT_IS = "nothing is dropped, because the unit writes to what was there before it"
 
 
 _MOST_MISSES = 4
-"""Calls in a row that do not run as a recipe says before it is learnt anew: LayerDrop skips single ones."""
+"""Calls in a row that run otherwise than compiled before the policy is compiled anew: LayerDrop skips single ones."""
 _LONGEST_WAIT = 64
 
 
 @dataclass(slots=True)
 class _Tries:
-    """How the calls of one kind went: as their recipe says, and whether one could be learnt."""
+    """How the calls of one kind went: as compiled, and whether their policy could be compiled."""
 
     hit: bool = False
     misses: int = 0
@@ -48,7 +47,7 @@ class _Tries:
     wait: int = 0
 
     def note(self, *, same: bool) -> None:
-        """Count a run under a recipe."""
+        """Count a run under a compiled policy."""
         self.hit, self.misses = self.hit or same, 0 if same else self.misses + 1
 
     def fail(self) -> None:
@@ -57,7 +56,7 @@ class _Tries:
         self.failures += 1
         self.wait = min(2**self.failures - 2, _LONGEST_WAIT)
 
-    def learns_again(self, compiled: CompiledPolicy | _Unplanned | None) -> bool:
+    def compiles_anew(self, compiled: CompiledPolicy | _Unplanned | None) -> bool:
         """Whether the next call is looked at although there is something known."""
         if isinstance(compiled, CompiledPolicy):
             return self.misses >= (_MOST_MISSES if self.hit else 1)
@@ -66,7 +65,7 @@ class _Tries:
 
 
 _MOST_KINDS = 64
-"""Kinds of inputs whose recipes are kept; a unit that sees more begins anew."""
+"""Kinds of inputs whose compiled policies are kept; a unit that sees more begins anew."""
 
 
 class PlannedUnit:
@@ -86,7 +85,7 @@ class PlannedUnit:
     def __call__(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if is_recomputing() or _in_transform():
+        if is_recomputing() or transform_active():  # torch.func knows no hooks for saved tensors
             return forward(*args, **kwargs)
         if not self._mode.training:
             result = forward(*args, **kwargs)
@@ -109,15 +108,14 @@ class PlannedUnit:
             kind = (policy.call, kind_of_call(args, kwargs, device_type))
         except Changing:
             tape = Tape(policy, device_type, phase.leave)
-            with saved_tensors_hooks(tape.pack, Tape.unpack), tape:
-                result = forward(*args, **kwargs)
+            result = tape.run(forward, args, kwargs)
             if tape.differs is not None:
                 self._applied.warn(policy.unit, tape.differs)
             return result
         compiled = self._compiled.get(kind)
         if compiled is None:
             compiled = self._predict(kind, args, kwargs)
-        if compiled is not None and self._tries[kind].learns_again(compiled):
+        if compiled is not None and self._tries[kind].compiles_anew(compiled):
             compiled = None
         if compiled is _Unplanned.AS_IT_IS:
             return phase.leave_after(forward(*args, **kwargs))
@@ -127,7 +125,7 @@ class PlannedUnit:
         self._runs += 1
         run.watched = self._runs & (self._runs - 1) == 0  # see Note [Samples]
         if compiled is None:
-            return self._learn(policy, module, kind, run, args, kwargs)
+            return self._compile_policy(policy, module, kind, run, args, kwargs)
         if compiled is _Unplanned.WHOLE:
             return run.run_forward_dropping_all(args, kwargs)
         assert isinstance(compiled, CompiledPolicy)
@@ -156,7 +154,7 @@ class PlannedUnit:
     def _predict(
         self, kind: tuple[int, Hashable], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> CompiledPolicy | None:
-        """Return the recipe of a kind that has not been learnt, where others tell it."""
+        """Return the compiled policy of a kind that has none yet, where others tell it."""
         family, sizes = self._family(kind, args, kwargs)
         compiled = None if family is None else family.predict(sizes)
         if compiled is not None:
@@ -170,7 +168,7 @@ class PlannedUnit:
         self._compiled[kind] = compiled
         self._tries.setdefault(kind, _Tries())
 
-    def _learn(
+    def _compile_policy(
         self,
         policy: RunPolicy,
         module: nn.Module,
@@ -194,10 +192,5 @@ class PlannedUnit:
         if not compiler.writes_older:
             family, sizes = self._family(kind, args, kwargs)
             if family is not None:
-                family.learn(sizes, compiled)
+                family.add(sizes, compiled)
         return result
-
-
-def _in_transform() -> bool:
-    """Whether torch.func is at work, which knows no hooks for saved tensors."""
-    return transform_active()
