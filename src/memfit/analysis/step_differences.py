@@ -12,6 +12,7 @@ from memfit.memory import Timeline, module_memory, reserved
 from memfit.paths import alike, folded, numbered
 from memfit.plans import Plan, peak_at
 from memfit.plans.facts import peak_place, trace_facts
+from memfit.plans.mismatch import describe_parameter
 from memfit.plans.record import InputFacts, ParameterFacts, TraceFacts
 
 Row = tuple[str, str | None, str | None]
@@ -80,7 +81,7 @@ def _counted(parameters: Sequence[ParameterFacts]) -> str:
 
 def _parameters(one: Sequence[ParameterFacts], other: Sequence[ParameterFacts]) -> Iterator[Changed]:
     """Parameters that are not the same; of layers that only one side has, how many there are."""
-    sides = [{each.names[0]: _parameter(each) for each in parameters} for parameters in (one, other)]
+    sides = [{each.names[0]: describe_parameter(each) for each in parameters} for parameters in (one, other)]
     return _named_rows("parameter", "parameters", sides[0], sides[1])
 
 
@@ -121,15 +122,6 @@ def _in_uneven(name: str, uneven: dict[str, tuple[set[str], int, int]]) -> bool:
     parts = name.split(".")
     prefixes = (".".join(parts[:index]) for index in range(len(parts)))
     return any(prefix in uneven and part in uneven[prefix][0] for prefix, part in zip(prefixes, parts, strict=True))
-
-
-def _parameter(fact: ParameterFacts) -> str:
-    parts = [_tensor(fact.shape, fact.dtype)]
-    if not fact.trainable:
-        parts.append("frozen")
-    if len(fact.names) > 1:
-        parts.append(f"also called {', '.join(fact.names[1:])}")
-    return " ".join(parts)
 
 
 def _tensor(shape: Sequence[int], dtype: str) -> str:

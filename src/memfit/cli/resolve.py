@@ -17,6 +17,8 @@ from memfit.errors import InputError
 from memfit.progress import Progress
 
 if TYPE_CHECKING:
+    from memfit.analysis.levers import Lever
+    from memfit.analysis.report import Report
     from memfit.capture import Step, Trace
     from memfit.hardware import Target
     from memfit.plans import Plan
@@ -285,3 +287,21 @@ def _expanded(option: str, given: tuple[str, ...], names: list[str]) -> tuple[st
             raise UsageError(f"--{option}: nothing fits {each!r}; there are {shown}{rest}")
         found += fitting
     return tuple(dict.fromkeys(found))
+
+
+def find_levers(report: Report, step: Step | Trace, cost: str) -> tuple[Lever, ...]:
+    """What would lower the peak of the step: under the plan where there is one, under the plan that needs least where
+    nothing fits."""
+    from memfit.analysis.levers import Case, find_levers
+    from memfit.capture import Step
+    from memfit.plans.resolve import resolve_cost
+
+    budget_bytes = report.target.usable_bytes if report.plan is None else report.plan.budget_bytes
+    case = Case(
+        report=report,
+        step=step if isinstance(step, Step) else None,
+        cost=resolve_cost(cost, report.target),
+        budget_bytes=budget_bytes,
+    )
+    with Progress("working out levers") as work:
+        return find_levers(case, watch=work.add)

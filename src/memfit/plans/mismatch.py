@@ -170,8 +170,8 @@ def fact_differences(here: TraceFacts, there: TraceFacts) -> Iterator[str]:
 
 def parameter_differences(here: Sequence[ParameterFacts], there: Sequence[ParameterFacts]) -> Iterator[str]:
     """Parameters that are not the same; of layers that are not there at all, only how many there are."""
-    mine = {parameter.names[0]: _parameter(parameter) for parameter in here}
-    planned = {parameter.names[0]: _parameter(parameter) for parameter in there}
+    mine = {parameter.names[0]: describe_parameter(parameter) for parameter in here}
+    planned = {parameter.names[0]: describe_parameter(parameter) for parameter in there}
     layers, their_layers = numbered(mine), numbered(planned)
     uneven = {
         prefix: layers[prefix] ^ their_layers[prefix]
@@ -258,7 +258,8 @@ def _input(fact: InputFacts) -> str:
     return _tensor(fact.shape, fact.dtype)
 
 
-def _parameter(fact: ParameterFacts) -> str:
+def describe_parameter(fact: ParameterFacts) -> str:
+    """Return a parameter in words: its dtype, shape, whether it is frozen, and its other names."""
     parts = [_tensor(fact.shape, fact.dtype)]
     if not fact.trainable:
         parts.append("frozen")

@@ -11,13 +11,17 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.analysis.explanation import Checkpointing, HeldStorage, ModuleAtPeak, StepExplanation, StillHeld
-from memfit.analysis.levers import Lever
+from memfit.analysis.levers import Lever, enough
 from memfit.capture import Category
 from memfit.capture.trace_types import short
 from memfit.paths import alike, folded
+from memfit.plans import Plan
 from memfit.text import counted, number_table
 from memfit.units import display_bytes, display_ms
 
+_SHOWN = 5
+_SHOWN_HOPELESS = 8
+"""How many levers a plan shows; more where nothing fits."""
 _ROWS = 8
 _LINES = 5
 _UNITS = 4
@@ -318,3 +322,34 @@ def _with_more(table: Table, rows: int, shown: int = _ROWS) -> Table:
         table.caption = f"and {rows - shown} more"
         table.caption_justify = "left"
     return table
+
+
+def levers_in_short(levers: Sequence[Lever], plan: Plan, explain: str) -> RenderableType:
+    """The first few of them, and the command that has the rest. Where nothing fits, all that would make it fit."""
+    hopeless = plan.predicted is None
+    if not levers:
+        return Text(f"\nno lever that memfit knows would lower this peak {'' if hopeless else 'further'}".rstrip())
+    title = "what would lower this peak further: free ones first, then by bytes saved for each millisecond"
+    if hopeless:
+        title = "what would help, on top of the plan that needs least: what is enough by itself comes first"
+    table = number_table("lever", "saves", "peak then", "a step takes", *(["for the budget"] if hopeless else []))
+    shown = sorted(levers, key=lambda lever: hopeless and lever.peak_bytes > plan.budget_bytes)
+    shown = shown[: _SHOWN_HOPELESS if hopeless else _SHOWN]
+    for lever in shown:
+        name = Text(lever.name if lever.same_numbers else f"{lever.name} *")
+        if lever.option:
+            name.append(f" ({lever.option})", style="dim")
+        cells = [display_bytes(lever.saves_bytes), display_bytes(lever.peak_bytes), _longer(lever.costs_ms)]
+        table.add_row(name, *cells, *([enough(lever, plan.budget_bytes)] if hopeless else []))
+    more = len(levers) - len(shown)
+    rest = f"{more} more, and how each is done" if more > 0 else "how each is done"
+    other = "" if all(lever.same_numbers for lever in shown) else "*: computes other numbers\n"
+    return Group(Text(), Text(title, style="italic"), table, Text(f"{other}{rest}: {explain}", style="dim"))
+
+
+def _longer(costs_ms: float | None) -> str:
+    if costs_ms is None:
+        return "unknown"
+    if costs_ms == 0:
+        return "as long"
+    return f"{display_ms(abs(costs_ms))} {'longer' if costs_ms > 0 else 'less'}"

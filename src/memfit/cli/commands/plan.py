@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from memfit.cli.levers import find_levers, levers_in_short
 from memfit.cli.options import FileOptions, HardwareOptions, Json, SolverOptions, TimedStepOptions, arg
 from memfit.cli.output import show, show_json, write_files, write_text
 from memfit.cli.problems import UsageError, check_files
-from memfit.cli.resolve import captured, solve_options, step_and_target
+from memfit.cli.resolve import captured, find_levers, solve_options, step_and_target
 
 if TYPE_CHECKING:
     from memfit.analysis.levers import Lever
@@ -51,6 +50,7 @@ class Plan:
         from memfit.capture import Step, Trace
         from memfit.plans.planning import plan_problem
         from memfit.plans.resolve import Inputs, resolve_cost
+        from memfit.report.explain_display import levers_in_short
         from memfit.report.plan_display import plan_report
 
         check_files({"--output": self.output, **self.file.by_option})

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from memfit.cli.levers import find_levers
 from memfit.cli.options import FileOptions, Json, TimedStepOptions, arg
 from memfit.cli.output import show_json, show_text, write_files
 from memfit.cli.problems import check_files
-from memfit.cli.resolve import check_is_there, read_plan, reading, resolve_step
+from memfit.cli.resolve import check_is_there, find_levers, read_plan, reading, resolve_step
 from memfit.errors import InputError
 from memfit.progress import Progress
 
