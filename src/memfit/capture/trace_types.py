@@ -12,7 +12,7 @@ from memfit.hardware import Device
 
 SCHEMA = 3
 NEVER = -1
-"""Marks a birth before the step, a death after it, or an index that does not apply."""
+"""Marks an allocation before the step, a free after it, or an index that does not apply."""
 
 
 class Phase(str, enum.Enum):
@@ -43,7 +43,7 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
 
 
 class TensorRef(_Record, frozen=True):
-    """A tensor as an op saw it: a window onto a storage (`NEVER` for one that is not on the device)."""
+    """A tensor as an op saw it: a strided view of a storage (`NEVER` for one that is not on the device)."""
 
     storage: int
     shape: tuple[int, ...]
