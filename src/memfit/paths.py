@@ -67,3 +67,8 @@ def repeated_blocks(kinds: Mapping[str, str]) -> tuple[str, ...]:
         if len(blocks) >= _FEWEST_BLOCKS and len({kinds[block] for block in blocks}) == 1 and not inside:
             found += blocks
     return tuple(found)
+
+
+def module_label(module: str) -> str:
+    """Return a module's path as people read it: `(model)` for the model itself, whose path is empty."""
+    return module or "(model)"

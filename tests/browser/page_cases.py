@@ -10,8 +10,8 @@ from llama import Shape, training_step
 from torch import nn
 
 import memfit
-from memfit.analysis.facts import Report
 from memfit.analysis.levers import Case, find_levers
+from memfit.analysis.report import Report
 from memfit.cost import Roofline
 from memfit.hardware import Target
 from memfit.report.page import write_page

@@ -12,7 +12,7 @@ from rich.text import Text
 from torch import nn
 
 import memfit
-from memfit.cli.printable import escaped, printable
+from memfit.cli.output import escaped, printable
 
 STRANGE = "a\nb\x1b[31m\x9b2J\r\u202e"
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import memfit
 from memfit.analysis.explain import explain
-from memfit.analysis.facts import Report
+from memfit.analysis.report import Report
 from memfit.capture import Trace
 from memfit.report.decisions import decisions
 from memfit.report.markdown import to_markdown

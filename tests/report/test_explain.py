@@ -72,6 +72,7 @@ def test_the_parts_of_the_peak_add_up_to_it(trace: Trace, ranks: int) -> None:
 def test_it_is_called_as_plan_is() -> None:
     planned, own = (inspect.signature(each).parameters for each in (memfit.plan, explain))
     assert [name for name in own if name != "levers"] == [name for name in planned if name != "start"]
+    assert {"inputs", "budget"} <= set(own)
     for name in set(own) - {"model", "levers"}:
         assert own[name] == planned[name], name
 

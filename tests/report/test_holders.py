@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.analysis.facts import Report
 from memfit.analysis.holders import Holders
+from memfit.analysis.report import Report
 from memfit.capture import NEVER, Phase, Step, Trace
 from memfit.memory import Timeline
 from memfit.solve import SolveOptions

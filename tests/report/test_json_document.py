@@ -10,7 +10,7 @@ import pytest
 from llama import Shape, training_step
 
 import memfit
-from memfit.analysis.facts import Report
+from memfit.analysis.report import Report
 from memfit.plans import Plan
 from memfit.report.json_document import to_json
 

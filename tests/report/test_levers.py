@@ -18,18 +18,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import memfit
 from memfit.analysis.explain import explain
 from memfit.analysis.explanation import StepExplanation
-from memfit.analysis.facts import Report
 from memfit.analysis.levers import Case, Lever
-from memfit.analysis.levers.case import LEAST_PART
-from memfit.analysis.levers.checkpointing import checkpointing
-from memfit.analysis.levers.gradients import gradients
-from memfit.analysis.levers.holding import holding
-from memfit.analysis.levers.lever import in_order
-from memfit.analysis.levers.loss import loss
-from memfit.analysis.levers.micro_batch import micro_batch
-from memfit.analysis.levers.optimizer import optimizer
-from memfit.analysis.levers.precision import precision
-from memfit.analysis.levers.sharding import sharding
+from memfit.analysis.levers.case import LEAST_PART, in_order
+from memfit.analysis.levers.changed_steps import loss, micro_batch, optimizer, precision
+from memfit.analysis.levers.lifetimes import gradients, holding
+from memfit.analysis.levers.replanned import checkpointing, sharding
+from memfit.analysis.report import Report
 from memfit.capture import Category, Step
 from memfit.cost import Roofline
 from memfit.engines import chunked_cross_entropy

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.analysis.facts import Report
 from memfit.analysis.levers import Case, Lever
 from memfit.analysis.levers.offload import offload
+from memfit.analysis.report import Report
 from memfit.capture import Category, Phase, Step
 from memfit.cost import Collective, CollectiveModel, Roofline, Runtime
 from memfit.hardware import Target, load_device

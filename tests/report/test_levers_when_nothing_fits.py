@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.analysis.facts import Report
 from memfit.analysis.levers import Case, Lever, enough, find_levers
+from memfit.analysis.report import Report
 from memfit.capture import Step
 from memfit.cost import Roofline
 from memfit.solve import SolveOptions

@@ -12,8 +12,8 @@ from markdown_it.token import Token
 from torch import nn
 
 import memfit
-from memfit.analysis.facts import Report
 from memfit.analysis.levers import Case, find_levers
+from memfit.analysis.report import Report
 from memfit.cost import Roofline
 from memfit.report.markdown import to_markdown
 from memfit.units import display_bytes, display_ms

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.analysis.levers.micro_batch import halved
+from memfit.analysis.levers.changed_steps import halved
 
 
 def test_a_tensor_in_two_places_of_a_batch_stays_one() -> None:

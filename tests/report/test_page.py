@@ -17,13 +17,13 @@ from llama import Shape, training_step
 
 import memfit
 from memfit.analysis.explain import explain
-from memfit.analysis.facts import Report
-from memfit.analysis.words import headline
+from memfit.analysis.report import Report
 from memfit.capture import Category
 from memfit.cost import Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import CATEGORIES
+from memfit.report.headline import headline
 from memfit.report.page import page_text, write_page
 from memfit.report.page.data import page_data
 from memfit.report.page.drawn import POINTS, drawn_instants

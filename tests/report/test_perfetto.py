@@ -18,7 +18,7 @@ from msgspec import Meta
 from torch import nn
 
 import memfit
-from memfit.analysis.facts import Report
+from memfit.analysis.report import Report
 from memfit.report.perfetto import write_perfetto
 
 SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512, vocabulary=512)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.cuda import _memory_viz
 
 import memfit
-from memfit.analysis.facts import Report
+from memfit.analysis.report import Report
 from memfit.capture import Category
 from memfit.memory import Timeline, reserved
 from memfit.report.snapshot import write_snapshot

@@ -3,6 +3,6 @@
 from memfit.analysis.comparison import Comparison, compare
 from memfit.analysis.explain import explain
 from memfit.analysis.explanation import StepExplanation
-from memfit.analysis.facts import Report
+from memfit.analysis.report import Report
 
 __all__ = ["Comparison", "Report", "StepExplanation", "compare", "explain"]

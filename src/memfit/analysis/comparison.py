@@ -10,25 +10,26 @@ from typing import Any, Literal
 import msgspec
 from rich.console import RenderableType
 
-from memfit.analysis.comparison_facts import Changed, changed_facts, changed_modules, rows_of
-from memfit.analysis.comparison_traces import (
+from memfit.analysis.step_differences import (
     BytesChange,
+    Changed,
     CountChange,
     ModuleChange,
+    changed_facts,
+    changed_modules,
     changed_ops,
     changed_work,
+    rows_of,
     total_flops,
     traced_memory,
 )
-from memfit.analysis.strings import named
-from memfit.analysis.words import place, reserves_more
 from memfit.capture import Category, Trace
 from memfit.errors import InputError
-from memfit.paths import alike, folded
+from memfit.paths import alike, folded, module_label
 from memfit.plans import Plan
+from memfit.plans.facts import peak_place
 from memfit.plans.record import Checkpoint, Estimate, ShardPlan
-from memfit.plans.text import json_text
-from memfit.solve.curve_display import render_text
+from memfit.text import json_text, render_text
 from memfit.units import display_bytes
 
 _OWN = "the parameter's own"
@@ -165,8 +166,8 @@ def _plans(first: Plan, second: Plan) -> Comparison:
         changed=changed,
         memory=tuple(_memory(first, second)),
         times=tuple(_times(first, second)),
-        first_peak_at=place(ends[0].peak_at),
-        second_peak_at=place(ends[1].peak_at),
+        first_peak_at=peak_place(ends[0].peak_at),
+        second_peak_at=peak_place(ends[1].peak_at),
         decisions=_decisions(first, second),
         modules=(),
         ops=(),
@@ -242,7 +243,7 @@ def _names(modules: Iterable[str]) -> str:
     groups: dict[str, list[str]] = {}
     for module in modules:
         groups.setdefault(alike(module), []).append(module)
-    return ", ".join(named(folded(members)) for members in groups.values())
+    return ", ".join(module_label(folded(members)) for members in groups.values())
 
 
 def _dtype(shard: ShardPlan | None, name: str) -> str | None:
@@ -319,3 +320,9 @@ def _decision(pairs: Sequence[tuple[Checkpoint | None, Checkpoint | None]]) -> D
         first_ms=took[0],
         second_ms=took[1],
     )
+
+
+def reserves_more(plan: Plan) -> bool:
+    """Whether the allocator takes more than the tensors that are alive; on a CPU there is none that does."""
+    estimates = [each for each in (plan.baseline, plan.predicted) if each is not None]
+    return any(each.peak_reserved_bytes != each.peak_bytes for each in estimates)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from memfit.analysis.checkpointing import checkpointing_of, kept_by_plan
 from memfit.analysis.explanation import (
     GatheredUnit,
     LineAtPeak,
@@ -17,25 +17,23 @@ from memfit.analysis.explanation import (
     PeakPlace,
     StepExplanation,
 )
-from memfit.analysis.facts import Report
-from memfit.analysis.holders import Holders
+from memfit.analysis.holders import Holders, rounded
 from memfit.analysis.levers import find_levers
-from memfit.analysis.levers.case import Case
-from memfit.analysis.levers.lever import Lever
-from memfit.analysis.sizes import rounded
-from memfit.analysis.unreleased import checkpointing_of, kept_by_plan
+from memfit.analysis.levers.case import Case, Lever
+from memfit.analysis.report import Report
 from memfit.capture import Category, Step, Trace
-from memfit.cost import Cost
 from memfit.errors import InputError
 from memfit.memory import CATEGORIES, Timeline
 from memfit.paths import around
 from memfit.plans import Plan
 from memfit.plans.facts import peak_at
 from memfit.plans.record import PeakAt
-from memfit.plans.resolve import Inputs, Model, TargetLike, check_nothing_beside, resolve_cost, resolve_options
+from memfit.plans.resolve import Inputs, Model, StepInputs, check_nothing_beside, resolve_cost, resolve_options
 from memfit.progress import Progress
-from memfit.solve import SolveOptions
 from memfit.solve.min_budget import MinBudget
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _LARGEST = 10
 _ACTIVATION = CATEGORIES.index(Category.ACTIVATION)
@@ -48,16 +46,9 @@ def explain(
     model: Model | Plan,
     batch: Any = None,
     *,
-    loss: Callable[..., torch.Tensor] | None = None,
-    optimizer: Any = torch.optim.AdamW,
-    autocast: torch.dtype | None = None,
-    target: TargetLike | None = None,
-    ranks: int | None = None,
     budget: str | int | float | None = None,
-    cost: Cost | str | None = None,
-    options: SolveOptions | None = None,
     levers: bool = True,
-    progress: bool = True,
+    **inputs: Unpack[StepInputs],
 ) -> StepExplanation:
     """What fills the peak of a training step and what holds it, and the levers that would lower it, cheapest first.
 
@@ -67,9 +58,12 @@ def explain(
     how the step is sharded, and what levers may checkpoint. Levers capture changed steps, which a trace cannot;
     `levers=False` leaves them out.
     """
+    progress = inputs.get("progress", True)
     if isinstance(model, Plan):
-        check_nothing_beside("the plan", None, loss, optimizer, autocast)
-        if target is not None or ranks is not None:
+        cost, options = inputs.get("cost"), inputs.get("options")
+        made_with = inputs.get("optimizer", torch.optim.AdamW)
+        check_nothing_beside("the plan", None, inputs.get("loss"), made_with, inputs.get("autocast"))
+        if inputs.get("target") is not None or inputs.get("ranks") is not None:
             raise InputError("target and ranks are part of the plan; make another plan for another target")
         if batch is None:
             return _of_document(model)
@@ -81,21 +75,10 @@ def explain(
         timed = resolve_cost(cost, report.target)
         allowed = model.budget_bytes if budget is None else report.target.budget_bytes(budget)
     else:
-        inputs = Inputs.of(
-            model,
-            batch,
-            loss=loss,
-            optimizer=optimizer,
-            autocast=autocast,
-            target=target,
-            ranks=ranks,
-            cost=cost,
-            options=options,
-            progress=progress,
-        )
-        allowed = min(inputs.target.budget_bytes(budget), inputs.target.usable_bytes)
-        step, timed = inputs.step, inputs.cost
-        report = Report(problem=inputs.problem(), plan=None)
+        given = Inputs.of(model, batch, **inputs)
+        allowed = min(given.target.budget_bytes(budget), given.target.usable_bytes)
+        step, timed = given.step, given.cost
+        report = Report(problem=given.problem(), plan=None)
     case = Case(report=report, step=step, cost=timed, budget_bytes=allowed)
     found: tuple[Lever, ...] = ()
     if levers:

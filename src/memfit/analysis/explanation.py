@@ -9,10 +9,9 @@ from typing import Any
 import msgspec
 from rich.console import RenderableType
 
-from memfit.analysis.levers.lever import Lever
+from memfit.analysis.levers.case import Lever
 from memfit.capture import Category
-from memfit.plans.text import json_text
-from memfit.solve.curve_display import render_text
+from memfit.text import json_text, render_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

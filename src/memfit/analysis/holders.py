@@ -8,6 +8,7 @@ from memfit.analysis.explanation import HeldStorage
 from memfit.capture import NEVER, Category, Phase, TensorRef
 from memfit.capture.trace_types import short
 from memfit.memory import Timeline
+from memfit.memory.timeline import Bytes
 from memfit.tradeoff import LOSS
 
 _SHARDED = {
@@ -176,3 +177,16 @@ class Holders:
 
 def _until(op: int) -> str:
     return "beyond the step" if op == NEVER else f"until op {op}"
+
+
+# Bytes as the allocator rounds them
+
+
+def rounded(n_bytes: int, rounding_bytes: int) -> int:
+    """Bytes up to the end of a block."""
+    return -(-n_bytes // rounding_bytes) * rounding_bytes
+
+
+def allocation_bytes(timeline: Timeline) -> Bytes:
+    """What every allocation of a timeline takes."""
+    return timeline.allocation_bytes

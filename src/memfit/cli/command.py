@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from memfit.cli.foreign import check_options
-from memfit.cli.output import close_quietly, say_problem
-from memfit.cli.problems import DONE, FAILED, STOPPED, USAGE, UsageError, nearest
-from memfit.cli.streams import only_results
+from memfit.cli.output import close_quietly, only_results, say_problem
+from memfit.cli.problems import DONE, FAILED, STOPPED, USAGE, UsageError, check_options
 from memfit.errors import MemfitError
+from memfit.text import nearest
 
 COMMANDS = {
     "plan": "the fastest plan for a training step that fits the memory",
@@ -29,7 +27,6 @@ COMMANDS = {
     "env": "versions and settings, for a bug report",
     "version": "memfit's version",
 }
-_CLASSES = {name: (f"memfit.cli.commands.{name}", name.capitalize()) for name in COMMANDS}
 _COLLECT_EVERY = 100_000
 """Objects made between two garbage collections. A command imports torch and reads a trace: millions of objects that
 stay. Collecting every 700 of them, as Python does unless told otherwise, is an eighth of a command's time."""
@@ -104,8 +101,9 @@ def _run(arguments: list[str], *, program: bool) -> int:
 
 def command_class(name: str) -> type[Command]:
     """The class of a command; its fields are its options."""
-    module, kind = _CLASSES[name]
-    return getattr(importlib.import_module(module), kind)
+    from memfit.cli.commands import CLASSES
+
+    return CLASSES[name]
 
 
 def parsed(name: str, arguments: list[str]) -> Command:

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from memfit.progress import Progress
+from memfit.text import number_table
 from memfit.units import display_bytes, display_ms
 
 if TYPE_CHECKING:
-    from memfit.analysis.facts import Report
     from memfit.analysis.levers import Lever
+    from memfit.analysis.report import Report
     from memfit.capture import Step, Trace
     from memfit.plans import Plan
 
@@ -50,10 +50,7 @@ def levers_in_short(levers: Sequence[Lever], plan: Plan, explain: str) -> Render
     title = "what would lower this peak further: free ones first, then by bytes saved for each millisecond"
     if hopeless:
         title = "what would help, on top of the plan that needs least: what is enough by itself comes first"
-    table = Table(show_edge=False, pad_edge=False)
-    table.add_column("lever", overflow="fold")
-    for heading in ("saves", "peak then", "a step takes", *(["for the budget"] if hopeless else [])):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table = number_table("lever", "saves", "peak then", "a step takes", *(["for the budget"] if hopeless else []))
     shown = sorted(levers, key=lambda lever: hopeless and lever.peak_bytes > plan.budget_bytes)
     shown = shown[: _SHOWN_HOPELESS if hopeless else _SHOWN]
     for lever in shown:

@@ -5,13 +5,27 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import sys
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
-from memfit.cli.printable import escaped, printable
-from memfit.cli.streams import result_stream, writing_results
+from memfit.cli.options import FileOptions
+from memfit.cli.problems import for_file
+from memfit.errors import StateError
+from memfit.progress import Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from memfit.analysis.levers import Lever
+    from memfit.analysis.report import Report
+
 
 _WIDTH = 100
 """Columns where no terminal says how many it has."""
@@ -84,3 +98,173 @@ def close_quietly() -> None:
     with contextlib.suppress(AttributeError, OSError, ValueError), open(os.devnull, "wb") as nowhere:
         if sys.stdout.fileno() == 1:
             os.dup2(nowhere.fileno(), 1)
+
+
+# The standard output for results alone: what other code prints goes to the error output
+
+
+_STANDARD_OUTPUT, _ERROR_OUTPUT = 1, 2
+_kept: list[TextIO] = []
+"""Where results go, while a command runs."""
+
+
+@contextlib.contextmanager
+def only_results(*, to_the_end: bool) -> Iterator[None]:
+    """Keep the standard output for results, whatever the step's own code, its libraries and its children print.
+
+    `to_the_end`: of the program, so that what other code prints when it exits is no part of a document either.
+    """
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    stream, opened = _stream_for_results()
+    before = _standard_output_to_errors()
+    stdout, sys.stdout = sys.stdout, sys.stderr
+    _kept.append(stream)
+    try:
+        yield
+    finally:
+        _kept.pop()
+        if opened:
+            with contextlib.suppress(OSError):
+                stream.close()
+        if not to_the_end:
+            _flush_what_others_wrote()
+            sys.stdout = stdout
+            if before is not None:
+                os.dup2(before, _STANDARD_OUTPUT)
+        if before is not None:
+            os.close(before)
+
+
+def result_stream() -> TextIO:
+    """The stream to write results to."""
+    return _kept[-1] if _kept else sys.stdout
+
+
+@contextlib.contextmanager
+def writing_results() -> Iterator[None]:
+    """Results that are written in here are all written when it ends, or it is said why not."""
+    try:
+        yield
+        result_stream().flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise StateError(f"the result cannot be written to the standard output: {error.strerror}") from error
+
+
+def _stream_for_results() -> tuple[TextIO, bool]:
+    """A stream to where the standard output leads now, and whether it was opened here."""
+    stdout = sys.stdout
+    if stdout is None:
+        return open(os.devnull, "w"), True
+    try:
+        number = stdout.fileno()
+    except (AttributeError, OSError, ValueError):  # one that only Python knows, as tests have
+        return stdout, False
+    if number != _STANDARD_OUTPUT:
+        return stdout, False
+    return open(os.dup(number), "w", encoding=stdout.encoding, errors=stdout.errors), True
+
+
+def _standard_output_to_errors() -> int | None:
+    """Lead what is written by number to the error output; a copy of where it led before, None when to nowhere."""
+    try:
+        before = os.dup(_STANDARD_OUTPUT)
+    except OSError:
+        return None
+    try:
+        os.dup2(_ERROR_OUTPUT, _STANDARD_OUTPUT)
+    except OSError:  # there is no error output
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), _STANDARD_OUTPUT)
+    return before
+
+
+def _flush_what_others_wrote() -> None:
+    """What Python and C still hold for the standard output goes where it was meant to go when it was written."""
+    import ctypes
+
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        sys.__stdout__.flush()  # type: ignore[union-attr]
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).fflush(None)
+
+
+# Names as a terminal can show them: control characters are written out
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+_IN_A_ROW = re.compile(rf"[\t\n]|{_CONTROL.pattern}")
+
+
+def escaped(text: str, *, row: bool = False) -> str:
+    r"""The text with `\x1b` for an escape; in a row of a table also with `\n` for a newline."""
+    return (_IN_A_ROW if row else _CONTROL).sub(lambda found: _written(found[0]), text)
+
+
+def printable(result: Any, *, row: bool = False) -> Any:
+    """A result with nothing in it that a terminal would act on: the one place where names of others reach it.
+
+    In a row of a table a newline is a name's, and written out; memfit's own lines there are the parts of a group.
+    """
+    result = result.__rich__() if hasattr(result, "__rich__") else result
+    if isinstance(result, str):
+        return escaped(result, row=row)
+    if isinstance(result, Text):
+        return _text(result, row=row)
+    if isinstance(result, Group):
+        return Group(*(printable(part, row=row) for part in result.renderables), fit=result.fit)
+    if isinstance(result, Table):
+        result.title, result.caption = printable(result.title), printable(result.caption)
+        for column in result.columns:
+            column._cells[:] = [printable(cell, row=True) for cell in column.cells]
+    return result
+
+
+def _text(text: Text, *, row: bool) -> Text:
+    shown = escaped(text.plain, row=row)
+    if shown == text.plain:
+        return text
+    copy = text.copy()
+    copy.plain = shown
+    return copy
+
+
+def _written(character: str) -> str:
+    return ascii(character)[1:-1]
+
+
+# The files that show a report
+
+
+def write_files(files: FileOptions, report: Report, levers: Sequence[Lever] = ()) -> None:
+    """Write what was asked for, and say so; levers are shown on the page and in the Markdown."""
+    from memfit.report.markdown import to_markdown
+    from memfit.report.page import write_page
+    from memfit.report.perfetto import write_perfetto
+    from memfit.report.snapshot import write_snapshot
+
+    if files.html is not None:
+        with Progress("drawing the page"), for_file("--html"):
+            write_page(report, files.html, levers=levers)
+        say(f"wrote {files.html}, open it in a browser")
+    if files.perfetto is not None:
+        with for_file("--perfetto"):
+            write_perfetto(report, files.perfetto)
+        say(f"wrote {files.perfetto}, open it at ui.perfetto.dev")
+    if files.snapshot is not None:
+        with for_file("--snapshot"):
+            write_snapshot(report, files.snapshot)
+        say(f"wrote {files.snapshot}, open it at pytorch.org/memory_viz")
+    if files.markdown is not None:
+        write_text("--markdown", files.markdown, to_markdown(report, levers))
+
+
+def write_text(option: str, path: Path, text: str) -> None:
+    """Write the file of an option, and say so."""
+    from memfit.files import write_whole
+
+    with for_file(option):
+        write_whole(path, text.encode(), path.name)
+    say(f"wrote {path}")

@@ -1,8 +1,8 @@
 """The plan document: decisions for one step, what they are predicted to do, and the step that they are for."""
 
+from memfit.plans.build import build_plan
 from memfit.plans.document import Plan, load
 from memfit.plans.facts import peak_at
-from memfit.plans.making import build_plan
 from memfit.plans.mismatch import PlanMismatch, model_differences
 from memfit.plans.planning import curve, plan
 from memfit.plans.record import (

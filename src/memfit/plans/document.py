@@ -20,7 +20,6 @@ from memfit.capture.optimizers import Implementation, step_with
 from memfit.capture.step import find_step
 from memfit.errors import InputError
 from memfit.files import write_whole
-from memfit.plans.display import counted, plan_report
 from memfit.plans.mismatch import PlanMismatch, differences
 from memfit.plans.record import (
     SCHEMA,
@@ -36,9 +35,8 @@ from memfit.plans.record import (
     TargetFacts,
     TraceFacts,
 )
-from memfit.plans.text import json_text
 from memfit.plans.validation import check_content
-from memfit.solve.curve_display import render_text
+from memfit.text import counted, json_text, render_text
 from memfit.units import display_bytes
 
 _AGAIN = "plan the step again"
@@ -167,10 +165,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return verify(self, step, steps, memory_tolerance=memory_tolerance, time_tolerance=time_tolerance)
 
     def __rich__(self) -> RenderableType:
+        from memfit.report.plan_display import plan_report
+
         return plan_report(self)
 
     def __str__(self) -> str:
-        return render_text(plan_report(self))
+        return render_text(self.__rich__())
 
     def __repr__(self) -> str:
         what = f"{self.status} for {display_bytes(self.budget_bytes)} on {self.ranks} x {self.target.device}"

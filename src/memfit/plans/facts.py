@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from memfit.capture import NEVER, Category, Phase, TensorRef, Trace
+from memfit.capture.trace_types import short
+from memfit.paths import module_label
 from memfit.plans.record import (
     InputFacts,
     LoopFacts,
@@ -111,3 +113,13 @@ def _inputs(trace: Trace) -> tuple[InputFacts, ...]:
             shape, dtype = (None, None) if ref is None else (ref.shape, ref.dtype)
             found.append(InputFacts(shape=shape, dtype=dtype, bytes=storage.bytes))
     return tuple(found)
+
+
+def peak_place(at: PeakAt) -> str:
+    """Return where a peak is, in words."""
+    if at.second_run_of is not None:
+        return f"the second run of {module_label(at.second_run_of)}"
+    if not at.name:
+        return at.phase
+    module = "outside any module" if at.module is None else f"in {module_label(at.module)}"
+    return f"{at.phase}, {short(at.name)}, {module}"

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
-from memfit.cost import Cost
+from memfit.capture import Step, trace
+from memfit.capture.optimizers import Implementation, implementations_of_step, step_with
+from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
 from memfit.memory import Timeline, reserved
 from memfit.plans.allocator import Held, held_under, note_on_room, with_room
+from memfit.plans.build import build_plan
 from memfit.plans.document import Plan
 from memfit.plans.facts import peak_at
-from memfit.plans.implementations import Answer, best_implementation
-from memfit.plans.making import build_plan
 from memfit.plans.record import Blocker, DdpPlan, Dtype, Estimate, Prediction, ShardedUnit, ShardPlan
-from memfit.plans.resolve import Inputs, Model, TargetLike, check_start
+from memfit.plans.resolve import Inputs, Model, StepInputs, check_start
 from memfit.progress import Progress
 from memfit.solve import (
     Choice,
@@ -24,7 +23,6 @@ from memfit.solve import (
     Incumbent,
     Problem,
     Solved,
-    SolveOptions,
     Status,
     build_curve,
     find_blocker,
@@ -34,42 +32,27 @@ from memfit.solve import (
 from memfit.solve.curve import check_points
 from memfit.units import display_bytes, display_ms
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 def plan(
     model: Model,
     batch: Any = None,
     *,
-    loss: Callable[..., torch.Tensor] | None = None,
-    optimizer: Any = torch.optim.AdamW,
-    autocast: torch.dtype | None = None,
-    target: TargetLike | None = None,
-    ranks: int | None = None,
     budget: str | int | float | None = None,
-    cost: Cost | str | None = None,
-    options: SolveOptions | None = None,
     start: Plan | None = None,
-    progress: bool = True,
+    **inputs: Unpack[StepInputs],
 ) -> Plan:
     """The fastest plan for a training step that fits the budget, proven; also when nothing fits (`infeasible`).
 
     The budget is what tensors of one rank may take (`"72GiB"`, bytes, or a part of the device); unless given, all that
     is usable, less what the caching allocator loses in pieces. A `Step`, a `Trace` or a function that runs the step may
-    stand for model, batch and the rest; a trace knows its target. `cost` times the ops: `"roofline"`, by the device's
-    figures, unless given. `start` is a plan of the same step for another budget; the search begins with it.
+    stand for model, batch and the rest; a trace knows its target. `start` is a plan of the same step for another
+    budget; the search begins with it. The keywords `loss`, `optimizer`, `autocast`, `target`,
+    `ranks`, `cost`, `options` and `progress` are those of `StepInputs`.
     """
-    inputs = Inputs.of(
-        model,
-        batch,
-        loss=loss,
-        optimizer=optimizer,
-        autocast=autocast,
-        target=target,
-        ranks=ranks,
-        cost=cost,
-        options=options,
-        progress=progress,
-    )
-    return plan_problem(inputs, budget=budget, start=start)[0]
+    return plan_problem(Inputs.of(model, batch, **inputs), budget=budget, start=start)[0]
 
 
 def plan_problem(
@@ -111,36 +94,15 @@ def plan_problem(
     return _document(best, held, problem, notes, None if budget is None else allowed), best.problem
 
 
-def curve(
-    model: Model,
-    batch: Any = None,
-    *,
-    loss: Callable[..., torch.Tensor] | None = None,
-    optimizer: Any = torch.optim.AdamW,
-    autocast: torch.dtype | None = None,
-    target: TargetLike | None = None,
-    ranks: int | None = None,
-    points: int = 16,
-    cost: Cost | str | None = None,
-    options: SolveOptions | None = None,
-    progress: bool = True,
-) -> Curve:
-    """Budget against step time, from the smallest budget that can be met to the one that needs nothing."""
-    inputs = Inputs.of(
-        model,
-        batch,
-        loss=loss,
-        optimizer=optimizer,
-        autocast=autocast,
-        target=target,
-        ranks=ranks,
-        cost=cost,
-        options=options,
-        progress=progress,
-    )
+def curve(model: Model, batch: Any = None, *, points: int = 16, **inputs: Unpack[StepInputs]) -> Curve:
+    """Budget against step time, from the smallest budget that can be met to the one that needs nothing.
+
+    The keywords are those of `plan`.
+    """
+    given = Inputs.of(model, batch, **inputs)
     check_points(points)
-    problem = inputs.problem()
-    with Progress("solving", show=progress) as spinner:
+    problem = given.problem()
+    with Progress("solving", show=given.progress) as spinner:
 
         def watch(done: int, all_points: int) -> None:
             spinner.add(f"{done} of {all_points} budgets")
@@ -281,3 +243,42 @@ def _why(problem: Problem) -> Blocker | None:
         peak_by_category=found.by_category,
         peak_at=peak_at(problem.trace, found.op, second_run_of=found.second_run_of),
     )
+
+
+# The optimizer's step, where a plan may choose it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What was solved, and with which implementation of the optimizer's step; None is the one that was given."""
+
+    problem: Problem
+    solved: Solved
+    implementation: Implementation | None
+
+    @property
+    def step_ms(self) -> float:
+        """The time of the step under the plan, infinite when there is none."""
+        return self.problem.runtime.total_ms + self.problem.exposed_ms + self.solved.recompute_ms
+
+    def better_than(self, other: Answer) -> bool:
+        """Whether it is faster, or nearer to the budget when neither fits."""
+        if self.solved.choice is None and other.solved.choice is None:
+            mine, theirs = self.solved.minimum_budget_bytes, other.solved.minimum_budget_bytes
+            return mine is not None and (theirs is None or mine < theirs)
+        return self.step_ms < other.step_ms
+
+
+def best_implementation(answer: Answer, step: Step, cost: Cost) -> Answer:
+    """The fastest answer over the ways in which the optimizer can do its step."""
+    best, problem = answer, answer.problem
+    for kind in implementations_of_step(step):
+        with step_with(step, kind) as other:
+            captured = trace(other, target=problem.target)
+        if captured.fingerprint == problem.trace.fingerprint:
+            continue
+        tried = Problem.of(Runtime.of(captured, cost), problem.target, problem.options)
+        found = Answer(problem=tried, solved=solve(tried, answer.solved.budget_bytes), implementation=kind)
+        if found.better_than(best):
+            best = found
+    return best

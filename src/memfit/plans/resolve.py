@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
@@ -21,10 +20,29 @@ from memfit.hardware import Device, Target, list_devices
 from memfit.plans.document import Plan
 from memfit.progress import Progress
 from memfit.solve import Problem, SolveOptions
+from memfit.text import nearest
 
 Model = nn.Module | Callable[[], Any] | Step | Trace
 TargetLike = str | os.PathLike[str] | torch.device | Device | Target
 _COSTS = (*ROOFLINE, *BENCHMARK)
+
+
+class StepInputs(TypedDict, total=False):
+    """What `plan`, `curve` and `explain` take beside the model and its batch, all by keyword.
+
+    `loss`, `optimizer` (AdamW unless given) and `autocast` are parts of the step, as in `Step`. `target` is the
+    hardware by name, of `ranks` ranks. `cost` times the ops: `"roofline"`, by the device's figures, unless given.
+    `options` are for the solver. With `progress` a terminal shows what is being done.
+    """
+
+    loss: Callable[..., torch.Tensor] | None
+    optimizer: Any
+    autocast: torch.dtype | None
+    target: TargetLike | None
+    ranks: int | None
+    cost: Cost | str | None
+    options: SolveOptions | None
+    progress: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +165,8 @@ def resolve_cost(cost: Cost | str | None, target: Target) -> Cost:
         return Roofline.of(target)
     if isinstance(cost, str):
         if cost not in _COSTS:
-            near = difflib.get_close_matches(cost.lower(), _COSTS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"write {ROOFLINE[0]!r} or {BENCHMARK[0]!r}"
+            near = nearest(cost.lower(), _COSTS)
+            hint = f"did you mean {near!r}?" if near else f"write {ROOFLINE[0]!r} or {BENCHMARK[0]!r}"
             raise InputError(f"no cost model is called {cost!r}; {hint}")
         return cost_model(cost, target)
     if isinstance(cost, type):

@@ -9,8 +9,7 @@ from typing import Any, Literal
 import msgspec
 from rich.console import RenderableType
 
-from memfit.plans.text import json_text
-from memfit.solve.curve_display import render_text
+from memfit.text import json_text, render_text
 
 Over = Literal["batch", "seq", "ranks"]
 PointStatus = Literal["optimal", "feasible", "infeasible", "unknown"]
@@ -133,7 +132,7 @@ class Search:
         return json_text(msgspec.to_builtins(self.to_dict()))
 
     def __rich__(self) -> RenderableType:
-        from memfit.plans.search_display import search_report
+        from memfit.report.search_display import search_report
 
         return search_report(self)
 

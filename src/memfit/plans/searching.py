@@ -31,11 +31,11 @@ from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.plans.allocator import Room, held_under, with_room
-from memfit.plans.display import counted
 from memfit.plans.resolve import TargetLike, resolve_cost, resolve_options, resolve_target
 from memfit.plans.search_result import Over, PointStatus, Search, SearchInterrupted, SearchPoint
 from memfit.progress import Progress
 from memfit.solve import Limits, Problem, SolveOptions, Status, minimum_budget_bytes, solve
+from memfit.text import counted
 from memfit.torch_private.pytree import tree_leaves
 
 MakeStep = Callable[[int], Step | Trace]

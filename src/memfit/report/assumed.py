@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from memfit._version import __version__
-from memfit.analysis.facts import Report
+from memfit.analysis.report import Report
 from memfit.capture import Phase
 from memfit.cost import Roofline
 from memfit.hardware import Device

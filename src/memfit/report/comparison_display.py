@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.capture.trace_types import short
+from memfit.text import number_table
 from memfit.units import display_bytes, display_ms
 
 if TYPE_CHECKING:
@@ -33,20 +34,10 @@ def comparison_report(found: Comparison) -> Group:
     return Group(*parts)
 
 
-def _table(title: str, *names: str, left: int = 1) -> Table:
-    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
-    for place, name in enumerate(names):
-        if place < left:
-            table.add_column(name, overflow="fold")
-        else:
-            table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
 def _changed(found: Comparison) -> RenderableType:
     if not found.changed:
         return Text(f"what changed: {found.note or 'nothing of what they were made from'}")
-    table = _table("what changed", "", "first", "second", left=3)
+    table = number_table("", "first", "second", left=3, title="what changed")
     for each in found.changed[:_ROWS]:
         table.add_row(
             Text(each.name), *(Text(_NOTHING if side is None else side) for side in (each.first, each.second))
@@ -57,7 +48,7 @@ def _changed(found: Comparison) -> RenderableType:
 
 def _effects(found: Comparison) -> Table:
     """Memory and time on both sides; what does not differ has no change."""
-    table = _table("what it did", "", "first", "second", "change")
+    table = number_table("", "first", "second", "change", title="what it did")
     for each in found.memory:
         table.add_row(each.name, *_cells(each.first_bytes, each.second_bytes, display_bytes))
     if found.times:
@@ -80,7 +71,7 @@ def _decisions(found: Comparison) -> Table | None:
     if not found.decisions:
         return None
     names = ("unit", "units", "each drops, first", "second", "recompute all, first", "second")
-    table = _table("decisions that differ", *names)
+    table = number_table(*names, title="decisions that differ")
     for each in found.decisions[:_ROWS]:
         table.add_row(
             Text.assemble(each.units, " ", (each.kind, "dim")),
@@ -95,7 +86,7 @@ def _modules(found: Comparison) -> Table | None:
     if not found.modules:
         return None
     names = ("module", "modules", "left for backward", "change", "FLOPs", "change")
-    table = _table("modules that differ, with those inside them", *names)
+    table = number_table(*names, title="modules that differ, with those inside them")
     for each in found.modules[:_ROWS]:
         count = str(each.second_modules)
         if each.first_modules != each.second_modules:
@@ -114,7 +105,7 @@ def _modules(found: Comparison) -> Table | None:
 def _ops(found: Comparison) -> Table | None:
     if not found.ops:
         return None
-    table = _table("ops that run another number of times", "op", "first", "second", "change")
+    table = number_table("op", "first", "second", "change", title="ops that run another number of times")
     for each in found.ops[:_ROWS]:
         name = short(each.name)
         table.add_row(Text(name), str(each.first), str(each.second), f"{each.second - each.first:+}")

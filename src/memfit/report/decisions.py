@@ -6,14 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from memfit.analysis.facts import Report
-from memfit.analysis.forced import forced_ops
-from memfit.analysis.strings import named
+from memfit.analysis.checkpointing import forced_ops
+from memfit.analysis.report import Report
 from memfit.capture.trace_types import short
-from memfit.paths import alike, folded
+from memfit.paths import alike, folded, module_label
 from memfit.plans import Plan
-from memfit.plans.display import same_policy, units_label
 from memfit.plans.record import Checkpoint, UnitOp
+from memfit.report.plan_display import same_policy, units_label
 from memfit.solve.program import Candidate
 from memfit.units import display_bytes, display_ms
 
@@ -61,7 +60,7 @@ def _checkpointed(members: Sequence[Checkpoint], forced: Mapping[int, str]) -> d
 
 def label(members: Sequence[Checkpoint]) -> str:
     """The name of units that are alike: `layers.0-15.feed_forward`."""
-    return named(members[0].unit) if len(members) == 1 else units_label(members)
+    return module_label(members[0].unit) if len(members) == 1 else units_label(members)
 
 
 def _per_ms(dropped: int, took_ms: float) -> str:
@@ -90,7 +89,7 @@ def _kept(report: Report, plan: Plan) -> Iterator[dict[str, Any]]:
         dropped = sum(candidate.policies[-1].discarded_bytes for candidate in members)
         each = f"{display_bytes(most.discarded_bytes)}{' each' if len(members) > 1 else ''}"
         yield {
-            "unit": named(folded(candidate.unit.name for candidate in members)),
+            "unit": module_label(folded(candidate.unit.name for candidate in members)),
             "kind": members[0].unit.kind,
             "units": len(members),
             "decision": "kept",

@@ -15,7 +15,7 @@ from memfit.analysis.levers import Lever
 from memfit.capture import Category
 from memfit.capture.trace_types import short
 from memfit.paths import alike, folded
-from memfit.plans.display import counted
+from memfit.text import counted, number_table
 from memfit.units import display_bytes, display_ms
 
 _ROWS = 8
@@ -67,15 +67,6 @@ def _headline(found: StepExplanation) -> Text:
     return text
 
 
-def _table(title: str, *columns: str, first: str) -> Table:
-    """A table whose columns are numbers, but for the first."""
-    table = Table(title=title, show_edge=False, pad_edge=False)
-    table.add_column(first, overflow="fold")
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
 def _titled(table: Table) -> Iterable[RenderableType]:
     """The table below its title, which a table would fold to its own width."""
     title, table.title = table.title, None
@@ -84,7 +75,7 @@ def _titled(table: Table) -> Iterable[RenderableType]:
 
 
 def _categories(found: StepExplanation) -> Table:
-    table = _table("what fills the peak", "bytes", "share", first="category")
+    table = number_table("category", "bytes", "share", title="what fills the peak")
     for category, n_bytes in found.by_category.items():
         table.add_row(category.value, display_bytes(n_bytes), _share(n_bytes, found.peak_bytes))
     return table
@@ -99,7 +90,7 @@ def _modules(found: StepExplanation) -> Table | None:
         groups[alike(each.module)].append(each)
     rows = sorted(groups.values(), key=lambda members: -sum(each.size_bytes for each in members))
     title = "by module, each without the modules inside it"
-    table = _table(title, "bytes", "state", "activations", "other", first="module")
+    table = number_table("module", "bytes", "state", "activations", "other", title=title)
     table.add_column("most by line", overflow="fold")
     for members in rows[:_ROWS]:
         whole = sum(each.size_bytes for each in members)
@@ -117,7 +108,7 @@ def _modules(found: StepExplanation) -> Table | None:
 def _lines(found: StepExplanation) -> Table | None:
     if not found.by_line:
         return None
-    table = _table("by line of code", "allocations", "bytes", "share", first="line")
+    table = number_table("line", "allocations", "bytes", "share", title="by line of code")
     for each in found.by_line[:_LINES]:
         share = _share(each.size_bytes, found.peak_bytes)
         table.add_row(Text(each.source), str(each.allocations), display_bytes(each.size_bytes), share)
@@ -163,7 +154,7 @@ def _activations(found: StepExplanation) -> Table | None:
     if not rows:
         return None
     title = "what modules and those inside them hold for the backward, when most is held"
-    table = _table(title, "modules", "each at most", "all", "their own", first="module")
+    table = number_table("module", "modules", "each at most", "all", "their own", title=title)
     ordered = sorted(rows.values(), key=lambda members: -sum(size for _, size, _ in members))
     for members in ordered[:_ROWS]:
         table.add_row(
@@ -183,7 +174,9 @@ def _gathered(found: StepExplanation) -> Table | None:
     for each in found.gathered:
         groups[alike(each.module), each.gathered_bytes].append(each)
     title = "sharded units: what is whole when one is gathered, and what is gathered at the peak"
-    table = _table(title, "units", "gathered", "whole gradient", "kept by a rank", "gathered at the peak", first="unit")
+    table = number_table(
+        "unit", "units", "gathered", "whole gradient", "kept by a rank", "gathered at the peak", title=title
+    )
     for members in list(groups.values())[:_ROWS]:
         first = members[0]
         table.add_row(
@@ -212,7 +205,7 @@ def _checkpointing(found: Checkpointing) -> Iterable[RenderableType]:
     for each in found.still_held:
         groups[alike(each.unit), each.name, each.reason].append(each)
     rows = sorted(groups.values(), key=lambda members: -sum(each.size_bytes for each in members))
-    table = _table("what checkpointed units hold at the peak all the same", "storages", "bytes", first="unit")
+    table = number_table("unit", "storages", "bytes", title="what checkpointed units hold at the peak all the same")
     table.add_column("made by", overflow="fold")
     table.add_column("why it stays", overflow="fold")
     for members in rows[:_ROWS]:
@@ -236,7 +229,7 @@ def _alike_words(text: str) -> str:
 def _levers(found: StepExplanation) -> Iterable[RenderableType]:
     """What each does, then how."""
     title = "levers: free ones first, then by bytes saved for each millisecond lost, small ones last"
-    table = _table(title, "saves", "peak then", "step", first="")
+    table = number_table("", "saves", "peak then", "step", title=title)
     table.columns[0].justify = "right"
     table.add_column("lever", overflow="fold")
     for number, lever in enumerate(found.levers, 1):

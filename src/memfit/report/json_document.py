@@ -10,15 +10,14 @@ import msgspec
 import numpy as np
 
 from memfit._version import __version__
-from memfit.analysis.facts import Report
-from memfit.analysis.strings import Strings
+from memfit.analysis.report import Report
 from memfit.memory import CATEGORIES, Timeline
 from memfit.plans.facts import trace_facts
-from memfit.plans.text import json_text
 from memfit.report.assumed import assumed
 from memfit.report.streams import build_clock
-from memfit.report.tree import module_tree
+from memfit.report.tree import Strings, module_tree
 from memfit.solve import Curve
+from memfit.text import json_text
 
 SCHEMA = 1
 _POINTS = 400

@@ -10,16 +10,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from memfit.analysis.facts import Report
+from memfit.analysis.comparison import reserves_more
 from memfit.analysis.levers import Lever, enough
-from memfit.analysis.words import headline, place, reserves_more
+from memfit.analysis.report import Report
 from memfit.capture import Category
 from memfit.plans import Plan
-from memfit.plans.display import counted
+from memfit.plans.facts import peak_place
 from memfit.plans.record import Blocker, Estimate
 from memfit.report.assumed import assumed
+from memfit.report.curve_display import headline as curve_headline
 from memfit.report.decisions import decisions
-from memfit.solve.curve_display import headline as curve_headline
+from memfit.report.headline import headline, without_plan_of
+from memfit.text import counted
 from memfit.units import display_bytes, display_ms
 from memfit.verify import Verification
 from memfit.verify.verification import BytesBeside, MsBeside
@@ -49,7 +51,7 @@ def to_markdown(report: Report, levers: Sequence[Lever] = ()) -> str:
 def _before_and_after(report: Report) -> str:
     """Peak, reserved, time and categories, each without the plan and with it."""
     plan = report.plan
-    without = report.without
+    without = without_plan_of(report)
     if plan is None:
         timeline = report.baseline
         step_ms = report.runtime.total_ms + report.problem.exposed_ms
@@ -102,10 +104,10 @@ def _highest(report: Report) -> Iterator[str]:
     plan = report.plan
     if plan is None:
         return
-    without = report.without if plan.ranks == 1 else f"when {report.without}"
-    lines = [f"Highest {without}: {_prose(place(plan.baseline.peak_at))}."]
+    without = without_plan_of(report) if plan.ranks == 1 else f"when {without_plan_of(report)}"
+    lines = [f"Highest {without}: {_prose(peak_place(plan.baseline.peak_at))}."]
     if plan.predicted is not None:
-        lines.append(f"Highest with the plan: {_prose(place(plan.predicted.peak_at))}.")
+        lines.append(f"Highest with the plan: {_prose(peak_place(plan.predicted.peak_at))}.")
     yield " ".join(lines)
 
 

@@ -17,13 +17,14 @@ import msgspec
 import numpy as np
 
 from memfit._version import __version__
-from memfit.analysis.facts import Report
-from memfit.analysis.strings import named
+from memfit.analysis.report import Report
 from memfit.capture import NEVER, Op, Phase, Trace
 from memfit.capture.trace_types import short
 from memfit.cost import Collective
 from memfit.files import write_whole
 from memfit.memory import BETWEEN, CATEGORIES, Timeline
+from memfit.paths import module_label
+from memfit.report.headline import without_plan_of
 from memfit.report.streams import Clock, Sending, Wait, build_clock
 
 _MODULES, _COMPUTE, _TIMELESS = 1, 2, 5
@@ -62,7 +63,7 @@ def _about(report: Report) -> dict[str, str]:
 
 def _events(report: Report) -> Iterator[_Event]:
     """Every event; the process that people want to see comes first."""
-    without = report.without
+    without = without_plan_of(report)
     steps = [] if report.planned is None else [("with the plan", report.planned)]
     for pid, (name, timeline) in enumerate([*steps, (without, report.baseline)], start=1):
         yield from _Process(report, timeline, pid, name).events()
@@ -106,7 +107,7 @@ class _Process:
         for wait in clock.waits:
             yield self._wait(wait)
         for work in clock.host:
-            args = {"unit": named(work.unit), "note": "hooks of both runs, and answers for what is saved"}
+            args = {"unit": module_label(work.unit), "note": "hooks of both runs, and answers for what is saved"}
             yield self._slice(_COMPUTE, "host work for a second run", work.begin_ns, work.end_ns, args, "host")
         columns = (timeline.op.tolist(), timeline.run.tolist(), clock.begins_ns.tolist(), clock.ends_ns.tolist())
         for op, run, begin_ns, end_ns in zip(*columns, strict=True):
@@ -115,7 +116,7 @@ class _Process:
             args = _op_args(trace, op)
             name, cat = short(trace.ops[op].name), trace.ops[op].phase.value
             if run != NEVER:
-                args |= {"recomputed": True, "second run of": named(timeline.units[run].name)}
+                args |= {"recomputed": True, "second run of": module_label(timeline.units[run].name)}
                 name, cat = f"{name} (again)", _AGAIN
             if begin_ns == end_ns:
                 yield self._instant(_TIMELESS, name, begin_ns, args, cat)
@@ -127,7 +128,7 @@ class _Process:
             args = {"note": "all waits of the step together; where each of them is, is not known"}
             return self._slice(_COMPUTE, "waiting for collectives", wait.begin_ns, wait.end_ns, args, "wait")
         what = _COLLECTIVES[wait.transfer.kind][1]
-        args = {"module": named(wait.transfer.module), "bytes": wait.transfer.size_bytes}
+        args = {"module": module_label(wait.transfer.module), "bytes": wait.transfer.size_bytes}
         return self._slice(_COMPUTE, f"waiting for {what}", wait.begin_ns, wait.end_ns, args, "wait")
 
     def _collectives(self, sendings: tuple[Sending, ...]) -> Iterator[_Event]:
@@ -135,12 +136,12 @@ class _Process:
             transfer = sending.transfer
             tid, what = _COLLECTIVES[transfer.kind]
             args = {
-                "module": named(transfer.module),
+                "module": module_label(transfer.module),
                 "bytes": transfer.size_bytes,
                 "issued before op": transfer.issued,
                 "needed before op": transfer.needed,
             }
-            name = f"{what} {named(transfer.module)}"
+            name = f"{what} {module_label(transfer.module)}"
             if sending.exact:
                 yield self._slice(tid, name, sending.begin_ns, sending.end_ns, args, what)
             else:
@@ -242,17 +243,21 @@ class _Paths:
             return place.value, {}, "phase"
         if isinstance(place, int):
             unit = self.timeline.units[place]
-            return f"{_AGAIN} of {named(unit.name)}", {"unit": named(unit.name), "kind": unit.kind}, _AGAIN
+            return (
+                f"{_AGAIN} of {module_label(unit.name)}",
+                {"unit": module_label(unit.name), "kind": unit.kind},
+                _AGAIN,
+            )
         side, number = place[0], place[-1]
         call = self.trace.calls[number]
-        args = {"module": named(call.module), "kind": call.kind, "call": call.index}
+        args = {"module": module_label(call.module), "kind": call.kind, "call": call.index}
         again = " (again)" if side == _AGAIN else f" {side}" if side else ""
-        return f"{named(call.module)}{again}", args, side or "forward"
+        return f"{module_label(call.module)}{again}", args, side or "forward"
 
 
 def _op_args(trace: Trace, index: int) -> dict[str, Any]:
     op = trace.ops[index]
-    module = named(trace.calls[op.call].module) if op.call != NEVER else "outside any module"
+    module = module_label(trace.calls[op.call].module) if op.call != NEVER else "outside any module"
     return {
         "op": index,
         "name": op.name,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from memfit._version import __version__
-from memfit.analysis.facts import Report
+from memfit.analysis.report import Report
 from memfit.capture import NEVER, Category
 from memfit.capture.trace_types import short
 from memfit.files import write_whole

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.facts import Report
+from memfit.analysis.report import Report
 from memfit.cost import CollectiveModel
 from memfit.memory import Timeline
 from memfit.sharding import Sharding

@@ -12,6 +12,7 @@ from rich.text import Text
 from memfit.cost import Runtime
 from memfit.cost.roofline import Precision, peak_ms, real_flops
 from memfit.paths import alike
+from memfit.text import number_table
 from memfit.tradeoff import Frontiers
 from memfit.units import display_bytes, display_ms
 
@@ -64,10 +65,7 @@ def _by_module(runtime: Runtime, count: int) -> Table:
         row.count += 1
         row.forward_ms += module.forward_ms
         row.backward_ms += module.backward_ms
-    table = Table(title="\nmodules that take longest", title_justify="left", show_edge=False, pad_edge=False)
-    table.add_column("module", overflow="fold")
-    for name in ("modules", "forward", "backward", "share"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = number_table("module", "modules", "forward", "backward", "share", title="\nmodules that take longest")
     ordered = sorted(rows.items(), key=lambda item: -(item[1].forward_ms + item[1].backward_ms))
     for path, row in ordered[:count]:
         both = row.forward_ms + row.backward_ms
@@ -94,10 +92,9 @@ def _by_unit(frontiers: Frontiers, count: int) -> Table:
             part + half.discarded_bytes,
             part_ms + half.recompute_ms,
         )
-    table = Table(title="\nwhat units could give up for time", title_justify="left", show_edge=False, pad_edge=False)
-    table.add_column("unit", overflow="fold")
-    for name in ("units", "at most", "for", "about half", "for"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = number_table(
+        "unit", "units", "at most", "for", "about half", "for", title="\nwhat units could give up for time"
+    )
     for path, (number, full, full_ms, part, part_ms) in sorted(rows.items(), key=lambda item: -item[1][1])[:count]:
         table.add_row(
             path, str(number), display_bytes(full), display_ms(full_ms), display_bytes(part), display_ms(part_ms)

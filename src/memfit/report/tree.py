@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from memfit.analysis.facts import Report
-from memfit.analysis.sizes import allocation_bytes
-from memfit.analysis.strings import Strings, named
+from memfit.analysis.holders import allocation_bytes
+from memfit.analysis.report import Report
 from memfit.capture import NEVER, Category, Op, Phase, Trace
 from memfit.memory import BETWEEN, CATEGORIES, Timeline
+from memfit.paths import module_label
 from memfit.plans import Plan
 
 NONE, KEPT, PARTLY, FULLY = range(4)
@@ -47,7 +47,7 @@ def module_tree(report: Report, strings: Strings) -> dict[str, Any]:
     shards = report.problem.sharding.units if report.problem.sharding is not None else ()
     columns: dict[str, Any] = {
         "name": [strings[_last(key)] for key in keys],
-        "path": [strings[named(path) if module else path] for path, module in keys],
+        "path": [strings[module_label(path) if module else path] for path, module in keys],
         "kind": [strings[kinds.get(key, "")] for key in keys],
         "parent": [_parent(key, places) for key in keys],
         "decision": [decided.get(key, NONE) for key in keys],
@@ -181,7 +181,7 @@ def _above(path: str) -> Iterator[str]:
 
 def _last(key: Key) -> str:
     path, module = key
-    return named(path.rpartition(".")[2]) if module else path
+    return module_label(path.rpartition(".")[2]) if module else path
 
 
 def _parent(key: Key, places: dict[Key, int]) -> int:
@@ -193,3 +193,22 @@ def _parent(key: Key, places: dict[Key, int]) -> int:
         if (path, True) in places:
             return places[path, True]
     return 0
+
+
+# Texts that occur many times, kept once
+
+
+class Strings:
+    """Numbers for texts, in the order in which they first come."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def __getitem__(self, text: str) -> int:
+        """The number of a text."""
+        return self._numbers.setdefault(text, len(self._numbers))
+
+    @property
+    def texts(self) -> list[str]:
+        """Every text, by its number."""
+        return list(self._numbers)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from rich.console import RenderableType
 
 from memfit.errors import InputError
-from memfit.solve.curve_display import curve_report, headline, render_text
 from memfit.solve.milp import Status
 from memfit.solve.solution import Problem, Solved, minimum_budget_bytes, solve
+from memfit.text import render_text
 from memfit.units import display_bytes, parse_bytes
 
 _GIB = float(1 << 30)
@@ -54,12 +54,16 @@ class Curve:
         return next(point for point in reversed(self.points) if point.budget_bytes <= budget_bytes).price_ms_per_gib
 
     def __rich__(self) -> RenderableType:
+        from memfit.report.curve_display import curve_report
+
         return curve_report(self)
 
     def __str__(self) -> str:
-        return render_text(curve_report(self))
+        return render_text(self.__rich__())
 
     def __repr__(self) -> str:
+        from memfit.report.curve_display import headline
+
         return f"Curve({headline(self)}; points: {len(self.points)})"
 
 

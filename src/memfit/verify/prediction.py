@@ -11,7 +11,7 @@ import torch
 from memfit.capture import Step, Trace
 from memfit.memory import Timeline
 from memfit.plans import Plan, PlanMismatch
-from memfit.plans.making import build_policy
+from memfit.plans.build import build_policy
 from memfit.solve import replay
 from memfit.tradeoff import TraceColumns, units
 

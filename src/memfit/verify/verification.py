@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 from rich.console import RenderableType
 
-from memfit.plans.text import json_text
-from memfit.solve.curve_display import render_text
+from memfit.text import json_text, render_text
 from memfit.units import display_bytes, display_ms
 from memfit.verify.exactness import Exactness
 
@@ -157,7 +156,7 @@ class Verification:
         return json_text(msgspec.to_builtins(self.to_dict()))
 
     def __rich__(self) -> RenderableType:
-        from memfit.verify.display import verification_report
+        from memfit.report.verify_display import verification_report
 
         return verification_report(self)
 

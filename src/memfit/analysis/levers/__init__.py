@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from memfit.analysis.levers.case import Case
-from memfit.analysis.levers.checkpointing import checkpointing
-from memfit.analysis.levers.gradients import gradients
-from memfit.analysis.levers.holding import holding
-from memfit.analysis.levers.lever import Basis, Lever, enough, in_order
-from memfit.analysis.levers.loss import loss
-from memfit.analysis.levers.micro_batch import micro_batch
+from memfit.analysis.levers.case import Basis, Case, Lever, enough, in_order
+from memfit.analysis.levers.changed_steps import loss, micro_batch, optimizer, precision
+from memfit.analysis.levers.lifetimes import gradients, holding
 from memfit.analysis.levers.offload import offload
-from memfit.analysis.levers.optimizer import optimizer
-from memfit.analysis.levers.precision import precision
-from memfit.analysis.levers.sharding import sharding
+from memfit.analysis.levers.replanned import checkpointing, sharding
 
 __all__ = ["LEVERS", "Basis", "Case", "Lever", "enough", "find_levers"]
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from memfit.analysis.levers.case import Case, Effect
-from memfit.analysis.levers.lever import Lever
-from memfit.analysis.levers.sharding import wrapped
+from memfit.analysis.levers.case import Case, Effect, Lever
+from memfit.analysis.levers.replanned import wrapped
 from memfit.capture import NEVER, Category, Parameter, Phase
 from memfit.cost import Collective, Runtime
 from memfit.hardware import load_device

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from memfit.cli.given import check_is_there, is_trace, read_plan, read_trace
 from memfit.cli.options import Json, arg
 from memfit.cli.output import show, show_json
 from memfit.cli.problems import UsageError
+from memfit.cli.resolve import check_is_there, is_trace, read_plan, read_trace
 from memfit.errors import InputError
 
 if TYPE_CHECKING:

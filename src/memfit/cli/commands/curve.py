@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from rich.text import Text
 
-from memfit.cli.given import captured, solve_options, step_and_target
 from memfit.cli.options import HardwareOptions, Json, SolverOptions, TimedStepOptions, arg
 from memfit.cli.output import plain, show, show_json
 from memfit.cli.problems import about
+from memfit.cli.resolve import captured, solve_options, step_and_target
 
 if TYPE_CHECKING:
     from memfit.solve import Curve as Found

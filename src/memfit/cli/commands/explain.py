@@ -8,10 +8,10 @@ from typing import Annotated
 
 import tyro
 
-from memfit.cli.given import read_plan, resolve_step, step_and_target
 from memfit.cli.options import HardwareOptions, Json, TimedStepOptions, arg
 from memfit.cli.output import show, show_json
 from memfit.cli.problems import UsageError
+from memfit.cli.resolve import read_plan, resolve_step, step_and_target
 
 
 @dataclass(frozen=True, kw_only=True)

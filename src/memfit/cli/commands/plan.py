@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from memfit.cli.files import write_files, write_text
-from memfit.cli.given import captured, solve_options, step_and_target
 from memfit.cli.levers import find_levers, levers_in_short
 from memfit.cli.options import FileOptions, HardwareOptions, Json, SolverOptions, TimedStepOptions, arg
-from memfit.cli.output import show, show_json
+from memfit.cli.output import show, show_json, write_files, write_text
 from memfit.cli.problems import UsageError, check_files
+from memfit.cli.resolve import captured, solve_options, step_and_target
 
 if TYPE_CHECKING:
     from memfit.analysis.levers import Lever
@@ -48,11 +47,11 @@ class Plan:
     """Print the plan as JSON."""
 
     def run(self) -> int:
-        from memfit.analysis.facts import Report
+        from memfit.analysis.report import Report
         from memfit.capture import Step, Trace
-        from memfit.plans.display import plan_report
         from memfit.plans.planning import plan_problem
         from memfit.plans.resolve import Inputs, resolve_cost
+        from memfit.report.plan_display import plan_report
 
         check_files({"--output": self.output, **self.file.by_option})
         if self.curve and not self.file.any:

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from memfit.cli.files import write_files
-from memfit.cli.given import check_is_there, read_plan, reading, resolve_step
 from memfit.cli.levers import find_levers
 from memfit.cli.options import FileOptions, Json, TimedStepOptions, arg
-from memfit.cli.output import show_json, show_text
+from memfit.cli.output import show_json, show_text, write_files
 from memfit.cli.problems import check_files
+from memfit.cli.resolve import check_is_there, read_plan, reading, resolve_step
 from memfit.errors import InputError
 from memfit.progress import Progress
 
@@ -45,7 +44,7 @@ class Report:
     """Print everything as JSON."""
 
     def run(self) -> int:
-        from memfit.analysis.facts import Report as Facts
+        from memfit.analysis.report import Report as Facts
         from memfit.report.json_document import to_json
         from memfit.report.markdown import to_markdown
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from memfit.cli.given import Given, captured, resolve_steps, resolve_target, solve_options
 from memfit.cli.options import Count, HardwareOptions, Json, SolverOptions, StepOptions, TimedStepOptions, arg
 from memfit.cli.output import say, show, show_json
 from memfit.cli.problems import STOPPED, UsageError
+from memfit.cli.resolve import Given, captured, resolve_steps, resolve_target, solve_options
 
 if TYPE_CHECKING:
     from memfit.capture import Step, Trace
@@ -92,7 +92,7 @@ class Search:
 
     def _tell(self, began: float, point: SearchPoint) -> None:
         """Say what was found for one value."""
-        from memfit.plans.search_display import display_rate
+        from memfit.report.search_display import display_rate
         from memfit.units import display_bytes, display_ms
 
         seconds = f"{time.monotonic() - began:.0f} s"

@@ -8,11 +8,10 @@ from typing import Annotated
 
 import tyro
 
-from memfit.cli.files import write_text
-from memfit.cli.given import read_plan, resolve_step
 from memfit.cli.options import Json, StepOptions, arg, number
-from memfit.cli.output import show, show_json, to_json
+from memfit.cli.output import show, show_json, to_json, write_text
 from memfit.cli.problems import UsageError, check_files
+from memfit.cli.resolve import read_plan, resolve_step
 from memfit.progress import Progress
 
 

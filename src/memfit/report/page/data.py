@@ -8,19 +8,19 @@ from typing import Any
 
 import msgspec
 
-from memfit.analysis.facts import Report
+from memfit.analysis.comparison import reserves_more
 from memfit.analysis.levers import Lever
-from memfit.analysis.strings import Strings, named
-from memfit.analysis.words import place, reserves_more
+from memfit.analysis.report import Report
 from memfit.capture import Category, Phase
 from memfit.memory import CATEGORIES
-from memfit.paths import alike, folded
+from memfit.paths import alike, folded, module_label
 from memfit.plans import Plan
+from memfit.plans.facts import peak_place
 from memfit.plans.record import Estimate, ShardPlan
 from memfit.report.assumed import assumed
 from memfit.report.decisions import decisions
 from memfit.report.page.drawn import drawn
-from memfit.report.tree import module_tree
+from memfit.report.tree import Strings, module_tree
 from memfit.sharding.shard import Sharding
 from memfit.solve import Curve
 from memfit.verify import Verification
@@ -70,14 +70,14 @@ def _estimates(report: Report) -> list[dict[str, Any]]:
     elif plan.blocker is not None:
         blocker = plan.blocker
         found.append(_column("the lowest there is", blocker.peak_bytes, blocker.peak_by_category))
-        found[-1]["place"] = place(blocker.peak_at)
+        found[-1]["place"] = peak_place(blocker.peak_at)
     return found
 
 
 def _estimate(name: str, estimate: Estimate, reserves: bool) -> dict[str, Any]:
     column = _column(name, estimate.peak_bytes, estimate.peak_by_category, step_ms=estimate.step_ms)
     reserved_bytes = estimate.peak_reserved_bytes if reserves else None
-    return {**column, "reserved_bytes": reserved_bytes, "place": place(estimate.peak_at)}
+    return {**column, "reserved_bytes": reserved_bytes, "place": peak_place(estimate.peak_at)}
 
 
 def _column(
@@ -124,7 +124,7 @@ def _shard(shard: ShardPlan, sharding: Sharding | None) -> dict[str, Any]:
         "exposed_ms": sharding.exposed_ms if sharding is not None else 0.0,
         "units": [
             {
-                "unit": named(folded(modules)),
+                "unit": module_label(folded(modules)),
                 "units": len(modules),
                 "kept": key[1],
                 "parameters": key[2],
@@ -142,7 +142,7 @@ def _blocker(plan: Plan | None) -> dict[str, Any] | None:
     if plan is None or plan.blocker is None:
         return None
     return {
-        "place": place(plan.blocker.peak_at),
+        "place": peak_place(plan.blocker.peak_at),
         "peak_bytes": plan.blocker.peak_bytes,
         "minimum_budget_bytes": plan.minimum_budget_bytes,
     }

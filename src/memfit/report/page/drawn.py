@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.facts import Report
-from memfit.analysis.sizes import allocation_bytes, rounded
-from memfit.analysis.strings import Strings, named
+from memfit.analysis.holders import allocation_bytes, rounded
+from memfit.analysis.report import Report
 from memfit.capture import NEVER, Category, Phase
 from memfit.capture.trace_types import short
 from memfit.memory import BETWEEN, CATEGORIES, Allocation, Timeline
-from memfit.paths import alike
+from memfit.paths import alike, module_label
 from memfit.report.streams import build_clock
+from memfit.report.tree import Strings
 
 POINTS = 2000
 """About the most points of one timeline."""
@@ -64,7 +64,7 @@ def drawn(report: Report, timeline: Timeline, strings: Strings) -> dict[str, Any
             continue
         found = trace.ops[number]
         op.append(strings[short(found.name)])
-        module.append(NEVER if found.call == NEVER else strings[named(trace.calls[found.call].module)])
+        module.append(NEVER if found.call == NEVER else strings[module_label(trace.calls[found.call].module)])
         source.append(strings[trace.source_of(number)] if trace.source_of(number) else NEVER)
         work.append(rounded(found.workspace_bytes, timeline.rounding_bytes))
     groups, alive = _alive(timeline, instants, strings)
@@ -86,14 +86,15 @@ def drawn(report: Report, timeline: Timeline, strings: Strings) -> dict[str, Any
         "source": source,
         "phase": phase_at[instants].tolist(),
         "run": [
-            strings[named(timeline.units[run].name)] if run >= 0 else NEVER for run in timeline.run[instants].tolist()
+            strings[module_label(timeline.units[run].name)] if run >= 0 else NEVER
+            for run in timeline.run[instants].tolist()
         ],
         "workspace": work,
         "groups": groups,
         "alive": alive,
         "phases": [[*span, _ms(edges_ms[span[1]]), _ms(edges_ms[span[2]])] for span in phases],
         "runs": [
-            [strings[named(timeline.units[run].name)], begin, end, _ms(edges_ms[begin]), _ms(edges_ms[end])]
+            [strings[module_label(timeline.units[run].name)], begin, end, _ms(edges_ms[begin]), _ms(edges_ms[end])]
             for run, begin, end in runs
         ],
     }

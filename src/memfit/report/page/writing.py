@@ -19,10 +19,10 @@ from pathlib import Path
 
 import msgspec
 
-from memfit.analysis.facts import Report
 from memfit.analysis.levers import Lever
-from memfit.analysis.words import Headline, headline
+from memfit.analysis.report import Report
 from memfit.files import write_whole
+from memfit.report.headline import Headline, headline
 from memfit.report.page.data import page_data
 
 _SCRIPTS = ("format.js", "elements.js", "timeline.js", "tree.js", "curve.js", "tables.js", "page.js")

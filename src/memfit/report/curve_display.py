@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import math
-import shutil
-from typing import TYPE_CHECKING
 
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.console import Group, RenderableType
 from rich.text import Text
 
+from memfit.solve.curve import Curve, CurvePoint
+from memfit.text import number_table
 from memfit.units import GiB, MiB, display_bytes, display_ms
-
-if TYPE_CHECKING:
-    from memfit.solve.curve import Curve, CurvePoint
-
-_WIDTH = 100
-"""Columns where no terminal says how many it has."""
-
-
-def render_text(report: RenderableType) -> str:
-    """Return a report as plain text, as wide as COLUMNS or the terminal says."""
-    width = shutil.get_terminal_size((_WIDTH, 24)).columns
-    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
-    with console.capture() as captured:
-        console.print(report)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def headline(curve: Curve) -> str:
@@ -44,11 +27,8 @@ def curve_report(curve: Curve) -> Group:
     """Return the headline and a row for each budget."""
     unit, size = ("GiB", GiB) if curve.baseline_bytes - curve.minimum_budget_bytes >= GiB else ("MiB", MiB)
     proven = all(point.gap == 0 for point in curve.points)
-    table = Table(show_edge=False, pad_edge=False)
-    for name in ("budget", "peak", "step", "slower by", f"each further {unit} saves"):
-        table.add_column(name, justify="right", no_wrap=True)
-    if not proven:
-        table.add_column("gap", justify="right", no_wrap=True)
+    names = ("budget", "peak", "step", "slower by", f"each further {unit} saves", *(() if proven else ("gap",)))
+    table = number_table(*names, left=0)
     for point in curve.points:
         saves = point.price_ms_per_gib * size / GiB
         cells = [

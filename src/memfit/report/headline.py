@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from memfit.analysis.facts import Report
-from memfit.analysis.strings import named
-from memfit.capture.trace_types import short
-from memfit.paths import alike, folded
+from memfit.analysis.report import Report
+from memfit.errors import InputError
+from memfit.hardware import load_device
+from memfit.paths import alike, folded, module_label
 from memfit.plans import Plan
-from memfit.plans.display import counted
-from memfit.plans.record import PeakAt
-from memfit.plans.words import STEP_WAYS, Tone, verdict_of, without_plan
+from memfit.plans.facts import peak_place
+from memfit.text import counted
 from memfit.units import display_bytes, display_ms
 
 _NAMES = 3
@@ -79,7 +79,9 @@ def _infeasible(plan: Plan) -> list[str]:
         sentences.append(f"The smallest budget that works is {display_bytes(least)}, {more} more than this one.")
     if plan.blocker is not None:
         lowest = display_bytes(plan.blocker.peak_bytes)
-        sentences.append(f"What stands in the way: {place(plan.blocker.peak_at)}, where no plan gets below {lowest}.")
+        sentences.append(
+            f"What stands in the way: {peak_place(plan.blocker.peak_at)}, where no plan gets below {lowest}."
+        )
     return [*sentences, _before(plan)]
 
 
@@ -121,7 +123,7 @@ def _does(plan: Plan) -> str:
     groups: dict[str, list[str]] = {}
     for entry in plan.checkpoint:
         groups.setdefault(alike(entry.unit), []).append(entry.unit)
-    names = [named(folded(units)) for units in groups.values()]
+    names = [module_label(folded(units)) for units in groups.values()]
     shown = ", ".join(names[:_NAMES]) + (f" and {len(names) - _NAMES} more" if len(names) > _NAMES else "")
     dropped = display_bytes(sum(entry.discarded_bytes for entry in plan.checkpoint))
     again_ms = plan.predicted.recompute_ms
@@ -142,17 +144,70 @@ def _proof(plan: Plan) -> str:
     )
 
 
-def reserves_more(plan: Plan) -> bool:
-    """Whether the allocator takes more than the tensors that are alive; on a CPU there is none that does."""
-    estimates = [each for each in (plan.baseline, plan.predicted) if each is not None]
-    return any(each.peak_reserved_bytes != each.peak_bytes for each in estimates)
+# The verdict, the same on the terminal, on the page and in Markdown
 
 
-def place(at: PeakAt) -> str:
-    """Where a peak is, in words."""
-    if at.second_run_of is not None:
-        return f"the second run of {named(at.second_run_of)}"
-    if not at.name:
-        return at.phase
-    module = "outside any module" if at.module is None else f"in {named(at.module)}"
-    return f"{at.phase}, {short(at.name)}, {module}"
+Tone = Literal["good", "care", "bad"]
+
+STEP_WAYS = {
+    "single": "one tensor after another (foreach=False)",
+    "foreach": "on lists of tensors (foreach=True)",
+    "fused": "in one kernel (fused=True)",
+}
+"""How an optimizer's step is done."""
+
+
+def without_plan(ranks: int, *, ddp: bool) -> str:
+    """What a step is called that runs without its plan: on several ranks it is sharded or replicated all the same."""
+    if ranks == 1:
+        return "without a plan"
+    return "only replicated (DDP)" if ddp else "only sharded"
+
+
+def without_plan_of(report: Report) -> str:
+    """What the step of a report is called that runs without its plan."""
+    return without_plan(report.target.ranks, ddp=report.problem.options.shard.parallel == "ddp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """`words` are one or two, `figures` say by how much; `reasons` are sentences on what the allocator does."""
+
+    tone: Tone
+    words: str
+    figures: str
+    reasons: tuple[str, ...] = ()
+
+
+def verdict_of(plan: Plan, usable_bytes: int | None = None) -> Verdict:
+    """Whether the step fits under the plan; `usable_bytes`, what the device has for tensors, is known by its name."""
+    budget = display_bytes(plan.budget_bytes)
+    predicted = plan.predicted
+    if predicted is None:
+        return Verdict(tone="bad", words="Does not fit", figures=f"no plan keeps the step within {budget}")
+    peak = display_bytes(predicted.peak_bytes)
+    figures = f"peak {peak} of the {budget} budget, {display_ms(predicted.step_ms)} a step"
+    if predicted.peak_reserved_bytes <= plan.budget_bytes:
+        return Verdict(tone="good", words="Fits", figures=figures)
+    usable_bytes = _usable_bytes(plan) if usable_bytes is None else usable_bytes
+    reserved, usable = display_bytes(predicted.peak_reserved_bytes), display_bytes(usable_bytes)
+    if predicted.peak_reserved_bytes <= usable_bytes:
+        why = f"The budget is for tensors; the caching allocator reserves {reserved} of {usable} for them."
+        return Verdict(tone="good", words="Fits", figures=figures, reasons=(why,))
+    why = f"Take care: the caching allocator would reserve {reserved}, and the device has {usable} for tensors."
+    return Verdict(tone="care", words="Fits the budget, with care", figures=figures, reasons=(why,))
+
+
+def changes_nothing(plan: Plan) -> bool:
+    """Whether the plan leaves the step as it is."""
+    return plan.predicted is not None and not plan.checkpoint and plan.optimizer is None
+
+
+def _usable_bytes(plan: Plan) -> int:
+    """What the plan's device has for tensors; all of its memory where this machine has no figures of it."""
+    total_bytes = plan.target.memory_total_bytes
+    try:
+        device = load_device(plan.target.device)
+    except InputError:
+        return total_bytes
+    return device.usable_bytes if device.memory_total_bytes == total_bytes else total_bytes

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from memfit.paths import alike, folded
+from memfit.text import number_table
 from memfit.units import display_bytes, display_ms
-
-if TYPE_CHECKING:
-    from memfit.verify.verification import BytesBeside, MsBeside, Verification
+from memfit.verify.verification import BytesBeside, MsBeside, Verification
 
 _ROWS = 8
 
@@ -76,10 +74,7 @@ def _beside(found: Verification) -> Table:
 
 def _modules(found: Verification) -> Table:
     """Modules that differ come first, each by itself, then those that hold most."""
-    table = Table(title="at the peak, by module", title_justify="left", show_edge=False, pad_edge=False)
-    table.add_column("module", overflow="fold")
-    for name in ("predicted", "measured", "difference"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = number_table("module", "predicted", "measured", "difference", title="at the peak, by module")
     others = sorted(
         (each for each in found.by_module if each.difference_bytes), key=lambda each: -abs(each.difference_bytes)
     )
@@ -94,10 +89,7 @@ def _modules(found: Verification) -> Table:
 
 
 def _forwards(found: Verification) -> Table:
-    table = Table(title="own forward, by module", title_justify="left", show_edge=False, pad_edge=False)
-    table.add_column("module", overflow="fold")
-    for name in ("predicted", "measured", "difference"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = number_table("module", "predicted", "measured", "difference", title="own forward, by module")
     rows = sorted(found.forward_by_module, key=lambda each: -abs(each.difference_ms))
     for each in rows[:_ROWS]:
         table.add_row(

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from memfit.plans.allocator import EXPANDABLE
+from memfit.plans.search_result import Over, Search, SearchPoint
+from memfit.text import number_table
 from memfit.units import display_bytes, display_ms
-
-if TYPE_CHECKING:
-    from memfit.plans.search_result import Over, Search, SearchPoint
 
 _WHAT: dict[Over, str] = {"batch": "batch size of a rank", "seq": "sequence length", "ranks": "number of ranks"}
 _LARGEST: dict[Over, str] = {"batch": "largest that fits", "seq": "longest that fits", "ranks": ""}
@@ -108,13 +106,11 @@ def _exactness(search: Search) -> str:
 
 
 def _points(search: Search) -> Table:
-    table = Table(show_edge=False, pad_edge=False)
     care = any(point.with_care for point in search.points)
     names = [search.over, "step", "recomputing", f"{search.counts}/s", "peak", "without a plan", "least budget"]
     if care:
         names.insert(5, "reserved")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    table = number_table(*names, left=0)
     answer = search.largest if search.over == "seq" else search.best
     for point in search.points:
         cells = _cells(point)

@@ -8,8 +8,8 @@ import pytest
 from llama import Shape, training_step
 
 import memfit
-from memfit.analysis.facts import Report
-from memfit.analysis.sizes import allocation_bytes, rounded
+from memfit.analysis.holders import allocation_bytes, rounded
+from memfit.analysis.report import Report
 from memfit.capture import NEVER
 from memfit.plans import PlanMismatch
 from memfit.report.streams import build_clock

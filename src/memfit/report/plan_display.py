@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -12,13 +11,12 @@ from rich.text import Text
 
 from memfit.capture import Category
 from memfit.capture.trace_types import short
-from memfit.paths import alike, folded, ranges
+from memfit.paths import alike, folded, module_label, ranges
+from memfit.plans.document import Plan
 from memfit.plans.record import Blocker, Checkpoint, DdpPlan, Estimate, PeakAt, ShardPlan
-from memfit.plans.words import STEP_WAYS, Tone, changes_nothing, verdict_of, without_plan
+from memfit.report.headline import STEP_WAYS, Tone, changes_nothing, verdict_of, without_plan
+from memfit.text import counted, number_table
 from memfit.units import display_bytes, display_ms
-
-if TYPE_CHECKING:
-    from memfit.plans.document import Plan
 
 _NAMES = 4
 _STYLE: dict[Tone, str] = {"good": "green", "care": "yellow", "bad": "red"}
@@ -54,11 +52,6 @@ def plan_report(plan: Plan, *, next_step: bool = True) -> Group:
 
 def _without(plan: Plan) -> str:
     return without_plan(plan.ranks, ddp=plan.ddp is not None)
-
-
-def counted(number: int, name: str) -> str:
-    """`1 unit`, `2 units`."""
-    return f"{number} {name}" if number == 1 else f"{number} {name}s"
 
 
 def _headline(plan: Plan) -> Text:
@@ -154,7 +147,7 @@ def _highest(plan: Plan) -> Text:
 
 def _place(at: PeakAt) -> str:
     if at.second_run_of is not None:
-        return f"second run of {at.second_run_of or '(model)'}"
+        return f"second run of {module_label(at.second_run_of)}"
     if not at.name:
         return at.phase
     module = "outside any module" if at.module is None else f"in {at.module or 'the model itself'}"
@@ -180,10 +173,7 @@ def _counts(plan: Plan) -> str:
 
 
 def _checkpoint(groups: list[list[Checkpoint]]) -> Table:
-    table = Table(show_edge=False, pad_edge=False)
-    table.add_column("unit", overflow="fold")
-    for name in ("units", "each drops", "share", "recompute"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = number_table("unit", "units", "each drops", "share", "recompute")
     for members in groups:
         first = members[0]
         table.add_row(
@@ -237,9 +227,9 @@ def units_label(members: Sequence[Checkpoint]) -> str:
     """The name of units that are alike: `layers.0-15.mlp`, and their runs where these are not all of them."""
     first = members[0]
     if len(members) == 1:
-        return first.unit or "(model)"
+        return module_label(first.unit)
     base = first.unit.partition("#")[0] if first.is_loss else folded(entry.module for entry in members)
-    return (base or "(model)") + _runs(members)
+    return module_label(base) + _runs(members)
 
 
 def _runs(members: Sequence[Checkpoint]) -> str:
@@ -276,7 +266,7 @@ def _shard(shard: ShardPlan) -> Text:
     for module in kept:
         patterns.setdefault(alike(module), []).append(module)
     if kept:
-        names = ", ".join(folded(modules) or "(model)" for modules in patterns.values())
+        names = ", ".join(module_label(folded(modules)) for modules in patterns.values())
         text.append(f"\n  gathered from forward to backward: {names}")
     for name in ("shard_dtype", "param_dtype", "reduce_dtype"):
         if getattr(shard, name) is not None:

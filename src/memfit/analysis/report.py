@@ -11,9 +11,8 @@ from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import Timeline
 from memfit.plans import Plan
-from memfit.plans.making import build_policy
+from memfit.plans.build import build_policy
 from memfit.plans.resolve import resolve_cost
-from memfit.plans.words import without_plan
 from memfit.sharding import ShardOptions
 from memfit.solve import Curve, Problem, SolveOptions
 from memfit.solve.curve import build_curve
@@ -109,11 +108,6 @@ class Report:
         if self.plan is None or self.plan.predicted is None:
             return None
         return self.problem.replay(self.chosen)
-
-    @property
-    def without(self) -> str:
-        """What the step is called that runs without its plan."""
-        return without_plan(self.target.ranks, ddp=self.problem.options.shard.parallel == "ddp")
 
     def with_curve(self, points: int = 16) -> Report:
         """The same report with the whole trade-off."""

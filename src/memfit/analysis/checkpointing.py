@@ -1,4 +1,4 @@
-"""Why checkpointing does not release memory: what units that are checkpointed hold at the peak all the same."""
+"""What units that are checkpointed hold at the peak all the same, and why some of their ops cannot run again."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import numpy as np
 
 from memfit.analysis.explanation import Checkpointing, StillHeld
-from memfit.analysis.facts import Report
-from memfit.analysis.forced import forced_ops
 from memfit.analysis.holders import Holders
+from memfit.analysis.report import Report
 from memfit.capture import NEVER, Category, Phase, Trace
+from memfit.capture.arguments import GENERATOR
 from memfit.capture.trace_types import short
 from memfit.cost.runtime import repeats
 from memfit.memory import Timeline
-from memfit.plans.making import build_policy
-from memfit.tradeoff import Policy, Role, Unit, UnitColumns, lost_inputs
+from memfit.plans.build import build_policy
+from memfit.tradeoff import UPDATES, Policy, Role, TraceColumns, Unit, UnitColumns, lost_inputs
 from memfit.units import display_bytes, display_ms
 
 _OWNED = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE, Category.GRADIENT, Category.INPUT)
@@ -238,3 +238,26 @@ def _place(trace: Trace, op: int) -> str:
         made = trace.ops[op].forward_op if trace.ops[op].phase is Phase.BACKWARD else op
         makes_loss = made >= inner
     return "the loss" if makes_loss else module or "the model itself"
+
+
+# Why ops of a checkpointed unit cannot run again
+
+
+def forced_ops(facts: TraceColumns, unit: Unit) -> dict[int, str]:
+    """The reason of each such op, by its offset from the unit's first op (Note [Rules] of the unit's problem, 4)."""
+    offsets = np.flatnonzero(UnitColumns.of(facts, unit).forced).tolist()
+    return {offset: _why(facts, unit, unit.begin + offset) for offset in offsets}
+
+
+def _why(facts: TraceColumns, unit: Unit, op: int) -> str:
+    found = facts.trace.ops[op]
+    if found.name in UPDATES:
+        return "updates running statistics"
+    if GENERATOR in found.arguments:
+        return "draws from a generator of its own"
+    if facts.pinned[op]:
+        return "writes in place to host memory"
+    written = facts.write_storage[facts.write_op == op]
+    if (facts.alloc_at[written] < unit.begin).any():
+        return "writes in place to what is older than the unit"
+    return "reads what is overwritten before its backward"

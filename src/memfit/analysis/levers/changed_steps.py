@@ -1,0 +1,315 @@
+"""Levers that capture a changed step: the optimizer's step, a chunked loss, a smaller micro-batch, bfloat16."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from memfit.analysis.levers.case import Case, Effect, Lever
+from memfit.analysis.levers.lifetimes import with_sizes
+from memfit.capture import NEVER, Category, Op, Phase, Step, TensorRef, Trace
+from memfit.capture.environment import patched
+from memfit.capture.optimizers import Implementation, implementations_of_step, step_with
+from memfit.engines.loss import CHUNKS, chunked_cross_entropy
+from memfit.errors import InputError
+from memfit.sharding.options import ShardDtypes
+from memfit.torch_private.pytree import tree_flatten, tree_map_only, tree_unflatten
+
+_WAYS: dict[Implementation, tuple[str, str]] = {
+    "fused": ("fused optimizer", "fused=True"),
+    "single": ("optimizer one tensor at a time", "foreach=False"),
+}
+
+
+def optimizer(case: Case) -> Iterator[Lever]:
+    """Ways that need less at once. They change nothing before the optimizer's step, which limits what they save."""
+    if not case.matters(case.peak_bytes - case.peak_elsewhere_bytes):
+        return
+    named = case.trace.optimizer.split(", ")[0] or "AdamW"
+    if case.step is None or (case.step.run is not None and case.step.optimizer is None):
+        yield from _without_temporaries(case, named)
+        return
+    kinds = implementations_of_step(case.step)
+    for kind, (name, option) in _WAYS.items():
+        if kind not in kinds:
+            continue
+        with step_with(case.step, kind) as changed:
+            captured = case.captured(changed, what=name)
+        if captured is None:
+            continue
+        if captured.fingerprint == case.trace.fingerprint:
+            return  # the step does this already, and the ways after it need no less
+        how = f"torch.optim.{named}(model.parameters(), ..., {option})"
+        yield case.lever(name, how, case.effect(captured), "captured", option="--optimizer-lever")
+
+
+def _without_temporaries(case: Case, named: str) -> Iterator[Lever]:
+    """What a fused step would need: no temporaries."""
+    left = case.timeline.during_bytes - np.where(case.in_optimizer, case.row(Category.TEMPORARY), 0)
+    yield case.lever(
+        "fused optimizer",
+        f"torch.optim.{named}(model.parameters(), ..., fused=True)",
+        Effect(peak_bytes=int(left.max()), step_ms=case.step_ms),
+        "estimated",
+        assumes="a fused step makes no temporaries",
+        timed=False,
+    )
+
+
+# The loss on some rows of the logits at a time
+
+
+_NAME = "chunked loss"
+_HOW = "loss = memfit.engines.chunked_cross_entropy(logits.flatten(0, -2), targets.flatten())  # no .float()"
+_NEAR = 4
+"""A likelihood follows its softmax within so many ops."""
+
+
+def loss(case: Case) -> Iterator[Lever]:
+    """The step with a chunked cross entropy, where it calls torch's own; else an estimate."""
+    logits = _logits(case.trace)
+    if logits is None:
+        return
+    copies = _copies(case.trace, logits)
+    there = [case.trace.storages[each].bytes for each in copies]
+    if not case.matters(sum(there)):
+        return
+    if case.step is not None:
+        with chunked_losses(logits.shape[-1]) as calls:
+            captured = case.captured(case.step, what=_NAME)
+        if captured is not None and calls:
+            yield case.lever(_NAME, _HOW, case.effect(captured), "captured")
+            return
+    parts = {number: -(-case.trace.storages[number].bytes // CHUNKS) for number in copies}
+    yield case.lever(
+        _NAME,
+        _HOW,
+        case.effect(with_sizes(case.trace, parts)),
+        "estimated",
+        assumes=f"copies and gradients of the logits in {CHUNKS} chunks",
+        timed=False,
+    )
+
+
+@contextlib.contextmanager
+def chunked_losses(classes: int) -> Iterator[list[int]]:
+    """In the block, cross entropies over so many classes are computed in chunks, of logits that are not cast before.
+
+    Gives the rows of each that was.
+    """
+    rows: list[int] = []
+
+    def in_chunks(original: Any) -> Any:
+        def cross_entropy(input: torch.Tensor, target: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+            given = {name: value for name, value in options.items() if value is not None}
+            if args or {"size_average", "reduce"} & given.keys() or input.dim() != 2 or input.shape[-1] != classes:
+                return original(input, target, *args, **options)
+            rows.append(input.shape[0])
+            return chunked_cross_entropy(input, target, **given)
+
+        return cross_entropy
+
+    def not_cast(original: Any) -> Any:
+        def cast(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+            halves = tensor.dtype in (torch.bfloat16, torch.float16)
+            if halves and tensor.dim() > 1 and tensor.shape[-1] == classes and tensor.requires_grad:
+                return tensor
+            return original(tensor, *args, **options)
+
+        return cast
+
+    with patched(F, "cross_entropy", in_chunks), patched(torch.Tensor, "float", not_cast):
+        yield rows
+
+
+def _logits(trace: Trace) -> TensorRef | None:
+    """What the largest softmax reads that a likelihood of one class a row follows."""
+    found = []
+    for index, op in enumerate(trace.ops):
+        if op.phase in (Phase.FORWARD, Phase.LOSS) and op.name == "aten._log_softmax.default":
+            following = trace.ops[index + 1 : index + 1 + _NEAR]
+            if len(op.inputs[0].shape) == 2 and any(_is_likelihood(each) for each in following):
+                found.append(op.inputs[0])
+    return max(found, key=lambda ref: math.prod(ref.shape), default=None)
+
+
+def _is_likelihood(op: Op) -> bool:
+    return op.name.startswith("aten.nll_loss")
+
+
+def _copies(trace: Trace, logits: TensorRef) -> list[int]:
+    """Storages as large as the logits that are made of them, but for the last gradient, which the model takes."""
+    classes, count = logits.shape[-1], math.prod(logits.shape)
+    owned = {number for module in trace.modules for number in (*module.parameters, *module.buffers)}
+    made: dict[int, Phase] = {}
+    for index, op in enumerate(trace.ops):
+        for ref in op.outputs:
+            number = ref.storage
+            if (
+                number == NEVER
+                or number in owned
+                or trace.storages[number].alloc_at != index
+                or op.phase is Phase.OPTIMIZER
+            ):
+                continue
+            if ref.shape[-1:] == (classes,) and count <= math.prod(ref.shape) <= 2 * count:
+                made.setdefault(number, op.phase)
+    forward = [number for number, phase in made.items() if phase is not Phase.BACKWARD]
+    backward = [number for number, phase in made.items() if phase is Phase.BACKWARD]
+    return forward[1:] + backward[:-1]
+
+
+# A smaller micro-batch, accumulated to the same batch
+
+
+_ADVICE = "what has a row for each sample must be halved too: take labels from the batch, or write labels[:len(output)]"
+_PLAIN = (int, float, bool, str, type(None))
+
+
+def micro_batch(case: Case) -> Iterator[Lever]:
+    """The step with half of the batch at a time; nothing where the batch cannot be halved."""
+    step, what = case.step, "smaller micro-batch"
+    if step is None or step.run is not None:
+        case.left_out.append(f"{what}: only a Step with a batch can be halved, not a trace or a loop of one's own")
+        return
+    rows = batch_rows(step.batch)
+    if rows is None or rows % 2:
+        found = "tensors of different lengths" if rows is None else f"{rows} row{'s' if rows > 1 else ''}"
+        case.left_out.append(f"{what}: a batch of {found} cannot be halved")
+        return
+    times = 2 * step.accumulation_steps
+    changed = replace(step.with_batch(halved(step.batch)), accumulation_steps=times)
+    captured = case.captured(changed, what=what, advice=_ADVICE)
+    if captured is not None:
+        yield case.lever(
+            f"micro-batch of {rows // 2} instead of {rows}",
+            f"(loss / {times}).backward() on {times} micro-batches, then optimizer.step()",
+            case.effect(captured),
+            "captured",
+            option=f"--batch {rows // 2} --accumulation-steps {times}",
+        )
+
+
+def batch_rows(batch: Any) -> int | None:
+    """The size of the first dimension that all tensors of a batch have in common; None when there is none."""
+    leaves = _leaves(batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
+    strange = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_PLAIN))]
+    sizes = {tensor.shape[0] for tensor in tensors}
+    return sizes.pop() if len(sizes) == 1 and not strange else None
+
+
+def halved(batch: Any) -> Any:
+    """The batch with half as many rows, and no data; what is one tensor in two places stays one."""
+    leaves, shape = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
+    halves = {id(leaf): _half(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return tree_unflatten([halves.get(id(leaf), leaf) for leaf in leaves], shape)
+
+
+def _half(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() == 0:
+        return tensor
+    return torch.empty((tensor.shape[0] // 2, *tensor.shape[1:]), dtype=tensor.dtype, device="meta")
+
+
+def _leaves(batch: Any) -> list[Any]:
+    return tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)[0]
+
+
+# bfloat16 where the step uses float32
+
+
+def precision(case: Case) -> Iterator[Lever]:
+    """Nothing where no parameter is float32."""
+    trained = [each for each in case.trace.parameters if each.trainable]
+    if not any(each.dtype == "float32" for each in trained):
+        return
+    device = case.target.device.type
+    if case.step is not None and case.step.run is None:
+        if case.step.autocast is None:
+            name = "bfloat16 compute"
+            captured = case.captured(replace(case.step, autocast=torch.bfloat16), what=name)
+            if captured is not None:
+                how = f'with torch.autocast("{device}", dtype=torch.bfloat16): loss = ...'
+                option = "--autocast bfloat16"
+                yield case.lever(name, how, case.effect(captured), "captured", same_numbers=False, option=option)
+        name = "bfloat16 parameters, gradients and state"
+        captured = case.captured(in_bfloat16(case.step), what=name)
+        if captured is not None:
+            how = "model.to(torch.bfloat16) before the optimizer is made, and inputs that are float32"
+            yield case.lever(name, how, case.effect(captured), "captured", same_numbers=False)
+    if case.target.ranks > 1 and case.report.problem.options.shard.parallel == "fsdp":
+        yield from _sums(case)
+
+
+def _sums(case: Case) -> Iterator[Lever]:
+    """Gradients summed over the ranks in bfloat16; parameters are gathered in the dtype that they were."""
+    shard, name = case.report.problem.options.shard, "gradients summed in bfloat16"
+    if shard.reduce_dtype == "bfloat16":
+        return
+    changed = replace(shard, reduce_dtype="bfloat16")
+    try:
+        effect = case.effect(shard=changed)
+    except InputError as error:
+        case.left_out.append(f"{name}: {error}")
+        return
+    dtypes = ShardDtypes.of(case.trace, changed)
+    policy = {"param_dtype": dtypes.param and f"torch.{dtypes.param}", "reduce_dtype": "torch.bfloat16"}
+    if case.trace.autocast is not None:
+        policy["cast_forward_inputs"] = "False"
+    options = ", ".join(f"{option}={value}" for option, value in policy.items() if value is not None)
+    how = f"fully_shard(..., mp_policy=MixedPrecisionPolicy({options}))"
+    if case.trace.autocast is not None:
+        how += ", with autocast as it is"
+    yield case.lever(name, how, effect, "captured", same_numbers=False, option="--reduce-dtype bfloat16")
+
+
+def in_bfloat16(step: Step) -> Step:
+    """The step with model and inputs in bfloat16. What exists is copied without its data and left as it was."""
+    given = step.model
+    if isinstance(given, nn.Module):
+        model: nn.Module | Callable[[], nn.Module] = _copied(given)
+    else:
+        make: Callable[[], nn.Module] = given
+
+        def built() -> nn.Module:
+            return make().to(torch.bfloat16)
+
+        model = built
+    optimizer: Any = step.optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        kind: Any = type(optimizer)
+        known = inspect.signature(kind).parameters
+        defaults = {name: value for name, value in optimizer.defaults.items() if name in known}
+
+        def made(parameters: Any) -> torch.optim.Optimizer:
+            return kind(parameters, **defaults)
+
+        optimizer = made
+    batch = tree_map_only(torch.Tensor, _emptied, step.batch)
+    return replace(step, model=model, batch=batch, optimizer=optimizer)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(_emptied(parameter), requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = _emptied(buffer)
+    return copy.deepcopy(model, memo)
+
+
+def _emptied(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without data, in bfloat16 where it was floating point."""
+    dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
+    return torch.empty_like(tensor, dtype=dtype, device="meta", requires_grad=False)

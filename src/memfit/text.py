@@ -1,0 +1,75 @@
+"""Text of results: JSON that people compare line by line, tables without a terminal, counted things."""
+
+from __future__ import annotations
+
+import difflib
+import io
+import shutil
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+_WIDTH = 100
+"""Columns where no terminal says how many it has."""
+_DEPTH = 3
+"""Below this many levels a value is on one line."""
+
+
+def json_text(value: Any) -> str:
+    """Lists of ops and parameters with an item to a line, everything smaller on one line, a newline at the end."""
+    import msgspec  # not for `memfit --help`, which imports this module
+
+    return _text(value, 0, lambda each: msgspec.json.encode(each).decode()) + "\n"
+
+
+def _text(value: Any, depth: int, on_one_line: Callable[[Any], str]) -> str:
+    items = value.values() if isinstance(value, dict) else value
+    nested = isinstance(value, dict | list | tuple) and any(isinstance(each, dict | list | tuple) for each in items)
+    if depth == _DEPTH or not (nested or (isinstance(value, dict) and value)):
+        return on_one_line(value)
+    if isinstance(value, dict):
+        inside = [f"{on_one_line(key)}: {_text(each, depth + 1, on_one_line)}" for key, each in value.items()]
+        begin, end = "{", "}"
+    else:
+        inside = [_text(each, depth + 1, on_one_line) for each in value]
+        begin, end = "[", "]"
+    margin = "  " * (depth + 1)
+    lines = ",\n".join(margin + each for each in inside)
+    return f"{begin}\n{lines}\n{margin[2:]}{end}"
+
+
+def render_text(report: RenderableType) -> str:
+    """Return a report as plain text, as wide as COLUMNS or the terminal says."""
+    from rich.console import Console
+
+    width = shutil.get_terminal_size((_WIDTH, 24)).columns
+    console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(report)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def number_table(*names: str, title: str | None = None, left: int = 1) -> Table:
+    """Return a table without edges: `left` columns of text, which fold, then columns of numbers, which do not."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    for place, name in enumerate(names):
+        if place < left:
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def counted(number: int, name: str) -> str:
+    """Return `1 unit`, `2 units`."""
+    return f"{number} {name}" if number == 1 else f"{number} {name}s"
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """Return the name that may have been meant, None when none is near."""
+    return next(iter(difflib.get_close_matches(name, list(names), n=1)), None)
