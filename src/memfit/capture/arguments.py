@@ -85,7 +85,7 @@ class _Geometry:
 
 
 class TensorRefTable:
-    """Makes the `TensorRef`s of a capture, one object for all tensors of one geometry at one place of one storage."""
+    """Makes the `TensorRef`s of a capture, one object for all equal views of a storage."""
 
     def __init__(self) -> None:
         self._refs: dict[Any, TensorRef] = {}

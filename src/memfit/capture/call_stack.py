@@ -187,14 +187,14 @@ class SourceTable:
 
     def raised(self, error: BaseException) -> int:
         """Return the index of the user's line at which an exception was raised, or that called what raised it."""
-        found, place = 0, error.__traceback__
-        while place is not None:
-            code = place.tb_frame.f_code
+        found, entry = 0, error.__traceback__
+        while entry is not None:
+            code = entry.tb_frame.f_code
             if self._is_users(code.co_filename):
-                found = self._intern(code, place.tb_lineno)
+                found = self._intern(code, entry.tb_lineno)
             elif code.co_filename == _COMMAND:
                 found = 0
-            place = place.tb_next
+            entry = entry.tb_next
         return found
 
     def _is_users(self, filename: str) -> bool:

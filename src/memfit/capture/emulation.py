@@ -184,11 +184,11 @@ class Emulation(TorchFunctionMode):
             place = torch.device(device).type if not isinstance(device, int) else "cuda"
         kwargs = {**kwargs, "device": torch.device("cpu")}
         kwargs.pop("pin_memory", None)
-        previous, self.recorder.placing = self.recorder.placing, "cpu" if place == "cpu" else "cuda"
+        previous, self.recorder.forced_device = self.recorder.forced_device, "cpu" if place == "cpu" else "cuda"
         try:
             return func(*args, **kwargs)
         finally:
-            self.recorder.placing = previous
+            self.recorder.forced_device = previous
 
     def _move(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run `Tensor.to`, `.cuda` and `.cpu`: copy when the device changes, and only then."""
@@ -202,11 +202,11 @@ class Emulation(TorchFunctionMode):
         place = "cpu" if not isinstance(device, int) and torch.device(device).type == "cpu" else "cuda"
         if self._device_type == "cpu" or (place == "cuda") == self.recorder.table.on_device(unwrap(tensor)):
             return tensor.to(dtype or tensor.dtype, **options)
-        previous, self.recorder.placing = self.recorder.placing, place
+        previous, self.recorder.forced_device = self.recorder.forced_device, place
         try:
             return torch.ops.aten._to_copy(tensor, dtype=dtype)
         finally:
-            self.recorder.placing = previous
+            self.recorder.forced_device = previous
 
     def _destination(self, values: Any, kwargs: dict[str, Any]) -> tuple[Any, torch.dtype | None, dict[str, Any]]:
         """Return device, dtype and other options of `Tensor.to`, in any of its three forms."""

@@ -385,3 +385,12 @@ def _rebuild(made: Any) -> Any:
     if isinstance(made, (list, tuple)):
         return type(made)(_rebuild(item) for item in made)
     return made
+
+
+def takes_random_numbers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether a call of an op that may take random numbers does; attention without dropout takes none."""
+    for position, argument in enumerate(schema_of(func).arguments):
+        if argument.name in ("dropout_p", "dropout"):
+            value = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
+            return value != 0
+    return True

@@ -79,7 +79,7 @@ class MetaTensors:
         return known
 
     def settle(self) -> None:
-        """Let go of all but parameters: a buffer that the step replaces dies as the user's own would."""
+        """Let go of all but parameters: a buffer that the step replaces is freed as the user's own would be."""
         self.of = {key: tensor for key, tensor in self.of.items() if isinstance(tensor, nn.Parameter)}
         self._storages.clear()
         self.attributes.clear()

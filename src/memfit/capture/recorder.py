@@ -21,7 +21,7 @@ from memfit.capture.arguments import (
 from memfit.capture.autograd_engine import SEEN_DIFFERENTLY, adds_in_place, in_place_in_backward, sole_owner_counts
 from memfit.capture.call_stack import CallTracker, SourceTable
 from memfit.capture.errors import CaptureError, explain_failure, is_of_an_op, refusal_of
-from memfit.capture.execution import INDEXING, Executor, OpInfo, OpResult, written_by
+from memfit.capture.execution import INDEXING, Executor, OpInfo, OpResult, takes_random_numbers, written_by
 from memfit.capture.kernels import inexact
 from memfit.capture.random_paths import RandomDraws
 from memfit.capture.rules import RuleContext, Rules
@@ -57,7 +57,7 @@ class Recorder(TorchDispatchMode):
         self.notes: set[str] = set()
         self.reads_of_batch: dict[str, None] = {}
         """The lines that take a size or a decision from values of the batch."""
-        self.placing: str | None = None
+        self.forced_device: str | None = None
         self.finite_tests: dict[int, bool] = {}
         self._optimizer_source: int | None = None
         self.backward_began: list[int] = []
@@ -98,7 +98,7 @@ class Recorder(TorchDispatchMode):
 
     def adopt_fresh(self, tensor: torch.Tensor) -> None:
         """Register a tensor that torch has just made outside the dispatcher, such as `torch.tensor` does."""
-        on_device = self.device_type == "cpu" or (self.placing or "cpu") != "cpu"
+        on_device = self.device_type == "cpu" or (self.forced_device or "cpu") != "cpu"
         self.table.made(tensor.untyped_storage(), self.calls.current, on_device=on_device)
 
     # -- errors -----------------------------------------------------------------------------------------------------
@@ -199,7 +199,7 @@ class Recorder(TorchDispatchMode):
                 raise
             written = written_by(info, args, kwargs) if info.writes else []
             needs_grad = bool(tensors) and tensors[0].requires_grad
-            random = info.random and _draws(func, args, kwargs)
+            random = info.random and takes_random_numbers(func, args, kwargs)
             if random or self.table.origins:
                 results = tensors_of((outcome.result, *written))
                 self._follow_values(func, info, args, kwargs, tensors, results, random)
@@ -345,7 +345,7 @@ class Recorder(TorchDispatchMode):
             elsewhere
             and (self.device_type == "cpu" or not tensor.is_meta)
             and kwargs.get("memory_format") is None
-            and self.placing is None
+            and self.forced_device is None
             and kwargs.get("dtype") in (None, tensor.dtype)
             and self.table.on_device(tensor)
         )
@@ -459,8 +459,8 @@ class Recorder(TorchDispatchMode):
         """
         if self.device_type == "cpu":
             return True
-        if self.placing is not None:
-            return self.placing != "cpu"
+        if self.forced_device is not None:
+            return self.forced_device != "cpu"
         if leaves:
             return False
         places = tuple(inputs)
@@ -590,12 +590,3 @@ def _leaves_device(func: Any, tensors: list[torch.Tensor], kwargs: dict[str, Any
     """Return whether an op copies from the device to the host. Under `torch.vmap` a number may be what is copied."""
     moves = func is _aten._to_copy.default and kwargs.get("device") == _CPU
     return moves and bool(tensors) and tensors[0].is_meta
-
-
-def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether an op that may take random numbers does: attention and recurrent ops without dropout take none."""
-    for position, argument in enumerate(schema_of(func).arguments):
-        if argument.name in ("dropout_p", "dropout"):
-            value = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
-            return value != 0
-    return True

@@ -352,17 +352,17 @@ def remove_leftovers(storages: Iterable[weakref.ref[Any]], error: BaseException 
         for each in gc.get_objects()
         if issubclass(type(each), torch.Tensor) and each.layout is torch.strided and storage_key(each) in pointers
     ]
-    places: dict[str, None] = {}
+    emptied: dict[str, None] = {}
     if tensors:
-        _release(tensors, places, _CACHE_DEPTH, {id(tensors)}, _frames_of(error))
+        _release(tensors, emptied, _CACHE_DEPTH, {id(tensors)}, _frames_of(error))
     return [
         f"the step put a tensor of its own into {place}, which the capture could not look at before: it was taken out "
         "again. If something else was there before, set it again, or let an attribute of the model refer to it"
-        for place in places
+        for place in emptied
     ]
 
 
-def _release(held: list[Any], places: dict[str, None], depth: int, own: set[int], raised: set[int]) -> None:
+def _release(held: list[Any], emptied: dict[str, None], depth: int, own: set[int], raised: set[int]) -> None:
     """Let go of these objects wherever they are referred to; through tuples and plain objects, of what holds them."""
     wanted = set(map(id, held))
     further: list[Any] = []
@@ -374,40 +374,40 @@ def _release(held: list[Any], places: dict[str, None], depth: int, own: set[int]
         if isinstance(holder, dict) and (cache := _lru_cache_of(holder)) is not None:
             cache.cache_clear()
         elif isinstance(holder, dict):
-            _empty_names(_owner_of(holder) or holder, holder, wanted, places)
+            _empty_names(_owner_of(holder) or holder, holder, wanted, emptied)
         elif isinstance(holder, list):
-            places[f"a list ({_named(holder, own)})"] = None
+            emptied[f"a list ({_named(holder, own)})"] = None
             holder[:] = [each for each in holder if id(each) not in wanted]
         elif isinstance(holder, set):
-            places[f"a set ({_named(holder, own)})"] = None
+            emptied[f"a set ({_named(holder, own)})"] = None
             holder.difference_update([each for each in holder if id(each) in wanted])
         elif isinstance(holder, collections.deque):
-            places[f"a deque ({_named(holder, own)})"] = None
+            emptied[f"a deque ({_named(holder, own)})"] = None
             kept = [each for each in holder if id(each) not in wanted]
             holder.clear()
             holder.extend(kept)
         elif isinstance(holder, functools._lru_cache_wrapper):
             holder.cache_clear()
         elif isinstance(holder, types.CellType):
-            places["a variable of an enclosing function"] = None
+            emptied["a variable of an enclosing function"] = None
             del holder.cell_contents  # reading it says that it has no value; None would pass for one
         elif isinstance(holder, tuple | frozenset) or dataclass_like(holder):
             further.append(holder)
         elif hasattr(holder, "__dict__"):
-            _empty_names(holder, dict(vars(holder)), wanted, places)
+            _empty_names(holder, dict(vars(holder)), wanted, emptied)
     del referrers
     if further and depth > 1:
-        _release(further, places, depth - 1, own, raised)
+        _release(further, emptied, depth - 1, own, raised)
 
 
 def _frames_of(error: BaseException | None) -> set[int]:
     """Return the frames, by identity, that an error came through."""
     found: set[int] = set()
     while error is not None:
-        place = error.__traceback__
-        while place is not None:
-            found.add(id(place.tb_frame))
-            place = place.tb_next
+        entry = error.__traceback__
+        while entry is not None:
+            found.add(id(entry.tb_frame))
+            entry = entry.tb_next
         error = error.__cause__ or error.__context__
     return found
 
@@ -461,15 +461,15 @@ def _named(holder: Any, own: set[int]) -> str:
     return "without a name"
 
 
-def _empty_names(owner: Any, names: dict[Any, Any], wanted: set[int], places: dict[str, None]) -> None:
+def _empty_names(owner: Any, names: dict[Any, Any], wanted: set[int], emptied: dict[str, None]) -> None:
     attributes = owner is not names
     for name, value in list(names.items()):
         if id(value) not in wanted:
             continue
         if attributes:
             home = getattr(owner, "__qualname__", type(owner).__qualname__)
-            places[f"{home}.{name}"] = None
+            emptied[f"{home}.{name}"] = None
             delattr(owner, name)
         else:
-            places[f"a dict ({_named(names, set())}) under {name!r}"] = None
+            emptied[f"a dict ({_named(names, set())}) under {name!r}"] = None
             names.pop(name)

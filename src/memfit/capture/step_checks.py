@@ -286,10 +286,10 @@ def described(value: Any) -> str:
 
 
 def _raised_in_torch(error: Exception) -> bool:
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    return place is not None and place.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
+    entry = error.__traceback__
+    while entry is not None and entry.tb_next is not None:
+        entry = entry.tb_next
+    return entry is not None and entry.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "torch"
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

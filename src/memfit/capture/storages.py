@@ -1,7 +1,7 @@
-"""The life of every storage: born where it was first seen, dead when the last reference went.
+"""The lifetime of every storage: allocated where it was first seen, freed when the last reference went.
 
-Note [Place]: on a CUDA target a real tensor may stand for a tensor on the device or for one in host memory. Every
-storage seen is known: by its number when it is on the device, as `HOST` when it is not.
+Note [Host and device]: on a CUDA target a real tensor may stand for a tensor on the device or for one in host memory.
+Every storage seen is known: by its number when it is on the device, as `HOST` when it is not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LISTED = 16
 
 @dataclass(slots=True)
 class StorageDraft:
-    """A storage while the capture runs; `lives` counts the C++ storages that stand for it.
+    """A storage while the capture runs; `references` counts the C++ storages that stand for it.
 
     Of these, `saved` counts the one that autograd holds.
     """
@@ -38,7 +38,7 @@ class StorageDraft:
     module: str = ""
     name: str = ""
     saved_by: set[int] | None = None
-    lives: int = 1
+    references: int = 1
     saved: int = 0
     released: int = NEVER
 
@@ -174,7 +174,7 @@ class StorageTable:
         self.twins[key_of(storage)] = twin
         self.known[key_of(twin)] = number
         if number != HOST:
-            self.drafts[number].lives += 1
+            self.drafts[number].references += 1
         ref = self._watch(twin, number)
         if key_of(storage) in self._held:
             self._held[key_of(twin)] = ref
@@ -202,7 +202,7 @@ class StorageTable:
                 if key_of(storage) in self.origins:
                     self.origins[key_of(twin)] = self.origins[key_of(storage)]
             self.known[key_of(twin)] = number
-            self.drafts[number].lives += 1
+            self.drafts[number].references += 1
             self.drafts[number].saved += 1
             self._saved[number] = self._watch(twin, number, saved=True)
         made = torch.empty(0, dtype=tensor.dtype, device=storage.device)
@@ -254,7 +254,7 @@ class StorageTable:
                 self.hold_host(storage)
             elif ref.number in numbers:
                 number = self.known[pointer] = numbers[ref.number]
-                self.drafts[number].lives += 1
+                self.drafts[number].references += 1
                 self._watch(storage, number)
             else:
                 draft = before.drafts[ref.number]
@@ -290,9 +290,9 @@ class StorageTable:
         if number == HOST:
             return
         draft = self.drafts[number]
-        draft.lives -= 1
+        draft.references -= 1
         draft.saved -= ref.saved
-        if draft.lives == draft.saved and not ref.saved:
+        if draft.references == draft.saved and not ref.saved:
             draft.released = max(0, self.now - 1)
-        if draft.lives == 0:
+        if draft.references == 0:
             draft.free_after = max(0, self.now - 1)

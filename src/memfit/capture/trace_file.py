@@ -78,9 +78,9 @@ def _storage_problems(trace: Trace) -> Iterator[str]:
         if storage.bytes < 0:
             yield f"storage {number} has {storage.bytes} bytes"
         if not NEVER <= storage.alloc_at <= ops or not NEVER <= storage.free_after <= ops:
-            yield f"storage {number} lives from op {storage.alloc_at} to {storage.free_after} of {ops}"
+            yield f"storage {number} is alive from op {storage.alloc_at} to {storage.free_after} of {ops}"
         if storage.free_after != NEVER and storage.free_after < storage.alloc_at:
-            yield f"storage {number} dies at op {storage.free_after}, before its birth at {storage.alloc_at}"
+            yield f"storage {number} is freed after op {storage.free_after}, allocated at {storage.alloc_at}"
         if not NEVER <= storage.call < calls:
             yield f"storage {number} belongs to module call {storage.call} of {calls}"
         if any(not 0 <= op < ops for op in storage.saved_by):
@@ -99,7 +99,7 @@ def _op_problems(trace: Trace) -> Iterator[str]:
         if any(
             ref.storage != NEVER and trace.storages[ref.storage].alloc_at > index for ref in (*op.inputs, *op.outputs)
         ):
-            yield f"op {index} ({op.name}) uses a storage that is not born yet"
+            yield f"op {index} ({op.name}) uses a storage that is not allocated yet"
         if any(
             ref.storage != NEVER and NEVER < trace.storages[ref.storage].free_after < index
             for ref in (*op.inputs, *op.outputs)

@@ -49,7 +49,7 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
 
 
 class TensorRef(_Record, frozen=True):
-    """A tensor as an op saw it: a window onto a storage (`NEVER` for one that is not on the device)."""
+    """A tensor as an op saw it: a strided view of a storage (`NEVER` for one that is not on the device)."""
 
     storage: int
     shape: tuple[int, ...]

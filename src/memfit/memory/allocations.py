@@ -336,7 +336,8 @@ def _column(values: Iterable[int]) -> Ints:
 
 def _first_reader(trace: Trace, states: set[int]) -> int:
     """Return the op before which an optimizer makes all its state; the end of the step when none reads it."""
+    phase = Phase.OPTIMIZER  # looking a member up takes longer than the rest of the loop
     for index, op in enumerate(trace.ops if states else ()):
-        if op.phase is Phase.OPTIMIZER and any(ref.storage in states for ref in op.inputs):
+        if op.phase is phase and any(ref.storage in states for ref in op.inputs):
             return index
     return len(trace.ops)

@@ -246,11 +246,12 @@ class Timeline:
         """
         table, at = self.allocations, self.step_instants
         before, during = self.before_by_row[:, at], self.during_by_row[:, at]
+        # An interval that is made ahead of op k, after the last instant between, is in `during[k]` alone until here.
         first = len(table.alloc_at) - len(self.intervals)
-        for number, interval in enumerate(self.intervals, first):
-            made = int(table.alloc_at[number])
-            if interval.ahead and made != BEFORE_STEP and self.run[made] == NO_INDEX:
-                before[table.row[number], self.op[made]] += self.allocation_bytes[number]
+        ahead = first + np.flatnonzero([interval.ahead for interval in self.intervals])
+        ahead = ahead[table.alloc_at[ahead] != BEFORE_STEP]
+        ahead = ahead[self.run[table.alloc_at[ahead]] == NO_INDEX]
+        np.add.at(before, (table.row[ahead], self.op[table.alloc_at[ahead]]), self.allocation_bytes[ahead])
         highest = during.sum(axis=0)
         for instant in np.flatnonzero(self.run == BETWEEN).tolist():
             to = max(int(self.op[instant]) - 1, 0)

@@ -15,42 +15,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memfit.capture.rules import (
-    attention,
-    convolution_pooling,
-    efficient_attention,
-    elementwise,
-    flash_attention,
-    flex_attention,
-    foreach,
-    indexing,
-    measured_kernels,
-    normalization,
-    products,
-    recurrent,
-    reductions,
-    softmax_losses,
-)
 from memfit.capture.rules.base import Rule, RuleContext
+from memfit.capture.rules.measured_kernels import DECOMPOSITIONS, is_decomposition
 
 __all__ = ["Rule", "RuleContext", "Rules", "rules_for"]
-
-_MODULES = (
-    attention,
-    convolution_pooling,
-    efficient_attention,
-    elementwise,
-    flash_attention,
-    flex_attention,
-    foreach,
-    indexing,
-    measured_kernels,
-    normalization,
-    products,
-    recurrent,
-    reductions,
-    softmax_losses,
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,18 +32,39 @@ class Rules:
 
     def unlisted(self, name: str) -> Rule | None:
         """Return the rule of an op without one of its own, if it is a decomposition or transform."""
-        return self.decomposition if measured_kernels.is_decomposition(name) else None
+        return self.decomposition if is_decomposition(name) else None
 
 
 def rules_for(device_type: str) -> Rules:
     """Return every rule of a device type."""
+    # Imported here, because their tables ask torch for hundreds of ops: 0.1 s that what captures nothing need not wait.
+    from memfit.capture.rules import (
+        attention,
+        convolution_pooling,
+        efficient_attention,
+        elementwise,
+        flash_attention,
+        flex_attention,
+        foreach,
+        indexing,
+        measured_kernels,
+        normalization,
+        products,
+        recurrent,
+        reductions,
+        softmax_losses,
+    )
+
+    attentions = (attention, flash_attention, efficient_attention, flex_attention)
+    layers = (convolution_pooling, normalization, products, recurrent, softmax_losses)
+    modules = (*attentions, *layers, elementwise, foreach, indexing, measured_kernels, reductions)
     functions, kernels, workspaces = (
-        {name: rule for module in _MODULES for name, rule in getattr(module, table, {}).get(device_type, {}).items()}
+        {name: rule for module in modules for name, rule in getattr(module, table, {}).get(device_type, {}).items()}
         for table in ("FUNCTIONS", "KERNELS", "WORKSPACES")
     )
     return Rules(
         functions=functions,
         kernels=kernels,
         workspaces=workspaces,
-        decomposition=measured_kernels.DECOMPOSITIONS[device_type],
+        decomposition=DECOMPOSITIONS[device_type],
     )

@@ -41,6 +41,11 @@ def run_unchanged(context: RuleContext, *args: Any, **kwargs: Any) -> Any:
     return NotImplemented
 
 
+def input_gradient(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """Return the gradient of an op's input, the second argument, where torch has no meta kernel for the backward."""
+    return torch.empty(args[1].shape, dtype=args[1].dtype, device="meta")
+
+
 def bytes_of(tensor: Tensor) -> int:
     """Return the bytes of the tensor's elements, wherever they are."""
     return tensor.numel() * tensor.element_size()
@@ -58,15 +63,16 @@ def fills_its_memory(tensor: Tensor) -> bool:
     return True
 
 
-_CHANNELS_LAST = {
-    4: ((1, 3, 2, 0), torch.channels_last),
-    5: ((1, 4, 3, 2, 0), torch.channels_last_3d),
-}
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""By the number of dimensions."""
+_CHANNELS_LAST_ORDER = {4: (1, 3, 2, 0), 5: (1, 4, 3, 2, 0)}
+"""Dimensions from the smallest stride to the largest."""
 
 
 def suggested_format(tensor: Tensor) -> torch.memory_format:
     """Channels-last for strides in that order, with gaps or without (c10/core/MemoryFormat.h)."""
-    order, layout = _CHANNELS_LAST.get(tensor.dim(), ((), torch.contiguous_format))
+    order = _CHANNELS_LAST_ORDER.get(tensor.dim(), ())
+    layout = CHANNELS_LAST.get(tensor.dim(), torch.contiguous_format)
     sizes, strides = tensor.size(), tensor.stride()
     least = 0
     for dim in order:
@@ -78,7 +84,7 @@ def suggested_format(tensor: Tensor) -> torch.memory_format:
 
 def memory_format_of(tensor: Tensor) -> torch.memory_format:
     """Channels-last for what is, else contiguous (c10/core/TensorImpl.h, `suggest_memory_format`)."""
-    _, layout = _CHANNELS_LAST.get(tensor.dim(), ((), None))
+    layout = CHANNELS_LAST.get(tensor.dim())
     if layout is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=layout):
         return torch.contiguous_format
     return layout

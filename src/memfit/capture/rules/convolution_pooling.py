@@ -14,10 +14,18 @@ import torch
 from torch import Tensor
 
 from memfit.capture.kernels import vendor_has
-from memfit.capture.rules.base import LOW_PRECISION, RuleContext, bytes_of, format_copy, suggested_format
+from memfit.capture.rules.base import (
+    CHANNELS_LAST,
+    LOW_PRECISION,
+    RuleContext,
+    bytes_of,
+    format_copy,
+    input_gradient,
+    memory_format_of,
+    suggested_format,
+)
 from memfit.capture.rules.measured_kernels import probed
 
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 # -- convolution ---------------------------------------------------------------------------------------------
 
 
@@ -28,8 +36,8 @@ def _cpu_convolution(context: RuleContext, func: Any, args: Any, kwargs: dict[st
     """
     result = func(*args, **kwargs)
     vendor = result.dim() != 5 or _vendor_convolves(context, *args)
-    if vendor and any(map(_channels_last, args[:2])):
-        return torch.empty_like(result, memory_format=_FORMATS[result.dim()])
+    if vendor and any(memory_format_of(each) is not torch.contiguous_format for each in args[:2]):
+        return torch.empty_like(result, memory_format=CHANNELS_LAST[result.dim()])
     return torch.empty_like(result, memory_format=torch.contiguous_format)
 
 
@@ -46,13 +54,6 @@ def _vendor_convolves(
         vendor_has(source.dtype)
         and (not plain or samples >= 16 or context.threads > 1)
         and (groups > 1 or wide or samples > 1 or math.prod(source.shape[:4]) > 20480)
-    )
-
-
-def _channels_last(tensor: Tensor) -> bool:
-    memory_format = _FORMATS.get(tensor.dim())
-    return (
-        memory_format is not None and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=memory_format)
     )
 
 
@@ -111,11 +112,6 @@ def _resized_workspace(context: RuleContext, func: Any, args: Any, kwargs: dict[
     return bytes_of(args[0]) if bytes_of(args[0]) < bytes_of(result) else 0
 
 
-def _gradient_of_second(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-    """The gradient of the op's input, for which torch has no meta kernel."""
-    return args[1].new_empty(args[1].shape)
-
-
 _POOLS = (
     "aten.max_pool2d_with_indices.default",
     "aten._adaptive_avg_pool2d.default",
@@ -139,7 +135,7 @@ _RESIZED = ("aten.im2col.default", "aten.col2im.default")
 KERNELS = {
     device: {
         **dict.fromkeys(_RESIZED, _resized),
-        "aten.fractional_max_pool3d_backward.default": _gradient_of_second,
+        "aten.fractional_max_pool3d_backward.default": input_gradient,
     }
     for device in ("cpu", "cuda")
 }

@@ -66,11 +66,7 @@ def blas_copy(matrix: Tensor) -> int:
     """
     if matrix.dim() == 2 and fills_its_memory(matrix):
         return 0
-    (rows, columns), (row_stride, column_stride) = matrix.shape[-2:], matrix.stride()[-2:]
-    readable = (row_stride == 1 and column_stride >= max(1, rows)) or (
-        column_stride == 1 and row_stride >= max(1, columns)
-    )
-    if readable or (matrix.is_contiguous() and 0 not in (row_stride, column_stride)):
+    if _readable(matrix) or (matrix.is_contiguous() and 0 not in matrix.stride()[-2:]):
         return 0
     return bytes_of(matrix)
 

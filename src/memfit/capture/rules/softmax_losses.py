@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit.capture.rules.base import LOW_PRECISION, RuleContext, bytes_of, contiguous_copy
+from memfit.capture.rules.base import LOW_PRECISION, RuleContext, bytes_of, contiguous_copy, input_gradient
 from memfit.capture.rules.measured_kernels import probed
 
 _aten = torch.ops.aten
@@ -94,16 +94,9 @@ def _cpu_pointwise_loss(context: RuleContext, func: Any, args: Any, kwargs: dict
 
 
 def _cuda_pointwise_loss(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
-    """The loss of each element, before it is reduced (ATen/native/BinaryOps.cpp, `mse_loss_out` and its
-    like).
-    """
+    """The loss of each element, before it is reduced (BinaryOps.cpp, `mse_loss_out` and its like)."""
     reduction = kwargs.get("reduction", args[2] if len(args) > 2 else 1)
     return args[0].numel() * result.element_size() if reduction else 0
-
-
-def _gradient_of_second(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-    """The gradient of the op's input, for which torch has no meta kernel."""
-    return args[1].new_empty(args[1].shape)
 
 
 # -- CTC: the lengths of the targets are values of the batch ---------------------------------------------------
@@ -123,11 +116,6 @@ def _ctc_loss(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]
 
 
 _ctc_loss.reads_values = True  # type: ignore[attr-defined]
-
-
-def _ctc_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-    """The gradient of the log probabilities (`ctc_loss_backward_cpu_template`)."""
-    return torch.empty(args[1].size(), dtype=args[1].dtype, device=_META)
 
 
 def _ctc_backward_workspace(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
@@ -156,8 +144,8 @@ KERNELS = {
     device: {
         **dict.fromkeys(_SHRUNK_LOSSES, _reduced_loss),
         **dict.fromkeys(_CTC, _ctc_loss),
-        **dict.fromkeys(_CTC_BACKWARD, _ctc_backward),
-        "aten.multi_margin_loss_backward.default": _gradient_of_second,
+        **dict.fromkeys(_CTC_BACKWARD, input_gradient),
+        "aten.multi_margin_loss_backward.default": input_gradient,
     }
     for device in ("cpu", "cuda")
 }
