@@ -193,7 +193,7 @@ def test_a_longer_batch_is_told_once_with_the_growth_of_the_process() -> None:
     with memfit.guard(case.plan, case.model, optimizer=case.optimizer) as guard:
         case.train(times=2)
         assert guard.drifts == ()
-        with pytest.warns(memfit.guard.PlanDrift) as caught:
+        with pytest.warns(memfit.recovery.PlanDrift) as caught:
             case.train(torch.randn(1 << 19, 32), times=2)
     assert [(each.kind, each.step) for each in guard.drifts] == [("growth", 3)] and len(caught) == 1
     assert "float32[524288, 32] in place of float32[131072, 32]" in str(caught[0].message)
@@ -205,7 +205,7 @@ def test_a_longer_batch_is_told_once_with_the_growth_of_the_process() -> None:
 
 def test_other_inputs_are_told_when_the_meter_is_too_coarse_for_their_peak(case: Case) -> None:
     guard = memfit.guard(case.plan, case.model, optimizer=case.optimizer)
-    with guard, pytest.warns(memfit.guard.PlanDrift, match=r"float32\[512, 32\] in place of") as caught:
+    with guard, pytest.warns(memfit.recovery.PlanDrift, match=r"float32\[512, 32\] in place of") as caught:
         case.train(torch.randn(512, 32), times=3)
     assert [each.kind for each in guard.drifts] == ["inputs"] and len(caught) == 1
 
@@ -225,7 +225,7 @@ def test_out_of_memory_with_a_longer_batch_is_planned_for_that_batch() -> None:
 
     guard = memfit.guard(roomy, case.model, optimizer=case.optimizer, step=step, copies=True)
     with guard, warnings.catch_warnings():
-        warnings.simplefilter("ignore", memfit.guard.PlanDrift)
+        warnings.simplefilter("ignore", memfit.recovery.PlanDrift)
         guard.step(train)
     assert len(attempts) == 2 and guard.plan.budget_bytes == roomy.budget_bytes
     assert [each.shape for each in guard.plan.trace.inputs] == [(300, 32)]
@@ -274,7 +274,7 @@ def test_a_batch_that_no_plan_brings_under_the_budget_is_run_with_the_lowest_pea
         memfit.guard(roomy, case.model, optimizer=case.optimizer, step=step, copies=True) as guard,
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("ignore", memfit.guard.PlanDrift)
+        warnings.simplefilter("ignore", memfit.recovery.PlanDrift)
         guard.step(train)
     least = memfit.plan(step.with_batch(longer), target="cpu", budget="1B", progress=False).minimum_budget_bytes
     assert len(attempts) == 2 and guard.plan.budget_bytes == least > roomy.budget_bytes
@@ -284,7 +284,7 @@ def test_a_process_that_does_not_grow_says_nothing_about_the_peak() -> None:
     """Pages that malloc has kept are there before; smaller inputs are told as what they are."""
     case = Case(rows=1 << 17).apply()
     guard = memfit.guard(case.plan, case.model, optimizer=case.optimizer)
-    with guard, pytest.warns(memfit.guard.PlanDrift):
+    with guard, pytest.warns(memfit.recovery.PlanDrift):
         case.train(torch.randn(512, 32), times=3)
     assert [each.kind for each in guard.drifts] == ["inputs"]
     case.plan.remove(case.model)
