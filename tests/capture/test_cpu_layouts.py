@@ -192,6 +192,9 @@ STEPS: dict[str, Callable[[], Step]] = {
         ),
         32,
     ),
+    "binary cross-entropy, computed target": lambda: linear_step(
+        lambda output, _: F.binary_cross_entropy_with_logits(output * 2, output.sigmoid()), 32
+    ),
     "upsampling, sum": lambda: image_step(
         nn.Upsample(scale_factor=2, mode="bilinear"), loss=lambda output, _: output.sum()
     ),

@@ -65,7 +65,7 @@ def try_version(version: str) -> dict[str, Any]:
         return {"requested": version, "failed": f"does not install here: {last_line(log)}"}
     result.unlink(missing_ok=True)
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    ran = run([str(python), str(ROOT / "tests" / "compat" / "chain.py"), str(result)], log, environment)
+    ran = run([str(python), str(ROOT / "tests" / "torch_versions" / "chain.py"), str(result)], log, environment)
     if not ran or not result.exists():
         return {"requested": version, "failed": last_line(log)}
     return {"requested": version, **json.loads(result.read_text())}

@@ -100,6 +100,12 @@ _SCATTERING_NODES = (
 _BCE_NODE = "BinaryCrossEntropyWithLogits"
 
 
+def _differentiates_target(node: Any) -> bool:
+    """Return whether a binary cross-entropy also has a gradient for its target, whose formula writes to nothing."""
+    edges = node.next_functions
+    return len(edges) > 1 and edges[1][0] is not None
+
+
 def in_place_in_backward(func: Any, args: Any, is_fresh: Callable[[torch.Tensor], bool]) -> tuple[Any, Any]:
     """Return the call that a gradient formula makes without a mode; `is_fresh` says what the backward has made.
 
@@ -116,7 +122,7 @@ def in_place_in_backward(func: Any, args: Any, is_fresh: Callable[[torch.Tensor]
     if node is None:
         return func, args
     if func in _CHAINED:
-        if not node.name().startswith(_BCE_NODE):
+        if not node.name().startswith(_BCE_NODE) or _differentiates_target(node):
             return func, args
         first = func is _aten.mul.Tensor and not (is_fresh(args[0]) and args[0].numel() >= args[1].numel())
         return (func, args) if first else (written, args)
