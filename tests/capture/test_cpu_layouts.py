@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -208,7 +207,6 @@ def test_the_peak_of_a_step_is_that_of_a_real_one(name: str) -> None:
     model = step.build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     step.execute(model, optimizer, "cpu")
-    gc.collect()  # what earlier tests left in cycles is not freed in the middle of this step
     with measured() as truth:
         step.execute(model, optimizer, "cpu")
     timeline = Timeline.of(memfit.trace(Step(model, step.batch, loss=step.loss, optimizer=optimizer), target="cpu"))
@@ -222,7 +220,6 @@ def test_a_batch_has_the_layout_that_it_was_given(layout: str) -> None:
     batch = layouts(4, 6, 16)[layout]
     step = Step(model, batch, loss=lambda output, _: output.square().mean(), optimizer=optimizer)
     step.execute(model, optimizer, "cpu")
-    gc.collect()  # what earlier tests left in cycles is not freed in the middle of this step
     with measured() as truth:
         step.execute(model, optimizer, "cpu")
     trace = memfit.trace(step, target="cpu")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -113,7 +112,6 @@ def test_the_peak_of_a_step_is_that_of_a_real_one(name: str) -> None:
     model = step.build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     step.execute(model, optimizer, "cpu")
-    gc.collect()  # what earlier tests left in cycles is not freed in the middle of this step
     with measured() as truth:
         step.execute(model, optimizer, "cpu")
     trace = memfit.trace(

@@ -150,10 +150,24 @@ def test_captured_peak_is_the_measured_one_to_the_byte(build: object, optimizer:
     bound = step.build_optimizer(model)
     for _ in range(2):
         step.execute(model, bound, "cpu")
-    gc.collect()
     with measured() as truth:
         step.execute(model, bound, "cpu")
     assert timeline.peak_bytes - timeline.start_bytes == truth.peak_bytes
+
+
+def test_garbage_of_earlier_code_is_no_part_of_a_measurement() -> None:
+    gc.disable()
+    try:
+        with measured():  # the profiler knows the size of what it saw allocated
+            cycle: list[object] = [torch.empty(1000)]
+            cycle.append(cycle)
+            del cycle
+        with measured() as truth:
+            gc.collect()
+            held = torch.empty(16)
+        assert truth.end_bytes == held.nbytes
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("target", ["cpu", "h100-sxm"])
