@@ -24,6 +24,7 @@ from memfit.capture.emulation import Emulation, python_functions_open
 from memfit.capture.environment import (
     LOCK,
     capturing,
+    compiled_functions_eager,
     cuda_present,
     neutral_modes,
     no_garbage_collection,
@@ -47,7 +48,6 @@ from memfit.capture.storages import HOST, StorageDraft, StorageTable
 from memfit.capture.trace_types import NEVER, SCHEMA, Category, ModelCall, Module, Parameter, Phase, Trace
 from memfit.errors import InputError, MemfitError
 from memfit.hardware import Device, Target
-from memfit.torch_private.compiler import dynamo_is_loaded
 from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes
 from memfit.torch_private.functorch import unwrap
 from memfit.torch_private.modules import buffer_table, parameter_table
@@ -290,8 +290,7 @@ class _Capture:
             after_backward=self._note_gradients,
         )
         stack.enter_context(patches.applied())
-        if dynamo_is_loaded():  # else nothing can have been compiled
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(compiled_functions_eager())
         stack.enter_context(module_calls(self._enter, self._leave, self._failed))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.recorder.pack, _same))
         stack.enter_context(python_functions_open())

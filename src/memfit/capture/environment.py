@@ -16,6 +16,7 @@ import torch.utils.checkpoint
 
 from memfit.capture.cuda_api import cuda_answers, cuda_objects
 from memfit.hardware import Device
+from memfit.torch_private import deferred_dynamo
 from memfit.torch_private.compiler import function_from_graph
 from memfit.torch_private.storages import Generator
 
@@ -122,6 +123,28 @@ def patched_item(table: dict[Any, Any], key: Any, value: Any) -> Iterator[None]:
         yield
     finally:
         table[key] = original
+
+
+@contextlib.contextmanager
+def compiled_functions_eager() -> Iterator[None]:
+    """Run compiled functions eagerly: those that exist, and those that are compiled inside the block."""
+    with contextlib.ExitStack() as stack:
+        if deferred_dynamo.is_loaded():
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        else:  # and need not be, unless the step compiles something
+
+            def eagerly(compile_function: Callable[..., Any]) -> Callable[..., Any]:
+                def run(*args: Any, **kwargs: Any) -> Any:
+                    compiled = compile_function(*args, **kwargs)
+                    if not entered:
+                        entered.append(stack.enter_context(torch.compiler.set_stance("force_eager")))
+                    return compiled
+
+                return run
+
+            entered: list[Any] = []
+            stack.enter_context(patched(torch, "compile", eagerly))
+        yield
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from memfit.cli.output import close_quietly, only_results, say_problem
 from memfit.cli.problems import DONE, FAILED, STOPPED, USAGE, UsageError, check_options
 from memfit.errors import MemfitError
 from memfit.text import nearest
+from memfit.torch_private.deferred_dynamo import defer_dynamo
 
 COMMANDS = {
     "plan": "the fastest plan for a training step that fits the memory",
@@ -54,6 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     program = arguments is None
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if program:
+        defer_dynamo()
         gc.set_threshold(_COLLECT_EVERY, *gc.get_threshold()[1:])
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):

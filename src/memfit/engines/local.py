@@ -23,7 +23,6 @@ from memfit.engines.compiled_policy import RunPolicy
 from memfit.engines.loop_watch import LoopWatch, WatchedUnit, user_level
 from memfit.engines.loss import LossRegion
 from memfit.engines.phase import Calls, Mode, Phase, needs_step
-from memfit.engines.sharded import check_ranks, shard_as_planned
 from memfit.engines.unit import PlannedUnit
 from memfit.errors import InputError, PlanDrift, StateError
 from memfit.plans import Checkpoint, DdpPlan, Plan, PlanMismatch, model_differences
@@ -288,6 +287,9 @@ def apply(
     root = unwrap(model)
     wrappers = wrappers_of(model)
     if plan.shard is not None and not wrappers:
+        # Imported here: it loads DTensor, which takes longer than all of memfit, and most plans are for one device.
+        from memfit.engines.sharded import check_ranks, shard_as_planned
+
         check_ranks(plan, mesh)
         shard_as_planned(plan, model, optimizers, mesh)
     applied = Applied(plan, model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -16,8 +15,3 @@ without its optimised plan."""
 
 COMPILE_WRAPPER = ("torch._dynamo.eval_frame", "compile_wrapper")
 """Module and name of the function that a compiled call goes through (torch/_dynamo/eval_frame.py)."""
-
-
-def dynamo_is_loaded() -> bool:
-    """Return whether anything can have been compiled in this process."""
-    return "torch._dynamo" in sys.modules
