@@ -1,21 +1,25 @@
-"""What the runtime itself takes during a step, worked out from the layouts and the schedule, without running anything.
+"""The runtime's own memory in a step, read from its schedule (`sharding/flat_schedule.py`) without running anything.
 
-The model's activations come on top. Units run once, in the order they were recorded or listed; gradients of a unit come
-in the reverse order of its parameters, those of the root before and after all others.
+The model's activations come on top. Units run once, in the order that was given or in which they are listed; gradients
+of a unit come in the reverse order of its parameters, those of the root after all others.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import count, islice
 
 from torch import nn
 
+from memfit.capture import AFTER_STEP, NEVER, Category
 from memfit.sharded.fully_shard import get_runtime
-from memfit.sharded.gradients import Gradients
 from memfit.sharded.runtime import Runtime
-from memfit.sharded.unit import Unit
+from memfit.sharding.flat_schedule import FlatGroup, FlatScheduler
+from memfit.sharding.gradients import WholeGradient
+from memfit.sharding.schedule import EventKind, ShardSchedule, actings
+from memfit.sharding.units import Pass, ShardCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,126 +37,98 @@ class RuntimeBytes:
 
 
 def expected_bytes(model: nn.Module) -> RuntimeBytes:
-    """The highest point of the runtime's own memory in a step of a sharded model."""
+    """Return the highest point of the runtime's own memory in a step of a sharded model."""
     runtime = get_runtime(model)
-    root, units = runtime.units[0], runtime.units[1:]
-    level = _Level()
-    _forward(runtime, root, units, level)
-    _backward(runtime, root, units, level)
+    schedule = build_schedule(runtime)
+    level, peak, at = Counter[Category](), Counter[Category](), ""
+    for event in schedule.events:
+        if event.kind is EventKind.ALLOCATE:
+            role = schedule.buffers[event.number].role
+            level[role.category] += event.size_bytes
+            if level.total() > peak.total():
+                peak, at = level.copy(), f"{role.title} of {runtime.units[event.unit].title}"
+        elif event.kind is EventKind.FREE:
+            level[schedule.buffers[event.number].role.category] -= event.size_bytes
+    gathered = peak.pop(Category.GATHERED_PARAMETER, 0)
     shards = sum(flat.shard.untyped_storage().nbytes() for unit in runtime.units for flat in unit.flats)
-    return RuntimeBytes(
-        shard_bytes=shards,
-        gathered_bytes=level.peak["gathered"] + level.peak["kept"],
-        gradient_bytes=level.peak["gradients"],
-        at=level.at,
+    return RuntimeBytes(shard_bytes=shards, gathered_bytes=gathered, gradient_bytes=peak.total(), at=at)
+
+
+def build_schedule(runtime: Runtime) -> ShardSchedule:
+    """Return what the runtime does in a step in which every unit runs once; units are numbered as in `runtime.units`.
+
+    Of the ops, each unit's forward is one, and so is each gradient.
+    """
+    groups = _groups(runtime)
+    inner = _order(runtime)
+    forward = max(len(inner), 1)
+    calls = {0: _run(0, forward, forward)}
+    gradients: list[WholeGradient] = []
+    end = forward
+    for place in reversed(range(len(inner))):
+        own = _gradients(groups[inner[place]], end)
+        begin, end = end, end + max(len(own), 1)  # a unit that is frozen has a backward, too
+        calls[inner[place]] = _run(place, place + 1, begin, end)
+        gradients += own
+    own = _gradients(groups[0], end)
+    scheduler = FlatScheduler(
+        [unit.name for unit in runtime.units],
+        groups,
+        [unit.options for unit in runtime.units],
+        [*gradients, *own],
+        {},
+        runtime.schedule,
+        separate_parts=runtime.links[0].separate_parts,
+        on_host=any(flat.shard.device != flat.device for unit in runtime.units for flat in unit.flats),
+    )
+    step = Pass(begin=0, backward_begin=forward, end=end + max(len(own), 1), earliest=0)
+    return scheduler.run(actings(((calls[number],) for number in range(len(runtime.units))), [step]))
+
+
+def _groups(runtime: Runtime) -> list[list[FlatGroup]]:
+    """The flat tensors of every unit; parameters are numbered in their order."""
+    numbers = count()
+    return [
+        [
+            FlatGroup(
+                layout=flat.layout,
+                parameters=tuple(islice(numbers, len(flat.parameters))),
+                trains=flat.trains,
+                kept_item_bytes=flat.dtype.itemsize,
+                gathered_item_bytes=unit.gather_dtype(flat).itemsize,
+                reduced_item_bytes=gradients.dtype.itemsize,
+                gradient_item_bytes=gradients.kept_dtype.itemsize,
+            )
+            for flat, gradients in zip(unit.flats, unit.gradients, strict=True)
+        ]
+        for unit in runtime.units
+    ]
+
+
+def _order(runtime: Runtime) -> list[int]:
+    """The numbers of the units inside the root, in the order of the forward."""
+    given = runtime.schedule.order or ()
+    inner = range(1, len(runtime.units))
+    return sorted(inner, key=lambda each: given.index(name) if (name := runtime.units[each].name) in given else each)
+
+
+def _run(begin: int, end: int, backward_begin: int, backward_end: int = NEVER) -> ShardCall:
+    """A run of a unit. The root's inputs need no gradient, so that the end of its backward is not seen."""
+    inside = backward_end != NEVER
+    return ShardCall(
+        begin=begin,
+        end=end,
+        backward_begin=backward_begin,
+        backward_end=backward_end,
+        depth=int(inside),
+        reduces=inside,
     )
 
 
-@dataclass(slots=True)
-class _Level:
-    """Bytes now, by kind and owner, and at the highest point so far."""
-
-    now: Counter[tuple[str, object]] = field(default_factory=Counter)
-    peak: Counter[str] = field(default_factory=Counter)
-    at: str = ""
-
-    def put(self, kind: str, owner: object, n_bytes: int, at: str) -> None:
-        self.now[kind, owner] += n_bytes
-        if n_bytes > 0 and self.now.total() > self.peak.total():
-            self.peak = Counter()
-            for (each, _), held in self.now.items():
-                self.peak[each] += held
-            self.at = at
-
-    def drop(self, kind: str, owner: object) -> None:
-        self.now.pop((kind, owner), None)
-
-    def gather(self, unit: Unit, at: str) -> None:
-        self.drop("gathered", unit)
-        self.put("gathered", unit, unit.bytes, at)
-
-
-def _forward(runtime: Runtime, root: Unit, units: Sequence[Unit], level: _Level) -> None:
-    ahead = runtime.schedule.forward_prefetch
-    level.gather(root, "the root's forward")
-    for position, unit in enumerate(units):
-        for each in units[position : position + 1 + ahead]:
-            if ("gathered", each) not in level.now:
-                level.gather(each, f"the forward of {unit.title}")
-        if unit.options.reshard_ranks is not None:
-            kept = unit.bytes // unit.options.reshard_ranks
-            level.put("gathered", unit, kept, f"the end of the forward of {unit.title}")
-            level.put("gathered", unit, -unit.bytes, "")
-            level.now["kept", unit] = level.now.pop(("gathered", unit))
-        elif not unit.options.keep:
-            level.drop("gathered", unit)
-
-
-def _backward(runtime: Runtime, root: Unit, units: Sequence[Unit], level: _Level) -> None:
-    ahead, before = runtime.schedule.backward_prefetch, runtime.schedule.backward_prefetch_at == "before"
-    summing: Unit | None = None
-    for position in range(len(units) - 1, -1, -1):
-        unit = units[position]
-        at = f"the backward of {unit.title}"
-        wanted = [unit, *units[max(position - ahead, 0) : position][::-1]]
-        for each in wanted if before else wanted[:1]:
-            _gather_again(each, level, at)
-        for gradients in unit.gradients:
-            _collect(unit, gradients, level, at)
-        level.drop("gathered", unit)
-        for gradients in unit.gradients:
-            _begin_sum(gradients, level, f"the sum of gradients of {unit.title}")
-        if summing is not None:
-            _finish_sum(summing, level)
-        summing = unit
-        if not before:
-            for each in wanted[1:]:
-                _gather_again(each, level, at)
-    for gradients in root.gradients:
-        _collect(root, gradients, level, "the root's backward")
-        _begin_sum(gradients, level, "the sum of gradients of the root unit")
-
-
-def _gather_again(unit: Unit, level: _Level, at: str) -> None:
-    if ("gathered", unit) not in level.now and unit.options.backward_gather:
-        level.gather(unit, at)
-        level.drop("kept", unit)
-
-
-def _collect(unit: Unit, gradients: Gradients, level: _Level, at: str) -> None:
-    """Gradients are held until their part is complete, then copied into it one by one."""
-    held: set[int] = set()
-    come: set[int] = set()
-    filled: set[int] = set()
-    flat = gradients.flat
-    slots, size = flat.layout.slots, unit.gather_dtype(flat).itemsize
-    trained = [number for number, parameter in enumerate(flat.parameters) if parameter.requires_grad]
-    for number in reversed(trained):
-        level.put("gradients", (gradients, number), slots[number].elements * size, at)
-        held.add(number)
-        come.add(number)
-        for rank in gradients.completed(come, gradients.ranks_of(number)):
-            if rank in filled:
-                continue
-            level.put("gradients", (gradients, "part", rank), gradients.part_bytes, at)
-            filled.add(rank)
-            for each in sorted(held):
-                if filled.issuperset(gradients.ranks_of(each)):
-                    level.drop("gradients", (gradients, each))
-                    held.discard(each)
-
-
-def _begin_sum(gradients: Gradients, level: _Level, at: str) -> None:
-    link = gradients.flat.link
-    if gradients.flat.trains and link.ranks > 1:
-        others = link.ranks - 1 if link.separate_parts else 1
-        level.put("gradients", (gradients, "received"), others * gradients.part_bytes, at)
-
-
-def _finish_sum(unit: Unit, level: _Level) -> None:
-    """One part, the sum, is left."""
-    for gradients in unit.gradients:
-        for owner in [owner for kind, owner in level.now if isinstance(owner, tuple) and owner[0] is gradients]:
-            level.drop("gradients", owner)
-        if gradients.flat.trains:
-            level.now["gradients", (gradients, "sum")] = gradients.part_bytes
+def _gradients(groups: Sequence[FlatGroup], begin: int) -> list[WholeGradient]:
+    """The gradients of a unit, one with each op from `begin` on."""
+    trained = [number for group in groups if group.trains for number in reversed(group.parameters)]
+    return [
+        WholeGradient(parameter=number, storages=(), alloc_at=op, ready=op, arrived=op, free_after=AFTER_STEP)
+        for op, number in enumerate(trained, begin)
+    ]

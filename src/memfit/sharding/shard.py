@@ -1,7 +1,7 @@
 """What fully sharded training changes in a step: levels of memory and time of communication, for fixed units.
 
 Each rank keeps a shard of every parameter, gradient and optimizer state, cut along the first dimension and padded to
-whole rows. What a unit gathers, reduces and frees, and when, is in Note [Sharded runtime].
+whole rows. What a unit gathers, reduces and frees, and when, is in Note [FSDP2's schedule].
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from memfit.hardware import Target
 from memfit.memory import Timeline
 from memfit.sharding.allocations import Levels
 from memfit.sharding.ddp import replicate
+from memfit.sharding.fsdp2_schedule import FSDP2Scheduler
 from memfit.sharding.gradients import WholeGradient, casts_of, whole_gradients, without_casts
 from memfit.sharding.options import (
     ShardDtype,
@@ -29,7 +30,7 @@ from memfit.sharding.options import (
     shard_bytes,
 )
 from memfit.sharding.result import Sharding
-from memfit.sharding.schedule import ShardedRuntime, Transfer, actings, communication
+from memfit.sharding.schedule import Transfer, actings, communication
 from memfit.sharding.units import ShardCall, ShardUnit, find_passes, find_units, members_of, repeated_blocks
 
 __all__ = [
@@ -81,10 +82,13 @@ def shard(
             _shard_parameter(levels, parameter, home[number], ranks, dtypes)
         _shard_gradients(levels, gradients, ranks, dtypes)
         _shard_optimizer_temporaries(levels, ranks, dtypes)
-    sharded = ShardedRuntime(trace, levels, ranks, dtypes, units, list(members.values()), gradients, on_host)
-    sharded.run(actings(units, passes))
+    scheduler = FSDP2Scheduler(
+        trace, units, list(members.values()), gradients, ranks=ranks, dtypes=dtypes, on_host=on_host
+    )
+    schedule = scheduler.run(actings((unit.calls for unit in units), passes))
+    levels.add(schedule)
     before, during = levels.levels()
-    communication_ms, exposed_ms = communication(runtime, target, sharded.transfers, sharded.program)
+    communication_ms, exposed_ms = communication(runtime, target, schedule)
     return Sharding(
         runtime=runtime,
         before_by_row=before,
@@ -92,7 +96,7 @@ def shard(
         units=units,
         removed=levels.removed,
         allocations=levels.allocations,
-        transfers=tuple(sharded.transfers),
+        schedule=schedule,
         communication_ms=communication_ms,
         exposed_ms=exposed_ms,
         shard_dtype=dtypes.shard,
