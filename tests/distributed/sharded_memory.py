@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch._C._profiler import _EventType
 
-from memfit.sharded import Precision, Schedule, shard
+import memfit
+from memfit import Step, spec
+from memfit.sharded import Precision, Schedule, UnitOptions, shard
 from memfit.sharded.expected import expected_bytes
 from memfit.sharded.wrap_policy import Units
+from memfit.sharding import ShardOptions
+from memfit.sharding.flat_schedule import FlatScheduler, flat_groups
+from memfit.sharding.gradients import gradients_before, whole_gradients
+from memfit.sharding.options import ShardDtypes
+from memfit.sharding.schedule import EventKind, actings
+from memfit.sharding.units import find_passes, find_units, members_of
 
 _STEPS = 3
+LARGE_BYTES = 1 << 16
+"""Buffers of large matrices; activations of one token are smaller."""
 
 
 class Layer(nn.Module):
@@ -31,13 +42,81 @@ def measured_and_expected(
     widths: list[int], units: Units | None, schedule: dict[str, Any], half: bool, optimizer: str
 ) -> tuple[int, int, str]:
     """The allocator's highest point in a step and what is there before it; the closed form, and where that lies."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Layer(256, inner) for inner in widths))
     precision = Precision(param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32 if half else None)
+    model, trained, step = _trained(_build(widths), units, schedule, precision, optimizer)
+    states = [each for state in trained.state.values() for each in state.values() if each.dim()]
+    state_bytes = sum(each.untyped_storage().nbytes() for each in states)
+    expected = expected_bytes(model)
+    return expected.shard_bytes + state_bytes + _rise(step), expected.peak_bytes + state_bytes, expected.at
+
+
+def allocations(
+    widths: list[int],
+    units: dict[str, UnitOptions],
+    schedule: dict[str, Any],
+    dtypes: dict[str, Any],
+    frozen: list[str],
+) -> list[int]:
+    """The large allocations of a step in order; the shards are float64, `dtypes` those of `ShardOptions`."""
+    precision = Precision(**{name: getattr(torch, dtype) for name, dtype in dtypes.items()})
+    model = _build(widths, frozen, torch.float64)
+    _, _, step = _trained(model, units, schedule, precision, "sgd", input_trains=False)
+    return [size for size, _ in _events(step) if size > LARGE_BYTES]
+
+
+def scheduled(
+    ranks: int,
+    widths: list[int],
+    units: dict[str, UnitOptions],
+    schedule: dict[str, Any],
+    dtypes: dict[str, Any],
+    frozen: list[str],
+) -> list[tuple[str, int]]:
+    """The large buffers of the schedule of the same step as it is captured, and what each is for."""
+    model, batch = _build(widths, frozen, torch.float64), spec((1, 256), torch.float64)
+    trace = memfit.trace(Step(model, batch, loss=lambda out, _: out.float().sum()), target="cpu")
+    options = ShardOptions(units=tuple(units), **dtypes)
+    used, passes, members = ShardDtypes.of(trace, options), find_passes(trace), members_of(trace, options)
+    found = FlatScheduler(
+        list(members),
+        [flat_groups(trace, numbers, ranks, used) for numbers in members.values()],
+        [units.get(name, UnitOptions()) for name in members],
+        whole_gradients(trace, {}, passes, used),
+        gradients_before(trace),
+        Schedule(**schedule),
+        separate_parts=True,
+    ).run(actings((unit.calls for unit in find_units(trace, members, passes, ranks, used)), passes))
+    buffers = [found.buffers[event.number] for event in found.events if event.kind is EventKind.ALLOCATE]
+    return [
+        (f"{each.role.title} of {found.modules[each.unit]!r}", each.size_bytes)
+        for each in buffers
+        if each.size_bytes > LARGE_BYTES
+    ]
+
+
+def _build(widths: list[int], frozen: Sequence[str] = (), dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer(256, inner) for inner in widths)).to(dtype)
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
+    return model
+
+
+def _trained(
+    model: nn.Module,
+    units: Units | None,
+    schedule: dict[str, Any],
+    precision: Precision,
+    optimizer: str,
+    *,
+    input_trains: bool = True,
+) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
+    """A sharded model that has taken two steps, so that the order of its units is known, and a third step."""
+    dtype = next(model.parameters()).dtype
     shard(model, units=units, precision=precision, schedule=Schedule(**schedule))
     kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
     trained = kind(model.parameters(), lr=1e-3)
-    x = torch.randn(1, 256, requires_grad=True)
+    x = torch.randn(1, 256, dtype=dtype, requires_grad=input_trains)
 
     def step() -> None:
         model(x).float().sum().backward()
@@ -47,28 +126,16 @@ def measured_and_expected(
 
     step()
     step()
-    states = [each for state in trained.state.values() for each in state.values() if each.dim()]
-    state_bytes = sum(each.untyped_storage().nbytes() for each in states)
-    expected = expected_bytes(model)
-    return expected.shard_bytes + state_bytes + _rise(step), expected.peak_bytes + state_bytes, expected.at
+    return model, trained, step
 
 
-def _rise(step: Any) -> int:
+def _rise(step: Callable[[], None]) -> int:
     """The median over steps of the highest point above the start, by address: frees on Gloo's threads are not seen."""
     found = []
     for _ in range(_STEPS):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-            step()
-        stack = list(profiler.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
-        events = []
-        while stack:
-            event = stack.pop()
-            stack += event.children
-            if event.tag == _EventType.Allocation:
-                events.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr or 0))
         alive: dict[int, int] = {}
         peak = 0
-        for _, size, address in sorted(events):
+        for size, address in _events(step):
             if size < 0:
                 alive.pop(address, None)
             else:
@@ -76,3 +143,17 @@ def _rise(step: Any) -> int:
                 peak = max(peak, sum(alive.values()))
         found.append(peak)
     return sorted(found)[len(found) // 2]
+
+
+def _events(step: Callable[[], None]) -> list[tuple[int, int]]:
+    """The size, negative where it is freed, and the address of every allocation of a step, in order of time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    stack = list(profiler.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    events = []
+    while stack:
+        event = stack.pop()
+        stack += event.children
+        if event.tag == _EventType.Allocation:
+            events.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr or 0))
+    return [(size, address) for _, size, address in sorted(events)]

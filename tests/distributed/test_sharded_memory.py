@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 from ranks import Ranks
-from sharded_memory import measured_and_expected
+from sharded_memory import allocations, measured_and_expected, scheduled
 
 from memfit.sharded import UnitOptions
 
@@ -44,3 +44,47 @@ def test_a_step_on_four_ranks_takes_what_its_schedule_says(four_ranks: Ranks, op
         measured_and_expected, _EQUAL, units, {}, half=False, optimizer="adamw"
     ):
         assert measured == pytest.approx(expected, rel=0.01), at
+
+
+_OWN: dict[str, Any] = {}
+_MIXED = {"param_dtype": "float32", "reduce_dtype": "float64"}
+_REDUCED_IN_LESS = {"param_dtype": "float32", "reduce_dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("options", "schedule", "dtypes", "frozen"),
+    [
+        (UnitOptions(), {}, _OWN, []),
+        (UnitOptions(), {"forward_prefetch": 0, "backward_prefetch": 0}, _OWN, []),
+        (UnitOptions(), {"forward_prefetch": 3, "backward_prefetch": 2}, _MIXED, []),
+        (UnitOptions(), {"forward_prefetch": 3, "in_flight_bytes": 8_000_000}, _OWN, []),
+        (UnitOptions(), {"backward_prefetch_at": "after"}, _REDUCED_IN_LESS, []),
+        (UnitOptions(keep=True), {}, _MIXED, []),
+        (UnitOptions(), {}, _OWN, ["1.up", "2"]),
+    ],
+)
+@pytest.mark.parametrize("outside", [0, 1])
+def test_every_buffer_is_allocated_when_the_schedule_says(
+    two_ranks: Ranks,
+    options: UnitOptions,
+    schedule: dict[str, Any],
+    dtypes: dict[str, Any],
+    frozen: list[str],
+    outside: int,
+) -> None:
+    units = {str(number): options for number in range(outside, len(_UNEQUAL) - outside)}  # the others are the root's
+    _compare_buffers(two_ranks, _UNEQUAL, units, schedule, dtypes, frozen)
+
+
+@pytest.mark.parametrize("options", [UnitOptions(), UnitOptions(reshard_ranks=2)])
+def test_every_buffer_on_four_ranks_is_allocated_when_the_schedule_says(
+    four_ranks: Ranks, options: UnitOptions
+) -> None:
+    _compare_buffers(four_ranks, _UNEQUAL, {str(number): options for number in (1, 2, 3)}, {}, _OWN, [])
+
+
+def _compare_buffers(ranks: Ranks, *case: Any) -> None:
+    """Compare the large allocations of a step one by one with those of its schedule."""
+    expected = scheduled(ranks.count, *case)
+    for made in ranks.run(allocations, *case):
+        assert made == [size for _, size in expected], [title for title, _ in expected]

@@ -22,15 +22,18 @@ the output of a reduction, which is allocated on the stream that it runs on (Not
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from memfit.capture import Trace
 from memfit.cost import Collective
 from memfit.errors import InputError
 from memfit.memory import Stream
 from memfit.sharding.flat_layout import FlatLayout, PartTable
 from memfit.sharding.gradients import WholeGradient
+from memfit.sharding.options import ShardDtypes, item_bytes
 from memfit.sharding.schedule import Act, Acting, Role, Scheduler, ShardSchedule
 
 
@@ -110,6 +113,29 @@ class FlatGroup:
     def part_bytes(self) -> int:
         """Bytes of what one rank gets of a reduction's input."""
         return self.layout.shard_elements * self.reduced_item_bytes
+
+
+def flat_groups(trace: Trace, members: Sequence[int], ranks: int, dtypes: ShardDtypes) -> list[FlatGroup]:
+    """The flat tensors of a unit with these parameters: by dtype, those that train apart from those that do not."""
+    alike: dict[tuple[str, bool], list[int]] = defaultdict(list)
+    for number in members:
+        parameter = trace.parameters[number]
+        alike[dtypes.kept(parameter), parameter.trainable].append(number)
+    found = []
+    for (dtype, trainable), numbers in alike.items():
+        held = [trace.parameters[number] for number in numbers]
+        found.append(
+            FlatGroup(
+                layout=FlatLayout.of(((each.names, each.shape) for each in held), ranks),
+                parameters=tuple(numbers),
+                trains=trainable,
+                kept_item_bytes=item_bytes(dtype),
+                gathered_item_bytes=item_bytes(dtypes.gathered(held[0])),
+                reduced_item_bytes=item_bytes(dtypes.reduced(held[0])),
+                gradient_item_bytes=item_bytes(dtype),
+            )
+        )
+    return found
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ from typing import ClassVar
 from memfit.capture import NEVER, Parameter, Trace
 from memfit.cost import Collective
 from memfit.memory import Stream
-from memfit.sharding.gradients import WholeGradient
+from memfit.sharding.gradients import WholeGradient, gradients_before
 from memfit.sharding.options import ShardDtypes, elements, item_bytes, padded_elements
 from memfit.sharding.schedule import Role, Scheduler
 from memfit.sharding.units import ShardUnit
@@ -88,14 +88,7 @@ class FSDP2Scheduler(Scheduler):
             _Group([trace.parameters[number] for number in held], unit.gathered_bytes)
             for unit, held in zip(units, members, strict=True)
         ]
-        super().__init__(
-            (unit.module for unit in units),
-            {
-                number: trace.storages[parameter.gradient].free_after
-                for number, parameter in enumerate(trace.parameters)
-                if parameter.gradient != NEVER and trace.storages[parameter.gradient].alloc_at == NEVER
-            },
-        )
+        super().__init__((unit.module for unit in units), gradients_before(trace))
         home = {number: unit for unit, held in enumerate(members) for number in held}
         for gradient in gradients:
             unit = home[gradient.parameter]
