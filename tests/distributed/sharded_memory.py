@@ -6,20 +6,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from fsdp2_cases import CASES, train_in_backward
 from torch import nn
 from torch._C._profiler import _EventType
 
 import memfit
 from memfit import Step, spec
+from memfit.capture import BEFORE_STEP, Trace
+from memfit.cost import Roofline, Runtime
+from memfit.hardware import Target
+from memfit.memory import Timeline
 from memfit.sharded import Precision, Schedule, UnitOptions, shard
 from memfit.sharded.expected import expected_bytes
 from memfit.sharded.wrap_policy import Units
-from memfit.sharding import ShardOptions
-from memfit.sharding.flat_schedule import FlatScheduler, flat_groups
-from memfit.sharding.gradients import gradients_before, whole_gradients
-from memfit.sharding.options import ShardDtypes
-from memfit.sharding.schedule import EventKind, actings
-from memfit.sharding.units import find_passes, find_units, members_of
+from memfit.sharding import Sharding, ShardOptions
+from memfit.sharding.schedule import EventKind
+from memfit.sharding.shard import FlatOptions
+from memfit.sharding.shard import shard as predict_sharding
 
 _STEPS = 3
 LARGE_BYTES = 1 << 16
@@ -75,23 +78,48 @@ def scheduled(
     """The large buffers of the schedule of the same step as it is captured, and what each is for."""
     model, batch = _build(widths, frozen, torch.float64), spec((1, 256), torch.float64)
     trace = memfit.trace(Step(model, batch, loss=lambda out, _: out.float().sum()), target="cpu")
-    options = ShardOptions(units=tuple(units), **dtypes)
-    used, passes, members = ShardDtypes.of(trace, options), find_passes(trace), members_of(trace, options)
-    found = FlatScheduler(
-        list(members),
-        [flat_groups(trace, numbers, ranks, used) for numbers in members.values()],
-        [units.get(name, UnitOptions()) for name in members],
-        whole_gradients(trace, {}, passes, used),
-        gradients_before(trace),
-        Schedule(**schedule),
-        separate_parts=True,
-    ).run(actings((unit.calls for unit in find_units(trace, members, passes, ranks, used)), passes))
+    flat = FlatOptions(schedule=Schedule(**schedule), units=units)
+    found = _predict(trace, ranks, ShardOptions(units=tuple(units), **dtypes), flat).schedule
     buffers = [found.buffers[event.number] for event in found.events if event.kind is EventKind.ALLOCATE]
     return [
         (f"{each.role.title} of {found.modules[each.unit]!r}", each.size_bytes)
         for each in buffers
         if each.size_bytes > LARGE_BYTES
     ]
+
+
+def measured_rise(name: str) -> int:
+    """How far a step of one of FSDP2's cases on memfit's runtime rises above what is there before it."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    model = case.model()
+    half = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_inputs="none")
+    shard(model, units=case.units, precision=half if case.mixed else Precision())
+    if case.in_backward:
+        train_in_backward(model)
+    step = case.step(model, case.batch())
+    optimizer = step.build_optimizer(model)
+    for _ in range(2):
+        step.execute(model, optimizer, "cpu")
+    return _rise(lambda: step.execute(model, optimizer, "cpu"))
+
+
+def predicted_rise(ranks: int, name: str) -> int:
+    """The same of the captured step, sharded in the flat layout."""
+    case = CASES[name]
+    model, batch = case.model(), case.batch()
+    if case.in_backward:
+        train_in_backward(model)
+    trace = memfit.trace(case.step(model, spec(tuple(batch.shape), batch.dtype)), target="cpu")
+    sharding = _predict(trace, ranks, ShardOptions(units=case.units), FlatOptions())
+    kept = sum(s.bytes for n, s in enumerate(trace.storages) if s.alloc_at == BEFORE_STEP and n not in sharding.removed)
+    made = sum(each.size_bytes for each in sharding.allocations if each.begin == BEFORE_STEP)
+    return sharding.peak_bytes - kept - made
+
+
+def _predict(trace: Trace, ranks: int, options: ShardOptions, flat: FlatOptions) -> Sharding:
+    target = Target.parse("cpu", ranks=ranks)
+    return predict_sharding(Timeline.of(trace, 1), Runtime.of(trace, Roofline()), target, options, flat=flat)
 
 
 def _build(widths: list[int], frozen: Sequence[str] = (), dtype: torch.dtype = torch.float32) -> nn.Module:

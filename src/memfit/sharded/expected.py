@@ -16,7 +16,7 @@ from torch import nn
 from memfit.capture import AFTER_STEP, NEVER, Category
 from memfit.sharded.fully_shard import get_runtime
 from memfit.sharded.runtime import Runtime
-from memfit.sharding.flat_schedule import FlatGroup, FlatScheduler
+from memfit.sharding.flat_schedule import FlatGroup, FlatScheduler, FlatUnit
 from memfit.sharding.gradients import WholeGradient
 from memfit.sharding.schedule import EventKind, ShardSchedule, actings
 from memfit.sharding.units import Pass, ShardCall
@@ -59,22 +59,20 @@ def build_schedule(runtime: Runtime) -> ShardSchedule:
 
     Of the ops, each unit's forward is one, and so is each gradient.
     """
-    groups = _groups(runtime)
+    units = _units(runtime)
     inner = _order(runtime)
     forward = max(len(inner), 1)
     calls = {0: _run(0, forward, forward)}
     gradients: list[WholeGradient] = []
     end = forward
     for place in reversed(range(len(inner))):
-        own = _gradients(groups[inner[place]], end)
+        own = _gradients(units[inner[place]].groups, end)
         begin, end = end, end + max(len(own), 1)  # a unit that is frozen has a backward, too
         calls[inner[place]] = _run(place, place + 1, begin, end)
         gradients += own
-    own = _gradients(groups[0], end)
+    own = _gradients(units[0].groups, end)
     scheduler = FlatScheduler(
-        [unit.name for unit in runtime.units],
-        groups,
-        [unit.options for unit in runtime.units],
+        units,
         [*gradients, *own],
         {},
         runtime.schedule,
@@ -85,22 +83,27 @@ def build_schedule(runtime: Runtime) -> ShardSchedule:
     return scheduler.run(actings(((calls[number],) for number in range(len(runtime.units))), [step]))
 
 
-def _groups(runtime: Runtime) -> list[list[FlatGroup]]:
-    """The flat tensors of every unit; parameters are numbered in their order."""
+def _units(runtime: Runtime) -> list[FlatUnit]:
+    """The units as the schedule has them; parameters are numbered in their order."""
     numbers = count()
     return [
-        [
-            FlatGroup(
-                layout=flat.layout,
-                parameters=tuple(islice(numbers, len(flat.parameters))),
-                trains=flat.trains,
-                kept_item_bytes=flat.dtype.itemsize,
-                gathered_item_bytes=unit.gather_dtype(flat).itemsize,
-                reduced_item_bytes=gradients.dtype.itemsize,
-                gradient_item_bytes=gradients.kept_dtype.itemsize,
-            )
-            for flat, gradients in zip(unit.flats, unit.gradients, strict=True)
-        ]
+        FlatUnit(
+            module=unit.name,
+            groups=tuple(
+                FlatGroup(
+                    layout=flat.layout,
+                    parameters=tuple(islice(numbers, len(flat.parameters))),
+                    trains=flat.trains,
+                    kept_item_bytes=flat.dtype.itemsize,
+                    gathered_item_bytes=unit.gather_dtype(flat).itemsize,
+                    reduced_item_bytes=gradients.dtype.itemsize,
+                    gradient_item_bytes=gradients.kept_dtype.itemsize,
+                    in_place=not flat.whole(unit.gather_dtype(flat)).bytes,
+                )
+                for flat, gradients in zip(unit.flats, unit.gradients, strict=True)
+            ),
+            options=unit.options,
+        )
         for unit in runtime.units
     ]
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+Member = TypeVar("Member")
 ALIGNED_ELEMENTS = 32
 """Parameters and shards begin at multiples of this many elements, so that kernels read aligned addresses."""
 
@@ -104,6 +107,17 @@ class PartTable:
         ranks = self.ranks_of[number] if self.separate else range(len(self.slots_of))
         found = [rank for rank in ranks if all(has_come(each) for each in self.slots_of[rank])]
         return found if self.separate or len(found) == len(ranks) else []
+
+
+def group_alike(members: Iterable[Member], kind: Callable[[Member], tuple[object, bool]]) -> list[list[Member]]:
+    """Put members of a unit that lie in one flat tensor together, by their dtype and whether they train.
+
+    Those that train lie apart from those that do not, since a frozen parameter has no gradient to reduce.
+    """
+    found: dict[tuple[object, bool], list[Member]] = defaultdict(list)
+    for member in members:
+        found[kind(member)].append(member)
+    return list(found.values())
 
 
 def aligned(elements: int) -> int:

@@ -4,8 +4,8 @@ Note [The flat schedule]: this follows `memfit/sharded` act by act.
 
 - before forward: a flat buffer, which is the parameters themselves, is gathered, and so are those of the next
   `forward_prefetch` units; then its gather is waited for.
-- after forward: the buffer is freed, unless the unit keeps it or is the root. With `reshard_ranks` this rank's part
-  among so many ranks is copied first and kept.
+- after forward: the buffer is freed, unless there is a backward and the unit keeps it or is the root. With
+  `reshard_ranks` this rank's part among so many ranks is copied first and kept.
 - before backward: the buffer is gathered again, and those of the `backward_prefetch` units that ran before this one,
   now or when its backward has ended.
 - when a gradient comes: a part of the reduction's input, which goes to one rank, is allocated when all its gradients
@@ -22,7 +22,6 @@ the output of a reduction, which is allocated on the stream that it runs on (Not
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -31,7 +30,7 @@ from memfit.capture import Trace
 from memfit.cost import Collective
 from memfit.errors import InputError
 from memfit.memory import Stream
-from memfit.sharding.flat_layout import FlatLayout, PartTable
+from memfit.sharding.flat_layout import FlatLayout, PartTable, group_alike
 from memfit.sharding.gradients import WholeGradient
 from memfit.sharding.options import ShardDtypes, item_bytes
 from memfit.sharding.schedule import Act, Acting, Role, Scheduler, ShardSchedule
@@ -87,7 +86,8 @@ class UnitOptions:
 class FlatGroup:
     """The parameters of a unit that lie in one flat tensor, and the bytes of an element of each thing made of it.
 
-    `parameters` are the numbers of those in the layout's slots. They are of one dtype and train or not together.
+    `parameters` are the numbers of those in the layout's slots. They are of one dtype and train or not together. One
+    rank alone computes on its shard, `in_place`, where that has the dtype and is on the device that it computes with.
     """
 
     layout: FlatLayout
@@ -97,12 +97,12 @@ class FlatGroup:
     gathered_item_bytes: int
     reduced_item_bytes: int
     gradient_item_bytes: int
+    in_place: bool = False
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of the gathered buffer; none for one rank alone, which computes on its shard where that can be."""
-        in_place = self.layout.ranks == 1 and self.kept_item_bytes == self.gathered_item_bytes
-        return 0 if in_place else self.layout.elements * self.gathered_item_bytes
+        """Bytes of the gathered buffer."""
+        return 0 if self.in_place else self.layout.elements * self.gathered_item_bytes
 
     @property
     def shard_bytes(self) -> int:
@@ -115,27 +115,50 @@ class FlatGroup:
         return self.layout.shard_elements * self.reduced_item_bytes
 
 
-def flat_groups(trace: Trace, members: Sequence[int], ranks: int, dtypes: ShardDtypes) -> list[FlatGroup]:
-    """The flat tensors of a unit with these parameters: by dtype, those that train apart from those that do not."""
-    alike: dict[tuple[str, bool], list[int]] = defaultdict(list)
-    for number in members:
-        parameter = trace.parameters[number]
-        alike[dtypes.kept(parameter), parameter.trainable].append(number)
-    found = []
-    for (dtype, trainable), numbers in alike.items():
-        held = [trace.parameters[number] for number in numbers]
-        found.append(
-            FlatGroup(
-                layout=FlatLayout.of(((each.names, each.shape) for each in held), ranks),
-                parameters=tuple(numbers),
-                trains=trainable,
-                kept_item_bytes=item_bytes(dtype),
-                gathered_item_bytes=item_bytes(dtypes.gathered(held[0])),
-                reduced_item_bytes=item_bytes(dtypes.reduced(held[0])),
-                gradient_item_bytes=item_bytes(dtype),
-            )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatUnit:
+    """A unit of memfit's runtime: its module, its flat tensors, and what it does after its forward."""
+
+    module: str
+    groups: tuple[FlatGroup, ...]
+    options: UnitOptions = UnitOptions()
+
+
+def flat_units(
+    trace: Trace,
+    members: Mapping[str, Sequence[int]],
+    options: Mapping[str, UnitOptions],
+    ranks: int,
+    dtypes: ShardDtypes,
+) -> list[FlatUnit]:
+    """The units of a trace in the flat layout; `members` are the numbers of each unit's parameters."""
+
+    def kind(number: int) -> tuple[str, bool]:
+        return dtypes.kept(trace.parameters[number]), trace.parameters[number].trainable
+
+    return [
+        FlatUnit(
+            module=module,
+            groups=tuple(_flat_group(trace, alike, ranks, dtypes) for alike in group_alike(numbers, kind)),
+            options=options.get(module, UnitOptions()),
         )
-    return found
+        for module, numbers in members.items()
+    ]
+
+
+def _flat_group(trace: Trace, numbers: Sequence[int], ranks: int, dtypes: ShardDtypes) -> FlatGroup:
+    held = [trace.parameters[number] for number in numbers]
+    first = held[0]
+    return FlatGroup(
+        layout=FlatLayout.of(((each.names, each.shape) for each in held), ranks),
+        parameters=tuple(numbers),
+        trains=first.trainable,
+        kept_item_bytes=item_bytes(dtypes.kept(first)),
+        gathered_item_bytes=item_bytes(dtypes.gathered(first)),
+        reduced_item_bytes=item_bytes(dtypes.reduced(first)),
+        gradient_item_bytes=item_bytes(dtypes.kept(first)),
+        in_place=ranks == 1 and dtypes.gathered(first) == dtypes.kept(first),
+    )
 
 
 @dataclass(slots=True)
@@ -154,8 +177,8 @@ class _Sum:
 
 
 @dataclass(slots=True)
-class _Unit:
-    """A unit: where its parameters are, and its runs whose backward has not ended."""
+class _State:
+    """What a unit is doing: where its parameters are, and its runs whose backward has not ended."""
 
     groups: Sequence[FlatGroup]
     options: UnitOptions
@@ -178,7 +201,7 @@ class _Unit:
 
 
 class FlatScheduler(Scheduler):
-    """Notes what memfit's runtime does for the units with these modules; `groups` are the flat tensors of each.
+    """Notes what memfit's runtime does for units.
 
     `separate_parts` says whether the parts of a reduction's input may be tensors of their own, as they are where ranks
     send them to each other one by one (Note [Pairs] of `sharded/comm.py`), and are received so, too.
@@ -196,9 +219,7 @@ class FlatScheduler(Scheduler):
 
     def __init__(
         self,
-        modules: Sequence[str],
-        groups: Sequence[Sequence[FlatGroup]],
-        options: Sequence[UnitOptions],
+        units: Sequence[FlatUnit],
         gradients: Iterable[WholeGradient],
         had: Mapping[int, int],
         schedule: Schedule,
@@ -208,26 +229,30 @@ class FlatScheduler(Scheduler):
     ) -> None:
         self._schedule, self._on_host = schedule, on_host
         self._units = [
-            _Unit(own, choice, [_Sum(group, PartTable(group.layout, separate=separate_parts)) for group in own])
-            for own, choice in zip(groups, options, strict=True)
+            _State(
+                unit.groups,
+                unit.options,
+                [_Sum(group, PartTable(group.layout, separate=separate_parts)) for group in unit.groups],
+            )
+            for unit in units
         ]
         self._home = {
-            number: (unit, place, slot)
-            for unit, own in enumerate(groups)
-            for place, group in enumerate(own)
-            for slot, number in enumerate(group.parameters)
+            parameter: (number, place, slot)
+            for number, unit in enumerate(units)
+            for place, group in enumerate(unit.groups)
+            for slot, parameter in enumerate(group.parameters)
         }
         self._orders: list[list[int]] = []
         """The units of each pass in the order in which their forwards begin, as the runtime recorded it."""
         self._begun = 0
         self._ended: list[int] = []
         self._summing: list[int] = []
-        super().__init__(modules, had)
+        super().__init__((unit.module for unit in units), had)
         self._coming: list[tuple[WholeGradient, int]] = []
         """Whole gradients that have not come, and their buffers; the next is the last."""
         for gradient in sorted(gradients, key=lambda each: each.arrived, reverse=True):
             unit, place, slot = self._home[gradient.parameter]
-            group = groups[unit][place]
+            group = units[unit].groups[place]
             n_bytes = group.layout.slots[slot].elements * group.gathered_item_bytes
             self._coming.append((gradient, self.receive_gradient(gradient, unit, n_bytes)))
 
@@ -251,14 +276,19 @@ class FlatScheduler(Scheduler):
         self._unshard_ahead(unit, self._orders[0][self._begun : self._begun + self._schedule.forward_prefetch])
         self._wait_gather(unit)
 
-    def after_forward(self, unit: int) -> None:
+    def after_forward(self, unit: int, *, has_backward: bool) -> None:
         state = self._units[unit]
-        state.before.append(self._ended[: -1 - self._schedule.backward_prefetch : -1])
-        self._ended.append(unit)
+        if has_backward:
+            state.before.append(self._ended[: -1 - self._schedule.backward_prefetch : -1])
+            self._ended.append(unit)
         if self.is_root(unit):
             for other, each in enumerate(self._units):
                 if each.in_flight:  # it was gathered ahead, and did not run
                     self._reshard(other)
+        if not has_backward:
+            self._reshard(unit)
+        elif self.is_root(unit):
+            return
         elif state.options.reshard_ranks is not None:
             self._keep_parts(unit, state.options.reshard_ranks)
         elif not state.options.keep:
@@ -278,7 +308,7 @@ class FlatScheduler(Scheduler):
         self._wait_gather(unit)
 
     def after_backward(self, unit: int) -> None:
-        self._collect()
+        self._collect(unit)
         state = self._units[unit]
         state.running = max(0, state.running - 1)
         if state.running:  # another run of it, side by side with this one, still reads them
@@ -372,24 +402,35 @@ class FlatScheduler(Scheduler):
 
     # Gradients and their reduction
 
-    def _collect(self) -> None:
-        """Take the gradients that have come by now, each when it came."""
+    def _collect(self, ended: int | None = None) -> None:
+        """Take the gradients that have come by now, each when it came, and all of a unit whose backward has ended.
+
+        A pass after the first adds them to those that are there, which the trace has after the backward of the unit.
+        """
         now = self.moment
         while self._coming and self._coming[-1][0].arrived < now:
             gradient, buffer = self._coming.pop()
             self.moment = gradient.arrived + 1
-            unit, place, slot = self._home[gradient.parameter]
-            own = self._units[unit].sums[place]
-            if own.under_way:  # it came late, and is reduced at the end of the pass
-                self._finish_sum(own)
-            if slot in own.come:  # it is added to what is there
-                self.free(buffer)
-                continue
-            own.come[slot] = gradient
-            own.held[slot] = buffer
-            for rank in own.table.completed_by(slot, lambda each, own=own: each in own.come):
-                self._fill(unit, own, rank)
+            self._take(gradient, buffer)
         self.moment = now
+        for pair in [*reversed(self._coming)] if ended is not None else ():
+            if pair[0].ready < now and self._home[pair[0].parameter][0] == ended:
+                self._coming.remove(pair)
+                self._take(*pair)
+
+    def _take(self, gradient: WholeGradient, buffer: int) -> None:
+        """Hold a gradient that has come, and fill the parts that it completes."""
+        unit, place, slot = self._home[gradient.parameter]
+        own = self._units[unit].sums[place]
+        if own.under_way:  # it came late, and is reduced at the end of the pass
+            self._finish_sum(own)
+        if slot in own.come:  # it is added to what is there
+            self.free(buffer)
+            return
+        own.come[slot] = gradient
+        own.held[slot] = buffer
+        for rank in own.table.completed_by(slot, own.come.__contains__):
+            self._fill(unit, own, rank)
 
     def _fill(self, unit: int, own: _Sum, rank: int) -> None:
         """Copy the gradients that are held for a part into it, and free those that no other part waits for."""

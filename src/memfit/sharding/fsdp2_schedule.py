@@ -104,7 +104,7 @@ class FSDP2Scheduler(Scheduler):
                 self.free(previous)
             self._forward_buffer = buffer
 
-    def after_forward(self, unit: int) -> None:
+    def after_forward(self, unit: int, *, has_backward: bool) -> None:
         group = self._groups[unit]
         if not self.is_root(unit):
             self._reshard(group)

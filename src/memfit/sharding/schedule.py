@@ -35,11 +35,15 @@ class Act(enum.IntEnum):
 
 
 class Acting(NamedTuple):
-    """An act before op `moment`, of the unit with this number; of all units at the end of a pass."""
+    """An act before op `moment`, of the unit with this number; of all units at the end of a pass.
+
+    `has_backward` says whether the run of the unit that it is of has one.
+    """
 
     moment: int
     act: Act
     unit: int
+    has_backward: bool = True
 
 
 def actings(calls: Iterable[Sequence[ShardCall]], passes: Sequence[Pass]) -> list[Acting]:
@@ -51,14 +55,15 @@ def actings(calls: Iterable[Sequence[ShardCall]], passes: Sequence[Pass]) -> lis
     """
     found: list[tuple[tuple[int, int, int, int], Acting]] = []
 
-    def note(moment: int, act: Act, unit: int, first: int = 0, second: int = 0) -> None:
-        found.append(((moment, act, first, second), Acting(moment, act, unit)))
+    def note(moment: int, act: Act, unit: int, first: int = 0, second: int = 0, has_backward: bool = True) -> None:
+        found.append(((moment, act, first, second), Acting(moment, act, unit, has_backward)))
 
     for number, runs in enumerate(calls):
         for call in runs:
-            note(call.begin, Act.BEFORE_FORWARD, number, call.depth)
-            note(call.end, Act.AFTER_FORWARD, number, -call.depth)
-            if call.backward_begin != NEVER:
+            has_backward = call.backward_begin != NEVER
+            note(call.begin, Act.BEFORE_FORWARD, number, call.depth, has_backward=has_backward)
+            note(call.end, Act.AFTER_FORWARD, number, -call.depth, has_backward=has_backward)
+            if has_backward:
                 note(call.backward_begin, Act.BEFORE_BACKWARD, number, -call.end, -call.depth)
                 if call.reduces:
                     note(call.backward_end, Act.AFTER_BACKWARD, number, -call.depth)
@@ -173,13 +178,13 @@ class Scheduler(ABC):
 
     def run(self, acts: Sequence[Acting]) -> ShardSchedule:
         """Go through all acts and return what was noted."""
-        for self.moment, act, unit in acts:
+        for self.moment, act, unit, has_backward in acts:
             if act is Act.END_OF_PASS:
                 self.end_pass()
             elif act is Act.BEFORE_FORWARD:
                 self.before_forward(unit)
             elif act is Act.AFTER_FORWARD:
-                self.after_forward(unit)
+                self.after_forward(unit, has_backward=has_backward)
             elif act is Act.BEFORE_BACKWARD:
                 self.before_backward(unit)
             else:
@@ -196,7 +201,7 @@ class Scheduler(ABC):
     def before_forward(self, unit: int) -> None: ...
 
     @abstractmethod
-    def after_forward(self, unit: int) -> None: ...
+    def after_forward(self, unit: int, *, has_backward: bool) -> None: ...
 
     @abstractmethod
     def before_backward(self, unit: int) -> None: ...
