@@ -38,9 +38,9 @@ class Gradients:
         self._replicas = replicas
         self._streams = streams
         self._reduction = reduction
-        self.kept_dtype = _floating(flat.dtype, precision.reduce_dtype if precision.keep_reduced_gradients else None)
-        self.dtype = _floating(flat.dtype, reduction.compress or precision.reduce_dtype)
-        self._before, self._after = divisors(self._ranks, self.dtype, reduction.divisor)
+        self._kept_dtype = _floating(flat.dtype, precision.reduce_dtype if precision.keep_reduced_gradients else None)
+        self._dtype = _floating(flat.dtype, reduction.compress or precision.reduce_dtype)
+        self._before, self._after = divisors(self._ranks, self._dtype, reduction.divisor)
         self._parts: list[torch.Tensor | None] = [None] * flat.link.ranks
         self._collected: set[int] = set()
         self._held: dict[int, torch.Tensor] = {}
@@ -93,7 +93,7 @@ class Gradients:
                     if rank in self._filled:
                         self._write(number, rank, gradient, add=True)
                 if number in self._held:
-                    self._held[number] = self._held[number].to(self.dtype).add_(gradient)
+                    self._held[number] = self._held[number].to(self._dtype).add_(gradient)
 
     def begin(self, tag: int, about: str) -> None:
         """Begin to sum over ranks what was collected; a gradient that never came counts as zeros."""
@@ -158,7 +158,7 @@ class Gradients:
             self._forget()
             if self._after != 1:
                 total.div_(self._after)
-            self._give(total.to(device=self.flat.shard.device, dtype=self.kept_dtype), collected)
+            self._give(total.to(device=self.flat.shard.device, dtype=self._kept_dtype), collected)
 
     def resolve(self, used: Sequence[bool]) -> None:
         """Give the gradients of parameters that got none on this rank; those that no rank used get none."""
@@ -249,7 +249,7 @@ class Gradients:
             layout, link = self.flat.layout, self.flat.link
             ranks = [rank] if link.separate_parts else list(range(link.ranks))
             elements = layout.shard_elements
-            made = torch.empty(len(ranks) * elements, dtype=self.dtype, device=self.flat.device)
+            made = torch.empty(len(ranks) * elements, dtype=self._dtype, device=self.flat.device)
             for each, piece in zip(ranks, made.split(elements), strict=True):
                 for begin, end in layout.gaps(each):
                     piece[begin:end].zero_()
