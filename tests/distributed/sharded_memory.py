@@ -1,18 +1,32 @@
-"""Steps whose allocations are counted, on every rank."""
+"""Steps of memfit's runtime whose allocations are counted, on every rank, and the same steps as they are predicted."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from fsdp2_cases import CASES, train_in_backward
 from torch import nn
 from torch._C._profiler import _EventType
 
-from memfit.sharded import Precision, Schedule, shard
-from memfit.sharded.expected import expected_bytes
-from memfit.sharded.wrap_policy import Units
+import memfit
+from memfit import Step, spec
+from memfit.capture import BEFORE_STEP, Trace
+from memfit.cost import Roofline, Runtime
+from memfit.hardware import Target
+from memfit.memory import Timeline
+from memfit.sharded import Precision, Schedule, UnitOptions, shard
+from memfit.sharding import Sharding, ShardOptions
+from memfit.sharding.schedule import EventKind
+from memfit.sharding.shard import FlatOptions
+from memfit.sharding.shard import shard as predict_sharding
 
 _STEPS = 3
+_WIDTH = 256
+_LARGE_BYTES = 1 << 16
+"""Buffers of large matrices; activations of one token are smaller."""
 
 
 class Layer(nn.Module):
@@ -27,48 +41,107 @@ class Layer(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
-def measured_and_expected(
-    widths: list[int], units: Units | None, schedule: dict[str, Any], half: bool, optimizer: str
-) -> tuple[int, int, str]:
-    """The allocator's highest point in a step and what is there before it; the closed form, and where that lies."""
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """A model of layers and how it is trained; layers that are no unit belong to the root.
+
+    `dtypes` are those of `ShardOptions`, `frozen` the modules that are not trained.
+    """
+
+    widths: tuple[int, ...]
+    units: tuple[int, ...]
+    options: UnitOptions = field(default_factory=UnitOptions)
+    schedule: Schedule = field(default_factory=Schedule)
+    dtype: torch.dtype = torch.float32
+    dtypes: dict[str, Any] = field(default_factory=dict)
+    frozen: tuple[str, ...] = ()
+    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Layer(_WIDTH, inner) for inner in self.widths)).to(self.dtype)
+        for name in self.frozen:
+            model.get_submodule(name).requires_grad_(False)
+        return model
+
+    def step(self, model: nn.Module, batch: torch.Tensor) -> Step:
+        return Step(model, batch, loss=lambda out, _: out.float().sum(), optimizer=self.optimizer)
+
+    @property
+    def unit_options(self) -> dict[str, UnitOptions]:
+        return {str(number): self.options for number in self.units}
+
+
+def measure_layers(case: Layers) -> tuple[int, list[int]]:
+    """How far a step rises above what is there before it, and its large allocations in order."""
+    model = case.build()
+    precision = Precision(**{name: getattr(torch, dtype) for name, dtype in case.dtypes.items()})
+    shard(model, units=case.unit_options, precision=precision, schedule=case.schedule)
+    step = _trained(case.step(model, torch.randn(1, _WIDTH, dtype=case.dtype)), model)
+    return _rise(step), [size for size, _ in _events(step) if size > _LARGE_BYTES]
+
+
+def predict_layers(case: Layers, ranks: int) -> tuple[int, list[tuple[int, str]]]:
+    """The same as `measure_layers` for the captured step, with what each of the allocations is for."""
+    trace = memfit.trace(case.step(case.build(), spec((1, _WIDTH), case.dtype)), target="cpu")
+    flat = FlatOptions(schedule=case.schedule, units=case.unit_options)
+    sharding = _predict(trace, ranks, ShardOptions(units=tuple(case.unit_options), **case.dtypes), flat)
+    found = sharding.schedule
+    buffers = [found.buffers[event.number] for event in found.events if event.kind is EventKind.ALLOCATE]
+    return _predicted_rise(trace, sharding), [
+        (each.size_bytes, f"{each.role.title} of {found.modules[each.unit]!r}")
+        for each in buffers
+        if each.size_bytes > _LARGE_BYTES
+    ]
+
+
+def measure_case(name: str) -> int:
+    """How far a step of one of FSDP2's cases rises on memfit's runtime above what is there before it."""
+    case = CASES[name]
     torch.manual_seed(0)
-    model = nn.Sequential(*(Layer(256, inner) for inner in widths))
-    precision = Precision(param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32 if half else None)
-    shard(model, units=units, precision=precision, schedule=Schedule(**schedule))
-    kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer]
-    trained = kind(model.parameters(), lr=1e-3)
-    x = torch.randn(1, 256, requires_grad=True)
-
-    def step() -> None:
-        model(x).float().sum().backward()
-        trained.step()
-        trained.zero_grad()
-        x.grad = None
-
-    step()
-    step()
-    states = [each for state in trained.state.values() for each in state.values() if each.dim()]
-    state_bytes = sum(each.untyped_storage().nbytes() for each in states)
-    expected = expected_bytes(model)
-    return expected.shard_bytes + state_bytes + _rise(step), expected.peak_bytes + state_bytes, expected.at
+    model = case.model()
+    half = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_inputs="none")
+    shard(model, units=case.units, precision=half if case.mixed else Precision())
+    if case.in_backward:
+        train_in_backward(model)
+    return _rise(_trained(case.step(model, case.batch()), model))
 
 
-def _rise(step: Any) -> int:
+def predict_case(name: str, ranks: int) -> int:
+    """The same as `measure_case` for the captured step."""
+    case = CASES[name]
+    model, batch = case.model(), case.batch()
+    if case.in_backward:
+        train_in_backward(model)
+    trace = memfit.trace(case.step(model, spec(tuple(batch.shape), batch.dtype)), target="cpu")
+    return _predicted_rise(trace, _predict(trace, ranks, ShardOptions(units=case.units), FlatOptions()))
+
+
+def _predict(trace: Trace, ranks: int, options: ShardOptions, flat: FlatOptions) -> Sharding:
+    target = Target.parse("cpu", ranks=ranks)
+    return predict_sharding(Timeline.of(trace, 1), Runtime.of(trace, Roofline()), target, options, flat=flat)
+
+
+def _predicted_rise(trace: Trace, sharding: Sharding) -> int:
+    kept = sum(s.bytes for n, s in enumerate(trace.storages) if s.alloc_at == BEFORE_STEP and n not in sharding.removed)
+    return sharding.peak_bytes - kept - sum(a.size_bytes for a in sharding.allocations if a.begin == BEFORE_STEP)
+
+
+def _trained(step: Step, model: nn.Module) -> Callable[[], None]:
+    """A third step: by then the order of the units is known, and the optimizer has its state."""
+    optimizer = step.build_optimizer(model)
+    for _ in range(2):
+        step.execute(model, optimizer, "cpu")
+    return lambda: step.execute(model, optimizer, "cpu")
+
+
+def _rise(step: Callable[[], None]) -> int:
     """The median over steps of the highest point above the start, by address: frees on Gloo's threads are not seen."""
     found = []
     for _ in range(_STEPS):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-            step()
-        stack = list(profiler.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
-        events = []
-        while stack:
-            event = stack.pop()
-            stack += event.children
-            if event.tag == _EventType.Allocation:
-                events.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr or 0))
         alive: dict[int, int] = {}
         peak = 0
-        for _, size, address in sorted(events):
+        for size, address in _events(step):
             if size < 0:
                 alive.pop(address, None)
             else:
@@ -76,3 +149,17 @@ def _rise(step: Any) -> int:
                 peak = max(peak, sum(alive.values()))
         found.append(peak)
     return sorted(found)[len(found) // 2]
+
+
+def _events(step: Callable[[], None]) -> list[tuple[int, int]]:
+    """The size, negative where it is freed, and the address of every allocation of a step, in order of time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    stack = list(profiler.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    events = []
+    while stack:
+        event = stack.pop()
+        stack += event.children
+        if event.tag == _EventType.Allocation:
+            events.append((event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr or 0))
+    return [(size, address) for _, size, address in sorted(events)]

@@ -6,14 +6,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.sharded.flat_param import ALIGNED_ELEMENTS, Layout, boxes
+from memfit.sharded.flat_param import boxes
+from memfit.sharding.flat_layout import ALIGNED_ELEMENTS, FlatLayout
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 
 
 @given(shapes=st.lists(SHAPES, min_size=1, max_size=6), ranks=st.integers(1, 7))
 def test_the_parts_of_all_ranks_are_every_element_once_and_in_order(shapes: list[tuple[int, ...]], ranks: int) -> None:
-    layout = Layout.of((((str(number),), shape) for number, shape in enumerate(shapes)), ranks)
+    layout = FlatLayout.of((((str(number),), shape) for number, shape in enumerate(shapes)), ranks)
     for slot in layout.slots:
         assert slot.elements == math.prod(slot.shape)
         found: list[int] = []
@@ -28,7 +29,7 @@ def test_the_parts_of_all_ranks_are_every_element_once_and_in_order(shapes: list
 
 @given(shapes=st.lists(SHAPES, min_size=1, max_size=6), ranks=st.integers(1, 7))
 def test_slots_do_not_overlap_and_begin_aligned(shapes: list[tuple[int, ...]], ranks: int) -> None:
-    layout = Layout.of((((str(number),), shape) for number, shape in enumerate(shapes)), ranks)
+    layout = FlatLayout.of((((str(number),), shape) for number, shape in enumerate(shapes)), ranks)
     assert all(slot.begin % ALIGNED_ELEMENTS == 0 for slot in layout.slots)
     assert all(one.end <= other.begin for one, other in zip(layout.slots, layout.slots[1:], strict=False))
     assert layout.slots[-1].end <= layout.elements

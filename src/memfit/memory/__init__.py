@@ -9,6 +9,7 @@ from memfit.memory.allocations import (
     Interval,
     Ints,
     Recompute,
+    Stream,
     Unit,
     round_up,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "Reserved",
     "Snapshot",
     "StorageAtPeak",
+    "Stream",
     "Timeline",
     "Unit",
     "allocator_config",

@@ -16,6 +16,7 @@ after that, there is an instant of its own, at which both are there; it comes be
 
 from __future__ import annotations
 
+import enum
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,9 +79,18 @@ class Recompute:
     replaces: Flags
 
 
+class Stream(str, enum.Enum):
+    """The stream on which something runs, or on which a block is allocated: free blocks of each are kept apart."""
+
+    COMPUTE = "compute"
+    GATHER = "gather"
+    REDUCE = "reduce"
+    COPY = "copy"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """Bytes that sharding adds, there while ops `begin` up to (not including) `end` run.
+    """Bytes that sharding adds, there while ops `begin` up to (not including) `end` run, allocated on `stream`.
 
     `begin` is `BEFORE_STEP` for what is there before the step, `end` is `AFTER_STEP` for what stays. With `ahead` it is
     made before op `begin` and before a unit that is recomputed there, as an all-gather is; otherwise by the op, as a
@@ -96,6 +106,7 @@ class Interval:
     made_order: int = NO_INDEX
     freed_order: int = NO_INDEX
     module: str = ""
+    stream: Stream = Stream.COMPUTE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from memfit.errors import StateError
 from memfit.sharded.comm import ShardComm, Transfer
 from memfit.sharded.mesh import Streams
+from memfit.sharding.flat_layout import FlatLayout, Part
 from memfit.torch_private.autograd import set_version_counters, version_of
 from memfit.torch_private.modules import parameter_table
 
@@ -56,7 +57,7 @@ class FlatShard:
         streams: Streams,
         value: Callable[[Member], torch.Tensor],
     ) -> None:
-        self.layout = Layout.of(((member.names, member.parameter.shape) for member in members), link.ranks)
+        self.layout = FlatLayout.of(((member.names, member.parameter.shape) for member in members), link.ranks)
         self.link = link
         self.device = compute_device
         self.dtype = members[0].parameter.dtype
@@ -216,83 +217,7 @@ class FlatShard:
         return hear
 
 
-# -- Where every parameter lies in the flat tensor of its unit, and which part of it each rank keeps ------------------
-
-
-ALIGNED_ELEMENTS = 32
-"""Parameters and shards begin at multiples of this many elements, so that kernels read aligned addresses."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
-    """One parameter, under all its names, at elements `begin` up to (not including) `end` of the flat tensor."""
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    @property
-    def elements(self) -> int:
-        return self.end - self.begin
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """The elements of one parameter that one rank keeps.
-
-    They are elements `begin` up to `end` of the flattened parameter and begin at element `at` of the rank's shard.
-    """
-
-    begin: int
-    end: int
-    at: int
-
-    @property
-    def elements(self) -> int:
-        return self.end - self.begin
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """The slots of a flat tensor of `elements`, padding included, which `ranks` ranks divide evenly."""
-
-    slots: tuple[Slot, ...]
-    elements: int
-    ranks: int
-
-    @classmethod
-    def of(cls, shapes: Iterable[tuple[tuple[str, ...], Sequence[int]]], ranks: int) -> Layout:
-        """Put parameters one after another; what follows the last of them is padding."""
-        slots: list[Slot] = []
-        end = 0
-        for names, shape in shapes:
-            begin = aligned(end)
-            end = begin + math.prod(shape)
-            slots.append(Slot(names=names, shape=tuple(shape), begin=begin, end=end))
-        shard = aligned(-(-end // ranks))
-        return cls(slots=tuple(slots), elements=shard * ranks, ranks=ranks)
-
-    @property
-    def shard_elements(self) -> int:
-        """Elements of one rank's shard."""
-        return self.elements // self.ranks
-
-    def gaps(self, rank: int) -> list[tuple[int, int]]:
-        """The elements of a rank's shard that belong to no parameter, from and up to."""
-        first, elements = rank * self.shard_elements, self.shard_elements
-        ends = [0, *(slot.end for slot in self.slots)]
-        begins = [*(slot.begin for slot in self.slots), self.elements]
-        inside = [(max(begin - first, 0), min(end - first, elements)) for begin, end in zip(ends, begins, strict=True)]
-        return [(begin, end) for begin, end in inside if begin < end]
-
-    def part(self, slot: Slot, rank: int) -> Part:
-        """What a rank keeps of a parameter; nothing, at the end of it, where its shard lies elsewhere."""
-        first = rank * self.shard_elements
-        begin = min(max(slot.begin, first), slot.end)
-        end = max(min(slot.end, first + self.shard_elements), begin)
-        at = begin - first if end > begin else 0
-        return Part(begin=begin - slot.begin, end=end - slot.begin, at=at)
+# -- The elements of a shard as blocks of an N-dimensional tensor ---------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,11 +226,6 @@ class Box:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-
-
-def aligned(elements: int) -> int:
-    """The next multiple of the alignment."""
-    return -(-elements // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
 
 
 def boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
@@ -350,7 +270,7 @@ def _in_row(shape: Sequence[int], number: int, begin: int, end: int) -> list[Box
 class Whole:
     """A flat buffer in one dtype and the parameters that are its views."""
 
-    def __init__(self, layout: Layout, buffer: torch.Tensor, *, owned: bool) -> None:
+    def __init__(self, layout: FlatLayout, buffer: torch.Tensor, *, owned: bool) -> None:
         self.buffer = buffer
         self._owned = owned
         self._bytes = buffer.untyped_storage().nbytes()
@@ -366,7 +286,7 @@ class Whole:
         self.free()
 
     @classmethod
-    def empty(cls, layout: Layout, dtype: torch.dtype, device: torch.device) -> Whole:
+    def empty(cls, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> Whole:
         """One with a buffer of its own, without memory for now."""
         with torch.inference_mode(False):
             return cls(layout, torch.empty(layout.elements, dtype=dtype, device=device), owned=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -27,6 +26,7 @@ from memfit.sharded.runtime import Runtime
 from memfit.sharded.sharded_value import attach_state
 from memfit.sharded.unit import Run, Unit
 from memfit.sharded.wrap_policy import FoundUnit, Units, find_units
+from memfit.sharding.flat_layout import group_alike
 from memfit.torch_private.compiler import disable_dynamo
 from memfit.torch_private.modules import forward_hooks
 from memfit.torch_private.wrappers import has_compiled_parts
@@ -87,7 +87,9 @@ def shard(
     made: list[Unit] = []
     for number, (each, inside) in enumerate(zip(found, _insides(found), strict=True)):
         with with_values(each, inside, device, init, links if from_rank_0 else None) as value:
-            flats = [FlatShard(members, shards, home, device, streams, value) for members in _alike(each.members)]
+            flats = [
+                FlatShard(members, shards, home, device, streams, value) for members in group_alike(each.members, _kind)
+            ]
         made.append(
             Unit(
                 number=number,
@@ -161,12 +163,8 @@ def _check(model: nn.Module) -> None:
             )
 
 
-def _alike(members: Sequence[Member]) -> list[list[Member]]:
-    """Members by dtype, those that train apart from those that do not: a frozen parameter has no gradient to sum."""
-    found: dict[tuple[torch.dtype, bool], list[Member]] = defaultdict(list)
-    for member in members:
-        found[member.parameter.dtype, member.parameter.requires_grad].append(member)
-    return list(found.values())
+def _kind(member: Member) -> tuple[torch.dtype, bool]:
+    return member.parameter.dtype, member.parameter.requires_grad
 
 
 def _insides(found: Sequence[FoundUnit]) -> list[list[nn.Module]]:

@@ -13,7 +13,7 @@ pass; without communication what was collected stays, and later passes add to it
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -21,9 +21,10 @@ from torch.profiler import record_function
 
 from memfit.errors import InputError
 from memfit.sharded.comm import ShardComm, SumTransfer, Transfer, joined
-from memfit.sharded.flat_param import FlatShard, Slot
+from memfit.sharded.flat_param import FlatShard
 from memfit.sharded.mesh import Streams
 from memfit.sharded.options import Precision, Reduction
+from memfit.sharding.flat_layout import PartTable, Slot
 from memfit.torch_private.autograd import post_accumulate_hooks
 
 
@@ -44,11 +45,7 @@ class Gradients:
         self._collected: set[int] = set()
         self._held: dict[int, torch.Tensor] = {}
         self._filled: set[int] = set()
-        elements = flat.layout.shard_elements or 1
-        self._ranks_of = [range(slot.begin // elements, -(-slot.end // elements)) for slot in flat.layout.slots]
-        self._numbers_of = [
-            [number for number, ranks in enumerate(self._ranks_of) if rank in ranks] for rank in range(flat.link.ranks)
-        ]
+        self._table = PartTable(flat.layout, separate=flat.link.separate_parts)
         self._sum: SumTransfer | None = None
         self._total: torch.Tensor | None = None
         self._replica_sum: Transfer | None = None
@@ -68,27 +65,6 @@ class Gradients:
         """Whether a sum was begun and not finished."""
         return self._sum is not None or self._total is not None
 
-    @property
-    def part_bytes(self) -> int:
-        """What is sent to one rank."""
-        return self.flat.layout.shard_elements * self._dtype.itemsize
-
-    def ranks_of(self, number: int) -> range:
-        """The ranks that keep some of a parameter."""
-        return self._ranks_of[number]
-
-    def completed(self, come: Collection[int], ranks: range) -> list[int]:
-        """Of the parts of some ranks, or of all where they are one tensor, those whose gradients have all come."""
-        if not self.flat.link.separate_parts:
-            ranks = range(self.flat.link.ranks)
-        parameters = self.flat.parameters
-        found = [
-            rank
-            for rank in ranks
-            if all(number in come or not parameters[number].requires_grad for number in self._numbers_of[rank])
-        ]
-        return found if self.flat.link.separate_parts or len(found) == len(ranks) else []
-
     def collect(self, number: int, parameter: torch.Tensor) -> None:
         """Put a gradient that autograd has just finished into its slot."""
         gradient = parameter.grad
@@ -106,14 +82,14 @@ class Gradients:
         with torch.no_grad():
             if number not in self._collected:
                 self._collected.add(number)
-                for rank in self._ranks_of[number]:
+                for rank in self._table.ranks_of[number]:
                     if rank in self._filled:  # it was frozen when that part was filled
                         self._write(number, rank, gradient, add=False)
-                if not self._filled.issuperset(self._ranks_of[number]):
+                if not self._filled.issuperset(self._table.ranks_of[number]):
                     self._held[number] = gradient
                 self._fill_complete(number)
             else:
-                for rank in self._ranks_of[number]:
+                for rank in self._table.ranks_of[number]:
                     if rank in self._filled:
                         self._write(number, rank, gradient, add=True)
                 if number in self._held:
@@ -125,7 +101,7 @@ class Gradients:
         with torch.no_grad():
             for number, slot in enumerate(self.flat.layout.slots):
                 if number not in self._collected:
-                    for rank in self._ranks_of[number]:
+                    for rank in self._table.ranks_of[number]:
                         self._place(slot, rank)[0].zero_()
             for rank in range(link.ranks):
                 self._fill(rank)
@@ -225,7 +201,10 @@ class Gradients:
 
     def _fill_complete(self, number: int) -> None:
         """Fill the parts that a gradient was the last one missing in."""
-        for rank in self.completed(self._collected, self.ranks_of(number)):
+        parameters, collected = self.flat.parameters, self._collected
+        for rank in self._table.completed_by(
+            number, lambda each: each in collected or not parameters[each].requires_grad
+        ):
             self._fill(rank)
 
     def _fill(self, rank: int) -> None:
@@ -234,10 +213,10 @@ class Gradients:
             return
         self._filled.add(rank)
         with record_function("memfit::fill"):
-            for number in self._numbers_of[rank]:
+            for number in self._table.slots_of[rank]:
                 if number in self._held:
                     self._write(number, rank, self._held[number], add=False)
-                    if all(each in self._filled for each in self._ranks_of[number]):
+                    if all(each in self._filled for each in self._table.ranks_of[number]):
                         del self._held[number]
 
     def _write(self, number: int, rank: int, gradient: torch.Tensor, *, add: bool) -> None:

@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from memfit.errors import StateError
 from memfit.sharded.comm import ShardComm
-from memfit.sharded.flat_param import Box, FlatShard, Layout, Slot, boxes
+from memfit.sharded.flat_param import Box, FlatShard, boxes
 from memfit.sharded.runtime import Runtime
 from memfit.sharded.unit import State, Unit
+from memfit.sharding.flat_layout import FlatLayout, Slot
 from memfit.torch_private.dispatch import disabled_torch_function
 from memfit.torch_private.storages import make_wrapper_subclass
 
@@ -37,13 +38,13 @@ class ShardedValue(torch.Tensor):
     slot: Slot
     begin: int
     end: int
-    _home: tuple[Layout, ShardComm, torch.device]
+    _home: tuple[FlatLayout, ShardComm, torch.device]
 
     __torch_function__ = disabled_torch_function  # pyrefly: ignore[bad-override]
 
     @staticmethod
     def __new__(
-        cls, local: torch.Tensor, slot: Slot, layout: Layout, link: ShardComm, gathered_on: torch.device
+        cls, local: torch.Tensor, slot: Slot, layout: FlatLayout, link: ShardComm, gathered_on: torch.device
     ) -> ShardedValue:
         value = make_wrapper_subclass(cls, slot.shape, dtype=local.dtype, device=local.device)
         part = layout.part(slot, link.rank)
@@ -52,7 +53,7 @@ class ShardedValue(torch.Tensor):
         return value
 
     def __init__(
-        self, local: torch.Tensor, slot: Slot, layout: Layout, link: ShardComm, gathered_on: torch.device
+        self, local: torch.Tensor, slot: Slot, layout: FlatLayout, link: ShardComm, gathered_on: torch.device
     ) -> None:
         pass
 

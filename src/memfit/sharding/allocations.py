@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from memfit.capture import NEVER, Category
 from memfit.memory import Bytes, Interval, Timeline
+from memfit.sharding.schedule import EventKind, ShardSchedule
 
 
 class Levels:
@@ -40,6 +41,32 @@ class Levels:
     def take(self, storage: int) -> None:
         """Take a storage of the step away."""
         self._taken.add(storage)
+
+    def add(self, schedule: ShardSchedule) -> None:
+        """Make and end what the events of a schedule allocate and free."""
+        first = len(self._made)
+        for role, unit, n_bytes, stream in schedule.buffers:
+            self._made.append(
+                Interval(
+                    category=role.category,
+                    size_bytes=n_bytes,
+                    begin=NEVER,
+                    end=NEVER,
+                    module=schedule.modules[unit],
+                    stream=stream,
+                )
+            )
+        for event in schedule.events:
+            number = first + event.number
+            if event.kind is EventKind.ALLOCATE:
+                order = NEVER if event.by_op else self._next_order()
+                self._made[number] = replace(
+                    self._made[number], begin=event.moment, ahead=not event.by_op, made_order=order
+                )
+            elif event.kind is EventKind.FREE and event.by_op:
+                self.end_with(number, event.moment)
+            elif event.kind is EventKind.FREE:
+                self.end(number, event.moment)
 
     def make(self, category: Category, n_bytes: int, begin: int, *, module: str = "", by_op: bool = False) -> int:
         """Make an allocation before op `begin`, or by it, and give its number; it stays until it is ended."""

@@ -20,12 +20,12 @@ from memfit.cost import Collective, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Device, Target
 from memfit.hardware.efficiency import Family
-from memfit.memory import Timeline
+from memfit.memory import Stream, Timeline
 from memfit.sharding.allocations import Levels
 from memfit.sharding.gradients import WholeGradient, whole_gradients
 from memfit.sharding.options import FIRST_BUCKET_BYTES, ShardDtypes, ShardOptions, elements, item_bytes
 from memfit.sharding.result import Sharding
-from memfit.sharding.schedule import Transfer, communication
+from memfit.sharding.schedule import Event, EventKind, ShardSchedule, Transfer, communication
 from memfit.sharding.units import Pass, find_passes
 
 _OWN = ShardDtypes(shard=None, param=None, reduce=None)
@@ -56,8 +56,8 @@ def replicate(timeline: Timeline, runtime: Runtime, target: Target, options: Sha
         _move_into_buckets(levels, trace, gradients)
     _send_buffers(levels, trace, passes)
     before, during = levels.levels()
-    transfers, program = _reductions(buckets, passes)
-    reduced_ms, waited_ms = communication(runtime, target, transfers, program)
+    schedule = _reductions(buckets, passes)
+    reduced_ms, waited_ms = communication(runtime, target, schedule)
     copied_ms = _copies_ms(sum(bucket.size_bytes for bucket in buckets), target.device, back=not as_view)
     return Sharding(
         runtime=runtime,
@@ -66,7 +66,7 @@ def replicate(timeline: Timeline, runtime: Runtime, target: Target, options: Sha
         units=(),
         removed=levels.removed,
         allocations=levels.allocations,
-        transfers=tuple(transfers),
+        schedule=schedule,
         communication_ms=reduced_ms + copied_ms,
         exposed_ms=waited_ms + copied_ms,
         shard_dtype=None,
@@ -129,7 +129,7 @@ def _send_buffers(levels: Levels, trace: Trace, passes: Sequence[Pass]) -> None:
         levels.end(levels.make(Category.COMMUNICATION, total, passes[0].begin), passes[0].begin)
 
 
-def _reductions(buckets: Sequence[Bucket], passes: Sequence[Pass]) -> tuple[list[Transfer], list[tuple[bool, int]]]:
+def _reductions(buckets: Sequence[Bucket], passes: Sequence[Pass]) -> ShardSchedule:
     """Every all-reduce, begun when its bucket and those before it are full, waited for when the last backward ends."""
     end = passes[-1].end if passes else 0
     transfers: list[Transfer] = []
@@ -144,10 +144,13 @@ def _reductions(buckets: Sequence[Bucket], passes: Sequence[Pass]) -> tuple[list
                 issued=issued,
                 needed=end,
                 ahead=False,
+                stream=Stream.REDUCE,
             )
         )
-    numbers = range(len(transfers))
-    return transfers, [*((False, number) for number in numbers), *((True, number) for number in numbers)]
+    each = list(enumerate(transfers))
+    begun = [Event(one.issued, EventKind.BEGIN, 0, one.size_bytes, Stream.REDUCE, number) for number, one in each]
+    waits = [Event(end, EventKind.WAIT, 0, one.size_bytes, Stream.COMPUTE, number) for number, one in each]
+    return ShardSchedule(modules=("",), buffers=(), transfers=tuple(transfers), events=(*begun, *waits))
 
 
 def _copies_ms(n_bytes: int, device: Device, *, back: bool) -> float:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from memfit.capture import NEVER, Op, Parameter, Phase, Trace
+from memfit.capture import BEFORE_STEP, NEVER, Op, Parameter, Phase, Trace
 from memfit.cost import Runtime
 from memfit.sharding.options import ShardDtypes, elements, item_bytes
 from memfit.sharding.units import Pass, pass_of
@@ -106,6 +106,15 @@ def whole_gradients(
         for index, storage, kept in own.values():
             found.append(_whole(trace, number, index, storage, kept, casts, passes, writes, dtypes))
     return found
+
+
+def gradients_before(trace: Trace) -> dict[int, int]:
+    """The parameters that have a gradient before the step, and the op after which it is freed."""
+    return {
+        number: trace.storages[parameter.gradient].free_after
+        for number, parameter in enumerate(trace.parameters)
+        if parameter.gradient != NEVER and trace.storages[parameter.gradient].alloc_at == BEFORE_STEP
+    }
 
 
 def _arrived(trace: Trace, parameter: Parameter, index: int, claimed: set[int]) -> tuple[int, int] | None:

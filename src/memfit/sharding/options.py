@@ -143,13 +143,13 @@ def _floats(dtype: str) -> bool:
 # Times of ops that work on shards: the optimizer of a rank has its part of the elements, and kernels a fixed time.
 
 
-def on_shards(runtime: Runtime, device: Device, ranks: int, dtypes: ShardDtypes) -> Runtime:
-    """The same step with the optimizer's ops on one rank's shards."""
+def on_shards(runtime: Runtime, device: Device, kept_bytes: int) -> Runtime:
+    """The same step with the optimizer's ops on one rank's shards, so many bytes of parameters that train."""
     trained = [each for each in runtime.trace.parameters if each.trainable]
     whole = sum(elements(each) * item_bytes(each.dtype) for each in trained)
     if not whole:
         return runtime
-    share = sum(shard_bytes(each, ranks, dtypes.kept(each)) for each in trained) / whole
+    share = kept_bytes / whole
     kernel_ms, host_ms = device.efficiency[Family.OPTIMIZER].overhead_ms, device.efficiency.host.optimizer_ms
     least_ms = kernel_ms + host_ms if device.type == "cpu" else max(kernel_ms, host_ms)
     times = runtime.op_ms.copy()

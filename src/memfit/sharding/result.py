@@ -8,7 +8,7 @@ from functools import cached_property
 from memfit.capture import Trace
 from memfit.cost import Runtime
 from memfit.memory import Bytes, Interval
-from memfit.sharding.schedule import Transfer
+from memfit.sharding.schedule import ShardSchedule, Transfer
 from memfit.sharding.units import ShardUnit
 
 
@@ -18,7 +18,8 @@ class Sharding:
 
     `runtime` has the times and, as its `trace`, the step without casts of parameters that are gathered in their dtype:
     it is the one to checkpoint units of, since such a cast makes nothing that could be dropped or made again. `removed`
-    are the storages that a rank does not have and `allocations` what it has instead. The dtypes are those that were
+    are the storages that a rank does not have and `allocations` what it has instead; `schedule` has the events that
+    these come from. The dtypes are those that were
     used; None is the parameter's own. `buckets` are the bytes of DDP's gradient buckets, where the step is replicated
     and not sharded.
     """
@@ -29,7 +30,7 @@ class Sharding:
     units: tuple[ShardUnit, ...]
     removed: frozenset[int]
     allocations: tuple[Interval, ...]
-    transfers: tuple[Transfer, ...]
+    schedule: ShardSchedule
     communication_ms: float
     exposed_ms: float
     shard_dtype: str | None
@@ -41,6 +42,11 @@ class Sharding:
     def trace(self) -> Trace:
         """The step without casts of parameters."""
         return self.runtime.trace
+
+    @property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """The collectives in the order in which they are begun."""
+        return self.schedule.transfers
 
     @cached_property
     def before(self) -> Bytes:

@@ -1,20 +1,27 @@
-"""When the units of a sharded step act, in the order of FSDP2's hooks."""
+"""The schedule of a sharded step: what each unit unshards, reshards and reduces, when, how many bytes, on which stream.
+
+There are two runtimes, each with a layout of its own, and one description of what they do. A `Scheduler` goes through
+the acts of a step, which are the moments at which hooks of a unit run, and notes the events of its runtime in the order
+in which the host calls them: `fsdp2_schedule.py` those of FSDP2, which shards every parameter by its rows, and
+`flat_schedule.py` those of memfit's own, which shards the flat tensor of a unit. Memory, times and copies of a step
+are read from the events, of either.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
 
-from memfit.capture import NEVER, Category, Parameter, Trace
+from memfit.capture import AFTER_STEP, NEVER, Category
 from memfit.cost import Collective, CollectiveModel, Runtime
 from memfit.hardware import Device, Target
 from memfit.hardware.efficiency import Family
-from memfit.sharding.allocations import Levels
+from memfit.memory import Stream
 from memfit.sharding.gradients import WholeGradient
-from memfit.sharding.options import ShardDtypes, elements, item_bytes, padded_elements
-from memfit.sharding.units import Pass, ShardUnit
+from memfit.sharding.units import Pass, ShardCall
 
 
 class Act(enum.IntEnum):
@@ -28,15 +35,19 @@ class Act(enum.IntEnum):
 
 
 class Acting(NamedTuple):
-    """An act before op `moment`, of the unit with this number; of all units at the end of a pass."""
+    """An act before op `moment`, of the unit with this number; of all units at the end of a pass.
+
+    `has_backward` says whether the run of the unit that it is of has one.
+    """
 
     moment: int
     act: Act
     unit: int
+    has_backward: bool = True
 
 
-def actings(units: Sequence[ShardUnit], passes: Sequence[Pass]) -> list[Acting]:
-    """Every act of the step in order.
+def actings(calls: Iterable[Sequence[ShardCall]], passes: Sequence[Pass]) -> list[Acting]:
+    """Every act of the step in order, from the runs of each unit.
 
     Where runs of units lie in one another, the outer one begins first and ends last. The backward of an outer run that
     has ops after the inner one begins first too; if it has none, both wait for the gradient of the same tensor, and the
@@ -44,14 +55,15 @@ def actings(units: Sequence[ShardUnit], passes: Sequence[Pass]) -> list[Acting]:
     """
     found: list[tuple[tuple[int, int, int, int], Acting]] = []
 
-    def note(moment: int, act: Act, unit: int, first: int = 0, second: int = 0) -> None:
-        found.append(((moment, act, first, second), Acting(moment, act, unit)))
+    def note(moment: int, act: Act, unit: int, first: int = 0, second: int = 0, has_backward: bool = True) -> None:
+        found.append(((moment, act, first, second), Acting(moment, act, unit, has_backward)))
 
-    for number, unit in enumerate(units):
-        for call in unit.calls:
-            note(call.begin, Act.BEFORE_FORWARD, number, call.depth)
-            note(call.end, Act.AFTER_FORWARD, number, -call.depth)
-            if call.backward_begin != NEVER:
+    for number, runs in enumerate(calls):
+        for call in runs:
+            has_backward = call.backward_begin != NEVER
+            note(call.begin, Act.BEFORE_FORWARD, number, call.depth, has_backward=has_backward)
+            note(call.end, Act.AFTER_FORWARD, number, -call.depth, has_backward=has_backward)
+            if has_backward:
                 note(call.backward_begin, Act.BEFORE_BACKWARD, number, -call.end, -call.depth)
                 if call.reduces:
                     note(call.backward_end, Act.AFTER_BACKWARD, number, -call.depth)
@@ -60,25 +72,34 @@ def actings(units: Sequence[ShardUnit], passes: Sequence[Pass]) -> list[Acting]:
     return [acting for _, acting in sorted(found, key=lambda pair: pair[0])]
 
 
-# -- What fully sharded training makes, moves and frees between the ops of a step -------------------------------------
-#
-# Note [Sharded runtime]: this follows FSDP2 (`torch/distributed/fsdp/_fully_shard`, torch 2.13) act by act, since
-# what is there at once depends on the order.
-#
-# - before forward: a flat buffer is gathered and copied out into the parameters. Only then is the buffer of the unit
-#   before it freed; its own stays until the next unit has copied out, or the forward ends.
-# - after forward: the parameters are freed, except the root's.
-# - before backward: the buffer, which was gathered ahead, is copied out and freed; then the buffer of the unit that ran
-#   before this one in the forward is gathered ahead.
-# - after backward: the parameters are freed, then the last reduction's input; the whole gradients are copied into a new
-#   input, freed, and reduced into a flat output, which becomes the gradient of the shards or is added to it.
-# - at the end of a pass: the same for the root and for every unit whose backward was not seen to end.
-#
-# With `on_host`, as FSDP2's `CPUOffloadPolicy` does it, shards are copied to the device before each gather, and what
-# is reduced is copied to the host and freed.
-#
-# Gradients that several runs of a pass have in common are complete after the last backward of these: autograd sums
-# them before it gives them to the parameter. They are reduced there, once for each pass.
+# -- What a schedule consists of --------------------------------------------------------------------------------------
+
+
+class Role(enum.Enum):
+    """What a buffer of the runtime is for, and the category that its bytes count in."""
+
+    GATHER_INPUT = "all-gather input", Category.COMMUNICATION
+    GATHER_OUTPUT = "all-gather output", Category.COMMUNICATION
+    PARAMETER = "unsharded parameters", Category.GATHERED_PARAMETER
+    KEPT_PART = "part kept after the forward", Category.GATHERED_PARAMETER
+    WHOLE_GRADIENT = "whole gradient", Category.GRADIENT
+    REDUCE_INPUT = "reduce-scatter input", Category.COMMUNICATION
+    RECEIVED = "part received from a rank", Category.COMMUNICATION
+    REDUCE_OUTPUT = "reduce-scatter output", Category.GRADIENT
+    SHARD_GRADIENT = "gradient of the shards", Category.GRADIENT
+
+    def __init__(self, title: str, category: Category) -> None:
+        self.title = title
+        self.category = category
+
+
+class Buffer(NamedTuple):
+    """An allocation of the runtime for one unit, on a stream."""
+
+    role: Role
+    unit: int
+    size_bytes: int
+    stream: Stream
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,244 +117,179 @@ class Transfer:
     issued: int
     needed: int
     ahead: bool
+    stream: Stream
     host_bytes: int = 0
 
 
-@dataclass(slots=True)
-class _Group:
-    """A unit, where its parameters are, and its whole gradients that wait for a reduction."""
+class EventKind(enum.Enum):
+    """What happens: to a buffer, between buffers, or to a transfer."""
 
-    unit: ShardUnit
-    parameters: list[Parameter]
-    waiting: list[tuple[WholeGradient, int]]
-    copied: list[int] = field(default_factory=list)
-    buffer: int | None = None
-    gather: int = NEVER
-    in_backward: bool = False
-    after_backward: bool = False
-    places: list[int] = field(default_factory=list)
-
-    @property
-    def is_root(self) -> bool:
-        return not self.unit.module
+    ALLOCATE = "allocate"
+    FREE = "free"
+    COPY = "copy"
+    BEGIN = "begin"
+    WAIT = "wait"
 
 
-class ShardedRuntime:
-    """Goes through the acts of a step once; levels get what it makes, `transfers` what it moves.
+class Event(NamedTuple):
+    """Something that happens before op `moment`, or with it (`by_op`), for a unit.
 
-    `program` has every beginning of a transfer (False) and every wait for one (True), in order.
+    `number` is that of the buffer that is allocated or freed, or of the transfer that is begun or waited for. `stream`
+    is the one that the buffer belongs to, that a copy or a collective runs on, or that waits. `size_bytes` of a copy
+    are those that it reads and writes.
     """
 
-    def __init__(
-        self,
-        trace: Trace,
-        levels: Levels,
-        ranks: int,
-        dtypes: ShardDtypes,
-        units: Sequence[ShardUnit],
-        members: Sequence[list[int]],
-        gradients: Iterable[WholeGradient],
-        on_host: bool = False,
-    ) -> None:
-        self.transfers: list[Transfer] = []
-        self.program: list[tuple[bool, int]] = []
-        self._levels, self._ranks, self._dtypes, self._on_host = levels, ranks, dtypes, on_host
-        self._parameters = trace.parameters
-        self._moment = 0
-        self._last_buffer: int | None = None
-        self._input: tuple[int, int] | None = None
-        self._forward: list[_Group] = []
-        self._gradient_death: dict[int, int] = {
-            number: trace.storages[parameter.gradient].free_after
-            for number, parameter in enumerate(trace.parameters)
-            if parameter.gradient != NEVER and trace.storages[parameter.gradient].alloc_at == NEVER
-        }
-        self._groups = [
-            _Group(unit, [trace.parameters[number] for number in held], [])
-            for unit, held in zip(units, members, strict=True)
-        ]
-        home = {number: group for group, held in zip(self._groups, members, strict=True) for number in held}
-        for gradient in gradients:
-            parameter, group = trace.parameters[gradient.parameter], home[gradient.parameter]
-            n_bytes = elements(parameter) * item_bytes(dtypes.gathered(parameter))
-            made = levels.make(Category.GRADIENT, n_bytes, gradient.alloc_at, module=group.unit.module, by_op=True)
-            group.waiting.append((gradient, made))
+    moment: int
+    kind: EventKind
+    unit: int
+    size_bytes: int
+    stream: Stream
+    number: int = NEVER
+    by_op: bool = False
 
-    def run(self, actings: Iterable[Acting]) -> None:
-        """Act by act."""
-        for moment, act, number in actings:
-            self._moment = moment
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSchedule:
+    """The events of a step in order. `modules` are the paths of the units, by number."""
+
+    modules: tuple[str, ...]
+    buffers: tuple[Buffer, ...]
+    transfers: tuple[Transfer, ...]
+    events: tuple[Event, ...]
+
+
+class Scheduler(ABC):
+    """Goes through the acts of a step once and notes the events of a runtime.
+
+    `had` are the gradients of shards that are there before the step, by parameter, and the op after which each is
+    freed.
+    """
+
+    streams: ClassVar[Mapping[Role, Stream]]
+    """The stream on which the runtime allocates each of its buffers."""
+
+    def __init__(self, modules: Iterable[str], had: Mapping[int, int]) -> None:
+        self.moment = 0
+        self._modules = tuple(modules)
+        self._buffers: list[Buffer] = []
+        self._transfers: list[Transfer] = []
+        self._events: list[Event] = []
+        self._gradient_end = dict(had)
+
+    def run(self, acts: Sequence[Acting]) -> ShardSchedule:
+        """Go through all acts and return what was noted."""
+        for self.moment, act, unit, has_backward in acts:
             if act is Act.END_OF_PASS:
-                self._end_of_pass()
+                self.end_pass()
             elif act is Act.BEFORE_FORWARD:
-                self._before_forward(self._groups[number])
+                self.before_forward(unit)
             elif act is Act.AFTER_FORWARD:
-                self._after_forward(self._groups[number])
+                self.after_forward(unit, has_backward=has_backward)
             elif act is Act.BEFORE_BACKWARD:
-                self._before_backward(self._groups[number])
+                self.before_backward(unit)
             else:
-                self._after_backward(self._groups[number])
+                self.after_backward(unit)
+        return ShardSchedule(
+            modules=self._modules,
+            buffers=tuple(self._buffers),
+            transfers=tuple(self._transfers),
+            # What an op makes and frees itself was noted out of turn: it comes after what is done before the op.
+            events=tuple(sorted(self._events, key=lambda event: (event.moment, event.by_op))),
+        )
 
-    def _before_forward(self, group: _Group) -> None:
-        self._gather(group, ahead=self._last_buffer is not None)
-        previous = self._last_buffer
-        buffer = self._copy_out(group)
-        if buffer is not None:
-            if previous is not None:
-                self._levels.end(previous, self._moment)
-            self._last_buffer = buffer
+    @abstractmethod
+    def before_forward(self, unit: int) -> None: ...
 
-    def _after_forward(self, group: _Group) -> None:
-        if not group.is_root:
-            self._reshard(group)
-        if group.parameters:
-            group.places.append(len(self._forward))
-            self._forward.append(group)
-        if group.is_root and self._last_buffer is not None:
-            self._levels.end(self._last_buffer, self._moment)
-            self._last_buffer = None
+    @abstractmethod
+    def after_forward(self, unit: int, *, has_backward: bool) -> None: ...
 
-    def _before_backward(self, group: _Group) -> None:
-        if group.in_backward:
-            return
-        group.in_backward, group.after_backward = True, False
-        self._gather(group)
-        buffer = self._copy_out(group)
-        if buffer is not None:
-            self._levels.end(buffer, self._moment)
-        if group.places and (place := group.places.pop()) > 0:
-            self._gather(self._forward[place - 1])
+    @abstractmethod
+    def before_backward(self, unit: int) -> None: ...
 
-    def _after_backward(self, group: _Group) -> None:
-        group.in_backward, group.after_backward = False, True
-        ready = [each for each in group.waiting if each[0].ready < self._moment]
-        self._reshard(group)
-        self._free_input()
-        if ready:
-            group.waiting = [each for each in group.waiting if each[0].ready >= self._moment]
-            self._reduce(group, ready)
+    @abstractmethod
+    def after_backward(self, unit: int) -> None: ...
 
-    def _end_of_pass(self) -> None:
-        for group in self._groups:
-            late = any(gradient.ready < self._moment for gradient, _ in group.waiting)
-            if not group.after_backward or late:
-                self._after_backward(group)
-            if group.buffer is not None:  # gathered ahead for a run that had no backward
-                self._levels.end(group.buffer, self._moment)
-                self._wait(group.gather)
-                group.buffer = None
-            group.in_backward = group.after_backward = False
-            group.places.clear()
-        self._free_input()
-        self._forward.clear()
+    @abstractmethod
+    def end_pass(self) -> None: ...
 
-    def _gather(self, group: _Group, *, ahead: bool = False) -> None:
-        """Begin to gather, unless it is gathered or has begun. Shards that are cast or on the host are copied first."""
-        if group.buffer is not None or group.copied or not group.parameters:
-            return
-        other = [
-            each for each in group.parameters if self._on_host or self._dtypes.gathered(each) != self._dtypes.kept(each)
-        ]
-        copied = self._flat_bytes(other, self._dtypes.gathered) // self._ranks
-        copy = self._make(group, Category.COMMUNICATION, copied) if other else None
-        group.buffer = self._make(group, Category.COMMUNICATION, group.unit.gathered_bytes)
-        if copy is not None:
-            self._levels.end(copy, self._moment)
-        kept = self._flat_bytes(group.parameters, self._dtypes.kept) // self._ranks
-        group.gather = self._begin(Collective.ALL_GATHER, group, group.unit.gathered_bytes, kept, ahead=ahead)
+    def is_root(self, unit: int) -> bool:
+        """Whether a unit is the model itself."""
+        return not self._modules[unit]
 
-    def _copy_out(self, group: _Group) -> int | None:
-        """Wait for a gather and copy it into the parameters; gives the buffer, which is not needed any more."""
-        if group.buffer is None:
-            return None
-        self._wait(group.gather)
-        for parameter in group.parameters:
-            n_bytes = self._flat_bytes([parameter], self._dtypes.gathered)
-            group.copied.append(self._make(group, Category.GATHERED_PARAMETER, n_bytes))
-        buffer, group.buffer = group.buffer, None
-        return buffer
+    def allocate(self, role: Role, unit: int, n_bytes: int) -> int:
+        """Allocate a buffer, and return its number; it stays until it is freed."""
+        return self._buffer(role, unit, n_bytes, self.moment, by_op=False)
 
-    def _reshard(self, group: _Group) -> None:
-        for allocation in group.copied:
-            self._levels.end(allocation, self._moment)
-        group.copied.clear()
+    def receive_gradient(self, gradient: WholeGradient, unit: int, n_bytes: int) -> int:
+        """Note that the backward makes a whole gradient, and return the number of its buffer."""
+        return self._buffer(Role.WHOLE_GRADIENT, unit, n_bytes, gradient.alloc_at, by_op=True)
 
-    def _reduce(self, group: _Group, ready: Sequence[tuple[WholeGradient, int]]) -> None:
-        held = [self._parameters[number] for number in dict.fromkeys(gradient.parameter for gradient, _ in ready)]
-        n_bytes = self._flat_bytes(held, self._dtypes.reduced)
-        given = self._make(group, Category.COMMUNICATION, n_bytes)
-        for _, allocation in ready:
-            self._levels.end(allocation, self._moment)
-        output = self._make(group, Category.GRADIENT, n_bytes // self._ranks)
-        kept = self._flat_bytes(held, self._dtypes.kept) // self._ranks
-        self._input = given, self._begin(Collective.REDUCE_SCATTER, group, n_bytes, kept)
-        if any(self._dtypes.reduced(each) != self._dtypes.kept(each) for each in held):
-            reduced = output
-            output = self._make(group, Category.GRADIENT, kept)
-            self._levels.end(reduced, self._moment)
-        if self._on_host:
-            self._levels.end(output, self._moment)
-        else:
-            self._keep(output, [gradient for gradient, _ in ready])
+    def free(self, buffer: int) -> None:
+        """Free a buffer."""
+        self._note(EventKind.FREE, self.moment, buffer)
 
-    def _keep(self, output: int, gradients: Sequence[WholeGradient]) -> None:
-        """The output stays while it is the gradient of any shard; what is added to another or used up here goes."""
-        new = [gradient for gradient in gradients if not self._has_gradient(gradient.parameter)]
-        self._gradient_death.update((gradient.parameter, gradient.free_after) for gradient in new)
-        deaths = [gradient.free_after for gradient in new]
-        if NEVER in deaths:
-            return
-        last = max(deaths, default=NEVER)
-        if last < self._moment:
-            self._levels.end(output, self._moment)
-        else:
-            self._levels.end_with(output, last)
+    def copy(self, unit: int, n_bytes: int, stream: Stream) -> None:
+        """Copy between buffers, so many bytes read and written."""
+        self._events.append(Event(self.moment, EventKind.COPY, unit, n_bytes, stream))
 
-    def _has_gradient(self, parameter: int) -> bool:
-        free_after = self._gradient_death.get(parameter)
-        return free_after is not None and (free_after == NEVER or free_after >= self._moment)
-
-    def _free_input(self) -> None:
-        if self._input is not None:
-            allocation, transfer = self._input
-            self._wait(transfer)
-            self._levels.end(allocation, self._moment)
-            self._input = None
-
-    def _begin(self, kind: Collective, group: _Group, n_bytes: int, shard_bytes: int, *, ahead: bool = False) -> int:
-        at = self._moment
-        self.transfers.append(
+    def begin(
+        self, kind: Collective, unit: int, n_bytes: int, stream: Stream, *, ahead: bool = False, host_bytes: int = 0
+    ) -> int:
+        """Begin a collective, and return its number."""
+        self._events.append(Event(self.moment, EventKind.BEGIN, unit, n_bytes, stream, len(self._transfers)))
+        self._transfers.append(
             Transfer(
                 kind=kind,
-                module=group.unit.module,
+                module=self._modules[unit],
                 size_bytes=n_bytes,
-                issued=at,
-                needed=at,
+                issued=self.moment,
+                needed=self.moment,
                 ahead=ahead,
-                host_bytes=shard_bytes if self._on_host else 0,
+                host_bytes=host_bytes,
+                stream=stream,
             )
         )
-        self.program.append((False, len(self.transfers) - 1))
-        return len(self.transfers) - 1
+        return len(self._transfers) - 1
 
-    def _wait(self, transfer: int) -> None:
-        self.transfers[transfer] = replace(self.transfers[transfer], needed=self._moment)
-        self.program.append((True, transfer))
+    def wait(self, transfer: int, unit: int) -> None:
+        """Make the compute stream wait for a collective."""
+        begun = self._transfers[transfer]
+        self._transfers[transfer] = replace(begun, needed=self.moment)
+        self._events.append(
+            Event(self.moment, EventKind.WAIT, unit, begun.size_bytes, Stream.COMPUTE, transfer),
+        )
 
-    def _make(self, group: _Group, category: Category, n_bytes: int) -> int:
-        return self._levels.make(category, n_bytes, self._moment, module=group.unit.module)
+    def keep_gradient(self, buffer: int, gradients: Iterable[WholeGradient]) -> None:
+        """Let a reduced buffer stay while it is the gradient of any shard; one that is added to others goes."""
+        new = [gradient for gradient in gradients if not self._has_gradient(gradient.parameter)]
+        self._gradient_end.update((gradient.parameter, gradient.free_after) for gradient in new)
+        ends = [gradient.free_after for gradient in new]
+        if AFTER_STEP in ends:
+            return
+        last = max(ends, default=NEVER)
+        if last < self.moment:
+            self.free(buffer)
+        else:
+            self._note(EventKind.FREE, last, buffer, by_op=True)
 
-    def _flat_bytes(self, parameters: Iterable[Parameter], dtype_of: Callable[[Parameter], str]) -> int:
-        """Bytes of whole, padded parameters one after another."""
-        return sum(padded_elements(each, self._ranks) * item_bytes(dtype_of(each)) for each in parameters)
+    def _has_gradient(self, parameter: int) -> bool:
+        free_after = self._gradient_end.get(parameter)
+        return free_after is not None and (free_after == AFTER_STEP or free_after >= self.moment)
+
+    def _buffer(self, role: Role, unit: int, n_bytes: int, moment: int, *, by_op: bool) -> int:
+        self._buffers.append(Buffer(role, unit, n_bytes, self.streams[role]))
+        self._note(EventKind.ALLOCATE, moment, len(self._buffers) - 1, by_op=by_op)
+        return len(self._buffers) - 1
+
+    def _note(self, kind: EventKind, moment: int, number: int, *, by_op: bool = False) -> None:
+        _, unit, n_bytes, stream = self._buffers[number]
+        self._events.append(Event(moment, kind, unit, n_bytes, stream, number, by_op))
 
 
 # -- The time of a sharded step's collectives, and how much of it compute does not hide -------------------------------
 
 
-def communication(
-    runtime: Runtime, target: Target, transfers: Sequence[Transfer], program: Sequence[tuple[bool, int]]
-) -> tuple[float, float]:
+def communication(runtime: Runtime, target: Target, schedule: ShardSchedule) -> tuple[float, float]:
     """Milliseconds of all collectives, and those for which the device waits.
 
     Collectives run one after another, beside the ops. A gather of the forward begins when the unit before it has its
@@ -346,10 +302,12 @@ def communication(
     cost: dict[tuple[Collective, int, int], float] = {}
     times = runtime.cumulative_ms
     total = waited = free = copied_out = 0.0
-    done = [0.0] * len(transfers)
-    for waits, number in program:
-        transfer = transfers[number]
-        if waits:
+    done = [0.0] * len(schedule.transfers)
+    for event in schedule.events:
+        if event.kind not in (EventKind.BEGIN, EventKind.WAIT):
+            continue
+        number, transfer = event.number, schedule.transfers[event.number]
+        if event.kind is EventKind.WAIT:
             now = float(times[transfer.needed]) + waited
             waited += max(0.0, done[number] - now)
             copied_out = max(now, done[number])
@@ -364,17 +322,14 @@ def communication(
     return total, waited
 
 
-def copies_ms(transfers: Sequence[Transfer], units: Sequence[ShardUnit], device: Device) -> float:
-    """What FSDP2 copies between its buffers and whole tensors while nothing else computes, at the device's bandwidth.
+def copies_ms(schedule: ShardSchedule, device: Device) -> float:
+    """What is copied between buffers and whole tensors while nothing else computes, at the device's bandwidth.
 
-    A gathered buffer is read and written once to become parameters, whole gradients to become a reduction's input.
-    It is not part of `communication`.
+    A buffer that FSDP2 gathers is read and written once to become parameters, whole gradients to become a reduction's
+    input. It is not part of `communication`.
     """
-    gradients = {unit.module: unit.gradient_bytes for unit in units}
     moved = sum(
-        2 * each.size_bytes if each.kind is Collective.ALL_GATHER else gradients[each.module] + each.size_bytes
-        for each in transfers
-        if each.kind is not Collective.ALL_REDUCE  # DDP's copies are part of its communication
+        event.size_bytes for event in schedule.events if event.kind is EventKind.COPY and event.stream is Stream.COMPUTE
     )
     reached = device.memory_bandwidth_bytes_per_s * device.efficiency[Family.COPY].bandwidth
     return moved / reached * 1e3

@@ -1,23 +1,27 @@
 """What fully sharded training changes in a step: levels of memory and time of communication, for fixed units.
 
-Each rank keeps a shard of every parameter, gradient and optimizer state, cut along the first dimension and padded to
-whole rows. What a unit gathers, reduces and frees, and when, is in Note [Sharded runtime].
+Each rank keeps a shard of every parameter, gradient and optimizer state: under FSDP2 cut along the first dimension and
+padded to whole rows, in memfit's flat layout a part of the flat tensor of its unit. What a unit gathers, reduces and
+frees, and when, is in Note [FSDP2's schedule] and Note [The flat schedule].
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from memfit.capture import NEVER, Category, Parameter, Phase
+from memfit.capture import NEVER, Category, Phase, Trace
 from memfit.cost import Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import Timeline
 from memfit.sharding.allocations import Levels
 from memfit.sharding.ddp import replicate
-from memfit.sharding.gradients import WholeGradient, casts_of, whole_gradients, without_casts
+from memfit.sharding.flat_schedule import FlatScheduler, FlatUnit, Schedule, UnitOptions, flat_units
+from memfit.sharding.fsdp2_schedule import FSDP2Scheduler
+from memfit.sharding.gradients import WholeGradient, casts_of, gradients_before, whole_gradients, without_casts
 from memfit.sharding.options import (
     ShardDtype,
     ShardDtypes,
@@ -29,10 +33,11 @@ from memfit.sharding.options import (
     shard_bytes,
 )
 from memfit.sharding.result import Sharding
-from memfit.sharding.schedule import ShardedRuntime, Transfer, actings, communication
+from memfit.sharding.schedule import Scheduler, Transfer, actings, communication
 from memfit.sharding.units import ShardCall, ShardUnit, find_passes, find_units, members_of, repeated_blocks
 
 __all__ = [
+    "FlatOptions",
     "ShardCall",
     "ShardDtype",
     "ShardOptions",
@@ -45,18 +50,46 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatOptions:
+    """How memfit's own runtime is told to shard: when units gather, and what each does after its forward."""
+
+    schedule: Schedule = field(default_factory=Schedule)
+    units: Mapping[str, UnitOptions] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """What a rank keeps of each parameter: `kept` elements, of the shards' dtype."""
+
+    trace: Trace
+    kept: Sequence[int]
+    dtypes: ShardDtypes
+
+    def bytes_of(self, number: int) -> int:
+        """Bytes of the shard of a parameter, and of its gradient's."""
+        return self.kept[number] * item_bytes(self.dtypes.kept(self.trace.parameters[number]))
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of the shards of all parameters that train."""
+        return sum(self.bytes_of(number) for number, each in enumerate(self.trace.parameters) if each.trainable)
+
+
 def shard(
     timeline: Timeline,
     runtime: Runtime,
     target: Target,
     options: ShardOptions | None = None,
     *,
+    flat: FlatOptions | None = None,
     on_host: bool = False,
 ) -> Sharding:
     """The step as one rank of the target sees it: fully sharded, or replicated where the options say `ddp`.
 
-    With `on_host`, shards, their gradients and the optimizer are in the host's memory, and the device has no part in
-    the optimizer's step but its time, which is left as it is.
+    It is sharded as FSDP2 does it, or with `flat` as memfit's own runtime does. With `on_host`, shards, their gradients
+    and the optimizer are in the host's memory, and the device has no part in the optimizer's step but its time, which
+    is left as it is.
     """
     options = options or ShardOptions()
     if options.parallel == "ddp":
@@ -65,26 +98,45 @@ def shard(
         return replicate(timeline, runtime, target, options)
     ranks, dtypes = target.ranks, ShardDtypes.of(timeline.trace, options)
     casts = casts_of(timeline.trace, dtypes)
-    runtime = on_shards(without_casts(runtime, casts), target.device, ranks, dtypes)
+    runtime = without_casts(runtime, casts)
     trace = runtime.trace
     passes, members = find_passes(trace), members_of(trace, options)
     units = find_units(trace, members, passes, ranks, dtypes)
+    gradients = whole_gradients(trace, casts, passes, dtypes)
+    if flat is None:
+        kept = [padded_elements(each, ranks) // ranks for each in trace.parameters]
+        scheduler: Scheduler = FSDP2Scheduler(
+            trace, units, list(members.values()), gradients, ranks=ranks, dtypes=dtypes, on_host=on_host
+        )
+    else:
+        flats = flat_units(trace, members, flat.units, ranks, dtypes)
+        units = tuple(_in_flat_layout(unit, own) for unit, own in zip(units, flats, strict=True))
+        kept = _kept_of_flat(flats, len(trace.parameters))
+        scheduler = FlatScheduler(
+            flats,
+            gradients,
+            gradients_before(trace),
+            flat.schedule,
+            separate_parts=target.device.type == "cpu",
+            on_host=on_host,
+        )
+    shards = Shards(trace, kept, dtypes)
+    runtime = on_shards(runtime, target.device, shards.trained_bytes)
+    schedule = scheduler.run(actings((unit.calls for unit in units), passes))
     levels = Levels(timeline)
     for index in casts:
         levels.take(trace.ops[index].outputs[0].storage)
-    gradients = whole_gradients(trace, casts, passes, dtypes)
-    home = {number: name for name, numbers in members.items() for number in numbers}
     if on_host:
         _leave_on_host(levels, gradients)
     else:
-        for number, parameter in enumerate(trace.parameters):
-            _shard_parameter(levels, parameter, home[number], ranks, dtypes)
-        _shard_gradients(levels, gradients, ranks, dtypes)
-        _shard_optimizer_temporaries(levels, ranks, dtypes)
-    sharded = ShardedRuntime(trace, levels, ranks, dtypes, units, list(members.values()), gradients, on_host)
-    sharded.run(actings(units, passes))
+        home = {number: name for name, numbers in members.items() for number in numbers}
+        for number in range(len(trace.parameters)):
+            _shard_parameter(levels, shards, number, home[number])
+        _shard_gradients(levels, shards, gradients)
+        _shard_optimizer_temporaries(levels, shards)
+    levels.add(schedule)
     before, during = levels.levels()
-    communication_ms, exposed_ms = communication(runtime, target, sharded.transfers, sharded.program)
+    communication_ms, exposed_ms = communication(runtime, target, schedule)
     return Sharding(
         runtime=runtime,
         before_by_row=before,
@@ -92,12 +144,31 @@ def shard(
         units=units,
         removed=levels.removed,
         allocations=levels.allocations,
-        transfers=tuple(sharded.transfers),
+        schedule=schedule,
         communication_ms=communication_ms,
         exposed_ms=exposed_ms,
         shard_dtype=dtypes.shard,
         param_dtype=dtypes.param,
         reduce_dtype=dtypes.reduce,
+    )
+
+
+def _kept_of_flat(units: Sequence[FlatUnit], parameters: int) -> list[int]:
+    """The elements of each parameter that the first rank keeps; the padding of a shard counts to its last parameter."""
+    kept = [0] * parameters
+    for group in (group for unit in units for group in unit.groups):
+        for number, slot in zip(group.parameters, group.layout.slots, strict=True):
+            kept[number] = group.layout.part(slot, 0).elements
+        kept[group.parameters[-1]] += group.layout.shard_elements - sum(kept[number] for number in group.parameters)
+    return kept
+
+
+def _in_flat_layout(unit: ShardUnit, flat: FlatUnit) -> ShardUnit:
+    return replace(
+        unit,
+        shard_bytes=sum(group.shard_bytes for group in flat.groups),
+        gathered_bytes=sum(group.gathered_bytes for group in flat.groups),
+        reduced_bytes=sum(group.layout.ranks * group.part_bytes for group in flat.groups if group.trains),
     )
 
 
@@ -117,38 +188,34 @@ def _leave_on_host(levels: Levels, gradients: Sequence[WholeGradient]) -> None:
             levels.take(number)
 
 
-def _shard_parameter(levels: Levels, parameter: Parameter, module: str, ranks: int, dtypes: ShardDtypes) -> None:
+def _shard_parameter(levels: Levels, shards: Shards, number: int, module: str) -> None:
     """Parameter and optimizer state become shards."""
-    dtype = dtypes.kept(parameter)
-    levels.replace(parameter.storage, Category.PARAMETER, shard_bytes(parameter, ranks, dtype), module)
-    scale = item_bytes(dtype) / item_bytes(parameter.dtype)
+    parameter = shards.trace.parameters[number]
+    levels.replace(parameter.storage, Category.PARAMETER, shards.bytes_of(number), module)
     for storage in parameter.state:
         whole_bytes = levels.timeline.trace.storages[storage].bytes
         if whole_bytes < elements(parameter):  # a step counter, not a state of each element
             continue
-        part = padded_elements(parameter, ranks) / max(1, elements(parameter)) / ranks
-        n_bytes = int(np.ceil(whole_bytes * part * scale))
+        whole = max(1, elements(parameter)) * item_bytes(parameter.dtype)
+        n_bytes = -(-whole_bytes * shards.bytes_of(number) // whole)
         levels.replace(storage, Category.OPTIMIZER_STATE, n_bytes, module)
 
 
-def _shard_gradients(levels: Levels, gradients: Sequence[WholeGradient], ranks: int, dtypes: ShardDtypes) -> None:
+def _shard_gradients(levels: Levels, shards: Shards, gradients: Sequence[WholeGradient]) -> None:
     """Whole gradients leave the step: the runtime has its own. One that the step began with is a shard throughout."""
     for gradient in gradients:
         for storage in gradient.storages:
             levels.take(storage)
-    for parameter in levels.timeline.trace.parameters:
+    for number, parameter in enumerate(shards.trace.parameters):
         if parameter.gradient != NEVER and not levels.has_taken(parameter.gradient):
-            n_bytes = shard_bytes(parameter, ranks, dtypes.kept(parameter))
-            levels.replace(parameter.gradient, Category.GRADIENT, n_bytes)
+            levels.replace(parameter.gradient, Category.GRADIENT, shards.bytes_of(number))
 
 
-def _shard_optimizer_temporaries(levels: Levels, ranks: int, dtypes: ShardDtypes) -> None:
+def _shard_optimizer_temporaries(levels: Levels, shards: Shards) -> None:
     """What the optimizer's ops make is as large as the shards they work on, in proportion to the whole parameters."""
     trace = levels.timeline.trace
-    trained = [parameter for parameter in trace.parameters if parameter.trainable]
-    whole = sum(trace.storages[parameter.storage].bytes for parameter in trained)
-    kept = sum(shard_bytes(parameter, ranks, dtypes.kept(parameter)) for parameter in trained)
-    part = kept / whole if whole else 1.0
+    whole = sum(trace.storages[parameter.storage].bytes for parameter in trace.parameters if parameter.trainable)
+    part = shards.trained_bytes / whole if whole else 1.0
     for number, storage in enumerate(trace.storages):
         if storage.category is not Category.TEMPORARY or levels.has_taken(number):
             continue

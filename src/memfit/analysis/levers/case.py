@@ -137,7 +137,7 @@ class Case:
         return Effect(
             peak_bytes=problem.replay(chosen).peak_bytes,
             step_ms=_step_ms(problem, recompute_ms),
-            copies_ms=0.0 if sharding is None else copies_ms(sharding.transfers, sharding.units, self.target.device),
+            copies_ms=0.0 if sharding is None else copies_ms(sharding.schedule, self.target.device),
         )
 
     def lever(

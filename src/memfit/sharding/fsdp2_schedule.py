@@ -1,0 +1,229 @@
+"""The schedule of FSDP2: every parameter is sharded by its rows, gathered with the others of its unit, and copied out.
+
+Note [FSDP2's schedule]: this follows FSDP2 (`torch/distributed/fsdp/_fully_shard`, torch 2.13) act by act, since what
+is there at once depends on the order.
+
+- before forward: a flat buffer is gathered and copied out into the parameters. Only then is the buffer of the unit
+  before it freed; its own stays until the next unit has copied out, or the forward ends.
+- after forward: the parameters are freed, except the root's.
+- before backward: the buffer, which was gathered ahead, is copied out and freed; then the buffer of the unit that ran
+  before this one in the forward is gathered ahead.
+- after backward: the parameters are freed, then the last reduction's input; the whole gradients are copied into a new
+  input, freed, and reduced into a flat output, which becomes the gradient of the shards or is added to it.
+- at the end of a pass: the same for the root and for every unit whose backward was not seen to end.
+
+With `on_host`, as FSDP2's `CPUOffloadPolicy` does it, shards are copied to the device before each gather, and what
+is reduced is copied to the host and freed.
+
+Gradients that several runs of a pass have in common are complete after the last backward of these: autograd sums
+them before it gives them to the parameter. They are reduced there, once for each pass.
+
+Note [FSDP2's streams]: `foreach_all_gather` allocates the input, where shards are cast, and the output under
+`all_gather_copy_in_stream`, in the forward and in the backward; the collective runs on `all_gather_stream`. Copy-out
+is on the current stream, and so are the parameters that it fills. `foreach_reduce` allocates its input on the current
+stream too, and its output, with the cast of that, on `reduce_scatter_stream`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from memfit.capture import NEVER, Parameter, Trace
+from memfit.cost import Collective
+from memfit.memory import Stream
+from memfit.sharding.gradients import WholeGradient, gradients_before
+from memfit.sharding.options import ShardDtypes, elements, item_bytes, padded_elements
+from memfit.sharding.schedule import Role, Scheduler
+from memfit.sharding.units import ShardUnit
+
+
+@dataclass(slots=True)
+class _Group:
+    """The parameters of a unit, where they are, and its whole gradients that wait for a reduction."""
+
+    parameters: list[Parameter]
+    gathered_bytes: int
+    waiting: list[tuple[WholeGradient, int]] = field(default_factory=list)
+    unsharded: list[int] = field(default_factory=list)
+    buffer: int | None = None
+    gather: int = NEVER
+    in_backward: bool = False
+    after_backward: bool = False
+    places: list[int] = field(default_factory=list)
+
+
+class FSDP2Scheduler(Scheduler):
+    """Notes what FSDP2 does for units of a trace; `members` are the numbers of each unit's parameters."""
+
+    streams: ClassVar = {
+        Role.GATHER_INPUT: Stream.COPY,
+        Role.GATHER_OUTPUT: Stream.COPY,
+        Role.PARAMETER: Stream.COMPUTE,
+        Role.WHOLE_GRADIENT: Stream.COMPUTE,
+        Role.REDUCE_INPUT: Stream.COMPUTE,
+        Role.REDUCE_OUTPUT: Stream.REDUCE,
+        Role.SHARD_GRADIENT: Stream.REDUCE,
+    }
+
+    def __init__(
+        self,
+        trace: Trace,
+        units: Sequence[ShardUnit],
+        members: Sequence[Sequence[int]],
+        gradients: Iterable[WholeGradient],
+        *,
+        ranks: int,
+        dtypes: ShardDtypes,
+        on_host: bool = False,
+    ) -> None:
+        self._ranks, self._dtypes, self._on_host = ranks, dtypes, on_host
+        self._parameters = trace.parameters
+        self._forward_buffer: int | None = None
+        self._input: tuple[int, int, int] | None = None
+        """The input of the last reduction, its transfer and its unit."""
+        self._forward: list[int] = []
+        self._groups = [
+            _Group([trace.parameters[number] for number in held], unit.gathered_bytes)
+            for unit, held in zip(units, members, strict=True)
+        ]
+        super().__init__((unit.module for unit in units), gradients_before(trace))
+        home = {number: unit for unit, held in enumerate(members) for number in held}
+        for gradient in gradients:
+            unit = home[gradient.parameter]
+            made = self.receive_gradient(gradient, unit, self._gradient_bytes(gradient))
+            self._groups[unit].waiting.append((gradient, made))
+
+    def before_forward(self, unit: int) -> None:
+        self._unshard(unit, ahead=self._forward_buffer is not None)
+        previous = self._forward_buffer
+        buffer = self._copy_out(unit)
+        if buffer is not None:
+            if previous is not None:
+                self.free(previous)
+            self._forward_buffer = buffer
+
+    def after_forward(self, unit: int, *, has_backward: bool) -> None:
+        group = self._groups[unit]
+        if not self.is_root(unit):
+            self._reshard(group)
+        if group.parameters:
+            group.places.append(len(self._forward))
+            self._forward.append(unit)
+        if self.is_root(unit) and self._forward_buffer is not None:
+            self.free(self._forward_buffer)
+            self._forward_buffer = None
+
+    def before_backward(self, unit: int) -> None:
+        group = self._groups[unit]
+        if group.in_backward:
+            return
+        group.in_backward, group.after_backward = True, False
+        self._unshard(unit)
+        buffer = self._copy_out(unit)
+        if buffer is not None:
+            self.free(buffer)
+        if group.places and (place := group.places.pop()) > 0:
+            self._unshard(self._forward[place - 1])
+
+    def after_backward(self, unit: int) -> None:
+        group = self._groups[unit]
+        group.in_backward, group.after_backward = False, True
+        ready = [each for each in group.waiting if each[0].ready < self.moment]
+        self._reshard(group)
+        self._free_input()
+        if ready:
+            group.waiting = [each for each in group.waiting if each[0].ready >= self.moment]
+            self._reduce(unit, ready)
+
+    def end_pass(self) -> None:
+        for unit, group in enumerate(self._groups):
+            late = any(gradient.ready < self.moment for gradient, _ in group.waiting)
+            if not group.after_backward or late:
+                self.after_backward(unit)
+            if group.buffer is not None:  # gathered ahead for a run that had no backward
+                self.free(group.buffer)
+                self.wait(group.gather, unit)
+                group.buffer = None
+            group.in_backward = group.after_backward = False
+            group.places.clear()
+        self._free_input()
+        self._forward.clear()
+
+    def _unshard(self, unit: int, *, ahead: bool = False) -> None:
+        """Begin to gather, unless it is gathered or has begun. Shards that are cast or on the host are copied first."""
+        group, dtypes = self._groups[unit], self._dtypes
+        if group.buffer is not None or group.unsharded or not group.parameters:
+            return
+        other = [each for each in group.parameters if self._on_host or dtypes.gathered(each) != dtypes.kept(each)]
+        copied = self._flat_bytes(other, dtypes.gathered) // self._ranks
+        copy = self.allocate(Role.GATHER_INPUT, unit, copied) if other else None
+        group.buffer = self.allocate(Role.GATHER_OUTPUT, unit, group.gathered_bytes)
+        kept = self._flat_bytes(group.parameters, dtypes.kept) // self._ranks
+        self.copy(unit, kept + group.gathered_bytes // self._ranks, Stream.COPY)
+        if copy is not None:
+            self.free(copy)
+        group.gather = self.begin(
+            Collective.ALL_GATHER,
+            unit,
+            group.gathered_bytes,
+            Stream.GATHER,
+            ahead=ahead,
+            host_bytes=kept if self._on_host else 0,
+        )
+
+    def _copy_out(self, unit: int) -> int | None:
+        """Wait for a gather and copy it into the parameters; return the buffer, which is not needed any more."""
+        group = self._groups[unit]
+        if group.buffer is None:
+            return None
+        self.wait(group.gather, unit)
+        for parameter in group.parameters:
+            n_bytes = self._flat_bytes([parameter], self._dtypes.gathered)
+            group.unsharded.append(self.allocate(Role.PARAMETER, unit, n_bytes))
+        self.copy(unit, 2 * group.gathered_bytes, Stream.COMPUTE)
+        buffer, group.buffer = group.buffer, None
+        return buffer
+
+    def _reshard(self, group: _Group) -> None:
+        for buffer in group.unsharded:
+            self.free(buffer)
+        group.unsharded.clear()
+
+    def _reduce(self, unit: int, ready: Sequence[tuple[WholeGradient, int]]) -> None:
+        held = [self._parameters[number] for number in dict.fromkeys(gradient.parameter for gradient, _ in ready)]
+        n_bytes = self._flat_bytes(held, self._dtypes.reduced)
+        given = self.allocate(Role.REDUCE_INPUT, unit, n_bytes)
+        self.copy(unit, sum(self._gradient_bytes(each) for each, _ in ready) + n_bytes, Stream.COMPUTE)
+        for _, buffer in ready:
+            self.free(buffer)
+        output = self.allocate(Role.REDUCE_OUTPUT, unit, n_bytes // self._ranks)
+        kept = self._flat_bytes(held, self._dtypes.kept) // self._ranks
+        host_bytes = kept if self._on_host else 0
+        transfer = self.begin(Collective.REDUCE_SCATTER, unit, n_bytes, Stream.REDUCE, host_bytes=host_bytes)
+        self._input = given, transfer, unit
+        if any(self._dtypes.reduced(each) != self._dtypes.kept(each) for each in held):
+            reduced = output
+            output = self.allocate(Role.SHARD_GRADIENT, unit, kept)
+            self.free(reduced)
+        if self._on_host:
+            self.free(output)
+        else:
+            self.keep_gradient(output, (gradient for gradient, _ in ready))
+
+    def _free_input(self) -> None:
+        """Wait for the last reduction and free its input."""
+        if self._input is not None:
+            buffer, transfer, unit = self._input
+            self.wait(transfer, unit)
+            self.free(buffer)
+            self._input = None
+
+    def _gradient_bytes(self, gradient: WholeGradient) -> int:
+        parameter = self._parameters[gradient.parameter]
+        return elements(parameter) * item_bytes(self._dtypes.gathered(parameter))
+
+    def _flat_bytes(self, parameters: Iterable[Parameter], dtype_of: Callable[[Parameter], str]) -> int:
+        """Bytes of whole, padded parameters one after another."""
+        return sum(padded_elements(each, self._ranks) * item_bytes(dtype_of(each)) for each in parameters)
