@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _BLOCK = re.compile(r"^(?P<list>.*?)\.?(?P<number>\d+)$")
 _FEWEST_BLOCKS = 2
+MODEL_LABEL = "(model)"
 
 
 def alike(path: str) -> str:
@@ -43,8 +45,44 @@ def around(path: str) -> list[str]:
     return [".".join(parts[:count]) for count in range(len(parts))]
 
 
-def numbered(names: Iterable[str]) -> dict[str, set[str]]:
-    """The numbers that follow each path: `layers` has 0 to 31."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedDifferences:
+    """How two sides of named things differ.
+
+    `counts` are paths with another number of numbered parts on each side, and the two numbers. `groups` are what the
+    first and the second side have under names that differ in numbers only, None where a side has no such name; names
+    of numbered parts that only one side has are left to `counts`.
+    """
+
+    counts: tuple[tuple[str, int, int], ...]
+    groups: tuple[tuple[str | None, str | None, tuple[str, ...]], ...]
+
+
+def named_differences(one: Mapping[str, str], other: Mapping[str, str]) -> NamedDifferences:
+    """Compare what two sides have under each name."""
+    numbers, other_numbers = _numbers(one), _numbers(other)
+    uneven = {
+        path: numbers[path] ^ other_numbers[path]
+        for path in numbers
+        if path in other_numbers and len(numbers[path]) != len(other_numbers[path])
+    }
+
+    def in_uneven(name: str) -> bool:
+        parts = name.split(".")
+        return any(part in uneven.get(".".join(parts[:index]), ()) for index, part in enumerate(parts))
+
+    groups: dict[tuple[str, str | None, str | None], list[str]] = defaultdict(list)
+    for name in dict.fromkeys((*one, *other)):
+        first, second = one.get(name), other.get(name)
+        if first != second and not (None in (first, second) and in_uneven(name)):
+            groups[alike(name), first, second].append(name)
+    counts = dict.fromkeys((alike(path), len(numbers[path]), len(other_numbers[path])) for path in uneven)
+    found = tuple((first, second, tuple(names)) for (_, first, second), names in groups.items())
+    return NamedDifferences(counts=tuple(counts), groups=found)
+
+
+def _numbers(names: Iterable[str]) -> dict[str, set[str]]:
+    """Return the numbers that follow each path: `layers` has 0 to 31."""
     found: dict[str, set[str]] = defaultdict(set)
     for name in names:
         parts = name.split(".")
@@ -71,4 +109,4 @@ def repeated_blocks(kinds: Mapping[str, str]) -> tuple[str, ...]:
 
 def module_label(module: str) -> str:
     """Return a module's path as people read it: `(model)` for the model itself, whose path is empty."""
-    return module or "(model)"
+    return module or MODEL_LABEL

@@ -149,15 +149,15 @@ def planned_steps(draw: st.DrawFn) -> tuple[TraceColumns, list[tuple[Unit, Polic
     ops += [op(Phase.BACKWARD, workspace=draw(st.sampled_from((0, 5)))) for _ in range(total - forward - 1)]
     ops.append(op(Phase.OPTIMIZER))
     storages = [_fate(draw, each, ops, units[::-1], forward, total) for each in drafts]
-    facts = facts_of(make(ops, storages))
+    trace_columns = facts_of(make(ops, storages))
     chosen = []
     for each in units:
-        problem = UnitColumns.of(facts, each)
+        problem = UnitColumns.of(trace_columns, each)
         groups = st.integers(0, max(0, problem.groups - 1))
         policy = build_policy(problem, saving(problem, draw(st.lists(groups, max_size=3))))
         if policy.stop >= 0 and draw(st.integers(0, 4)):
             chosen.append((each, policy))
-    return facts, chosen
+    return trace_columns, chosen
 
 
 def saving(problem: UnitColumns, groups: Any) -> np.ndarray:
@@ -168,9 +168,9 @@ def saving(problem: UnitColumns, groups: Any) -> np.ndarray:
     return dropped
 
 
-def policy_saving(facts: TraceColumns, each: Unit, *ops: int) -> Policy:
+def policy_saving(trace_columns: TraceColumns, each: Unit, *ops: int) -> Policy:
     """The policy of a unit that saves these of its ops and drops all else; without views, ops are groups."""
-    problem = UnitColumns.of(facts, each)
+    problem = UnitColumns.of(trace_columns, each)
     return build_policy(problem, saving(problem, ops))
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import memfit
 from memfit.engines import plan_of_model
-from memfit.plans.record import InputFacts
+from memfit.plans.record import InputRecord
 from memfit.recovery import Drift, OutOfMemory
 from memfit.recovery.drift import different, seen
 from memfit.verify.faults import asked_bytes, is_out_of_memory
@@ -361,8 +361,8 @@ def test_drift_in_words() -> None:
 
 def test_inputs_are_matched_with_those_of_the_plan() -> None:
     planned = (
-        InputFacts(shape=(4, 8), dtype="int64", bytes=256),
-        InputFacts(shape=None, dtype=None, bytes=16),
+        InputRecord(shape=(4, 8), dtype="int64", bytes=256),
+        InputRecord(shape=None, dtype=None, bytes=16),
     )
     same = {"tokens": torch.zeros(4, 8, dtype=torch.int64), "unread": torch.zeros(4), "flag": True}
     longer = {"tokens": torch.zeros(4, 9, dtype=torch.int64), "mask": torch.zeros(3)}
@@ -373,7 +373,7 @@ def test_inputs_are_matched_with_those_of_the_plan() -> None:
 def test_tensors_that_no_trace_has_are_not_other_inputs() -> None:
     """One that is given twice, the number of tokens that a trainer adds, and all where a function was planned."""
     x = torch.zeros(4, 8, dtype=torch.int64)
-    planned = (InputFacts(shape=(4, 8), dtype="int64", bytes=256),)
+    planned = (InputRecord(shape=(4, 8), dtype="int64", bytes=256),)
     count = torch.tensor(32)
     assert different(seen({"input_ids": x, "labels": x, "num_items_in_batch": count}), planned) == ()
     assert different(seen({"input_ids": x, "labels": x.clone()}), planned) == ()
@@ -384,8 +384,8 @@ def test_tensors_that_no_trace_has_are_not_other_inputs() -> None:
 
 def test_rows_of_a_tensor_that_was_planned_whole_are_not_other_inputs() -> None:
     table = torch.zeros(100, 8)
-    whole = (InputFacts(shape=(100, 8), dtype="float32", bytes=3200),)
-    rows = (InputFacts(shape=(10, 8), dtype="float32", bytes=3200),)
+    whole = (InputRecord(shape=(100, 8), dtype="float32", bytes=3200),)
+    rows = (InputRecord(shape=(10, 8), dtype="float32", bytes=3200),)
     assert different(seen(table[:10]), whole) == ()
     assert different(seen(table[:10]), rows) == ()
     assert different(seen(table[:20]), rows) == ("float32[20, 8] in place of float32[10, 8]",)

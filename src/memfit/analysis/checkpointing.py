@@ -15,6 +15,7 @@ from memfit.capture.arguments import GENERATOR
 from memfit.capture.trace_types import short
 from memfit.cost.runtime import repeats
 from memfit.memory import Timeline
+from memfit.paths import module_label
 from memfit.plans.build import build_policy
 from memfit.tradeoff import UPDATES, Policy, Role, TraceColumns, Unit, UnitColumns, lost_inputs
 from memfit.units import display_bytes, display_ms
@@ -47,9 +48,9 @@ def kept_by_plan(report: Report, timeline: Timeline) -> dict[int, str]:
             (problem.role == Role.FRESH) & np.isin(problem.alloc_at, policy.saved) & (problem.alloc_at <= policy.stop)
         )
         for storage in own[fresh].tolist():
-            found[storage] = f"kept by the plan, so that the second run of {unit.name or '(model)'} need not make it"
-        for storage in lost_inputs(report.problem.facts, unit).tolist():
-            found[storage] = f"kept as an input of {unit.name or '(model)'}, for its second run"
+            found[storage] = f"kept by the plan, so that the second run of {module_label(unit.name)} need not make it"
+        for storage in lost_inputs(report.problem.trace_columns, unit).tolist():
+            found[storage] = f"kept as an input of {module_label(unit.name)}, for its second run"
     return found
 
 
@@ -62,9 +63,9 @@ def _chosen(report: Report) -> list[tuple[Unit, Policy]]:
 
 def _cut(report: Report, unit: Unit) -> tuple[UnitColumns, np.ndarray]:
     """A unit as the frontiers see it, and its storages."""
-    facts = report.problem.facts
-    low, high = np.searchsorted(facts.forward_alloc_at, (unit.begin, unit.end))
-    return UnitColumns.of(facts, unit), facts.forward_storages[low:high]
+    trace_columns = report.problem.trace_columns
+    low, high = np.searchsorted(trace_columns.forward_alloc_at, (unit.begin, unit.end))
+    return UnitColumns.of(trace_columns, unit), trace_columns.forward_storages[low:high]
 
 
 def _of_plan(report: Report, timeline: Timeline) -> Checkpointing:
@@ -103,10 +104,10 @@ def _runs(unit: Unit, op: int) -> bool:
 
 def _reasons(report: Report, unit: Unit, policy: Policy, holders: Holders) -> Iterator[tuple[int, str, str]]:
     """Every storage that a unit makes or is given and does not drop, with the reason."""
-    facts = report.problem.facts
+    trace_columns = report.problem.trace_columns
     problem, own = _cut(report, unit)
     running = _runs(unit, holders.now)
-    saved, forced = np.isin(problem.alloc_at, policy.saved), forced_ops(facts, unit)
+    saved, forced = np.isin(problem.alloc_at, policy.saved), forced_ops(trace_columns, unit)
     for place, storage in enumerate(own.tolist()):
         role, op = problem.role[place], int(problem.alloc_at[place])
         if running:
@@ -118,16 +119,16 @@ def _reasons(report: Report, unit: Unit, policy: Policy, holders: Holders) -> It
             yield storage, SAVED, f"to make it again takes {takes}, and the budget has room"
         elif role == Role.DISCARDABLE:
             continue
-        elif facts.cached[storage]:
+        elif trace_columns.cached[storage]:
             yield storage, CAST, "autocast holds it until its block ends"
-        elif facts.last_read[storage] >= unit.end or facts.last_saver[storage] >= unit.end:
-            user = max(int(facts.last_read[storage]), int(facts.last_saver[storage]))
+        elif trace_columns.last_read[storage] >= unit.end or trace_columns.last_saver[storage] >= unit.end:
+            user = max(int(trace_columns.last_read[storage]), int(trace_columns.last_saver[storage]))
             yield storage, OUTPUT, f"used by {holders.op_in(user)}"
-        elif not 0 <= facts.released[storage] < unit.end:
+        elif not 0 <= trace_columns.released[storage] < unit.end:
             yield storage, PYTHON, "a list, a hook or an attribute keeps it beyond the unit"
         else:
             yield storage, OUTPUT, holders.of_storage(storage)[1]
-    for storage in lost_inputs(facts, unit).tolist():
+    for storage in lost_inputs(trace_columns, unit).tolist():
         yield storage, INPUT, "the second run begins with it"
 
 
@@ -205,7 +206,7 @@ def _findings(timeline: Timeline, still: list[StillHeld], without: int | None, r
             if each.remade is not None
         )
         yield (
-            f"the peak is in the second run of {again or '(model)'}, which has made {display_bytes(made)} again: "
+            f"the peak is in the second run of {module_label(again)}, which has made {display_bytes(made)} again: "
             "smaller units, or one that saves more, would lower it"
         )
     elif phase is Phase.OPTIMIZER:
@@ -243,21 +244,21 @@ def _place(trace: Trace, op: int) -> str:
 # Why ops of a checkpointed unit cannot run again
 
 
-def forced_ops(facts: TraceColumns, unit: Unit) -> dict[int, str]:
+def forced_ops(trace_columns: TraceColumns, unit: Unit) -> dict[int, str]:
     """The reason of each such op, by its offset from the unit's first op (Note [Rules] of the unit's problem, 4)."""
-    offsets = np.flatnonzero(UnitColumns.of(facts, unit).forced).tolist()
-    return {offset: _why(facts, unit, unit.begin + offset) for offset in offsets}
+    offsets = np.flatnonzero(UnitColumns.of(trace_columns, unit).forced).tolist()
+    return {offset: _why(trace_columns, unit, unit.begin + offset) for offset in offsets}
 
 
-def _why(facts: TraceColumns, unit: Unit, op: int) -> str:
-    found = facts.trace.ops[op]
+def _why(trace_columns: TraceColumns, unit: Unit, op: int) -> str:
+    found = trace_columns.trace.ops[op]
     if found.name in UPDATES:
         return "updates running statistics"
     if GENERATOR in found.arguments:
         return "draws from a generator of its own"
-    if facts.pinned[op]:
+    if trace_columns.pinned[op]:
         return "writes in place to host memory"
-    written = facts.write_storage[facts.write_op == op]
-    if (facts.alloc_at[written] < unit.begin).any():
+    written = trace_columns.write_storage[trace_columns.write_op == op]
+    if (trace_columns.alloc_at[written] < unit.begin).any():
         return "writes in place to what is older than the unit"
     return "reads what is overwritten before its backward"

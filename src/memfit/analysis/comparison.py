@@ -15,9 +15,9 @@ from memfit.analysis.step_differences import (
     Changed,
     CountChange,
     ModuleChange,
-    changed_facts,
     changed_modules,
     changed_ops,
+    changed_records,
     changed_work,
     rows_of,
     total_flops,
@@ -27,8 +27,8 @@ from memfit.capture import Category, Trace
 from memfit.errors import InputError
 from memfit.paths import alike, folded, module_label
 from memfit.plans import Plan
-from memfit.plans.facts import peak_place
 from memfit.plans.record import Checkpoint, Estimate, ShardPlan
+from memfit.plans.trace_record import peak_place
 from memfit.text import json_text, render_text
 from memfit.units import display_bytes
 
@@ -140,7 +140,7 @@ def _traces(first: Trace, second: Trace) -> Comparison:
         kind="traces",
         first=f"{_model(first)} on {first.hardware.title}",
         second=f"{_model(second)} on {second.hardware.title}",
-        changed=tuple(dict.fromkeys((*changed_facts(first, second), *changed_modules(first, second)))),
+        changed=tuple(dict.fromkeys((*changed_records(first, second), *changed_modules(first, second)))),
         memory=memory,
         times=(),
         first_peak_at=places[0],
@@ -158,7 +158,7 @@ def _model(trace: Trace) -> str:
 
 def _plans(first: Plan, second: Plan) -> Comparison:
     ends = [each.predicted or each.blocker or each.baseline for each in (first, second)]
-    changed = (*_changed_setting(first, second), *changed_facts(first, second))
+    changed = (*_changed_setting(first, second), *changed_records(first, second))
     return Comparison(
         kind="plans",
         first=_title(first),
@@ -312,7 +312,7 @@ def _decision(pairs: Sequence[tuple[Checkpoint | None, Checkpoint | None]]) -> D
     dropped = [None if side[0] is None else side[0].discarded_bytes for side in sides]
     took = [None if side[0] is None else sum(each.recompute_ms for each in side if each) for side in sides]
     return DecisionChange(
-        units=(folded(units) if "#" not in units[0] else ", ".join(units)) or "(model)",
+        units=module_label(folded(units) if "#" not in units[0] else ", ".join(units)),
         count=len(pairs),
         kind=entries[0].kind,
         first_bytes=dropped[0],

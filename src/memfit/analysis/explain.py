@@ -26,9 +26,9 @@ from memfit.errors import InputError
 from memfit.memory import CATEGORIES, Timeline
 from memfit.paths import around
 from memfit.plans import Plan
-from memfit.plans.facts import peak_at
 from memfit.plans.record import PeakAt
 from memfit.plans.resolve import Inputs, Model, StepInputs, check_nothing_beside, resolve_cost, resolve_options
+from memfit.plans.trace_record import peak_at
 from memfit.progress import Progress
 from memfit.solve.min_budget import MinBudget
 

@@ -11,18 +11,14 @@ from rich.console import RenderableType
 
 from memfit.analysis.levers.case import Lever
 from memfit.capture import Category
+from memfit.memory.summary import OpLocation
 from memfit.text import json_text, render_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeakPlace:
-    """Where the peak is. `module` is None outside any module; `second_run_of` is the unit that runs again there."""
+class PeakPlace(OpLocation):
+    """Where the peak is; `second_run_of` is the unit that is recomputed there, None when none is."""
 
-    op: int
-    name: str
-    phase: str
-    module: str | None
-    source: str
     second_run_of: str | None = None
 
 

@@ -9,6 +9,7 @@ from memfit.capture import NEVER, Category, Phase, TensorRef
 from memfit.capture.trace_types import short
 from memfit.memory import Timeline
 from memfit.memory.timeline import Bytes
+from memfit.paths import module_label
 from memfit.tradeoff import LOSS
 
 _SHARDED = {
@@ -100,9 +101,9 @@ class Holders:
         """The kind of holder, and what it is."""
         found = self.timeline.allocation(number)
         if found.storage == NEVER:
-            return "sharding", _SHARDED.get(found.category, "{}").format(found.module or "(model)")
+            return "sharding", _SHARDED.get(found.category, "{}").format(module_label(found.module))
         if found.remade is not None:
-            return "second run", f"made again by the second run of {found.remade or '(model)'} for its backward"
+            return "second run", f"made again by the second run of {module_label(found.remade)} for its backward"
         owner = {
             Category.PARAMETER: ("parameter", f"parameter {found.name}"),
             Category.OPTIMIZER_STATE: ("optimizer", f"optimizer state of {found.name}"),

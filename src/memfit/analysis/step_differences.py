@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from memfit.capture import NEVER, Category, Trace
 from memfit.memory import Timeline, module_memory, reserved
-from memfit.paths import alike, folded, numbered
+from memfit.paths import alike, folded, module_label, named_differences
 from memfit.plans import Plan, peak_at
-from memfit.plans.facts import peak_place, trace_facts
-from memfit.plans.mismatch import describe_parameter
-from memfit.plans.record import InputFacts, ParameterFacts, TraceFacts
+from memfit.plans.mismatch import describe_input, describe_parameter
+from memfit.plans.record import InputRecord, ParameterRecord, TraceRecord
+from memfit.plans.trace_record import build_trace_record, peak_place
 
 Row = tuple[str, str | None, str | None]
 
@@ -34,9 +34,9 @@ def rows_of(*rows: Row) -> Iterator[Changed]:
             yield Changed(name=name, first=first, second=second)
 
 
-def changed_facts(first: Plan | Trace, second: Plan | Trace) -> Iterator[Changed]:
+def changed_records(first: Plan | Trace, second: Plan | Trace) -> Iterator[Changed]:
     """What tells two steps apart, that which explains most first."""
-    one, other = _facts(first), _facts(second)
+    one, other = _trace_record(first), _trace_record(second)
     found = list(_differences(one, other))
     if not found and one.ops == other.ops and first.fingerprint != second.fingerprint:
         found += rows_of(("fingerprint of the step", first.fingerprint[:12], second.fingerprint[:12]))
@@ -44,11 +44,11 @@ def changed_facts(first: Plan | Trace, second: Plan | Trace) -> Iterator[Changed
     yield from rows_of(("ops", f"{one.ops:,}", f"{other.ops:,}"))
 
 
-def _facts(each: Plan | Trace) -> TraceFacts:
-    return each.trace if isinstance(each, Plan) else trace_facts(each)
+def _trace_record(each: Plan | Trace) -> TraceRecord:
+    return each.trace if isinstance(each, Plan) else build_trace_record(each)
 
 
-def _differences(one: TraceFacts, other: TraceFacts) -> Iterator[Changed]:
+def _differences(one: TraceRecord, other: TraceRecord) -> Iterator[Changed]:
     if one.device_type != other.device_type or one.device != other.device:
         yield Changed(name="captured for", first=one.device, second=other.device)
     yield from rows_of(
@@ -62,24 +62,18 @@ def _differences(one: TraceFacts, other: TraceFacts) -> Iterator[Changed]:
     yield from _parameters(one.parameters, other.parameters)
 
 
-def _inputs(one: Sequence[InputFacts], other: Sequence[InputFacts]) -> Iterator[Changed]:
+def _inputs(one: Sequence[InputRecord], other: Sequence[InputRecord]) -> Iterator[Changed]:
     """Tensors of the batch by their place in it."""
     for place in range(max(len(one), len(other))):
-        sides = [_input(side[place]) if place < len(side) else None for side in (one, other)]
+        sides = [describe_input(side[place]) if place < len(side) else None for side in (one, other)]
         yield from rows_of((f"batch tensor {place}", sides[0], sides[1]))
 
 
-def _input(fact: InputFacts) -> str:
-    if fact.shape is None or fact.dtype is None:
-        return f"{fact.bytes} bytes that no op reads"
-    return _tensor(fact.shape, fact.dtype)
-
-
-def _counted(parameters: Sequence[ParameterFacts]) -> str:
+def _counted(parameters: Sequence[ParameterRecord]) -> str:
     return f"{sum(math.prod(each.shape) for each in parameters):,} in {len(parameters):,} tensors"
 
 
-def _parameters(one: Sequence[ParameterFacts], other: Sequence[ParameterFacts]) -> Iterator[Changed]:
+def _parameters(one: Sequence[ParameterRecord], other: Sequence[ParameterRecord]) -> Iterator[Changed]:
     """Parameters that are not the same; of layers that only one side has, how many there are."""
     sides = [{each.names[0]: describe_parameter(each) for each in parameters} for parameters in (one, other)]
     return _named_rows("parameter", "parameters", sides[0], sides[1])
@@ -87,45 +81,18 @@ def _parameters(one: Sequence[ParameterFacts], other: Sequence[ParameterFacts]) 
 
 def changed_modules(first: Trace, second: Trace) -> Iterator[Changed]:
     """Modules that are not the same kind, or that only one side has."""
-    sides = [{each.path or "(model)": each.kind for each in trace.modules} for trace in (first, second)]
+    sides = [{module_label(each.path): each.kind for each in trace.modules} for trace in (first, second)]
     return _named_rows("module", "modules", sides[0], sides[1])
 
 
 def _named_rows(what: str, several: str, one: dict[str, str], other: dict[str, str]) -> Iterator[Changed]:
     """Things by name; names that differ in numbers only and change in the same way are one row."""
-    uneven = _uneven(one, other)
-    counts = {(alike(prefix), first, second): None for prefix, (_, first, second) in uneven.items()}
-    for prefix, first, second in counts:
-        yield Changed(name=f"numbered parts of {prefix or 'the model'}", first=str(first), second=str(second))
-    groups: dict[tuple[str, str | None, str | None], list[str]] = defaultdict(list)
-    for name in dict.fromkeys((*one, *other)):
-        then, now = one.get(name), other.get(name)
-        if then != now and not (None in (then, now) and _in_uneven(name, uneven)):
-            groups[alike(name), then, now].append(name)
-    for (_, then, now), names in groups.items():
+    found = named_differences(one, other)
+    for path, first, second in found.counts:
+        yield Changed(name=f"numbered parts of {path or 'the model'}", first=str(first), second=str(second))
+    for then, now, names in found.groups:
         label = f"{what} {names[0]}" if len(names) == 1 else f"{several} {folded(names)} ({len(names)})"
         yield Changed(name=label, first=then, second=now)
-
-
-def _uneven(one: Iterable[str], other: Iterable[str]) -> dict[str, tuple[set[str], int, int]]:
-    """Paths that have another number of numbered parts on each side: which are not on both, and how many there are."""
-    sides = [numbered(one), numbered(other)]
-    return {
-        prefix: (sides[0][prefix] ^ sides[1][prefix], len(sides[0][prefix]), len(sides[1][prefix]))
-        for prefix in sides[0]
-        if prefix in sides[1] and len(sides[0][prefix]) != len(sides[1][prefix])
-    }
-
-
-def _in_uneven(name: str, uneven: dict[str, tuple[set[str], int, int]]) -> bool:
-    """Whether a name belongs to a numbered part that only one side has."""
-    parts = name.split(".")
-    prefixes = (".".join(parts[:index]) for index in range(len(parts)))
-    return any(prefix in uneven and part in uneven[prefix][0] for prefix, part in zip(prefixes, parts, strict=True))
-
-
-def _tensor(shape: Sequence[int], dtype: str) -> str:
-    return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
 # What two traces do, where that differs
@@ -209,7 +176,7 @@ def changed_work(first: Trace, second: Trace) -> tuple[ModuleChange, ...]:
         alone = len(names) == 1 or before.modules == after.modules
         found.append(
             ModuleChange(
-                module=(folded(names) if alone else pattern) or "(model)",
+                module=module_label(folded(names) if alone else pattern),
                 first_modules=len(before.modules),
                 second_modules=len(after.modules),
                 first_activation_bytes=before.activation_bytes,

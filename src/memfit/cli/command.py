@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from memfit.cli.output import close_quietly, only_results, say_problem
 from memfit.cli.problems import DONE, FAILED, STOPPED, USAGE, UsageError, check_options
 from memfit.errors import MemfitError
-from memfit.text import nearest
+from memfit.text import close_names, did_you_mean
 
 COMMANDS = {
     "plan": "the fastest plan for a training step that fits the memory",
@@ -90,8 +90,8 @@ def _run(arguments: list[str], *, program: bool) -> int:
         return _completion(arguments)
     if name not in COMMANDS:
         what = "option" if name.startswith("-") else "command"
-        near = nearest(name, COMMANDS)
-        hint = f"did you mean {near!r}?" if near else f"there are {_listed(list(COMMANDS))}; memfit --help says more"
+        near = map(repr, close_names(name, COMMANDS))
+        hint = did_you_mean(near, f"there are {_listed(list(COMMANDS))}; memfit --help says more")
         raise UsageError(f"there is no {what} {name!r}; {hint}")
     check_options(name, command_class(name), arguments[1:])
     command = parsed(name, arguments[1:])

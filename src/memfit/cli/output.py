@@ -49,6 +49,14 @@ def show(result: RenderableType, *, soft_wrap: bool = False) -> None:
         result_console().print(printable(result), soft_wrap=soft_wrap)
 
 
+def show_result(result: Any, *, json: bool) -> None:
+    """Print a result as a JSON document, or for people."""
+    if json:
+        show_json(result)
+    else:
+        show(result)
+
+
 def show_text(text: str) -> None:
     """Print a result that is text for people."""
     _write(escaped(text))

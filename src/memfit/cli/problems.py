@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from memfit.errors import InputError
+from memfit.text import close_names
 
 DONE, FAILED, USAGE, INFEASIBLE, STOPPED = 0, 1, 2, 3, 130
 """Exit codes."""
@@ -118,7 +118,7 @@ def check_options(name: str, kind: type[Any], arguments: list[str]) -> None:
         for instead, words in _INSTEAD.items():
             if word in words.split() and instead.partition(" ")[0] in known:
                 raise UsageError(f"there is no option {option!r}; write {_example(instead)}")
-        if not difflib.get_close_matches(word, [each.lstrip("-") for each in known], n=1):
+        if not close_names(word, (each.lstrip("-") for each in known)):
             raise UsageError(f"there is no option {option!r}; `memfit {name} --help` lists those that there are")
 
 

@@ -18,14 +18,15 @@ from rich.table import Table
 
 from memfit.capture import Step, Trace, trace
 from memfit.compat.sac import SACGreedyOrderMeta, SACStats, SACTable, SACTradeOffStats, greedy_order, group_of
+from memfit.compat.step_capture import TimedStepCapture
 from memfit.compat.tradeoff_curve import tradeoff_curve
-from memfit.cost.benchmark import MODES, cost_model
-from memfit.errors import MissingFeatureError, StateError
+from memfit.cost.benchmark import cost_model
+from memfit.errors import MissingFeatureError
 from memfit.hardware import Device, Target
 from memfit.tradeoff import Frontiers, Times, build_frontiers, forward_calls
 
 
-class SACEstimator:
+class SACEstimator(TimedStepCapture[Trace]):
     """What selective activation checkpointing would save and cost in each module, without a GPU.
 
         with SACEstimator(step, target="h100-sxm")("operator-level-cost-model") as estimator:
@@ -39,13 +40,10 @@ class SACEstimator:
     """
 
     def __init__(self, step: Step | Callable[[], Any] | None = None, *, target: str | Device | Target = "cpu") -> None:
-        self.target = target
+        super().__init__(step, target=target)
         self.sac_mod_stats: dict[str, SACStats] = {}
         self.sac_mod_tradeoff_stats: dict[str, SACTradeOffStats] = {}
         self.sac_mod_greedy_order_meta: dict[str, SACGreedyOrderMeta] = {}
-        self._step = step
-        self._mode = MODES[0]
-        self._trace: Trace | None = None
         self._op_ms: Times = np.zeros(0)
         self._frontiers: Frontiers | None = None
 
@@ -55,34 +53,6 @@ class SACEstimator:
         estimator = cls(target=trace.hardware)
         estimator._take(trace, np.asarray(op_ms, np.float64))
         return estimator
-
-    def __call__(self, estimate_mode_type: str) -> SACEstimator:
-        """Choose how ops are timed: `"operator-level-cost-model"` (the default) or `"operator-level-benchmark"`."""
-        if estimate_mode_type not in MODES:
-            raise MissingFeatureError(
-                f"there is no way {estimate_mode_type!r} of timing ops; choose one of {', '.join(map(repr, MODES))}"
-            )
-        self._mode = estimate_mode_type
-        return self
-
-    def __enter__(self) -> SACEstimator:
-        if self._trace is None:
-            if self._step is None:
-                raise StateError(
-                    "SACEstimator captures a whole step before it can answer, so it cannot watch the code of a"
-                    " `with` block; put that code into a function and write `SACEstimator().run(function)`,"
-                    " or `with SACEstimator(memfit.Step(...)) as estimator`"
-                )
-            self._capture(self._step)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def run(self, function: Callable[[], Any]) -> SACEstimator:
-        """Capture and time one step made by a function without arguments, which has its model itself."""
-        self._capture(function)
-        return self
 
     @property
     def frontiers(self) -> Frontiers:
@@ -139,11 +109,6 @@ class SACEstimator:
         root = next((module.kind for module in self._captured().modules if not module.path), "")
         return f"{root}.{name}" if root and name and not name.startswith("#") else f"{root}{name}"
 
-    def _captured(self) -> Trace:
-        if self._trace is None:
-            raise StateError("SACEstimator has captured nothing yet; enter it with a step, or call run(function)")
-        return self._trace
-
     def _capture(self, step: Step | Callable[[], Any]) -> None:
         captured = trace(step, target=self.target)
         self._take(captured, cost_model(self._mode, self.target).op_ms(captured))
@@ -151,7 +116,7 @@ class SACEstimator:
     def _take(self, trace: Trace, op_ms: Times) -> None:
         table = SACTable(trace, op_ms)
         parents = {module.path.rpartition(".")[0] for module in trace.modules if module.path}
-        self._trace, self._op_ms, self._frontiers = trace, op_ms, None
+        self._found, self._op_ms, self._frontiers = trace, op_ms, None
         self.sac_mod_stats = {unit.name: table.stats(unit) for unit in forward_calls(trace) if unit.module in parents}
         self.sac_mod_greedy_order_meta = {name: greedy_order(stats) for name, stats in self.sac_mod_stats.items()}
         self.sac_mod_tradeoff_stats = {}

@@ -22,7 +22,6 @@ square. A unit without kept bytes frees nothing and is left out.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
@@ -35,6 +34,7 @@ import numpy as np
 from memfit.compat.graph import Graph, is_submodule
 from memfit.errors import InputError
 from memfit.solve.milp import Limits, Milp, Solution, SolverError, Status
+from memfit.text import close_names, did_you_mean
 from memfit.units import GiB
 
 LIMITS = Limits(gap=0.0, time_limit_s=180.0)
@@ -169,8 +169,8 @@ def _known(tree: Graph, names: Collection[str] | None, what: str) -> Collection[
         raise InputError(f"{what} is the text {names!r}; give a list of module names")
     for name in names:
         if name not in tree.name2node:
-            near = difflib.get_close_matches(name, tree.name2node, n=3, cutoff=0.5)
-            choice = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has {_some(tree.name2node)}"
+            near = map(repr, close_names(name, tree.name2node, most=3, cutoff=0.5))
+            choice = did_you_mean(near, f"it has {_some(tree.name2node)}")
             raise InputError(f"{what} has {name!r}, which is no module of the graph; {choice}")
     return set(names)
 

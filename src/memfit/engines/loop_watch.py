@@ -28,7 +28,7 @@ from memfit.engines.phase import Mode
 from memfit.engines.recompute import is_recomputing
 from memfit.errors import PlanDrift
 from memfit.plans import Plan
-from memfit.plans.record import LoopFacts, ModelCallFacts, OutputFacts
+from memfit.plans.record import LoopRecord, ModelCallRecord, OutputRecord
 from memfit.plans.wrappers import wrappers_of
 from memfit.torch_private.autograd import in_backward, top_saved_tensor_hooks
 from memfit.torch_private.frames import frame_above
@@ -58,7 +58,7 @@ class LoopWatch:
     """Sees every call of a planned model, around what else handles its calls."""
 
     def __init__(
-        self, plan: Plan, loop: LoopFacts, model: nn.Module, units: Sequence[WatchedUnit], inner: Handler
+        self, plan: Plan, loop: LoopRecord, model: nn.Module, units: Sequence[WatchedUnit], inner: Handler
     ) -> None:
         assert plan.predicted is not None
         self._plan, self._loop, self._units, self._inner = plan, loop, units, inner
@@ -236,7 +236,7 @@ class LoopWatch:
                 "Let it go before the next forward (del output), or run the step in a function of its own"
             )
 
-    def _compare_held(self, tensors: list[tuple[OutputFacts, StorageWeakRef, int]]) -> None:
+    def _compare_held(self, tensors: list[tuple[OutputRecord, StorageWeakRef, int]]) -> None:
         more = {ref.cdata: size for fact, ref, size in tensors if fact.held == "nothing" and not ref.expired()}
         less = {ref.cdata: size for fact, ref, size in tensors if fact.held == "step" and ref.expired()}
         if self._material(sum(more.values())):
@@ -318,7 +318,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
-def _larger(shapes: tuple[torch.Size, ...], call: ModelCallFacts) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _larger(shapes: tuple[torch.Size, ...], call: ModelCallRecord) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return [
         (tuple(here), planned.shape)
         for here, planned in zip(shapes, call.inputs, strict=True)
@@ -326,7 +326,7 @@ def _larger(shapes: tuple[torch.Size, ...], call: ModelCallFacts) -> list[tuple[
     ]
 
 
-def _largest(shapes: tuple[torch.Size, ...], loop: LoopFacts) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _largest(shapes: tuple[torch.Size, ...], loop: LoopRecord) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Compare the largest tensors of a call that has another number of them than any that was planned."""
     here = max(shapes, key=math.prod, default=torch.Size([0]))
     planned = max((each.shape for call in loop.calls for each in call.inputs), key=math.prod, default=())

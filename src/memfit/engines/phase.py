@@ -19,6 +19,7 @@ from torch import nn
 from memfit.capture.call_stack import is_trained
 from memfit.capture.environment import is_capturing
 from memfit.engines.compiled_policy import RunPolicy
+from memfit.paths import module_label
 from memfit.plans import Checkpoint, Plan
 from memfit.torch_private.pytree import tree_leaves
 
@@ -130,7 +131,7 @@ class Calls:
 
     def __init__(self, phase: Phase, entries: Sequence[Checkpoint], policies: Mapping[int, Any]) -> None:
         self._phase = phase
-        self.name = entries[0].module or "(model)"
+        self.name = module_label(entries[0].module)
         calls = entries[0].calls
         self._period = period_of(calls, phase.micro_batches, entries)
         self._policies = policies
@@ -190,7 +191,7 @@ def needs_step(plan: Plan) -> str | None:
         entries.setdefault("<loss>" if entry.is_loss else entry.module, []).append(entry)
     for name, members in entries.items():
         if period_of(members[0].calls, plan.trace.micro_batches, members) is None:
-            return name or "(model)"
+            return module_label(name)
     return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from memfit.errors import InputError
 from memfit.hardware.device import AllocatorRules, Device, Link
 from memfit.hardware.efficiency import Efficiency
 from memfit.hardware.schema import build_allocators, build_device, build_efficiencies, build_links, read_toml
+from memfit.text import close_names, did_you_mean
 
 ENVIRONMENT = "MEMFIT_DEVICES"
 _SECTIONS = ("memory", "flops", "links", "overheads", "compute", "efficiency", "sources")
@@ -121,9 +121,7 @@ def _unknown(name: str, users: list[RawFile]) -> str:
     if not wanted:
         return f"{name!r} is not one device; {_NAME_IT}"
     nearest = list(dict.fromkeys(names[key] for key in _near(wanted, names)))[:3]
-    hint = (
-        f"did you mean {' or '.join(nearest)}?" if nearest else f"known are {', '.join(sorted(set(names.values())))}."
-    )
+    hint = did_you_mean(nearest, f"known are {', '.join(sorted(set(names.values())))}.")
     return f"unknown device {name!r}; {hint} Or give the path of a device file (.toml)"
 
 
@@ -132,10 +130,10 @@ def _near(wanted: str, names: Mapping[str, str]) -> list[str]:
     model = _model(wanted)
     same = [key for key in names if model and _model(key) == model]
     if same:
-        return difflib.get_close_matches(wanted, same, n=len(same), cutoff=0.0)
+        return close_names(wanted, same, most=len(same), cutoff=0.0)
     close = [key for key in names if key.startswith(wanted)]
     for cutoff, keys in ((0.5, [key for key in names if len(key) > _SHORT]), (0.8, list(names))):
-        close += difflib.get_close_matches(wanted, keys, n=5, cutoff=cutoff)
+        close += close_names(wanted, keys, most=5, cutoff=cutoff)
     return close
 
 

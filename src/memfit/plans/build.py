@@ -12,7 +12,6 @@ from memfit.capture import NEVER, ModuleCall, Phase, Trace
 from memfit.capture.optimizers import Implementation
 from memfit.hardware import Target
 from memfit.plans.document import Plan
-from memfit.plans.facts import trace_facts
 from memfit.plans.record import (
     Blocker,
     Checkpoint,
@@ -21,9 +20,10 @@ from memfit.plans.record import (
     Prediction,
     ShardPlan,
     Status,
-    TargetFacts,
+    TargetRecord,
     UnitOp,
 )
+from memfit.plans.trace_record import build_trace_record
 from memfit.tradeoff import LOSS, Policy, Unit
 
 _DIGITS = 6
@@ -70,7 +70,7 @@ def build_plan(
         ddp=ddp,
         optimizer=optimizer,
         notes=tuple(notes),
-        trace=trace_facts(trace),
+        trace=build_trace_record(trace),
     )
     return Plan.from_json(plan.to_json(), where="the plan")
 
@@ -163,8 +163,8 @@ def _call_number(trace: Trace, unit: Unit) -> int:
     return sum(_same_module(trace, call, unit.module) for call in earlier)
 
 
-def _target(target: Target) -> TargetFacts:
-    return TargetFacts(
+def _target(target: Target) -> TargetRecord:
+    return TargetRecord(
         device=target.device.name,
         title=target.device.title,
         memory_total_bytes=target.device.memory_total_bytes,

@@ -32,8 +32,8 @@ from memfit.plans.record import (
     Prediction,
     ShardPlan,
     Status,
-    TargetFacts,
-    TraceFacts,
+    TargetRecord,
+    TraceRecord,
 )
 from memfit.plans.validation import check_content
 from memfit.text import counted, json_text, render_text
@@ -53,7 +53,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     schema: Literal[1] = SCHEMA
     memfit: str
     fingerprint: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-    target: TargetFacts
+    target: TargetRecord
     ranks: Annotated[int, Meta(ge=1)]
     budget_bytes: Annotated[int, Meta(ge=1)]
     status: Status
@@ -67,7 +67,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     shard: ShardPlan | None
     optimizer: Implementation | None
     notes: tuple[str, ...]
-    trace: TraceFacts
+    trace: TraceRecord
     ddp: DdpPlan | None = None
 
     @classmethod

@@ -13,9 +13,9 @@ from memfit.memory import Timeline, reserved
 from memfit.plans.allocator import Held, held_under, note_on_room, with_room
 from memfit.plans.build import build_plan
 from memfit.plans.document import Plan
-from memfit.plans.facts import peak_at
 from memfit.plans.record import Blocker, DdpPlan, Dtype, Estimate, Prediction, ShardedUnit, ShardPlan
 from memfit.plans.resolve import Inputs, Model, StepInputs, check_start
+from memfit.plans.trace_record import peak_at
 from memfit.progress import Progress
 from memfit.solve import (
     Choice,

@@ -20,7 +20,7 @@ from memfit.hardware import Device, Target, list_devices
 from memfit.plans.document import Plan
 from memfit.progress import Progress
 from memfit.solve import Problem, SolveOptions
-from memfit.text import nearest
+from memfit.text import close_names, did_you_mean
 
 Model = nn.Module | Callable[[], Any] | Step | Trace
 TargetLike = str | os.PathLike[str] | torch.device | Device | Target
@@ -165,8 +165,8 @@ def resolve_cost(cost: Cost | str | None, target: Target) -> Cost:
         return Roofline.of(target)
     if isinstance(cost, str):
         if cost not in _COSTS:
-            near = nearest(cost.lower(), _COSTS)
-            hint = f"did you mean {near!r}?" if near else f"write {ROOFLINE[0]!r} or {BENCHMARK[0]!r}"
+            near = map(repr, close_names(cost.lower(), _COSTS))
+            hint = did_you_mean(near, f"write {ROOFLINE[0]!r} or {BENCHMARK[0]!r}")
             raise InputError(f"no cost model is called {cost!r}; {hint}")
         return cost_model(cost, target)
     if isinstance(cost, type):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memfit.errors import PlanDrift as PlanDrift
-from memfit.plans.record import InputFacts
+from memfit.plans.record import InputRecord
 from memfit.torch_private.pytree import tree_leaves
 from memfit.units import display_bytes
 
@@ -67,7 +67,7 @@ def seen(call: Any) -> tuple[Seen, ...]:
     return tuple(_seen(each) for each in tensors.values())
 
 
-def different(here: Sequence[Seen], planned: Sequence[InputFacts]) -> tuple[str, ...]:
+def different(here: Sequence[Seen], planned: Sequence[InputRecord]) -> tuple[str, ...]:
     """Tensors of the plan that are not there, each with the one that is there in its place.
 
     Only what is certain is told: a tensor more, or one less, says nothing, because a trace has each storage once and
@@ -94,11 +94,11 @@ def _seen(tensor: torch.Tensor) -> Seen:
     return Seen(tuple(tensor.shape), dtype, held, tensor.numel() * tensor.element_size() < held)
 
 
-def _rank(planned: InputFacts) -> int | None:
+def _rank(planned: InputRecord) -> int | None:
     return None if planned.shape is None else len(planned.shape)
 
 
-def _same(here: Seen, planned: InputFacts) -> bool:
+def _same(here: Seen, planned: InputRecord) -> bool:
     if planned.shape is None or planned.dtype is None:
         return planned.bytes == here.size_bytes
     if (planned.shape, planned.dtype) == (here.shape, here.dtype):

@@ -13,6 +13,7 @@ from torch import nn
 from memfit.capture import NEVER, Category, Phase, Trace
 from memfit.errors import MemfitError
 from memfit.memory import Timeline
+from memfit.paths import MODEL_LABEL, module_label
 from memfit.plans import Plan
 from memfit.recovery.meter import Limit
 from memfit.torch_private.storages import storage_key
@@ -115,8 +116,8 @@ def place(at: FailedAt) -> str:
         return "outside the training step"
     if at.second_run_of is not None:
         inside = f", in {at.module}" if at.module else ""
-        return f"in backward, in the second run of {at.second_run_of or 'the model'}{inside}"
-    inside = "" if at.module is None else f", in {at.module or 'the model itself'}"
+        return f"in backward, in the second run of {module_label(at.second_run_of)}{inside}"
+    inside = "" if at.module is None else f", in {module_label(at.module)}"
     return (
         f"in the {at.phase.value}{inside}"
         if at.phase in (Phase.LOSS, Phase.OPTIMIZER)
@@ -154,7 +155,7 @@ def expected(
         by_module=_planned_modules(timeline, instant),
         largest=tuple(
             (
-                f"{each.name or each.category.value} ({each.category.value}, {each.module or 'the model itself'})",
+                f"{each.name or each.category.value} ({each.category.value}, {module_label(each.module)})",
                 each.size_bytes,
             )
             for each in timeline.largest_at(instant, 3)
@@ -234,14 +235,14 @@ def part_of(path: str) -> str:
     for index, each in enumerate(parts):
         if each.isdecimal():
             return ".".join(parts[: index + 1])
-    return parts[0] or "the model itself"
+    return module_label(parts[0])
 
 
 def _planned_modules(timeline: Timeline, instant: int) -> dict[str, int]:
     found: dict[str, int] = defaultdict(int)
     for number in timeline.alive_at(instant).tolist():
         each = timeline.allocation(number)
-        outside = "outside the model" if each.category is Category.INPUT else "the model itself"
+        outside = "outside the model" if each.category is Category.INPUT else MODEL_LABEL
         found[part_of(each.module) if each.module else outside] += each.size_bytes
     return dict(found)
 

@@ -22,7 +22,7 @@ from memfit.solve import SolveOptions
 from memfit.tradeoff import LOSS, units
 from memfit.verify.faults import is_out_of_memory
 from memfit.verify.given import resolve_step
-from memfit.verify.prediction import replayed
+from memfit.verify.prediction import replayed, without_state
 
 LOWER = 0.1
 """The part of what did not fit by which the next budget is lower."""
@@ -155,14 +155,8 @@ def _captured(plan: Plan, step: Step, model: nn.Module) -> Trace:
     optimizer = step.optimizer
     if found.fingerprint == plan.fingerprint or not isinstance(optimizer, torch.optim.Optimizer):
         return found
-    kept = dict(optimizer.state)
-    optimizer.state.clear()
-    try:
-        with unplanned(model):
-            return capture(step, target=plan.target.device)
-    finally:
-        optimizer.state.clear()
-        optimizer.state.update(kept)
+    with without_state(optimizer), unplanned(model):
+        return capture(step, target=plan.target.device)
 
 
 def swap(old: Plan, new: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

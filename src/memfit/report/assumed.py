@@ -13,18 +13,18 @@ from memfit.cost import Roofline
 from memfit.hardware import Device
 from memfit.hardware.device import Link
 from memfit.hardware.efficiency import Family
-from memfit.plans.facts import trace_facts
+from memfit.plans.trace_record import build_trace_record
 from memfit.units import display_bytes, display_ms
 
 
 def assumed(report: Report) -> dict[str, Any]:
-    """Short facts, and the device's figures each with its source and date."""
-    return {"facts": _facts(report), "figures": _figures(report.target.device), "notes": list(_notes(report))}
+    """Under which conditions the answer holds, and the device's figures each with its source and date."""
+    return {"facts": _conditions(report), "figures": _figures(report.target.device), "notes": list(_notes(report))}
 
 
-def _facts(report: Report) -> list[list[str]]:
+def _conditions(report: Report) -> list[list[str]]:
     trace, target, device = report.trace, report.target, report.target.device
-    facts = trace_facts(trace)
+    record = build_trace_record(trace)
     overhead = display_bytes(device.overhead_bytes)
     found = [
         ["device", f"{device.title} ({device.name}), {display_bytes(device.memory_total_bytes)}"],
@@ -37,7 +37,7 @@ def _facts(report: Report) -> list[list[str]]:
             found.append(["link between nodes", _link(target.inter_node_link)])
     shapes = [
         f"{each.dtype} {'x'.join(map(str, each.shape)) or 'scalar'}"
-        for each in facts.inputs
+        for each in record.inputs
         if each.shape is not None and each.dtype is not None
     ]
     plan = report.plan

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.capture.trace_types import short
-from memfit.text import number_table
+from memfit.text import caption_more, number_table
 from memfit.units import display_bytes, display_ms
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def _changed(found: Comparison) -> RenderableType:
         table.add_row(
             Text(each.name), *(Text(_NOTHING if side is None else side) for side in (each.first, each.second))
         )
-    table = _more(table, len(found.changed))
+    caption_more(table, len(found.changed), _ROWS)
     return table if found.note is None else Group(table, Text(found.note))
 
 
@@ -79,7 +79,8 @@ def _decisions(found: Comparison) -> Table | None:
             *(_NOTHING if side is None else display_bytes(side) for side in (each.first_bytes, each.second_bytes)),
             *(_NOTHING if side is None else display_ms(side) for side in (each.first_ms, each.second_ms)),
         )
-    return _more(table, len(found.decisions))
+    caption_more(table, len(found.decisions), _ROWS)
+    return table
 
 
 def _modules(found: Comparison) -> Table | None:
@@ -99,7 +100,8 @@ def _modules(found: Comparison) -> Table | None:
             _flops(each.second_flops),
             _signed(each.second_flops - each.first_flops, _flops),
         )
-    return _more(table, len(found.modules))
+    caption_more(table, len(found.modules), _ROWS)
+    return table
 
 
 def _ops(found: Comparison) -> Table | None:
@@ -109,13 +111,7 @@ def _ops(found: Comparison) -> Table | None:
     for each in found.ops[:_ROWS]:
         name = short(each.name)
         table.add_row(Text(name), str(each.first), str(each.second), f"{each.second - each.first:+}")
-    return _more(table, len(found.ops))
-
-
-def _more(table: Table, rows: int) -> Table:
-    if rows > _ROWS:
-        table.caption = f"and {rows - _ROWS} more"
-        table.caption_justify = "left"
+    caption_more(table, len(found.ops), _ROWS)
     return table
 
 

@@ -27,10 +27,8 @@ def decisions(report: Report) -> list[dict[str, Any]]:
     groups: dict[tuple[object, ...], list[Checkpoint]] = defaultdict(list)
     for entry in plan.checkpoint:
         groups[same_policy(entry)].append(entry)
-    units = {unit.name: unit for unit in report.problem.units}
-    rows = [
-        _checkpointed(members, forced_ops(report.problem.facts, units[members[0].unit])) for members in groups.values()
-    ]
+    columns, units = report.problem.trace_columns, {unit.name: unit for unit in report.problem.units}
+    rows = [_checkpointed(members, forced_ops(columns, units[members[0].unit])) for members in groups.values()]
     rows.sort(key=lambda row: -row["rate"])
     return [*rows, *_kept(report, plan)]
 

@@ -14,9 +14,9 @@ from memfit.analysis.explanation import Checkpointing, HeldStorage, ModuleAtPeak
 from memfit.analysis.levers import Lever, enough
 from memfit.capture import Category
 from memfit.capture.trace_types import short
-from memfit.paths import alike, folded
+from memfit.paths import alike, folded, module_label
 from memfit.plans import Plan
-from memfit.text import counted, number_table
+from memfit.text import caption_more, counted, number_table
 from memfit.units import display_bytes, display_ms
 
 _SHOWN = 5
@@ -60,9 +60,9 @@ def _headline(found: StepExplanation) -> Text:
         text.append(f"fits: {display_bytes(-over)} below the budget of {budget}", style="green")
     at = found.at
     if at.second_run_of is not None:
-        text.append(f"\nhighest in the second run of {at.second_run_of or '(model)'}, at {short(at.name)}")
+        text.append(f"\nhighest in the second run of {module_label(at.second_run_of)}, at {short(at.name)}")
     elif at.name:
-        where = "outside any module" if at.module is None else f"in {at.module or 'the model itself'}"
+        where = "outside any module" if at.module is None else f"in {module_label(at.module)}"
         text.append(f"\nhighest in {at.phase}, at op {at.op}, {short(at.name)}, {where}")
     else:
         text.append(f"\nhighest {at.phase}")
@@ -106,7 +106,8 @@ def _modules(found: StepExplanation) -> Table | None:
             *(display_bytes(n_bytes) if n_bytes else "" for n_bytes in (state, held, whole - state - held)),
             _line(max(members, key=lambda each: each.size_bytes).source),
         )
-    return _with_more(table, len(rows))
+    caption_more(table, len(rows), _ROWS)
+    return table
 
 
 def _lines(found: StepExplanation) -> Table | None:
@@ -116,17 +117,16 @@ def _lines(found: StepExplanation) -> Table | None:
     for each in found.by_line[:_LINES]:
         share = _share(each.size_bytes, found.peak_bytes)
         table.add_row(Text(each.source), str(each.allocations), display_bytes(each.size_bytes), share)
-    return _with_more(table, len(found.by_line), _LINES)
+    caption_more(table, len(found.by_line), _LINES)
+    return table
 
 
 def _largest(found: StepExplanation) -> Table | None:
     if not found.largest:
         return None
     title = f"the {len(found.largest)} largest storages at the peak"
-    table = Table(title=title, show_edge=False, pad_edge=False)
-    table.add_column("bytes", justify="right", no_wrap=True)
-    for name in ("made by", "held by", "ops", "line"):
-        table.add_column(name, overflow="fold")
+    words = ("made by", "held by", "ops", "line")
+    table = number_table("bytes", *words, title=title, left=0, words=words)
     for each in found.largest:
         table.add_row(
             display_bytes(each.size_bytes), _tensor(each), Text(each.held_by), _life(each), _line(each.source)
@@ -168,7 +168,8 @@ def _activations(found: StepExplanation) -> Table | None:
             display_bytes(sum(size for _, size, _ in members)),
             display_bytes(sum(own for _, _, own in members)),
         )
-    return _with_more(table, len(ordered))
+    caption_more(table, len(ordered), _ROWS)
+    return table
 
 
 def _gathered(found: StepExplanation) -> Table | None:
@@ -191,7 +192,8 @@ def _gathered(found: StepExplanation) -> Table | None:
             display_bytes(first.shard_bytes),
             display_bytes(sum(each.at_peak_bytes for each in members)),
         )
-    return _with_more(table, len(groups))
+    caption_more(table, len(groups), _ROWS)
+    return table
 
 
 def _checkpointing(found: Checkpointing) -> Iterable[RenderableType]:
@@ -222,7 +224,8 @@ def _checkpointing(found: Checkpointing) -> Iterable[RenderableType]:
             Text(f"{first.reason}: {_alike_words(first.why) if len(members) > 1 else first.why}"),
         )
     yield Text()
-    yield from _titled(_with_more(table, len(rows)))
+    caption_more(table, len(rows), _ROWS)
+    yield from _titled(table)
 
 
 def _alike_words(text: str) -> str:
@@ -299,13 +302,13 @@ def _names(names: Sequence[str]) -> str:
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
         groups[alike(name)].append(name)
-    shown = [folded(members) or "(model)" for members in groups.values()]
+    shown = [module_label(folded(members)) for members in groups.values()]
     more = len(shown) - _UNITS
     return ", ".join(shown[:_UNITS]) + (f" and {more} more" if more > 0 else "")
 
 
 def _label(modules: Iterable[str]) -> Text:
-    return Text(folded(modules) or "(model)")
+    return Text(module_label(folded(modules)))
 
 
 def _line(source: str) -> str:
@@ -315,13 +318,6 @@ def _line(source: str) -> str:
 
 def _share(n_bytes: int, whole: int) -> str:
     return f"{n_bytes / whole:.1%}" if whole else ""
-
-
-def _with_more(table: Table, rows: int, shown: int = _ROWS) -> Table:
-    if rows > shown:
-        table.caption = f"and {rows - shown} more"
-        table.caption_justify = "left"
-    return table
 
 
 def levers_in_short(levers: Sequence[Lever], plan: Plan, explain: str) -> RenderableType:

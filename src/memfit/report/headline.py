@@ -10,7 +10,7 @@ from memfit.errors import InputError
 from memfit.hardware import load_device
 from memfit.paths import alike, folded, module_label
 from memfit.plans import Plan
-from memfit.plans.facts import peak_place
+from memfit.plans.trace_record import peak_place
 from memfit.text import counted
 from memfit.units import display_bytes, display_ms
 

@@ -12,7 +12,8 @@ import numpy as np
 from memfit._version import __version__
 from memfit.analysis.report import Report
 from memfit.memory import CATEGORIES, Timeline
-from memfit.plans.facts import trace_facts
+from memfit.paths import MODEL_LABEL
+from memfit.plans.trace_record import build_trace_record
 from memfit.report.assumed import assumed
 from memfit.report.streams import build_clock
 from memfit.report.tree import Strings, module_tree
@@ -33,20 +34,20 @@ def to_json(report: Report) -> str:
     timelines = {"baseline": report.baseline}
     if report.planned is not None:
         timelines["planned"] = report.planned
-    facts = assumed(report)
+    assumptions = assumed(report)
     notes = report.plan.notes if report.plan is not None else report.trace.notes
     document = {
         "schema": SCHEMA,
         "memfit": __version__,
         "fingerprint": report.trace.fingerprint,
-        "step": msgspec.to_builtins(trace_facts(report.trace)),
+        "step": msgspec.to_builtins(build_trace_record(report.trace)),
         "plan": None if report.plan is None else msgspec.to_builtins(report.plan, order="deterministic"),
         "summary": {name: _summary(report, each) for name, each in timelines.items()},
         "modules": _modules(report),
         "timeline": {name: _timeline(report, each) for name, each in timelines.items()},
         "curve": None if report.curve is None else _curve(report.curve),
         "verification": None if report.verification is None else _finite(report.verification.to_dict()),
-        "assumptions": {"facts": dict(facts["facts"]), "figures": facts["figures"], "notes": list(notes)},
+        "assumptions": {"facts": dict(assumptions["facts"]), "figures": assumptions["figures"], "notes": list(notes)},
     }
     return json_text(msgspec.to_builtins(document))
 
@@ -82,7 +83,7 @@ def _modules(report: Report) -> list[dict[str, Any]]:
     count, rows = len(tree["path"]), []
     for place in range(count):
         name = texts[tree["path"][place]]
-        path = "" if name == "(model)" else name
+        path = "" if name == MODEL_LABEL else name
         row: dict[str, Any] = {
             "name": name,
             "path": path if path in paths and texts[tree["kind"][place]] else None,

@@ -15,8 +15,8 @@ from memfit.analysis.levers import Lever, enough
 from memfit.analysis.report import Report
 from memfit.capture import Category
 from memfit.plans import Plan
-from memfit.plans.facts import peak_place
 from memfit.plans.record import Blocker, Estimate
+from memfit.plans.trace_record import peak_place
 from memfit.report.assumed import assumed
 from memfit.report.curve_display import headline as curve_headline
 from memfit.report.decisions import decisions
@@ -191,10 +191,10 @@ def _beside(name: str, each: BytesBeside | MsBeside | None) -> Iterator[list[str
 
 
 def _assumed(report: Report) -> Iterator[str]:
-    facts = [f"- {_prose(name)}: {_prose(value)}" for name, value in assumed(report)["facts"]]
+    items = [f"- {_prose(name)}: {_prose(value)}" for name, value in assumed(report)["facts"]]
     notes = report.plan.notes if report.plan is not None else report.trace.notes
-    facts += [f"- note: {_prose(note)}" for note in notes]
-    yield _folded("What was assumed", "\n".join(facts))
+    items += [f"- note: {_prose(note)}" for note in notes]
+    yield _folded("What was assumed", "\n".join(items))
 
 
 def _folded(title: str, inside: str) -> str:

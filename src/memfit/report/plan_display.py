@@ -13,7 +13,8 @@ from memfit.capture import Category
 from memfit.capture.trace_types import short
 from memfit.paths import alike, folded, module_label, ranges
 from memfit.plans.document import Plan
-from memfit.plans.record import Blocker, Checkpoint, DdpPlan, Estimate, PeakAt, ShardPlan
+from memfit.plans.record import Blocker, Checkpoint, DdpPlan, Estimate, ShardPlan
+from memfit.plans.trace_record import peak_place
 from memfit.report.headline import STEP_WAYS, Tone, changes_nothing, verdict_of, without_plan
 from memfit.text import counted, number_table
 from memfit.units import display_bytes, display_ms
@@ -97,19 +98,16 @@ def _before_and_after(plan: Plan) -> Table:
     On several ranks the step is sharded also without the plan.
     """
     same = changes_nothing(plan)
-    table = Table(show_edge=False, pad_edge=False)
-    table.add_column("")
-    columns: list[Estimate | Blocker] = []
+    by_name: list[tuple[str, Estimate | Blocker]] = []
     if not same:
-        table.add_column(_without(plan), justify="right", no_wrap=True)
-        columns.append(plan.baseline)
+        by_name.append((_without(plan), plan.baseline))
     if plan.predicted is not None:
         name = "with the plan" if not same else "as it is" if plan.ranks == 1 else _without(plan)
-        table.add_column(name, justify="right", no_wrap=True)
-        columns.append(plan.predicted)
+        by_name.append((name, plan.predicted))
     elif plan.blocker is not None:
-        table.add_column("the lowest there is", justify="right", no_wrap=True)
-        columns.append(plan.blocker)
+        by_name.append(("the lowest there is", plan.blocker))
+    table = number_table("", *(name for name, _ in by_name))
+    columns = [column for _, column in by_name]
     estimates = [each for each in columns if isinstance(each, Estimate)]
     table.add_row("peak", *(display_bytes(each.peak_bytes) for each in columns))
     if any(each.peak_reserved_bytes != each.peak_bytes for each in estimates):
@@ -134,24 +132,15 @@ def _before_and_after(plan: Plan) -> Table:
 def _highest(plan: Plan) -> Text:
     """Where the peaks are."""
     if changes_nothing(plan):
-        return Text(f"highest: {_place(plan.baseline.peak_at)}")
+        return Text(f"highest: {peak_place(plan.baseline.peak_at)}")
     text = Text("highest without a plan: " if plan.ranks == 1 else f"highest when {_without(plan)}: ")
-    text.append(_place(plan.baseline.peak_at))
+    text.append(peak_place(plan.baseline.peak_at))
     if plan.predicted is not None:
-        text.append(f"\nhighest with the plan: {_place(plan.predicted.peak_at)}")
+        text.append(f"\nhighest with the plan: {peak_place(plan.predicted.peak_at)}")
     if plan.blocker is not None:
         lowest = display_bytes(plan.blocker.peak_bytes)
-        text.append(f"\nnothing gets below {lowest} here: {_place(plan.blocker.peak_at)}")
+        text.append(f"\nnothing gets below {lowest} here: {peak_place(plan.blocker.peak_at)}")
     return text
-
-
-def _place(at: PeakAt) -> str:
-    if at.second_run_of is not None:
-        return f"second run of {module_label(at.second_run_of)}"
-    if not at.name:
-        return at.phase
-    module = "outside any module" if at.module is None else f"in {at.module or 'the model itself'}"
-    return f"{at.phase}, {short(at.name)}, {module}"
 
 
 def _groups(checkpoint: Iterable[Checkpoint]) -> list[list[Checkpoint]]:
@@ -191,10 +180,8 @@ def _kept(checkpoint: Iterable[Checkpoint]) -> Table:
     groups: dict[tuple[object, ...], list[Checkpoint]] = {}
     for entry in checkpoint:
         groups.setdefault((alike(entry.module), entry.kind, entry.cached_bytes, _kept_ops(entry)), []).append(entry)
-    table = Table(show_edge=False, pad_edge=False)
-    table.add_column("unit", overflow="fold")
-    table.add_column("keeps", justify="right", no_wrap=True)
-    table.add_column("of, largest first", overflow="fold")
+    ops = "of, largest first"
+    table = number_table("unit", "keeps", ops, words=(ops,))
     for members in groups.values():
         first = members[0]
         kept = (display_bytes(first.cached_bytes), _kept_ops(first)) if first.cached_bytes else ("nothing", "")

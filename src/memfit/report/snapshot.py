@@ -27,13 +27,13 @@ from memfit.memory import BETWEEN, Allocation, AllocationTable, Timeline, alloca
 from memfit.memory.allocator import FREE, BlockSnapshot, BlockState, CachingAllocator, SegmentSnapshot
 from memfit.memory.blocks import Block, BlockPool, ExpandableSegment
 from memfit.memory.steady_state import ProcessEvents, Row
+from memfit.paths import MODEL_LABEL, module_label
 
 _PROTOCOL = 4
 """The newest that memory_viz reads."""
 
 _SOURCE = re.compile(r"(?P<file>.*):(?P<line>\d+)(?: (?P<function>.*))?")
 _FIRST_ADDRESS = 1 << 44
-_MODEL = "(model)"
 _NOTHING = "unknown"
 """A category that memory_viz fails without, when there are categories."""
 
@@ -281,10 +281,10 @@ class _Snapshot:
         category = found.category.value
         if found.alloc_at == NEVER or found.storage == NEVER:
             what = f"{category} {found.name}".rstrip()
-            return [_frame(found.module or _MODEL, 0, what)], category
+            return [_frame(module_label(found.module), 0, what)], category
         made = self._frames(found.alloc_at, category)
         if found.remade is not None:
-            made = [*made, _frame(found.remade or _MODEL, 0, "second run")]
+            made = [*made, _frame(module_label(found.remade), 0, "second run")]
         return made, category
 
     def _frames_of_free(self, instant: int) -> Frames:
@@ -298,12 +298,12 @@ class _Snapshot:
             return self._nowhere
         op = int(self.timeline.op[instant])
         if op == len(self.trace.ops) or int(self.timeline.run[instant]) == BETWEEN:
-            return [_frame(_MODEL, op, f"{what} communication" if op < len(self.trace.ops) else "end of the step")]
+            return [_frame(MODEL_LABEL, op, f"{what} communication" if op < len(self.trace.ops) else "end of the step")]
         name = short(self.trace.ops[op].name)
         module = self.timeline.module_of(instant)
         source = _SOURCE.fullmatch(self.trace.source_of(op))
         lines = [] if source is None else [_frame(source["file"], int(source["line"]), source["function"] or "")]
-        return [*lines, _frame(module or _MODEL, op, f"{what} {of}{name}")]
+        return [*lines, _frame(module_label(module), op, f"{what} {of}{name}")]
 
 
 def _frame(filename: str, line: int, name: str) -> dict[str, Any]:

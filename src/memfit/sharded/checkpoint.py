@@ -50,7 +50,7 @@ from memfit.sharded.checkpoint_files import (
     unfinished,
     write_durably,
 )
-from memfit.sharded.optimizer_state import flat_places, load_named_state, parameter_names
+from memfit.sharded.optimizer_state import check_elementwise, flat_places, load_named_state, parameter_names
 from memfit.sharded.rank_coordinator import RankCoordinator
 from memfit.sharded.runtime import Runtime
 from memfit.sharded.sharded_value import ShardedValue, sharded_value
@@ -343,12 +343,8 @@ def _load_optimizer(
             value = _whole(reader, tensor)
         else:
             flat, number = place
-            slot, part = flat.layout.slots[number], flat.parts[number]
-            if tensor.shape != slot.shape:
-                raise InputError(
-                    f"optimizer state {path[2]!r} of {path[1]!r} has shape {tensor.shape}, and the parameter "
-                    f"{slot.shape}; state that is neither elementwise nor a scalar cannot be sharded"
-                )
+            part = flat.parts[number]
+            check_elementwise(f"{path[2]!r} of {path[1]!r}", tensor.shape, flat.layout.slots[number].shape)
             value = sharded_value(flat, number, reader.read(tensor, part.begin, part.end))
         state.setdefault(path[1], {})[path[2]] = value
     groups = from_json(manifest.optimizer["param_groups"])

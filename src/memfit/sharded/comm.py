@@ -411,9 +411,9 @@ def _bounded(act: Callable[[], str | None]) -> str | None:
 # -- Whether all ranks were given the same: asked before anything else is sent ----------------------------------------
 
 
-def check_agreement(link: ShardComm, facts: Sequence[str]) -> None:
-    """Compare facts, one a line, between the ranks of a group; name the first that differs, and on which rank."""
-    text = "\n".join(facts).encode()
+def check_agreement(link: ShardComm, settings: Sequence[str]) -> None:
+    """Compare settings, one a line, between the ranks of a group; name the first that differs, and on which rank."""
+    text = "\n".join(settings).encode()
     digests = link.tell(hashlib.sha256(text).digest(), "comparison of what ranks were given")
     if len(set(digests)) == 1:
         return
@@ -428,7 +428,7 @@ def check_agreement(link: ShardComm, facts: Sequence[str]) -> None:
 
 
 def _difference(first: Sequence[str], second: Sequence[str]) -> tuple[str, str]:
-    """The first facts that only one of two ranks has; where both have the same, the first in another place."""
+    """The first settings that only one of two ranks has; where both have the same, the first in another place."""
     here = next((fact for fact in first if fact not in set(second)), None)
     there = next((fact for fact in second if fact not in set(first)), None)
     if here is None and there is None and len(first) == len(second):

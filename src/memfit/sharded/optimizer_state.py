@@ -30,7 +30,7 @@ def named_state(model: nn.Module, runtime: Runtime | None, optimizer: torch.opti
     names = parameter_names(model, optimizer)
     places = flat_places(runtime)
     state: dict[str, dict[str, Any]] = {}
-    facts: list[str] = []
+    described: list[str] = []
     for parameter, every in names.items():
         if parameter not in optimizer.state:
             continue
@@ -45,12 +45,12 @@ def named_state(model: nn.Module, runtime: Runtime | None, optimizer: torch.opti
                     )
                 flat, number = flat_place
                 value = sharded_value(flat, number, value)
-                facts.append(f"elementwise optimizer state {key!r} of {every[0]!r} in {value.dtype}")
+                described.append(f"elementwise optimizer state {key!r} of {every[0]!r} in {value.dtype}")
             found[key] = value
         state[every[0]] = found
     if runtime is not None:
         for link in runtime.links:
-            check_agreement(link, facts)
+            check_agreement(link, described)
     groups = [
         {**group, "params": [names[parameter][0] for parameter in group["params"]]} for group in optimizer.param_groups
     ]
@@ -193,14 +193,19 @@ def _own(value: Any, place: tuple[FlatShard, int] | None, elementwise: bool, wha
         own = value
     else:
         flat, number = place
-        slot, part = flat.layout.slots[number], flat.parts[number]
-        if value.shape != slot.shape:
-            raise InputError(
-                f"optimizer state {what} has shape {tuple(value.shape)}, and the parameter {tuple(slot.shape)}; state "
-                "that is neither elementwise nor a scalar cannot be sharded"
-            )
+        part = flat.parts[number]
+        check_elementwise(what, value.shape, flat.layout.slots[number].shape)
         own, copy = value.reshape(-1)[part.begin : part.end], True
     return own.detach().clone() if copy else own.detach()
+
+
+def check_elementwise(what: str, shape: Sequence[int], parameter_shape: Sequence[int]) -> None:
+    """Refuse optimizer state of another shape than its parameter, which cannot be cut as the parameter is."""
+    if tuple(shape) != tuple(parameter_shape):
+        raise InputError(
+            f"optimizer state {what} has shape {tuple(shape)}, and the parameter {tuple(parameter_shape)}; state "
+            "that is neither elementwise nor a scalar cannot be sharded"
+        )
 
 
 def _elementwise(state: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, Sequence[int]]) -> dict[str, bool]:

@@ -330,13 +330,13 @@ class Runtime:
         if trained == self._trained:
             return
         names = [slot.names[0] for unit in self.units for flat in unit.flats for slot in flat.layout.slots]
-        facts = [f"{name!r} {'trained' if each else 'frozen'}" for name, each in zip(names, trained, strict=True)]
-        changed = next(fact for fact, new, old in zip(facts, trained, self._trained, strict=True) if new != old)
+        described = [f"{name!r} {'trained' if each else 'frozen'}" for name, each in zip(names, trained, strict=True)]
+        changed = next(each for each, new, old in zip(described, trained, self._trained, strict=True) if new != old)
         for link in self.links:
             said = f"rank {link.global_rank(link.rank)} has {changed} now, and asks whether all ranks have"
             link.notices.say(said)
             try:
-                check_agreement(link, facts)
+                check_agreement(link, described)
             except CollectiveError as error:
                 raise RankMismatch(f"{said}. Freeze the same parameters on every rank. {error}") from error
         self._trained = trained

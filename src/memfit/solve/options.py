@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from memfit.errors import InputError
-from memfit.paths import around
+from memfit.paths import MODEL_LABEL, around, module_label
 from memfit.sharding.shard import ShardOptions
 from memfit.solve.milp import Limits
+from memfit.text import close_names, did_you_mean
 from memfit.tradeoff import Unit
 
 POINTS = 24
 _SHOWN = 3
-_MODEL = "(model)"
 """What plans print for the model itself, whose path is empty."""
 
 
@@ -49,10 +48,10 @@ class SolveOptions:
                 continue
             if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
                 raise InputError(f"{field_name} is {names!r}; give a tuple of names of units, such as ('layers.0',)")
-            object.__setattr__(self, field_name, tuple(name.removeprefix(_MODEL) for name in names))
+            object.__setattr__(self, field_name, tuple(name.removeprefix(MODEL_LABEL) for name in names))
         clash = sorted(set(self.force) & set(self.forbid))
         if clash:
-            raise InputError(f"{clash[0] or _MODEL!r} is both forced and forbidden; leave it out of one")
+            raise InputError(f"{module_label(clash[0])!r} is both forced and forbidden; leave it out of one")
         for field_name, kind in (("shard", ShardOptions), ("limits", Limits)):
             value = getattr(self, field_name)
             if not isinstance(value, kind):
@@ -89,8 +88,8 @@ def _known(name: str, units: Sequence[Unit]) -> None:
     names = {unit.name for unit in units} | {unit.module for unit in units if unit.kind != "loss"}
     if name not in names:
         near = _near(str(name), sorted(names))
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else _some(sorted(names - {""}))
-        raise InputError(f"no unit is called {name or _MODEL!r}; {hint}")
+        hint = did_you_mean(map(repr, near), _some(sorted(names - {""})))
+        raise InputError(f"no unit is called {module_label(name)!r}; {hint}")
 
 
 def _some(names: Sequence[str]) -> str:
@@ -106,6 +105,6 @@ def _near(name: str, names: Sequence[str]) -> list[str]:
         parts = each.split(".")
         for place in range(len(parts)):
             ends.setdefault(".".join(parts[place:]), []).append(each)
-    for close in difflib.get_close_matches(name, ends, n=_SHOWN):
+    for close in close_names(name, ends, most=_SHOWN):
         found += ends[close]
     return list(dict.fromkeys(found))[:_SHOWN]

@@ -80,6 +80,10 @@ def search(
         if watch is not None:
             watch(Incumbent(objective=objective_ms, bound=bound_ms, seconds=time.perf_counter() - began))
 
+    def is_proven(best_ms: float, bound_ms: float) -> bool:
+        tell(bound_ms, best_ms)
+        return best_ms <= bound_ms + SAME_MS + limits.gap * bound_ms
+
     bound_ms, choice = _by_dp(program, limits, began, best, tell)
     rows, columns = len(program.segments), sum(len(candidate.policies) for candidate in program.candidates)
     if math.isinf(bound_ms):
@@ -88,8 +92,7 @@ def search(
         best = min((choice, *known), key=program.recompute_ms)
     if best is not None:
         best_ms = program.recompute_ms(best)
-        tell(bound_ms, best_ms)
-        if best_ms <= bound_ms + SAME_MS + limits.gap * bound_ms:
+        if is_proven(best_ms, bound_ms):
             return _result(program, best, Status.OPTIMAL, bound_ms, began, rows, columns)
     class_bound_ms, plans, rows, columns = _by_classes(program, limits, began, lambda heard: tell(heard.bound, best_ms))
     if class_bound_ms is None:
@@ -98,8 +101,7 @@ def search(
     best = min(plans if best is None else (best, *plans), key=program.recompute_ms, default=None)
     if best is not None:
         best_ms = program.recompute_ms(best)
-        tell(bound_ms, best_ms)
-        if best_ms <= bound_ms + SAME_MS + limits.gap * bound_ms:
+        if is_proven(best_ms, bound_ms):
             return _result(program, best, Status.OPTIMAL, bound_ms, began, rows, columns)
     return _by_milp(program, limits, best, bound_ms, began, watch)
 

@@ -77,9 +77,9 @@ class Problem:
         return self.timeline.trace
 
     @property
-    def facts(self) -> TraceColumns:
+    def trace_columns(self) -> TraceColumns:
         """The columns of the trace that a rank runs."""
-        return self.frontiers.facts
+        return self.frontiers.trace_columns
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -153,7 +153,7 @@ class Problem:
     def replay(self, chosen: Iterable[tuple[Unit, Policy]]) -> Timeline:
         """The step under these policies, op by op."""
         return replay(
-            self.facts,
+            self.trace_columns,
             chosen,
             intervals=self.sharding.allocations if self.sharding is not None else (),
             removed=self.sharding.removed if self.sharding is not None else frozenset(),
@@ -166,7 +166,7 @@ class Problem:
 
 
 def replay(
-    facts: TraceColumns,
+    trace_columns: TraceColumns,
     chosen: Iterable[tuple[Unit, Policy]],
     *,
     intervals: Sequence[Interval] = (),
@@ -176,8 +176,10 @@ def replay(
 
     Under sharding `removed` are the storages that a rank does not have and `intervals` what it has instead.
     """
-    recomputes = [build_recompute(facts, unit, policy) for unit, policy in chosen if policy.stop >= 0]
-    return Timeline.of(facts.trace, facts.rounding_bytes, recomputes=recomputes, intervals=intervals, removed=removed)
+    recomputes = [build_recompute(trace_columns, unit, policy) for unit, policy in chosen if policy.stop >= 0]
+    return Timeline.of(
+        trace_columns.trace, trace_columns.rounding_bytes, recomputes=recomputes, intervals=intervals, removed=removed
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from memfit.capture.environment import patched
+from memfit.capture.replacements import patched
+from memfit.capture.rules.base import fills_its_memory
 from memfit.torch_private.autograd import in_backward, post_accumulate_hooks
 
 
@@ -107,20 +108,9 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     if not dense.numel():
         return torch.empty(dense.shape, dtype=dense.dtype)
     memory = torch.from_numpy(np.empty(dense.numel() * dense.element_size(), np.uint8)).view(dense.dtype)
-    if _is_dense(dense):
+    if fills_its_memory(dense):
         return memory.as_strided(dense.shape, dense.stride()).copy_(dense)  # copying a transpose would take scratch
     return memory.view(dense.shape).copy_(dense)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor are one block of memory, in whatever order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def outcome_differences(planned: Outcome, plain: Outcome, step: int) -> list[Difference]:

@@ -28,7 +28,7 @@ def captured_for(plan: Plan, step: Step) -> Trace:
         optimizer = step.optimizer
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise
-        with _without_state(optimizer) if optimizer.state else _with_state(optimizer):
+        with without_state(optimizer) if optimizer.state else _with_state(optimizer):
             found = plan.trace_of(step)
         try:
             plan.check(found)
@@ -39,14 +39,15 @@ def captured_for(plan: Plan, step: Step) -> Trace:
 
 def replayed(plan: Plan, captured: Trace, *, planned: bool = True) -> Timeline:
     """Memory at every instant of the step with the plan's units checkpointed, or with none."""
-    facts = TraceColumns.of(captured, np.zeros(len(captured.ops)))
+    trace_columns = TraceColumns.of(captured, np.zeros(len(captured.ops)))
     found = {unit.name: unit for unit in units(captured)}
     entries = plan.checkpoint if planned else ()
-    return replay(facts, [(found[entry.unit], build_policy(entry)) for entry in entries])
+    return replay(trace_columns, [(found[entry.unit], build_policy(entry)) for entry in entries])
 
 
 @contextlib.contextmanager
-def _without_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def without_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Take an optimizer's state away inside the block."""
     kept = dict(optimizer.state)
     optimizer.state.clear()
     try:

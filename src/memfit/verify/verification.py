@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from rich.console import RenderableType
 
+from memfit.paths import module_label
 from memfit.text import json_text, render_text
 from memfit.units import display_bytes, display_ms
 from memfit.verify.exactness import Exactness
@@ -185,7 +186,7 @@ def _findings(found: Verification) -> Iterator[str]:
         where = ""
         if most is not None:
             where = (
-                f"; {_named(most.name)} differs most, {display_ms(most.measured_ms)} of forward against "
+                f"; {module_label(most.name)} differs most, {display_ms(most.measured_ms)} of forward against "
                 f"{display_ms(most.predicted_ms)}"
             )
         yield (
@@ -219,15 +220,11 @@ def _where(found: Verification) -> str:
     if most is None:
         return ""
     if not most.difference_bytes:
-        return f"; the peak is in {_named(most.name)}, and no module holds other than its decisions give"
+        return f"; the peak is in {module_label(most.name)}, and no module holds other than its decisions give"
     return (
-        f"; {_named(most.name)} differs most, {display_bytes(most.measured_bytes)} against "
+        f"; {module_label(most.name)} differs most, {display_bytes(most.measured_bytes)} against "
         f"{display_bytes(most.predicted_bytes)}"
     )
-
-
-def _named(module: str) -> str:
-    return module or "(model)"
 
 
 def _part(difference: float, whole: float) -> float:

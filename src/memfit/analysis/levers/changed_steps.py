@@ -18,8 +18,8 @@ from torch import nn
 from memfit.analysis.levers.case import Case, Effect, Lever
 from memfit.analysis.levers.lifetimes import with_sizes
 from memfit.capture import NEVER, Category, Op, Phase, Step, TensorRef, Trace
-from memfit.capture.environment import patched
 from memfit.capture.optimizers import Implementation, implementations_of_step, step_with
+from memfit.capture.replacements import patched
 from memfit.engines.loss import CHUNKS, chunked_cross_entropy
 from memfit.errors import InputError
 from memfit.sharding.options import ShardDtypes

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from memfit.cli.options import Count, HardwareOptions, Json, SolverOptions, StepOptions, TimedStepOptions, arg
-from memfit.cli.output import say, show, show_json
+from memfit.cli.output import say, show_result
 from memfit.cli.problems import STOPPED, UsageError
 from memfit.cli.resolve import Given, captured, resolve_steps, resolve_target, solve_options
 
@@ -84,10 +84,7 @@ class Search:
             if not interrupt.found.points:
                 raise
             found, code = interrupt.found, STOPPED
-        if self.json:
-            show_json(found)
-        else:
-            show(found)
+        show_result(found, json=self.json)
         return code or (0 if found.fits else 3)
 
     def _tell(self, began: float, point: SearchPoint) -> None:

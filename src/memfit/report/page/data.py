@@ -15,8 +15,8 @@ from memfit.capture import Category, Phase
 from memfit.memory import CATEGORIES
 from memfit.paths import alike, folded, module_label
 from memfit.plans import Plan
-from memfit.plans.facts import peak_place
 from memfit.plans.record import Estimate, ShardPlan
+from memfit.plans.trace_record import peak_place
 from memfit.report.assumed import assumed
 from memfit.report.decisions import decisions
 from memfit.report.page.drawn import drawn

@@ -6,21 +6,21 @@ from memfit.capture import NEVER, Category, Phase, TensorRef, Trace
 from memfit.capture.trace_types import short
 from memfit.paths import module_label
 from memfit.plans.record import (
-    InputFacts,
-    LoopFacts,
-    ModelCallFacts,
-    OutputFacts,
-    ParameterFacts,
+    InputRecord,
+    LoopRecord,
+    ModelCallRecord,
+    OutputRecord,
+    ParameterRecord,
     PeakAt,
-    TensorFacts,
-    TraceFacts,
+    TensorRecord,
+    TraceRecord,
 )
 from memfit.solve.micro_batches import count_micro_batches
 
 
-def trace_facts(trace: Trace) -> TraceFacts:
-    """The facts that tell one step from another."""
-    return TraceFacts(
+def build_trace_record(trace: Trace) -> TraceRecord:
+    """Return what a plan keeps of a trace, which tells one step from another."""
+    return TraceRecord(
         torch=release(trace.torch),
         device=trace.device,
         device_type=trace.device_type,
@@ -30,26 +30,26 @@ def trace_facts(trace: Trace) -> TraceFacts:
         ops=len(trace.ops),
         inputs=_inputs(trace),
         parameters=tuple(
-            ParameterFacts(names=each.names, shape=each.shape, dtype=each.dtype, trainable=each.trainable)
+            ParameterRecord(names=each.names, shape=each.shape, dtype=each.dtype, trainable=each.trainable)
             for each in trace.parameters
         ),
         micro_batches=count_micro_batches(trace),
-        loop=loop_facts(trace),
+        loop=build_loop_record(trace),
         in_eval=trace.in_eval,
     )
 
 
-def loop_facts(trace: Trace) -> LoopFacts:
+def build_loop_record(trace: Trace) -> LoopRecord:
     """How the step goes through its model, to compare a real loop with."""
     forward = [call for call in trace.calls if call.phase is Phase.FORWARD]
     roots = [call for call in forward if call.module == ""]
     roots = roots or [call for call in forward if call.parent == NEVER]  # several models in a container
     start = roots[0].begin if roots else 0
-    return LoopFacts(
+    return LoopRecord(
         calls=tuple(
-            ModelCallFacts(
-                inputs=tuple(TensorFacts(shape=shape, dtype=dtype) for shape, dtype in call.inputs),
-                outputs=tuple(_output_facts(trace, root.end, number) for number in call.outputs),
+            ModelCallRecord(
+                inputs=tuple(TensorRecord(shape=shape, dtype=dtype) for shape, dtype in call.inputs),
+                outputs=tuple(_output_record(trace, root.end, number) for number in call.outputs),
             )
             for call, root in zip(trace.model_calls, roots, strict=False)
         ),
@@ -64,10 +64,10 @@ def loop_facts(trace: Trace) -> LoopFacts:
     )
 
 
-def _output_facts(trace: Trace, after: int, number: int) -> OutputFacts:
+def _output_record(trace: Trace, after: int, number: int) -> OutputRecord:
     """What holds a result of the model's call that ended at op `after` when the next backward begins."""
     if number == NEVER:
-        return OutputFacts(bytes=0, held="other")
+        return OutputRecord(bytes=0, held="other")
     storage = trace.storages[number]
     backward = next((op for op in range(after, len(trace.ops)) if trace.ops[op].phase is Phase.BACKWARD), None)
     if backward is None or storage.alloc_at == NEVER or storage.saved_by:
@@ -76,7 +76,7 @@ def _output_facts(trace: Trace, after: int, number: int) -> OutputFacts:
         held = "nothing"
     else:
         held = "step"
-    return OutputFacts(bytes=storage.bytes, held=held)
+    return OutputRecord(bytes=storage.bytes, held=held)
 
 
 def release(version: str) -> str:
@@ -100,7 +100,7 @@ def peak_at(trace: Trace, op: int, *, second_run_of: str | None = None) -> PeakA
     return PeakAt(op=op, name=found.name, phase=found.phase.value, module=module, second_run_of=second_run_of)
 
 
-def _inputs(trace: Trace) -> tuple[InputFacts, ...]:
+def _inputs(trace: Trace) -> tuple[InputRecord, ...]:
     """The batch as the first op that reads each tensor sees it."""
     first: dict[int, TensorRef] = {}
     for op in trace.ops:
@@ -111,7 +111,7 @@ def _inputs(trace: Trace) -> tuple[InputFacts, ...]:
         if storage.category is Category.INPUT and storage.alloc_at == NEVER:
             ref = first.get(number)
             shape, dtype = (None, None) if ref is None else (ref.shape, ref.dtype)
-            found.append(InputFacts(shape=shape, dtype=dtype, bytes=storage.bytes))
+            found.append(InputRecord(shape=shape, dtype=dtype, bytes=storage.bytes))
     return tuple(found)
 
 
