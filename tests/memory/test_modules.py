@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memfit import Step, trace
-from memfit.capture import NEVER, Category, Phase, Trace
+from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Phase, Trace
 from memfit.memory import Snapshot, Timeline, call_memory, module_memory
 from memfit.memory.modules import RangePeak
 
@@ -118,10 +118,10 @@ def test_calls_equal_a_brute_force_computation(trace: Trace) -> None:
         outlives = [
             n
             for n, s in enumerate(trace.storages)
-            if s.alloc_at != NEVER
+            if s.alloc_at != BEFORE_STEP
             and number in trace.ancestors(s.call)
-            and (s.free_after == NEVER or s.free_after >= each.end)
-            if s.free_after == NEVER or s.free_after >= s.alloc_at
+            and (s.free_after == AFTER_STEP or s.free_after >= each.end)
+            if s.free_after == AFTER_STEP or s.free_after >= s.alloc_at
         ]
         held = [n for n in outlives if trace.storages[n].category is Category.ACTIVATION]
         assert got.activation_bytes == _sum(trace, held)
@@ -131,21 +131,23 @@ def test_calls_equal_a_brute_force_computation(trace: Trace) -> None:
         later = {
             ref.storage
             for k in range(each.end, len(trace.ops))
-            if trace.ops[k].phase is Phase.FORWARD or trace.ops[k].call != NEVER
+            if trace.ops[k].phase is Phase.FORWARD or trace.ops[k].call != NO_INDEX
             for ref in trace.ops[k].inputs
         }
         outputs = {n for n in outlives if n in later}
         if not outputs and inside:
             last = {ref.storage for ref in trace.ops[each.end - 1].outputs}
             outputs = {
-                n for n in last if trace.storages[n].free_after == NEVER or trace.storages[n].free_after >= each.end
+                n
+                for n in last
+                if trace.storages[n].free_after == AFTER_STEP or trace.storages[n].free_after >= each.end
             }
         assert got.output_bytes == _sum(trace, outputs)
         assert got.before_forward.total_bytes == timeline.before_bytes[each.begin]
         assert got.after_forward.total_bytes == timeline.before_bytes[each.end]
         assert got.forward_peak.total_bytes == _peak(timeline, each.begin, each.end)
         assert sum(got.forward_peak.by_category.values()) == got.forward_peak.total_bytes
-        if each.backward_begin == NEVER:
+        if each.backward_begin == NO_INDEX:
             assert got.backward_peak is got.before_backward is got.after_backward is None
         else:
             assert got.backward_peak is not None

@@ -16,7 +16,7 @@ from torch import nn
 
 import memfit
 from memfit import Step, spec
-from memfit.capture import NEVER, Category, Phase, Trace
+from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Phase, Trace
 from memfit.cost import Roofline, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
@@ -52,8 +52,8 @@ def small_step(scale: int = 1, device: str = "cpu") -> TraceColumns:
         op(Phase.OPTIMIZER, reads=(0, 1)),
     )
     storages = (
-        storage(100 * scale, NEVER, NEVER, category=Category.PARAMETER),
-        storage(50 * scale, NEVER, NEVER, category=Category.OPTIMIZER_STATE),
+        storage(100 * scale, BEFORE_STEP, AFTER_STEP, category=Category.PARAMETER),
+        storage(50 * scale, BEFORE_STEP, AFTER_STEP, category=Category.OPTIMIZER_STATE),
         storage(10 * scale, 0, 1),
         storage(20 * scale, 1, 6, saved_by=(2,), released=3),
         storage(30 * scale, 2, 3, category=Category.TEMPORARY),
@@ -67,7 +67,7 @@ def test_a_unit_without_saved_results_is_made_again_in_full() -> None:
     trace_columns = small_step()
     found = replay(trace_columns, [(UNIT, policy_saving(trace_columns, UNIT))])
     assert found.op.tolist() == [0, 1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 8, 9]
-    assert found.run.tolist() == [NEVER] * 6 + [0] * 3 + [NEVER] * 4
+    assert found.run.tolist() == [NO_INDEX] * 6 + [0] * 3 + [NO_INDEX] * 4
     assert found.during_bytes.tolist() == [160, 180, 215, 257, 200, 160, 180, 215, 257, 177, 157, 150, 150]
     assert found.before_bytes.tolist() == [150, 160, 180, 210, 200, 160, 160, 180, 210, 177, 157, 150, 150]
     again = (7, 8, 9, 10)  # in place of storages 3 to 6
@@ -159,8 +159,8 @@ def test_events_are_well_formed_and_their_level_is_the_timeline(step: tuple[Trac
     found = replay(*step)
     lives = found.allocations
     live: dict[int, int] = {}
-    during = np.full(lives.instants + 1, NEVER)
-    instant = NEVER
+    during = np.full(lives.instants + 1, NO_INDEX)
+    instant = NO_INDEX
     for key, n_bytes in events(found.allocations):
         own = key < len(lives.alloc_at)
         here = int((lives.free_after if n_bytes == FREE else lives.alloc_at)[key]) if own else key - len(lives.alloc_at)
@@ -178,7 +178,7 @@ def test_events_are_well_formed_and_their_level_is_the_timeline(step: tuple[Trac
     for passed in range(max(0, instant), lives.instants + 1):
         during[passed] = max(during[passed], sum(live.values()))
     assert during.tolist() == found.during_bytes.tolist()
-    assert set(live) == {number for number in range(len(lives.alloc_at)) if lives.free_after[number] == NEVER}, (
+    assert set(live) == {number for number in range(len(lives.alloc_at)) if lives.free_after[number] == AFTER_STEP}, (
         "what stays after the step, and nothing else"
     )
     assert simulate(events(found.allocations)).peak_requested_bytes == found.peak_bytes
@@ -198,7 +198,7 @@ def program_of(timeline: Timeline) -> Program:
 
 def candidates(chosen: Chosen) -> list[tuple[Candidate, Policy]]:
     empty = Frontier(policies=(), exact=True, discardable_bytes=0)
-    return [(Candidate(unit=u, policies=(), frontier=empty, outer=NEVER), policy) for u, policy in chosen]
+    return [(Candidate(unit=u, policies=(), frontier=empty, outer=NO_INDEX), policy) for u, policy in chosen]
 
 
 def compare(trace_columns: TraceColumns, chosen: Chosen, judged: Replay, found: Timeline) -> None:
@@ -384,10 +384,10 @@ def test_intervals_of_sharding_stand_for_the_storages_they_replace() -> None:
     of the backward; a gradient (9) is made by op 6 itself and stays."""
     trace_columns = small_step()
     intervals = (
-        Interval(category=Category.PARAMETER, size_bytes=25, begin=NEVER, end=NEVER),
+        Interval(category=Category.PARAMETER, size_bytes=25, begin=BEFORE_STEP, end=AFTER_STEP),
         Interval(category=Category.GATHERED_PARAMETER, size_bytes=100, begin=1, end=4, module="unit"),
         Interval(category=Category.GATHERED_PARAMETER, size_bytes=100, begin=6, end=8, module="unit"),
-        Interval(category=Category.GRADIENT, size_bytes=9, begin=6, end=NEVER, ahead=False),
+        Interval(category=Category.GRADIENT, size_bytes=9, begin=6, end=AFTER_STEP, ahead=False),
         Interval(category=Category.COMMUNICATION, size_bytes=3, begin=5, end=5),
     )
     found = replay(
@@ -398,7 +398,7 @@ def test_intervals_of_sharding_stand_for_the_storages_they_replace() -> None:
     assert added.tolist() == [-75, 25, 25, 25, -75, -75, 25, 25, 25, 34, 34, -66, -66]
     assert found.by_category[Category.GATHERED_PARAMETER].tolist() == [0, *[100] * 3, 0, 0, *[100] * 5, 0, 0]
     assert {(each.module, each.storage, each.category) for each in found.largest_at(7, 1)} == {
-        ("unit", NEVER, Category.GATHERED_PARAMETER)
+        ("unit", NO_INDEX, Category.GATHERED_PARAMETER)
     }
     assert simulate(events(found.allocations)).peak_requested_bytes == found.peak_bytes
 
@@ -415,7 +415,7 @@ def test_what_sharding_makes_before_it_frees_between_two_ops_is_an_instant() -> 
     )
     found = replay(trace_columns, [(UNIT, policy_saving(trace_columns, UNIT))], intervals=intervals)
     assert found.op.tolist() == [0, 1, 2, 3, 4, 5, 6, 6, 1, 2, 3, 6, 7, 8, 9]
-    assert found.run.tolist() == [NEVER] * 6 + [BETWEEN] * 2 + [0] * 3 + [NEVER] * 4
+    assert found.run.tolist() == [NO_INDEX] * 6 + [BETWEEN] * 2 + [0] * 3 + [NO_INDEX] * 4
     levels = found.by_category[moved].tolist()
     assert levels == [0, 10, 10, 10, 10, 10, 30, 25, 21, 21, 21, 21, 20, 0, 0]
     assert found.during_bytes[5:8].tolist() == [170, 190, 185]
@@ -427,7 +427,7 @@ def test_what_sharding_makes_before_it_frees_between_two_ops_is_an_instant() -> 
 def test_state_that_is_sharded_is_made_by_the_first_optimizer_step() -> None:
     """It takes the block of storage 4 (30 MiB); from then on 4 takes that of 5 (40), and 5 needs another."""
     trace_columns = small_step(MIB, "h100-sxm")
-    shard = Interval(category=Category.OPTIMIZER_STATE, size_bytes=30 * MIB, begin=NEVER, end=NEVER)
+    shard = Interval(category=Category.OPTIMIZER_STATE, size_bytes=30 * MIB, begin=BEFORE_STEP, end=AFTER_STEP)
     found = replay(trace_columns, (), intervals=(shard,), removed=frozenset({1}))
     result = reserved(found.allocations, H100)
     assert result.first_step_reserved_bytes == (100 + 10 + 20 + 30 + 40) * MIB
@@ -461,7 +461,7 @@ def test_units_inside_one_another_are_refused() -> None:
         replay(trace_columns, [(UNIT, policy), inner])
 
 
-@pytest.mark.parametrize(("begin", "end"), [(10, NEVER), (-2, 3), (0, -5)])
+@pytest.mark.parametrize(("begin", "end"), [(10, NO_INDEX), (-2, 3), (0, -5)])
 def test_an_interval_outside_of_the_step_is_refused(begin: int, end: int) -> None:
     interval = Interval(category=Category.PARAMETER, size_bytes=1, begin=begin, end=end)
     with pytest.raises(InputError, match="9 ops"):

@@ -10,7 +10,7 @@ import numpy as np
 from memfit.analysis.explanation import Checkpointing, StillHeld
 from memfit.analysis.holders import Holders
 from memfit.analysis.report import Report
-from memfit.capture import NEVER, Category, Phase, Trace
+from memfit.capture import BEFORE_STEP, NO_INDEX, Category, Phase, Trace
 from memfit.capture.arguments import GENERATOR
 from memfit.capture.trace_types import short
 from memfit.cost.runtime import repeats
@@ -170,18 +170,18 @@ def _of_model(timeline: Timeline) -> Checkpointing | None:
 def _within(trace: Trace, op: int, calls: set[int]) -> bool:
     """Whether an op is part of one of these calls or of one inside them."""
     call = trace.ops[min(op, len(trace.ops) - 1)].call
-    return call != NEVER and not calls.isdisjoint(trace.ancestors(call))
+    return call != NO_INDEX and not calls.isdisjoint(trace.ancestors(call))
 
 
 def _there(timeline: Timeline, instant: int) -> set[int]:
     """Storages as they were first made that are there at an instant."""
     table, alive = timeline.allocations, timeline.alive_at(instant)
-    return set(table.storage[alive[table.remade[alive] == NEVER]].tolist()) - {NEVER}
+    return set(table.storage[alive[table.remade[alive] == NO_INDEX]].tolist()) - {NO_INDEX}
 
 
 def _still(timeline: Timeline, holders: Holders, unit: str, storage: int, reason: str, why: str) -> StillHeld:
     found = timeline.trace.storages[storage]
-    name = found.name or (timeline.trace.ops[found.alloc_at].name if found.alloc_at != NEVER else "")
+    name = found.name or (timeline.trace.ops[found.alloc_at].name if found.alloc_at != BEFORE_STEP else "")
     return StillHeld(
         unit=unit,
         size_bytes=found.bytes,
@@ -229,11 +229,11 @@ def _findings(timeline: Timeline, still: list[StillHeld], without: int | None, r
 def _place(trace: Trace, op: int) -> str:
     """The loss, be it a function, a module or the end of the model's forward; else the module."""
     call = trace.ops[op].call
-    if call == NEVER:
+    if call == NO_INDEX:
         return "the loss"
     module = trace.calls[call].module
-    last = max((index for index, each in enumerate(trace.ops) if each.phase in _FORWARD), default=NEVER)
-    makes_loss = last != NEVER and trace.ops[last].call == call
+    last = max((index for index, each in enumerate(trace.ops) if each.phase in _FORWARD), default=NO_INDEX)
+    makes_loss = last != NO_INDEX and trace.ops[last].call == call
     if makes_loss and not module:
         inner = max((each.end for each in trace.calls if each.parent == call and each.phase in _FORWARD), default=0)
         made = trace.ops[op].forward_op if trace.ops[op].phase is Phase.BACKWARD else op

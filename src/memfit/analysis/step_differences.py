@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from memfit.capture import NEVER, Category, Trace
+from memfit.capture import NO_INDEX, Category, Trace
 from memfit.memory import Timeline, module_memory, reserved
 from memfit.paths import alike, folded, module_label, named_differences
 from memfit.plans import Plan, peak_at
@@ -198,7 +198,7 @@ def _work(trace: Trace) -> dict[str, _Work]:
     flops: dict[str, int] = defaultdict(int)
     by_call: dict[int, int] = defaultdict(int)
     for op in trace.ops:
-        if op.call != NEVER:
+        if op.call != NO_INDEX:
             by_call[op.call] += op.flops
     for call, count in by_call.items():
         for path in {trace.calls[each].module for each in trace.ancestors(call)}:

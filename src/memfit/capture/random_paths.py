@@ -23,7 +23,7 @@ import torch
 
 from memfit.capture.errors import CaptureError
 from memfit.capture.random_numbers import Distribution, Held, HostState, host_state, set_state
-from memfit.capture.trace_types import NEVER, Category, Trace
+from memfit.capture.trace_types import AFTER_STEP, BEFORE_STEP, Category, Trace
 from memfit.paths import alike, folded
 from memfit.units import display_bytes
 
@@ -354,8 +354,8 @@ def peak_bytes(trace: Trace) -> int:
     """Return the highest point of a trace's memory."""
     change = np.zeros(len(trace.ops) + 2, dtype=np.int64)
     for storage in trace.storages:
-        change[0 if storage.alloc_at == NEVER else storage.alloc_at] += storage.bytes
-        if storage.free_after != NEVER:
+        change[0 if storage.alloc_at == BEFORE_STEP else storage.alloc_at] += storage.bytes
+        if storage.free_after != AFTER_STEP:
             change[storage.free_after + 1] -= storage.bytes
     level = np.cumsum(change)[: len(trace.ops)]
     work = np.array([op.workspace_bytes for op in trace.ops], dtype=np.int64)

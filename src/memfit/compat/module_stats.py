@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from memfit.capture import NEVER, Category, Phase, Trace
+from memfit.capture import AFTER_STEP, NO_INDEX, Category, Phase, Trace
 from memfit.capture.environment import no_garbage_collection
 from memfit.compat.graph import ModOrder, ModRuntime, ModStats, ModuleInfo
 from memfit.compat.runtime_estimator import CallOrders
@@ -127,7 +127,7 @@ def _call_names(trace: Trace) -> list[str]:
     names: list[str] = []
     for index, call in enumerate(trace.calls):
         name = call.module
-        if call.parent != NEVER:
+        if call.parent != NO_INDEX:
             outer, outer_name = trace.calls[call.parent].module, names[call.parent]
             if outer and name.startswith(outer + "."):
                 name = outer_name + name[len(outer) :]
@@ -238,7 +238,7 @@ class _Levels:
             if not 0 <= storage.alloc_at < len(trace.ops):
                 continue
             maker = trace.ops[storage.alloc_at]
-            free_after = len(trace.ops) if storage.free_after == NEVER else storage.free_after
+            free_after = len(trace.ops) if storage.free_after == AFTER_STEP else storage.free_after
             if storage.category is Category.TEMPORARY and maker.phase in _FORWARD:
                 change[storage.alloc_at] += size
                 change[max(free_after, storage.alloc_at - 1) + 1] -= size
@@ -268,20 +268,20 @@ def _kept(timeline: Timeline) -> list[int]:
     """For each call the activations that it leaves for backward and that are not among its outputs."""
     trace = timeline.trace
     sizes: list[int] = timeline.allocation_bytes.tolist()
-    last_read = [NEVER] * len(trace.storages)
+    last_read = [NO_INDEX] * len(trace.storages)
     for index, op in enumerate(trace.ops):
         if op.phase in _FORWARD:
             for ref in op.inputs:
-                if ref.storage != NEVER:
+                if ref.storage != NO_INDEX:
                     last_read[ref.storage] = index
     kept = [0] * len(trace.calls)
     silent = [True] * len(trace.calls)
     for number, storage in enumerate(trace.storages):
         if not 0 <= storage.alloc_at < len(trace.ops) or trace.ops[storage.alloc_at].phase not in _FORWARD:
             continue
-        free_after = len(trace.ops) if storage.free_after == NEVER else storage.free_after
+        free_after = len(trace.ops) if storage.free_after == AFTER_STEP else storage.free_after
         call = storage.call
-        while call != NEVER and trace.calls[call].end <= free_after:
+        while call != NO_INDEX and trace.calls[call].end <= free_after:
             if last_read[number] >= trace.calls[call].end:
                 silent[call] = False
             elif storage.category is Category.ACTIVATION:
@@ -297,13 +297,13 @@ def _left_by_last_op(trace: Trace, number: int, sizes: Sequence[int]) -> int:
     call = trace.calls[number]
     if call.begin == call.end or call.phase is Phase.BACKWARD:
         return 0
-    storages = {ref.storage for ref in trace.ops[call.end - 1].outputs if ref.storage != NEVER}
+    storages = {ref.storage for ref in trace.ops[call.end - 1].outputs if ref.storage != NO_INDEX}
     return sum(
         sizes[storage]
         for storage in storages
         if trace.storages[storage].category is Category.ACTIVATION
         and trace.storages[storage].alloc_at >= call.begin
-        and (trace.storages[storage].free_after == NEVER or trace.storages[storage].free_after >= call.end)
+        and (trace.storages[storage].free_after == AFTER_STEP or trace.storages[storage].free_after >= call.end)
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from memfit.capture import NEVER, Phase, Step, Trace, trace
+from memfit.capture import NO_INDEX, Phase, Step, Trace, trace
 from memfit.compat.step_capture import TimedStepCapture
 from memfit.cost.benchmark import cost_model
 from memfit.cost.runtime import Cost, Runtime, repeats
@@ -133,14 +133,14 @@ class CallOrders:
         forward = [index for index, call in enumerate(calls) if call.phase is not Phase.BACKWARD]
         depth = [0] * len(calls)
         for index, call in enumerate(calls):
-            if call.parent != NEVER:
+            if call.parent != NO_INDEX:
                 depth[index] = depth[call.parent] + 1
-        begin = {index: calls[index].backward_begin for index in forward if calls[index].backward_begin != NEVER}
+        begin = {index: calls[index].backward_begin for index in forward if calls[index].backward_begin != NO_INDEX}
         end = {index: calls[index].backward_end for index in begin}
         for again, first in repeats(trace).items():
-            if calls[again].backward_begin != NEVER:
+            if calls[again].backward_begin != NO_INDEX:
                 begin[first] = min(begin.get(first, calls[again].backward_begin), calls[again].backward_begin)
-                end[first] = max(end.get(first, NEVER), calls[again].backward_end)
+                end[first] = max(end.get(first, NO_INDEX), calls[again].backward_end)
         return cls(
             fw_pre_order=tuple(forward),
             fw_post_order=_post_order(trace, forward),

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-from memfit.capture import NEVER, Category, Trace
+from memfit.capture import NO_INDEX, Category, Trace
 from memfit.errors import InputError
 from memfit.tradeoff import Times, Unit
 
@@ -109,7 +109,7 @@ class SACTable:
         """The statistics of one module call."""
         kept = [op for op in range(unit.begin, unit.end) if not self.skipped[op]]
         ops = [self.trace.ops[op] for op in kept]
-        made = [{ref.storage for ref in op.outputs} - {NEVER} for op in ops]
+        made = [{ref.storage for ref in op.outputs} - {NO_INDEX} for op in ops]
         views = [i for i, op in enumerate(ops) if op.view]
         in_place = _in_place(made, [_writes_in_place(op.name) for op in ops])
         memory = [
@@ -148,7 +148,7 @@ class SACTable:
         records = self.trace.storages
         for op in range(unit.begin, unit.end):
             for ref in self.trace.ops[op].inputs:
-                if ref.storage == NEVER:
+                if ref.storage == NO_INDEX:
                     return True
                 storage = records[ref.storage]
                 if storage.alloc_at < unit.begin and storage.category not in (Category.PARAMETER, Category.BUFFER):

@@ -8,7 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from memfit._version import __version__
-from memfit.capture import NEVER, ModuleCall, Phase, Trace
+from memfit.capture import NO_INDEX, ModuleCall, Phase, Trace
 from memfit.capture.optimizers import Implementation
 from memfit.hardware import Target
 from memfit.plans.document import Plan
@@ -78,7 +78,7 @@ def build_plan(
 def build_checkpoint(trace: Trace, unit: Unit, policy: Policy) -> Checkpoint:
     """The entry of a unit that is checkpointed with this policy."""
     held = policy.discarded_bytes + policy.cached_bytes
-    after = _last_call_before(trace, unit) if unit.call == NEVER else None
+    after = _last_call_before(trace, unit) if unit.call == NO_INDEX else None
     return Checkpoint(
         unit=unit.name,
         module=unit.module,
@@ -117,7 +117,7 @@ def _last_call_before(trace: Trace, region: Unit) -> ModuleCall | None:
         (
             call
             for call in trace.calls
-            if call.parent == NEVER and call.begin <= region.begin and region.end <= call.end
+            if call.parent == NO_INDEX and call.begin <= region.begin and region.end <= call.end
         ),
         None,
     )
@@ -133,7 +133,7 @@ def _last_call_before(trace: Trace, region: Unit) -> ModuleCall | None:
 
 def _number_in_model(trace: Trace, call: ModuleCall) -> int:
     """How many calls of the same module came before this one in the same run of the model."""
-    begin = max((each.begin for each in trace.calls if each.parent == NEVER and each.begin <= call.begin), default=0)
+    begin = max((each.begin for each in trace.calls if each.parent == NO_INDEX and each.begin <= call.begin), default=0)
     return sum(begin <= each.begin < call.begin and _same_module(trace, each, call.module) for each in trace.calls)
 
 
@@ -150,13 +150,13 @@ def _named(trace: Trace, unit: Unit, offsets: Sequence[int]) -> tuple[UnitOp, ..
 
 def _result_bytes(trace: Trace, op: int) -> int:
     """What an op allocates for its results: nothing when they are views, or when it writes to what is there."""
-    made = {ref.storage for ref in trace.ops[op].outputs if ref.storage != NEVER}
+    made = {ref.storage for ref in trace.ops[op].outputs if ref.storage != NO_INDEX}
     return sum(trace.storages[each].bytes for each in made if trace.storages[each].alloc_at == op)
 
 
 def _call_number(trace: Trace, unit: Unit) -> int:
     """`layers.0#2` is call 2 of `layers.0`; a module that has several paths is counted under all of them."""
-    if unit.call == NEVER:
+    if unit.call == NO_INDEX:
         suffix = unit.name[len(LOSS) :]
         return int(suffix[1:]) if suffix else 0
     earlier = (call for call in trace.calls[: unit.call] if call.phase is Phase.FORWARD)

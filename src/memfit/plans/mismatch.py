@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memfit._version import __version__
-from memfit.capture import NEVER, Trace
+from memfit.capture import NO_INDEX, Trace
 from memfit.errors import InputError
 from memfit.paths import folded, module_label, named_differences
 from memfit.plans.record import InputRecord, ParameterRecord, TraceRecord
@@ -215,7 +215,7 @@ def _first_other_op(plan: Plan, trace: Trace) -> Iterator[str]:
             found = trace.ops[index]
             if found.name != op.name:
                 where = "outside any module"
-                if found.call != NEVER:
+                if found.call != NO_INDEX:
                     where = f"in {module_label(trace.calls[found.call].module)}"
                 yield (
                     f"the first op that differs, of those that the plan keeps, is op {index}: {found.name} {where} "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memfit.capture import NEVER, Category, Phase, TensorRef, Trace
+from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Phase, TensorRef, Trace
 from memfit.capture.trace_types import short
 from memfit.paths import module_label
 from memfit.plans.record import (
@@ -43,7 +43,7 @@ def build_loop_record(trace: Trace) -> LoopRecord:
     """How the step goes through its model, to compare a real loop with."""
     forward = [call for call in trace.calls if call.phase is Phase.FORWARD]
     roots = [call for call in forward if call.module == ""]
-    roots = roots or [call for call in forward if call.parent == NEVER]  # several models in a container
+    roots = roots or [call for call in forward if call.parent == NO_INDEX]  # several models in a container
     start = roots[0].begin if roots else 0
     return LoopRecord(
         calls=tuple(
@@ -57,8 +57,8 @@ def build_loop_record(trace: Trace) -> LoopRecord:
             each.bytes
             for each in trace.storages
             if each.category is Category.GRADIENT
-            and each.alloc_at == NEVER
-            and (each.free_after == NEVER or each.free_after > start)
+            and each.alloc_at == BEFORE_STEP
+            and (each.free_after == AFTER_STEP or each.free_after > start)
         ),
         recomputes=any(call.phase is Phase.BACKWARD for call in trace.calls),
     )
@@ -66,13 +66,13 @@ def build_loop_record(trace: Trace) -> LoopRecord:
 
 def _output_record(trace: Trace, after: int, number: int) -> OutputRecord:
     """What holds a result of the model's call that ended at op `after` when the next backward begins."""
-    if number == NEVER:
+    if number == NO_INDEX:
         return OutputRecord(bytes=0, held="other")
     storage = trace.storages[number]
     backward = next((op for op in range(after, len(trace.ops)) if trace.ops[op].phase is Phase.BACKWARD), None)
-    if backward is None or storage.alloc_at == NEVER or storage.saved_by:
+    if backward is None or storage.alloc_at == BEFORE_STEP or storage.saved_by:
         held = "other"
-    elif storage.free_after != NEVER and storage.free_after < backward:
+    elif storage.free_after != AFTER_STEP and storage.free_after < backward:
         held = "nothing"
     else:
         held = "step"
@@ -96,7 +96,7 @@ def peak_at(trace: Trace, op: int, *, second_run_of: str | None = None) -> PeakA
     running = next(later, op)
     op = running if trace.ops[running].phase is phase else op
     found = trace.ops[op]
-    module = trace.calls[found.call].module if found.call != NEVER else None
+    module = trace.calls[found.call].module if found.call != NO_INDEX else None
     return PeakAt(op=op, name=found.name, phase=found.phase.value, module=module, second_run_of=second_run_of)
 
 
@@ -108,7 +108,7 @@ def _inputs(trace: Trace) -> tuple[InputRecord, ...]:
             first.setdefault(ref.storage, ref)
     found = []
     for number, storage in enumerate(trace.storages):
-        if storage.category is Category.INPUT and storage.alloc_at == NEVER:
+        if storage.category is Category.INPUT and storage.alloc_at == BEFORE_STEP:
             ref = first.get(number)
             shape, dtype = (None, None) if ref is None else (ref.shape, ref.dtype)
             found.append(InputRecord(shape=shape, dtype=dtype, bytes=storage.bytes))

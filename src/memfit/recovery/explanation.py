@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from memfit.capture import NEVER, Category, Phase, Trace
+from memfit.capture import BEFORE_STEP, NO_INDEX, Category, Phase, Trace
 from memfit.errors import MemfitError
 from memfit.memory import Timeline
 from memfit.paths import MODEL_LABEL, module_label
@@ -286,8 +286,8 @@ def _of_module(trace: Trace, ops: Iterable[int], module: str | None) -> np.ndarr
     """Which ops run in a module, or in one inside it."""
 
     def within(op: int) -> bool:
-        call = trace.ops[op].call if op < len(trace.ops) else NEVER
-        path = trace.calls[call].module if call != NEVER else None
+        call = trace.ops[op].call if op < len(trace.ops) else NO_INDEX
+        path = trace.calls[call].module if call != NO_INDEX else None
         return path is not None and (not module or path == module or path.startswith(f"{module}."))
 
     return np.array([within(int(op)) for op in ops], bool)
@@ -295,16 +295,16 @@ def _of_module(trace: Trace, ops: Iterable[int], module: str | None) -> np.ndarr
 
 def _between_gradients(trace: Trace, graded: frozenset[str]) -> tuple[int, int]:
     """Backward came past the gradients that are there, and not to those that are not."""
-    first, last = NEVER, len(trace.ops)
+    first, last = BEFORE_STEP, len(trace.ops)
     for each in trace.parameters:
-        if each.gradient == NEVER:
+        if each.gradient == NO_INDEX:
             continue
         alloc_at = trace.storages[each.gradient].alloc_at
         if not graded.isdisjoint(each.names):
             first = max(first, alloc_at)
-        elif alloc_at != NEVER:
+        elif alloc_at != BEFORE_STEP:
             last = min(last, alloc_at)
-    return (first, last) if first < last else (NEVER, len(trace.ops))
+    return (first, last) if first < last else (BEFORE_STEP, len(trace.ops))
 
 
 def _list(sizes: Mapping[str, int]) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from memfit.capture import NEVER, Category, Phase, Step, Trace
+from memfit.capture import AFTER_STEP, NO_INDEX, Category, Phase, Step, Trace
 from memfit.capture import trace as capture
 from memfit.cost import Cost
 from memfit.engines import has_planned_loss, unplanned
@@ -132,7 +132,7 @@ class Replanner:
 
 def _loss_is_outside(trace: Trace) -> bool:
     """Return whether the loss of any pass is computed outside the model."""
-    outermost = [call for call in trace.calls if call.parent == NEVER]
+    outermost = [call for call in trace.calls if call.parent == NO_INDEX]
     return any(
         unit.kind == "loss" and not any(call.begin <= unit.begin and unit.end <= call.end for call in outermost)
         for unit in units(trace)
@@ -220,7 +220,7 @@ def _temporaries(trace: Trace) -> list[int]:
 
 
 def _end(free_after: int, last: int) -> int:
-    return last if free_after == NEVER else min(free_after, last)
+    return last if free_after == AFTER_STEP else min(free_after, last)
 
 
 def _states(trace: Trace) -> list[int]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from memfit._version import __version__
 from memfit.analysis.report import Report
-from memfit.capture import NEVER, Op, Phase, Trace
+from memfit.capture import NO_INDEX, Op, Phase, Trace
 from memfit.capture.trace_types import short
 from memfit.cost import Collective
 from memfit.files import write_whole
@@ -115,7 +115,7 @@ class _Process:
                 continue
             args = _op_args(trace, op)
             name, cat = short(trace.ops[op].name), trace.ops[op].phase.value
-            if run != NEVER:
+            if run != NO_INDEX:
                 args |= {"recomputed": True, "second run of": module_label(timeline.units[run].name)}
                 name, cat = f"{name} (again)", _AGAIN
             if begin_ns == end_ns:
@@ -217,7 +217,7 @@ class _Paths:
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline, self.trace = timeline, timeline.trace
-        self._calls: dict[int, tuple[int, ...]] = {NEVER: ()}
+        self._calls: dict[int, tuple[int, ...]] = {NO_INDEX: ()}
 
     def of(self, op: int, run: int) -> tuple[Hashable, ...]:
         """Places from outside in; none at the end of the step."""
@@ -225,11 +225,13 @@ class _Paths:
         if op == len(ops):
             return ()
         found = ops[op]
-        if run == NEVER:
+        if run == NO_INDEX:
             side = "backward" if found.phase is Phase.BACKWARD else ""
             return (found.phase, *((side, call) for call in self._chain(found)))
         unit = self.timeline.units[run]
-        chain = [call for call in self._chain(found) if unit.call in self.trace.ancestors(call) or unit.call == NEVER]
+        chain = [
+            call for call in self._chain(found) if unit.call in self.trace.ancestors(call) or unit.call == NO_INDEX
+        ]
         return (Phase.BACKWARD, run, *((_AGAIN, run, call) for call in chain))
 
     def _chain(self, op: Op) -> tuple[int, ...]:
@@ -257,7 +259,7 @@ class _Paths:
 
 def _op_args(trace: Trace, index: int) -> dict[str, Any]:
     op = trace.ops[index]
-    module = module_label(trace.calls[op.call].module) if op.call != NEVER else "outside any module"
+    module = module_label(trace.calls[op.call].module) if op.call != NO_INDEX else "outside any module"
     return {
         "op": index,
         "name": op.name,

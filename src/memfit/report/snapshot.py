@@ -19,7 +19,7 @@ from typing import Any
 
 from memfit._version import __version__
 from memfit.analysis.report import Report
-from memfit.capture import NEVER, Category
+from memfit.capture import BEFORE_STEP, NO_INDEX, Category
 from memfit.capture.trace_types import short
 from memfit.files import write_whole
 from memfit.hardware import Device
@@ -97,7 +97,7 @@ class _RecordingAllocator(CachingAllocator):
     def __init__(self, device: Device) -> None:
         super().__init__(allocator_config(device))
         self._acts: list[_Act] = []
-        self._instant = NEVER
+        self._instant = NO_INDEX
 
     def run(self, stream: Iterable[Row]) -> _Recorded:
         """Feed it a step; its peaks are then those of the step."""
@@ -279,7 +279,7 @@ class _Snapshot:
 
     def _frames_of_allocation(self, found: Allocation) -> tuple[Frames, str]:
         category = found.category.value
-        if found.alloc_at == NEVER or found.storage == NEVER:
+        if found.alloc_at == BEFORE_STEP or found.storage == NO_INDEX:
             what = f"{category} {found.name}".rstrip()
             return [_frame(module_label(found.module), 0, what)], category
         made = self._frames(found.alloc_at, category)

@@ -14,7 +14,7 @@ import numpy as np
 
 from memfit.analysis.holders import allocation_bytes
 from memfit.analysis.report import Report
-from memfit.capture import NEVER, Category, Op, Phase, Trace
+from memfit.capture import BEFORE_STEP, NO_INDEX, Category, Op, Phase, Trace
 from memfit.memory import BETWEEN, CATEGORIES, Timeline
 from memfit.paths import module_label
 from memfit.plans import Plan
@@ -84,7 +84,7 @@ def _held(timeline: Timeline) -> dict[Key, dict[int, int]]:
     alive = timeline.alive_at(instant)
     for number in alive.tolist():
         storage = int(timeline.allocations.storage[number])
-        if storage == NEVER:
+        if storage == NO_INDEX:
             intervals = timeline.intervals
             key = (intervals[number - (len(sizes) - len(intervals))].module, True)
         else:
@@ -99,16 +99,16 @@ def _held(timeline: Timeline) -> dict[Key, dict[int, int]]:
 
 def _home(trace: Trace, storage: int) -> Key:
     found = trace.storages[storage]
-    if found.module or found.call != NEVER:
+    if found.module or found.call != NO_INDEX:
         return found.module, True
-    if found.alloc_at == NEVER:
+    if found.alloc_at == BEFORE_STEP:
         return (_BATCH, False) if found.category is Category.INPUT else ("", True)
     return _place_of(trace, trace.ops[min(found.alloc_at, len(trace.ops) - 1)])
 
 
 def _place_of(trace: Trace, op: Op) -> Key:
     """The module of an op; outside of them it is the optimizer's or the loss's, in forward or in backward."""
-    if op.call != NEVER:
+    if op.call != NO_INDEX:
         return trace.calls[op.call].module, True
     if op.phase is Phase.OPTIMIZER:
         return _OPTIMIZER, False
@@ -153,7 +153,7 @@ def _decisions(trace: Trace, plan: Plan | None) -> Iterator[tuple[Key, int]]:
         for ops, modules in ((entry.saved_ops, saved), (entry.recomputed_ops, again)):
             for op in ops:
                 found = trace.ops[entry.begin + op.offset]
-                if not found.view and found.call != NEVER:
+                if not found.view and found.call != NO_INDEX:
                     modules.update(_up_to(trace.calls[found.call].module, entry.module))
     around = {outer for unit in units for outer in _above(unit)}
     yield (_LOSS, False), (PARTLY if kept else FULLY) if lost else KEPT
@@ -187,7 +187,7 @@ def _last(key: Key) -> str:
 def _parent(key: Key, places: dict[Key, int]) -> int:
     path, module = key
     if not module:
-        return NEVER if path == _STEP else 0
+        return NO_INDEX if path == _STEP else 0
     while path:
         path = path.rpartition(".")[0]
         if (path, True) in places:

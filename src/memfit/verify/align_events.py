@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memfit.capture import NEVER, Category
+from memfit.capture import BEFORE_STEP, NO_INDEX, Category
 from memfit.capture.kernels import AllocatorEvent
 from memfit.memory import CATEGORIES, Timeline, events
 from memfit.verify.measure import Rise
@@ -60,7 +60,7 @@ class Places:
         self.timeline = timeline
         storages = timeline.trace.storages
         self._module = [
-            storages[each].module if each != NEVER else "" for each in timeline.allocations.storage.tolist()
+            storages[each].module if each != NO_INDEX else "" for each in timeline.allocations.storage.tolist()
         ]
         self._row = timeline.allocations.row.tolist()
         self._born = timeline.allocations.alloc_at.tolist()
@@ -86,7 +86,9 @@ class Places:
         timeline, instant = self.timeline, self._born[number]
         size, storage = timeline.allocations.size_bytes, timeline.allocations.storage
         op = int(timeline.op[instant])
-        read = {ref.storage for ref in timeline.trace.ops[op].inputs} - {NEVER} if op < len(timeline.trace.ops) else ()
+        read = (
+            {ref.storage for ref in timeline.trace.ops[op].inputs} - {NO_INDEX} if op < len(timeline.trace.ops) else ()
+        )
         for other in self._going[instant]:
             if other != number and size[other] == size[number] and int(storage[other]) in read:
                 yield other
@@ -97,7 +99,7 @@ class Places:
         return [
             (event.key, event.requested_bytes)
             for event in events(self.timeline.allocations)
-            if event.requested_bytes > 0 and event.key < count and alloc_at[event.key] != NEVER
+            if event.requested_bytes > 0 and event.key < count and alloc_at[event.key] != BEFORE_STEP
         ]
 
     def at(self, instant: int) -> Filling:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from memfit.capture import NEVER, Phase, Trace
+from memfit.capture import NO_INDEX, Phase, Trace
 from memfit.capture.environment import no_garbage_collection
 from memfit.capture.kernels import AllocatorEvent
 from memfit.cost import Roofline, Runtime
@@ -111,7 +111,7 @@ def predicted_forward_ms(trace: Trace, step_ms: float) -> dict[str, float]:
     scale = step_ms / runtime.total_ms if runtime.total_ms else 0.0
     found: dict[str, float] = defaultdict(float)
     for op, op_ms in zip(trace.ops, runtime.op_ms.tolist(), strict=True):
-        if op.call != NEVER and op.phase in (Phase.FORWARD, Phase.LOSS):
+        if op.call != NO_INDEX and op.phase in (Phase.FORWARD, Phase.LOSS):
             found[trace.calls[op.call].module] += op_ms * scale
     return dict(found)
 

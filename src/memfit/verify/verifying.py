@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.capture import NEVER, Category, Step, Trace
+from memfit.capture import BEFORE_STEP, Category, Step, Trace
 from memfit.capture.environment import cheap_collections, neutral_modes
 from memfit.capture.optimizers import set_flags
 from memfit.capture.random_paths import SEVERAL_PATHS
@@ -217,7 +217,7 @@ class _Verifier:
 
     def _resident(self) -> Filling:
         """What is there when a step begins: as the trace has it, but what can be counted is counted."""
-        resident = self.places.at(NEVER)
+        resident = self.places.at(BEFORE_STEP)
         counted: dict[Category, list[torch.Tensor]] = {
             Category.PARAMETER: list(self.model.parameters()),
             Category.GRADIENT: [each.grad for each in self.model.parameters() if each.grad is not None],
@@ -238,7 +238,7 @@ class _Verifier:
 
     def _plain(self) -> tuple[_Observed | None, str | None]:
         """The step without the plan, where that fits; otherwise why not."""
-        start = self.places.at(NEVER).by_category
+        start = self.places.at(BEFORE_STEP).by_category
         there = start[Category.PARAMETER] + start[Category.BUFFER] + start[Category.INPUT]
         needed, free = self.plan.baseline.peak_bytes - there, free_bytes(self.device)
         if self.device_type == "cpu":  # where copies of gradients are beside what the step needs

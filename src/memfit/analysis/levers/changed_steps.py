@@ -17,7 +17,7 @@ from torch import nn
 
 from memfit.analysis.levers.case import Case, Effect, Lever
 from memfit.analysis.levers.lifetimes import with_sizes
-from memfit.capture import NEVER, Category, Op, Phase, Step, TensorRef, Trace
+from memfit.capture import NO_INDEX, Category, Op, Phase, Step, TensorRef, Trace
 from memfit.capture.optimizers import Implementation, implementations_of_step, step_with
 from memfit.capture.replacements import patched
 from memfit.engines.loss import CHUNKS, chunked_cross_entropy
@@ -156,7 +156,7 @@ def _copies(trace: Trace, logits: TensorRef) -> list[int]:
         for ref in op.outputs:
             number = ref.storage
             if (
-                number == NEVER
+                number == NO_INDEX
                 or number in owned
                 or trace.storages[number].alloc_at != index
                 or op.phase is Phase.OPTIMIZER

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.analysis.levers.case import Case, Lever
-from memfit.capture import NEVER, Phase, Trace
+from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Phase, Trace
 from memfit.memory import BETWEEN
 
 
@@ -26,11 +26,11 @@ def with_lives(trace: Trace, lives: Mapping[int, tuple[int, int]]) -> Trace:
 
 
 def last_reads(trace: Trace) -> NDArray[np.int64]:
-    """For each storage the last op that reads it, `NEVER` for none."""
-    found = np.full(len(trace.storages), NEVER)
+    """For each storage the last op that reads it, `NO_INDEX` for none."""
+    found = np.full(len(trace.storages), NO_INDEX)
     for index, op in enumerate(trace.ops):
         for ref in op.inputs:
-            if ref.storage != NEVER:
+            if ref.storage != NO_INDEX:
                 found[ref.storage] = index
     return found
 
@@ -40,7 +40,7 @@ def last_backward_ops(trace: Trace) -> dict[int, int]:
     return {
         op.forward_op: index
         for index, op in enumerate(trace.ops)
-        if op.phase is Phase.BACKWARD and op.forward_op != NEVER
+        if op.phase is Phase.BACKWARD and op.forward_op != NO_INDEX
     }
 
 
@@ -60,10 +60,10 @@ def held_for_nothing(trace: Trace) -> dict[int, int]:
         place = bisect_left(backward, storage.alloc_at)
         if trace.ops[storage.alloc_at].phase is Phase.OPTIMIZER or place == len(backward):
             continue
-        saved_until = max((ends.get(op, NEVER) for op in storage.saved_by), default=NEVER)
+        saved_until = max((ends.get(op, NO_INDEX) for op in storage.saved_by), default=NO_INDEX)
         used = max(int(reads[number]), saved_until, backward[place] - 1)
         if trace.ops[storage.alloc_at].phase is not Phase.BACKWARD and (
-            storage.free_after == NEVER or storage.free_after > used
+            storage.free_after == AFTER_STEP or storage.free_after > used
         ):
             found[number] = used
     return found
@@ -93,7 +93,7 @@ def holding(case: Case) -> Iterator[Lever]:
     there = [
         number
         for number, used in lives.items()
-        if used < now and (trace.storages[number].free_after == NEVER or trace.storages[number].free_after >= now)
+        if used < now and (trace.storages[number].free_after == AFTER_STEP or trace.storages[number].free_after >= now)
     ]
     if not case.matters(sum(trace.storages[number].bytes for number in there)):
         return
@@ -123,7 +123,7 @@ def gradients(case: Case) -> Iterator[Lever]:
     kept = [
         each.gradient
         for each in case.trace.parameters
-        if each.gradient != NEVER and case.trace.storages[each.gradient].alloc_at == NEVER
+        if each.gradient != NO_INDEX and case.trace.storages[each.gradient].alloc_at == BEFORE_STEP
     ]
     if not kept:
         return

@@ -9,7 +9,7 @@ import numpy as np
 
 from memfit.analysis.levers.case import Case, Effect, Lever
 from memfit.analysis.levers.replanned import wrapped
-from memfit.capture import NEVER, Category, Parameter, Phase
+from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Parameter, Phase
 from memfit.cost import Collective, Runtime
 from memfit.hardware import load_device
 from memfit.hardware.efficiency import Family
@@ -119,15 +119,15 @@ def _activations(case: Case) -> Iterator[Lever]:
     moved = 0
     for number in range(len(lives.alloc_at)):
         storage = int(lives.storage[number])
-        if storage == NEVER or int(lives.remade[number]) != NEVER:
+        if storage == NO_INDEX or int(lives.remade[number]) != NO_INDEX:
             continue
         found = trace.storages[storage]
-        if found.category is not Category.ACTIVATION or found.alloc_at == NEVER or not found.saved_by:
+        if found.category is not Category.ACTIVATION or found.alloc_at == BEFORE_STEP or not found.saved_by:
             continue
-        back = min((first[op] for op in found.saved_by if op in first), default=NEVER)
-        released = found.released if found.released != NEVER else len(trace.ops)
+        back = min((first[op] for op in found.saved_by if op in first), default=NO_INDEX)
+        released = found.released if found.released != AFTER_STEP else len(trace.ops)
         gone = max(released, found.alloc_at)
-        if back == NEVER or back <= gone + 1:
+        if back == NO_INDEX or back <= gone + 1:
             continue
         begins, ends = int(at[gone]) + 1, min(int(at[back]), int(lives.free_after[number]) + 1)
         if begins < ends:
@@ -150,7 +150,7 @@ def _activations(case: Case) -> Iterator[Lever]:
 def _first_backward_ops(case: Case) -> dict[int, int]:
     first: dict[int, int] = {}
     for index, op in enumerate(case.trace.ops):
-        if op.phase is Phase.BACKWARD and op.forward_op != NEVER:
+        if op.phase is Phase.BACKWARD and op.forward_op != NO_INDEX:
             first.setdefault(op.forward_op, index)
     return first
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from memfit.analysis.holders import allocation_bytes, rounded
 from memfit.analysis.report import Report
-from memfit.capture import NEVER, Category, Phase
+from memfit.capture import NO_INDEX, Category, Phase
 from memfit.capture.trace_types import short
 from memfit.memory import BETWEEN, CATEGORIES, Allocation, Timeline
 from memfit.paths import alike, module_label
@@ -58,14 +58,14 @@ def drawn(report: Report, timeline: Timeline, strings: Strings) -> dict[str, Any
         number, between = int(timeline.op[instant]), int(timeline.run[instant]) == BETWEEN
         if number >= ops or between:
             op.append(strings["between two ops" if between else "end of the step"])
-            module.append(NEVER)
-            source.append(NEVER)
+            module.append(NO_INDEX)
+            source.append(NO_INDEX)
             work.append(0)
             continue
         found = trace.ops[number]
         op.append(strings[short(found.name)])
-        module.append(NEVER if found.call == NEVER else strings[module_label(trace.calls[found.call].module)])
-        source.append(strings[trace.source_of(number)] if trace.source_of(number) else NEVER)
+        module.append(NO_INDEX if found.call == NO_INDEX else strings[module_label(trace.calls[found.call].module)])
+        source.append(strings[trace.source_of(number)] if trace.source_of(number) else NO_INDEX)
         work.append(rounded(found.workspace_bytes, timeline.rounding_bytes))
     groups, alive = _alive(timeline, instants, strings)
     edges_ms = np.append(starts_ms, starts_ms[-1])
@@ -86,7 +86,7 @@ def drawn(report: Report, timeline: Timeline, strings: Strings) -> dict[str, Any
         "source": source,
         "phase": phase_at[instants].tolist(),
         "run": [
-            strings[module_label(timeline.units[run].name)] if run >= 0 else NEVER
+            strings[module_label(timeline.units[run].name)] if run >= 0 else NO_INDEX
             for run in timeline.run[instants].tolist()
         ],
         "workspace": work,
@@ -183,7 +183,7 @@ def _described(key: _Kind, members: list[Allocation], strings: Strings) -> list[
     if len(members) == 1:
         name, module = members[0].name, members[0].module
     called = short(name) or _OF_SHARDING.get(category, category.value)
-    where = strings[module] if module else NEVER
+    where = strings[module] if module else NO_INDEX
     return [size_bytes, CATEGORIES.index(category), strings[called], where, int(again)]
 
 
