@@ -62,17 +62,11 @@ def by_hand() -> Trace:
 def test_what_modules_own_counts_children_and_shared_storages_once() -> None:
     modules = module_memory(Timeline.of(by_hand()))
     model, a, b, tied = modules[""], modules["a"], modules["b"], modules["list.tied"]
-    assert (model.own_parameter_bytes, model.parameter_bytes) == (0, 3000)
+    assert model.parameter_bytes == 3000
     assert (model.buffer_bytes, model.gradient_bytes, model.optimizer_state_bytes) == (40, 3000, 4000)
-    assert (a.parameter_bytes, a.own_buffer_bytes, a.gradient_bytes, a.optimizer_state_bytes) == (
-        1000,
-        40,
-        1000,
-        0,
-    )
-    assert (b.own_parameter_bytes, b.own_gradient_bytes, b.own_optimizer_state_bytes) == (2000, 2000, 4000)
+    assert (a.parameter_bytes, a.buffer_bytes, a.gradient_bytes, a.optimizer_state_bytes) == (1000, 40, 1000, 0)
+    assert (b.parameter_bytes, b.gradient_bytes, b.optimizer_state_bytes) == (2000, 2000, 4000)
     assert tied.parameter_bytes == modules["list"].parameter_bytes == 1000
-    assert modules["list"].own_parameter_bytes == 0
     assert not tied.calls
 
 

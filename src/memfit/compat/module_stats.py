@@ -26,6 +26,7 @@ from memfit.cost import Runtime
 from memfit.cost.runtime import repeats
 from memfit.errors import InputError
 from memfit.memory import CallMemory, ModuleMemory, Snapshot, Timeline, module_memory
+from memfit.tradeoff.units import call_name
 
 
 @no_garbage_collection()
@@ -133,7 +134,7 @@ def _call_names(trace: Trace) -> list[str]:
                 name = outer_name + name[len(outer) :]
             elif not outer and outer_name:
                 name = f"{outer_name}.{name}"
-        names.append(numbered(name, numbers.get(index, 0)))
+        names.append(call_name(name, numbers.get(index, 0)))
     return names
 
 
@@ -345,15 +346,10 @@ def call_numbers(trace: Trace) -> dict[int, int]:
     return numbers
 
 
-def numbered(name: str, number: int) -> str:
-    """The name of a module's call: the first has the module's own."""
-    return f"{name}#{number}" if number else name
-
-
 def by_call(trace: Trace, sac: Mapping[str, SACTradeOffStats]) -> dict[int, SACTradeOffStats]:
     """By the number of the call in the trace what is given by the names of units."""
     numbers = call_numbers(trace).items()
-    found = {call: sac.get(numbered(trace.calls[call].module, number)) for call, number in numbers}
+    found = {call: sac.get(call_name(trace.calls[call].module, number)) for call, number in numbers}
     return {call: each for call, each in found.items() if each is not None}
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Phase, Trace
 from memfit.memory.allocations import CATEGORIES, Bytes
 from memfit.memory.timeline import Timeline
+from memfit.paths import around
 
 _OWNED = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE)
 
@@ -65,15 +66,10 @@ class CallMemory:
         """Temporaries at the call's own forward peak."""
         return self.forward_peak.by_category.get(Category.TEMPORARY, 0)
 
-    @property
-    def backward_temporary_bytes(self) -> int:
-        """Temporaries at the call's own backward peak, gradients of activations among them."""
-        return self.backward_peak.by_category.get(Category.TEMPORARY, 0) if self.backward_peak else 0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleMemory:
-    """One module: what it owns, alone (`own_`) and with its children, and all its calls.
+    """One module: what it owns, its children included, and all its calls.
 
     `activation_bytes` is the sum over its calls of one forward pass, the largest such sum when gradients are
     accumulated over several passes. A storage that several modules share counts once for each that encloses
@@ -82,10 +78,6 @@ class ModuleMemory:
 
     module: str
     kind: str
-    own_parameter_bytes: int
-    own_buffer_bytes: int
-    own_gradient_bytes: int
-    own_optimizer_state_bytes: int
     parameter_bytes: int
     buffer_bytes: int
     gradient_bytes: int
@@ -135,10 +127,6 @@ def module_memory(timeline: Timeline) -> dict[str, ModuleMemory]:
         path: ModuleMemory(
             module=path,
             kind=kind,
-            own_parameter_bytes=owned.own[Category.PARAMETER].get(path, 0),
-            own_buffer_bytes=owned.own[Category.BUFFER].get(path, 0),
-            own_gradient_bytes=owned.own[Category.GRADIENT].get(path, 0),
-            own_optimizer_state_bytes=owned.own[Category.OPTIMIZER_STATE].get(path, 0),
             parameter_bytes=owned.total[Category.PARAMETER].get(path, 0),
             buffer_bytes=owned.total[Category.BUFFER].get(path, 0),
             gradient_bytes=owned.total[Category.GRADIENT].get(path, 0),
@@ -397,11 +385,10 @@ def _inside_itself(trace: Trace, call: CallMemory) -> bool:
 
 
 class _Owned:
-    """What modules own, by kind and path: alone, and with their children, a shared storage once for each."""
+    """Bytes that modules own with their children, by category and path; a shared storage counts once for each."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._bytes: list[int] = timeline.allocation_bytes.tolist()
-        self.own: dict[Category, dict[str, int]] = {}
         self.total: dict[Category, dict[str, int]] = {}
         trace = timeline.trace
         gradients = {p.storage: (p.gradient,) for p in trace.parameters if p.gradient != NO_INDEX}
@@ -415,22 +402,11 @@ class _Owned:
             )
 
     def _add(self, category: Category, owners: list[tuple[str, tuple[int, ...]]]) -> None:
-        own: dict[str, set[int]] = defaultdict(set)
         total: dict[str, set[int]] = defaultdict(set)
         for path, storages in owners:
-            own[path].update(storages)
-            for outer in enclosing(path):
+            for outer in (path, *around(path)):
                 total[outer].update(storages)
-        self.own[category] = {path: self._sum(storages) for path, storages in own.items()}
         self.total[category] = {path: self._sum(storages) for path, storages in total.items()}
 
     def _sum(self, storages: set[int]) -> int:
         return sum(self._bytes[storage] for storage in storages)
-
-
-def enclosing(path: str) -> Iterable[str]:
-    """Yield a module's path, those of the modules around it, and the model's own, the empty one."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-    yield ""

@@ -102,10 +102,6 @@ class MemorySummary:
         """What is left of the device; negative by what is missing."""
         return self.device_bytes - self.needed_bytes
 
-    def top_modules(self, count: int = 10) -> tuple[ModuleMemory, ...]:
-        """Return the modules that hold the most for backward."""
-        return tuple(sorted(self.modules, key=lambda m: -m.activation_bytes)[:count])
-
 
 def summarize(trace: Trace, *, target: str | Device | Target | None = None, largest: int = 10) -> MemorySummary:
     """Return the summary of a trace on the device it was captured for, or on another of the same type."""

@@ -54,11 +54,6 @@ class Shape:
     sizes: Sizes
     aliases: tuple[str, ...] = ()
 
-    @property
-    def takes_images(self) -> bool:
-        """Whether the batch is images and not tokens."""
-        return isinstance(self.sizes, ViTSizes)
-
 
 def list_shapes() -> tuple[Shape, ...]:
     """Return every built-in shape, those of a family together, small ones first."""

@@ -57,7 +57,6 @@ class TraceColumns:
     signature: Ints
     read_op: Ints
     read_storage: Ints
-    read_keys: Ints
     write_op: Ints
     write_storage: Ints
     stale: Ints
@@ -183,7 +182,6 @@ class _Reader:
             signature=np.stack((self.kind, flags, workspace, self.op_ms.view(np.int64)), axis=1),
             read_op=read[:, 0],
             read_storage=read[:, 1],
-            read_keys=np.sort(read[:, 1] * (ops + 1) + read[:, 0]),
             write_op=write[:, 0],
             write_storage=write[:, 1],
             stale=self._stale(),
