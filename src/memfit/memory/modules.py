@@ -1,14 +1,14 @@
 """Memory by module and by call: what a module owns, what its forward leaves for backward, its peaks.
 
 Note [Calls]: calls nest, so the calls that enclose an op are a chain from the innermost one outwards, with
-growing ends. A sum over "the calls in which storage s was born and which it outlives" is therefore a walk up
+growing ends. A sum over "the calls in which storage s was allocated and which it outlives" is therefore a walk up
 that chain, made for all storages at once, one numpy operation for each level of nesting. The highest point of
 a call is a range maximum, taken from a sparse table. Nothing here scans the ops or the storages once for each
 call.
 
 Note [Inputs and outputs]: a trace has no arguments of modules. A call's inputs are the storages that its ops
 read, that are older than the call, and that are not parameters, buffers or optimizer state; its outputs are
-those born in it that a later op outside of it reads in forward or, when there are none, those that its last
+those allocated in it that a later op outside of it reads in forward or, when there are none, those that its last
 op made and left.
 """
 
@@ -220,7 +220,7 @@ class _Nesting:
             self.innermost[call.begin : call.end] = number
 
         # A storage made between two ops, such as a saved random state, belongs to the call that was running
-        # then. One of a backward op names the call of its forward op, in which it was not born.
+        # then. One of a backward op names the call of its forward op, in which it was not allocated.
         self.maker = np.fromiter((storage.call for storage in trace.storages), np.int64, len(trace.storages))
         alloc_at = np.fromiter((storage.alloc_at for storage in trace.storages), np.int64, len(trace.storages))
         named = self.maker != NO_INDEX
@@ -241,19 +241,19 @@ class _Nesting:
             call = self.parent[call]
 
 
-def _born(timeline: Timeline) -> Bytes:
+def _allocated_in_step(timeline: Timeline) -> Bytes:
     """Storages that an op of the step made and that were seen alive."""
     seen = (timeline.free_after == AFTER_STEP) | (timeline.free_after >= timeline.alloc_at)
     return np.flatnonzero((timeline.alloc_at != BEFORE_STEP) & seen)
 
 
 def _held(timeline: Timeline, nesting: _Nesting) -> Bytes:
-    """Return, for each call, the activations born in its forward and alive when that ends."""
+    """Return, for each call, the activations allocated in its forward and alive when that ends."""
     trace = timeline.trace
     is_activation = np.fromiter(
         (storage.category is Category.ACTIVATION for storage in trace.storages), np.bool_, len(trace.storages)
     )
-    chosen = _born(timeline)
+    chosen = _allocated_in_step(timeline)
     chosen = chosen[is_activation[chosen]]
     free_after = timeline.free_after[chosen]
     until = np.where(free_after == AFTER_STEP, len(trace.ops), free_after)
@@ -291,9 +291,9 @@ def _outputs(timeline: Timeline, nesting: _Nesting, reads: tuple[Bytes, Bytes]) 
     forward = (in_forward | recomputes)[op]
     last_read = np.full(count, NO_INDEX, np.int64)
     np.maximum.at(last_read, storage[forward], op[forward])
-    alloc_at = _born(timeline)
+    allocated = _allocated_in_step(timeline)
     pairs = [np.empty(0, np.int64)]
-    pairs += [call * count + alloc_at[item] for item, call in nesting.outlived(alloc_at, last_read[alloc_at])]
+    pairs += [call * count + allocated[item] for item, call in nesting.outlived(allocated, last_read[allocated])]
     pairs.append(_left_by_last_op(timeline, without=set((np.concatenate(pairs) // max(count, 1)).tolist())))
     return _sum_pairs(timeline, pairs)
 

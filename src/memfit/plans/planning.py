@@ -135,7 +135,7 @@ def _document(answer: Answer, held: Held | None, given: Problem, notes: list[str
     predicted = _prediction(problem, solved, held, base_ms)
     room = note_on_room(problem, solved, held, asked_bytes)
     notes += [] if room is None else [room]
-    if problem.least_is_unproven:
+    if problem.min_budget_is_unproven:
         notes.append("the smallest budget is the lowest found in the time limit, not proven to be the lowest there is")
     if solved.tightened:
         notes.append(f"the replay sent the solver back {solved.tightened} times")

@@ -289,7 +289,7 @@ def _in_order(tries: _Tries, values: list[int], *, all_of_them: bool = False) ->
 def _search_grid(tries: _Tries, grid: int, end: int) -> None:
     tries.loose = True
     first = max(grid, min(_FIRST[tries.over], end // grid * grid))
-    largest = _boundary(tries, first, grid, end // grid * grid, _least_budget)
+    largest = _boundary(tries, first, grid, end // grid * grid, _min_budget)
     if largest is None:
         return
     if largest == end // grid * grid and tries.refused is None:
@@ -302,7 +302,7 @@ def _search_grid(tries: _Tries, grid: int, end: int) -> None:
         tries.prove(max(value for value, point in tries.points.items() if point.fits))
 
 
-def _least_budget(point: SearchPoint) -> float | None:
+def _min_budget(point: SearchPoint) -> float | None:
     return point.minimum_budget_bytes
 
 
@@ -384,7 +384,7 @@ def _boundary(tries: _Tries, first: int, grid: int, end: int, measure: Measure) 
 
     def within(value: int) -> bool:
         point = tries.at(value)
-        if point is None or measure is _least_budget:
+        if point is None or measure is _min_budget:
             return point is not None and point.fits
         needed = measure(point)
         return needed is not None and needed <= tries.budget_bytes

@@ -252,8 +252,8 @@ def _instant(timeline: Timeline, at: FailedAt, asked_bytes: int | None, graded: 
     instants = _candidates(timeline, at, graded)
     if not len(instants):
         return None
-    lives = timeline.allocations
-    making = np.unique(lives.alloc_at[lives.size_bytes == (asked_bytes or -1)])
+    table = timeline.allocations
+    making = np.unique(table.alloc_at[table.size_bytes == (asked_bytes or -1)])
     fitting = instants[np.isin(instants, making)]
     if len(fitting):
         return int(fitting[0])

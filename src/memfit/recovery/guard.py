@@ -281,7 +281,7 @@ class Guard:
         assert self._optimizer is not None
         tries = len(history) // 2  # each that failed and what was done about it are two
         if tries >= self._retries:
-            history.append(self._gave_up() if self._replanner.is_least(self.plan) else _all_allowed(self._retries))
+            history.append(self._gave_up() if self._replanner.is_min_budget(self.plan) else _all_allowed(self._retries))
             return False
         if explanation.at.phase is Phase.OPTIMIZER:
             if single_tensor(self._optimizer):
@@ -400,7 +400,7 @@ class Guard:
                 at,
                 inputs,
                 replans=self._replanner is not None,
-                least=self._replanner is not None and self._replanner.is_least(self.plan),
+                least=self._replanner is not None and self._replanner.is_min_budget(self.plan),
             ),
             history=(),
         )

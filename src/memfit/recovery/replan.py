@@ -49,7 +49,7 @@ class Replanner:
         plan.check(self.trace)
         self._cost = cost
         self._options = options
-        self._least: Plan | None = None
+        self._min_budget_plan: Plan | None = None
         self._spare: tuple[Plan, Trace] | None = None
         if plan.trace.device_type == "cpu":  # planning may find no memory when a step has not
             least = self.least(plan)
@@ -102,14 +102,14 @@ class Replanner:
 
     def least(self, plan: Plan) -> Plan | None:
         """The plan of the step as it is now that has the lowest peak."""
-        if self._least is None or self._least.fingerprint != self.trace.fingerprint:
+        if self._min_budget_plan is None or self._min_budget_plan.fingerprint != self.trace.fingerprint:
             least = self.plan(plan, 1).minimum_budget_bytes
-            self._least = None if least is None else self.plan(plan, least)
-        return self._least
+            self._min_budget_plan = None if least is None else self.plan(plan, least)
+        return self._min_budget_plan
 
-    def is_least(self, plan: Plan) -> bool:
+    def is_min_budget(self, plan: Plan) -> bool:
         """Whether a plan is known to be that one."""
-        return self._least is not None and same_decisions(self._least, plan)
+        return self._min_budget_plan is not None and same_decisions(self._min_budget_plan, plan)
 
     def plan(self, plan: Plan, budget: str | int | float) -> Plan:
         """The fastest plan of the step under a budget, on the device of another plan."""

@@ -72,9 +72,9 @@ class _Recorded:
     after: tuple[SegmentSnapshot, ...] = ()
 
 
-def _record(lives: AllocationTable, device: Device) -> _Recorded:
+def _record(table: AllocationTable, device: Device) -> _Recorded:
     """The step to show (Note [Which step])."""
-    replay = ProcessEvents(lives)
+    replay = ProcessEvents(table)
     if not device.allocator.caches:
         apart = _Apart(device.allocator.rounding_bytes)
         apart.run(replay.alone())

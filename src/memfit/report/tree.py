@@ -78,7 +78,7 @@ def _by_place(found: dict[Key, dict[int, Any]], places: dict[Key, int]) -> dict[
 
 def _held(timeline: Timeline) -> dict[Key, dict[int, int]]:
     """Bytes at the peak by module and category."""
-    lives, trace, instant = timeline.allocations, timeline.trace, timeline.peak_instant
+    table, trace, instant = timeline.allocations, timeline.trace, timeline.peak_instant
     sizes = allocation_bytes(timeline)
     found: dict[Key, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     alive = timeline.alive_at(instant)
@@ -89,7 +89,7 @@ def _held(timeline: Timeline) -> dict[Key, dict[int, int]]:
             key = (intervals[number - (len(sizes) - len(intervals))].module, True)
         else:
             key = _home(trace, storage)
-        found[key][int(lives.row[number])] += int(sizes[number])
+        found[key][int(table.row[number])] += int(sizes[number])
     missing = timeline.peak_bytes - int(sizes[alive].sum())
     if missing:  # the workspace of the op at the peak
         op = trace.ops[min(int(timeline.op[instant]), len(trace.ops) - 1)]

@@ -94,7 +94,7 @@ def save(
         raise InputError(f"keep is {keep!r}; give the number of saves that stay, 1 or more")
     target = Path(folder)
     runtime = sharded_runtime(model)
-    crew = RankCoordinator(runtime)
+    coordinator = RankCoordinator(runtime)
     state = sharded_state_dict(model, optimizer)
     tied = _tied(model)
     tensors, values = _divided(state, tied)
@@ -105,14 +105,14 @@ def save(
         encoded = to_json(extra, "extra")
         digests = tuple((path, _digest(tensor)) for path, tensor in whole.items())
         with _writing(target):
-            made = begin_save(target) if crew.rank == 0 else ""
+            made = begin_save(target) if coordinator.rank == 0 else ""
         return msgspec.json.encode((_Begun(made, digests), values, encoded))
 
     def write(first: _Begun) -> bytes:
         same = dict(first.digests)
         different = {path for path, tensor in whole.items() if same.get(path) != _digest(tensor)}
         with _writing(target):
-            return msgspec.json.encode(_write_own(unfinished(target, name), crew, tensors, different))
+            return msgspec.json.encode(_write_own(unfinished(target, name), coordinator, tensors, different))
 
     def finish(records: list[RankRecord], values: Mapping[str, Any], encoded: Any) -> bytes:
         with _writing(target):
@@ -120,7 +120,7 @@ def save(
             manifest = Manifest(
                 version=VERSION,
                 memfit=__version__,
-                ranks=crew.ranks,
+                ranks=coordinator.ranks,
                 block_bytes=BLOCK_BYTES,
                 file_bytes=tuple(record.file_bytes for record in records),
                 tensors=merge_records(records),
@@ -136,14 +136,14 @@ def save(
         return b""
 
     try:
-        answers = crew.together("the start of a save", begin)
+        answers = coordinator.together("the start of a save", begin)
         first, values, encoded = msgspec.json.decode(answers[0], type=tuple[_Begun, dict[str, Any], Any])
         name = first.name
-        answers = crew.together("the writing of a save", lambda: write(first))
+        answers = coordinator.together("the writing of a save", lambda: write(first))
         records = [msgspec.json.decode(each, type=RankRecord) for each in answers]
-        crew.first("the end of a save", lambda: finish(records, values, encoded))
+        coordinator.first("the end of a save", lambda: finish(records, values, encoded))
     except BaseException:
-        if crew.rank == 0 and name:
+        if coordinator.rank == 0 and name:
             shutil.rmtree(unfinished(target, name), ignore_errors=True)
         raise
     return target / name
@@ -164,12 +164,14 @@ def load(
     """
     target = Path(folder)
     runtime = sharded_runtime(model)
-    crew = RankCoordinator(runtime)
-    name = crew.first("the start of a load", lambda: _chosen(target, save).encode()).decode()
+    coordinator = RankCoordinator(runtime)
+    name = coordinator.first("the start of a load", lambda: _chosen(target, save).encode()).decode()
 
     def act() -> bytes:
         manifest = read_manifest(target, name)
-        own = {each.path: each for each in manifest.own[crew.rank]} if manifest.ranks == crew.ranks else {}
+        own = (
+            {each.path: each for each in manifest.own[coordinator.rank]} if manifest.ranks == coordinator.ranks else {}
+        )
         stored = {**{each.path: each for each in manifest.tensors}, **own}
         with DataReader(target / name, manifest) as reader, torch.no_grad():
             _load_model(model, manifest, stored, reader)
@@ -183,7 +185,7 @@ def load(
         return b""
 
     results: list[Loaded] = []
-    crew.together("a load", act)
+    coordinator.together("a load", act)
     return results[0]
 
 
@@ -254,10 +256,10 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _write_own(
-    folder: Path, crew: RankCoordinator, tensors: Mapping[PathNames, torch.Tensor], different: set[PathNames]
+    folder: Path, coordinator: RankCoordinator, tensors: Mapping[PathNames, torch.Tensor], different: set[PathNames]
 ) -> RankRecord:
     """Write this rank's file: its parts, and what it has otherwise than rank 0."""
-    writer = DataWriter(folder / data_file(crew.rank))
+    writer = DataWriter(folder / data_file(coordinator.rank))
     try:
 
         def stored(path: PathNames, value: torch.Tensor) -> StoredTensor:
@@ -265,23 +267,27 @@ def _write_own(
             local = value.local if isinstance(value, ShardedValue) else value.reshape(-1)
             begin = value.begin if isinstance(value, ShardedValue) else 0
             pieces: tuple[Piece, ...] = ()
-            if local.numel() and (crew.writes or not sharded):
+            if local.numel() and (coordinator.writes or not sharded):
                 offset, checksums = writer.add(local)
                 pieces = (
-                    Piece(rank=crew.rank, offset=offset, begin=begin, end=begin + local.numel(), crc32=checksums),
+                    Piece(
+                        rank=coordinator.rank, offset=offset, begin=begin, end=begin + local.numel(), crc32=checksums
+                    ),
                 )
             return StoredTensor(path=path, dtype=dtype_name(value.dtype), shape=tuple(value.shape), pieces=pieces)
 
         pieces = tuple(
-            stored(path, value) for path, value in tensors.items() if isinstance(value, ShardedValue) or crew.rank == 0
+            stored(path, value)
+            for path, value in tensors.items()
+            if isinstance(value, ShardedValue) or coordinator.rank == 0
         )
-        own = [stored(path, tensors[path]) for path in sorted(different)] if crew.rank else []
+        own = [stored(path, tensors[path]) for path in sorted(different)] if coordinator.rank else []
         own += [stored(("rng", kind), value) for kind, value in rng_state().items()]
     except BaseException:
         writer.abandon()
         raise
     writer.close()
-    return RankRecord(rank=crew.rank, file_bytes=writer.bytes, pieces=pieces, own=tuple(own))
+    return RankRecord(rank=coordinator.rank, file_bytes=writer.bytes, pieces=pieces, own=tuple(own))
 
 
 def _check_files(folder: Path, records: list[RankRecord]) -> None:

@@ -19,7 +19,7 @@ class _Said(msgspec.Struct, frozen=True):
 
 
 class RankCoordinator:
-    """All ranks of a sharded model, numbered through replicas; a plain model has a crew of one."""
+    """All ranks of a sharded model, numbered through replicas; a plain model has one."""
 
     def __init__(self, runtime: Runtime | None) -> None:
         self._links: Sequence[ShardComm] = [] if runtime is None else runtime.links

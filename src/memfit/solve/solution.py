@@ -146,7 +146,7 @@ class Problem:
         return "least" in self.__dict__ and self.least is not None and self.least.bound_bytes > budget_bytes
 
     @property
-    def least_is_unproven(self) -> bool:
+    def min_budget_is_unproven(self) -> bool:
         """Whether the lowest peak was asked for and could not be proven in its time."""
         return "least" in self.__dict__ and self.least is not None and not self.least.proven
 

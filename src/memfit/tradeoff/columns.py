@@ -147,8 +147,8 @@ class _Reader:
         for ref in (*op.inputs, *op.outputs):
             number = geometry.get(id(ref))
             if number is None:
-                window = (ref.shape, ref.stride, ref.offset, ref.dtype, ref.storage == NO_INDEX)
-                number = geometry[id(ref)] = self._geometries.setdefault(window, len(self._geometries))
+                view = (ref.shape, ref.stride, ref.offset, ref.dtype, ref.storage == NO_INDEX)
+                number = geometry[id(ref)] = self._geometries.setdefault(view, len(self._geometries))
             key.append(number)
         return self._kinds.setdefault(tuple(key), len(self._kinds))
 

@@ -63,7 +63,7 @@ class Places:
             storages[each].module if each != NO_INDEX else "" for each in timeline.allocations.storage.tolist()
         ]
         self._row = timeline.allocations.row.tolist()
-        self._born = timeline.allocations.alloc_at.tolist()
+        self._alloc_at = timeline.allocations.alloc_at.tolist()
         self._going: dict[int, list[int]] = defaultdict(list)
         for number, instant in enumerate(timeline.allocations.free_after.tolist()):
             self._going[instant].append(number)
@@ -74,16 +74,16 @@ class Places:
 
     def running(self, number: int) -> str:
         """The module that ran when this was allocated."""
-        return self.timeline.module_of(self._born[number])
+        return self.timeline.module_of(self._alloc_at[number])
 
     def op(self, number: int) -> str:
         """The op that allocates it, as torch's profiler calls it; empty for what no op does."""
-        ops, op = self.timeline.trace.ops, int(self.timeline.op[self._born[number]])
+        ops, op = self.timeline.trace.ops, int(self.timeline.op[self._alloc_at[number]])
         return "::".join(ops[op].name.split(".")[:2]) if op < len(ops) else ""
 
     def written_over(self, number: int) -> Iterator[int]:
         """Inputs of the op that makes this one, of the same size, that go with the op."""
-        timeline, instant = self.timeline, self._born[number]
+        timeline, instant = self.timeline, self._alloc_at[number]
         size, storage = timeline.allocations.size_bytes, timeline.allocations.storage
         op = int(timeline.op[instant])
         read = (
@@ -95,7 +95,7 @@ class Places:
 
     def made(self) -> list[tuple[int, int]]:
         """Number and bytes of everything that the step allocates, in order; workspaces come and go within an op."""
-        count, alloc_at = len(self._born), self._born
+        count, alloc_at = len(self._alloc_at), self._alloc_at
         return [
             (event.key, event.requested_bytes)
             for event in events(self.timeline.allocations)
@@ -104,12 +104,12 @@ class Places:
 
     def at(self, instant: int) -> Filling:
         """What is predicted to be there at an instant, workspace included; -1 is the start of the step."""
-        lives, rounding = self.timeline.allocations, self.timeline.rounding_bytes
+        table, rounding = self.timeline.allocations, self.timeline.rounding_bytes
         filling = Filling()
         for key in self.timeline.alive_at(instant).tolist():
-            filling.add(self.of(key), _rounded(int(lives.size_bytes[key]), rounding))
-        if 0 <= instant < lives.instants:
-            workspace = _rounded(int(lives.workspace_bytes[instant]), rounding)
+            filling.add(self.of(key), _rounded(int(table.size_bytes[key]), rounding))
+        if 0 <= instant < table.instants:
+            workspace = _rounded(int(table.workspace_bytes[instant]), rounding)
             filling.add((Category.TEMPORARY, self.timeline.module_of(instant)), workspace)
         return filling
 

@@ -15,10 +15,10 @@ from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Phase, Trace
 from memfit.memory import BETWEEN
 
 
-def with_lives(trace: Trace, lives: Mapping[int, tuple[int, int]]) -> Trace:
+def with_lifetimes(trace: Trace, lifetimes: Mapping[int, tuple[int, int]]) -> Trace:
     """The trace with other births and deaths of these storages."""
     storages = list(trace.storages)
-    for number, (alloc_at, free_after) in lives.items():
+    for number, (alloc_at, free_after) in lifetimes.items():
         storages[number] = msgspec.structs.replace(
             storages[number], alloc_at=alloc_at, free_after=free_after, released=free_after
         )
@@ -89,10 +89,10 @@ def holding(case: Case) -> Iterator[Lever]:
     trace, timeline = case.trace, case.timeline
     instant = timeline.peak_instant
     now = int(timeline.op[instant]) - (int(timeline.run[instant]) == BETWEEN)
-    lives = held_for_nothing(trace)
+    last_uses = held_for_nothing(trace)
     there = [
         number
-        for number, used in lives.items()
+        for number, used in last_uses.items()
         if used < now and (trace.storages[number].free_after == AFTER_STEP or trace.storages[number].free_after >= now)
     ]
     if not case.matters(sum(trace.storages[number].bytes for number in there)):
@@ -100,7 +100,9 @@ def holding(case: Case) -> Iterator[Lever]:
     largest = max(there, key=lambda number: trace.storages[number].bytes)
     there = [number for number in there if _PART * trace.storages[number].bytes >= trace.storages[largest].bytes]
     module = trace.storages[largest].module or "the model"
-    changed = with_lives(trace, {number: (trace.storages[number].alloc_at, used) for number, used in lives.items()})
+    changed = with_lifetimes(
+        trace, {number: (trace.storages[number].alloc_at, used) for number, used in last_uses.items()}
+    )
     yield case.lever(
         f"let go of results that nothing reads: {module}",
         "loss = model(...).loss; del output before loss.backward(): keep no name for what only the loss reads",
@@ -148,4 +150,4 @@ def _freed(trace: Trace, kept: list[int]) -> Trace:
                 if op.phase is Phase.BACKWARD:
                     first.setdefault(ref.storage, index)
                 last[ref.storage] = index
-    return with_lives(trace, {each: (first[each], last[each]) for each in kept if each in first})
+    return with_lifetimes(trace, {each: (first[each], last[each]) for each in kept if each in first})

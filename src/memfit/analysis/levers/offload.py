@@ -112,14 +112,14 @@ class _HostStep:
 def _activations(case: Case) -> Iterator[Lever]:
     """What autograd alone holds goes to the host and comes back when its backward begins."""
     timeline, trace = case.timeline, case.timeline.trace
-    lives = timeline.allocations
+    table = timeline.allocations
     first = _first_backward_ops(case)
     at = timeline.step_instants
-    change = np.zeros(lives.instants + 2, np.int64)
+    change = np.zeros(table.instants + 2, np.int64)
     moved = 0
-    for number in range(len(lives.alloc_at)):
-        storage = int(lives.storage[number])
-        if storage == NO_INDEX or int(lives.remade[number]) != NO_INDEX:
+    for number in range(len(table.alloc_at)):
+        storage = int(table.storage[number])
+        if storage == NO_INDEX or int(table.remade[number]) != NO_INDEX:
             continue
         found = trace.storages[storage]
         if found.category is not Category.ACTIVATION or found.alloc_at == BEFORE_STEP or not found.saved_by:
@@ -129,7 +129,7 @@ def _activations(case: Case) -> Iterator[Lever]:
         gone = max(released, found.alloc_at)
         if back == NO_INDEX or back <= gone + 1:
             continue
-        begins, ends = int(at[gone]) + 1, min(int(at[back]), int(lives.free_after[number]) + 1)
+        begins, ends = int(at[gone]) + 1, min(int(at[back]), int(table.free_after[number]) + 1)
         if begins < ends:
             change[begins] -= found.bytes
             change[ends] += found.bytes
