@@ -32,7 +32,7 @@ __all__ = [
     "schema_of",
 ]
 
-# TorchDispatchMode (torch/utils/_python_dispatch.py) sees every aten op. The capture and the compilation of a policy are
+# TorchDispatchMode (torch/utils/_python_dispatch.py) sees every aten op. The capture and the compiler of a policy are
 # such modes; without it nothing of memfit works.
 
 # OpOverload (torch/_ops.py) is the type of what a mode is called with.
