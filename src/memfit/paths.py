@@ -16,12 +16,12 @@ MODEL_LABEL = "(model)"
 
 
 def alike(path: str) -> str:
-    """`layers.0.norm` and `layers.31.norm` are both `layers.*.norm`."""
+    """Replace the numbers in a path: `layers.0.norm` and `layers.31.norm` are both `layers.*.norm`."""
     return _NUMBER.sub("*", path)
 
 
 def folded(paths: Iterable[str]) -> str:
-    """Paths that are alike as one: `layers.0-15.norm`, `layers.0-3,7`; with stars where ranges would say too much."""
+    """Write paths that are alike as one: `layers.0-15.norm`, `layers.0-3,7`; stars where ranges would say too much."""
     different = sorted(set(paths))
     numbers = zip(*map(_NUMBER.findall, different), strict=True)
     columns = [sorted(set(map(int, column))) for column in numbers]
@@ -31,7 +31,7 @@ def folded(paths: Iterable[str]) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Numbers with those in a row as one: `0-3,7`."""
+    """Write numbers with those in a row as one: `0-3,7`."""
     parts = []
     for _, run in groupby(enumerate(sorted(set(numbers))), key=lambda pair: pair[1] - pair[0]):
         members = [number for _, number in run]
@@ -40,7 +40,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def around(path: str) -> list[str]:
-    """The paths of the modules that contain a module, from the model itself on."""
+    """Return the paths of the modules that contain a module, from the model itself on."""
     parts = path.split(".") if path else []
     return [".".join(parts[:count]) for count in range(len(parts))]
 
@@ -93,7 +93,7 @@ def _numbers(names: Iterable[str]) -> dict[str, set[str]]:
 
 
 def repeated_blocks(kinds: Mapping[str, str]) -> tuple[str, ...]:
-    """Of modules given with their kinds, those that are alike and numbered in a row, the outermost such."""
+    """Return the outermost modules, of those given with their kinds, that are alike and numbered in a row."""
     lists: dict[str, list[str]] = defaultdict(list)
     for path in kinds:
         if match := _BLOCK.match(path):

@@ -33,14 +33,14 @@ RUNNING = "the unit runs at the peak"
 
 
 def checkpointing_of(report: Report, timeline: Timeline) -> Checkpointing | None:
-    """What checkpointed units hold at the peak; None when nothing is checkpointed, by a plan or by the model itself."""
+    """Return what checkpointed units hold at the peak; None when neither a plan nor the model checkpoints anything."""
     if report.plan is not None and report.plan.predicted is not None and report.plan.checkpoint:
         return _of_plan(report, timeline)
     return _of_model(timeline)
 
 
 def kept_by_plan(report: Report, timeline: Timeline) -> dict[int, str]:
-    """Storages that are there because of a plan, each with what it is kept for."""
+    """Return storages that are there because of a plan, each with what it is kept for."""
     found: dict[int, str] = {}
     for unit, policy in _chosen(report):
         problem, own = _cut(report, unit)
@@ -62,7 +62,7 @@ def _chosen(report: Report) -> list[tuple[Unit, Policy]]:
 
 
 def _cut(report: Report, unit: Unit) -> tuple[UnitColumns, np.ndarray]:
-    """A unit as the frontiers see it, and its storages."""
+    """Return a unit as the frontiers see it, and its storages."""
     trace_columns = report.problem.trace_columns
     low, high = np.searchsorted(trace_columns.forward_alloc_at, (unit.begin, unit.end))
     return UnitColumns.of(trace_columns, unit), trace_columns.forward_storages[low:high]
@@ -94,7 +94,7 @@ def _of_plan(report: Report, timeline: Timeline) -> Checkpointing:
 
 
 def _running(report: Report, holders: Holders) -> bool:
-    """Whether a unit that is checkpointed runs at the peak."""
+    """Return whether a unit that is checkpointed runs at the peak."""
     return any(_runs(unit, holders.now) for unit, _ in _chosen(report))
 
 
@@ -103,7 +103,7 @@ def _runs(unit: Unit, op: int) -> bool:
 
 
 def _reasons(report: Report, unit: Unit, policy: Policy, holders: Holders) -> Iterator[tuple[int, str, str]]:
-    """Every storage that a unit makes or is given and does not drop, with the reason."""
+    """Yield every storage that a unit makes or is given and does not drop, with the reason."""
     trace_columns = report.problem.trace_columns
     problem, own = _cut(report, unit)
     running = _runs(unit, holders.now)
@@ -133,7 +133,7 @@ def _reasons(report: Report, unit: Unit, policy: Policy, holders: Holders) -> It
 
 
 def _of_model(timeline: Timeline) -> Checkpointing | None:
-    """Modules that the user's own `torch.utils.checkpoint` runs again, and what of them is there at the peak."""
+    """Return what modules under the user's own `torch.utils.checkpoint` hold at the peak; None when there are none."""
     trace = timeline.trace
     found = repeats(trace)
     first = sorted(
@@ -168,13 +168,13 @@ def _of_model(timeline: Timeline) -> Checkpointing | None:
 
 
 def _within(trace: Trace, op: int, calls: set[int]) -> bool:
-    """Whether an op is part of one of these calls or of one inside them."""
+    """Return whether an op is part of one of these calls or of one inside them."""
     call = trace.ops[min(op, len(trace.ops) - 1)].call
     return call != NO_INDEX and not calls.isdisjoint(trace.ancestors(call))
 
 
 def _there(timeline: Timeline, instant: int) -> set[int]:
-    """Storages as they were first made that are there at an instant."""
+    """Return storages as they were first made that are there at an instant."""
     table, alive = timeline.allocations, timeline.alive_at(instant)
     return set(table.storage[alive[table.remade[alive] == NO_INDEX]].tolist()) - {NO_INDEX}
 
@@ -194,7 +194,7 @@ def _still(timeline: Timeline, holders: Holders, unit: str, storage: int, reason
 
 
 def _findings(timeline: Timeline, still: list[StillHeld], without: int | None, running: bool) -> Iterator[str]:
-    """What can be said in a sentence each; `running` says whether a checkpointed unit runs at the peak."""
+    """Yield what can be said in a sentence each; `running` says whether a checkpointed unit runs at the peak."""
     trace, instant = timeline.trace, timeline.peak_instant
     op = min(int(timeline.op[instant]), len(trace.ops) - 1)
     phase = trace.ops[op].phase
@@ -227,7 +227,7 @@ def _findings(timeline: Timeline, still: list[StillHeld], without: int | None, r
 
 
 def _place(trace: Trace, op: int) -> str:
-    """The loss, be it a function, a module or the end of the model's forward; else the module."""
+    """Return the loss, be it a function, a module or the end of the model's forward; else the module."""
     call = trace.ops[op].call
     if call == NO_INDEX:
         return "the loss"
@@ -245,7 +245,7 @@ def _place(trace: Trace, op: int) -> str:
 
 
 def forced_ops(trace_columns: TraceColumns, unit: Unit) -> dict[int, str]:
-    """The reason of each such op, by its offset from the unit's first op (Note [Rules] of the unit's problem, 4)."""
+    """Return why ops must not be recomputed, by offset in the unit (Note [Rules] of tradeoff/policy.py, 4)."""
     offsets = np.flatnonzero(UnitColumns.of(trace_columns, unit).forced).tolist()
     return {offset: _why(trace_columns, unit, unit.begin + offset) for offset in offsets}
 

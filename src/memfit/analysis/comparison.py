@@ -104,11 +104,11 @@ class Comparison:
         return (*memory, *(each for each in self.times if each.first_ms != each.second_ms))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
+        """Return everything as plain values, for JSON."""
         return {"same": self.same, **msgspec.to_builtins(dataclasses.asdict(self))}
 
     def to_json(self) -> str:
-        """The same as text."""
+        """Return `to_dict` as JSON text."""
         return json_text(self.to_dict())
 
     def __rich__(self) -> RenderableType:
@@ -189,7 +189,7 @@ def _title(plan: Plan) -> str:
 
 
 def _changed_setting(first: Plan, second: Plan) -> Iterator[Changed]:
-    """What the plans were asked for, and what they decided for the whole step."""
+    """Yield what the plans were asked for, and what they decided for the whole step."""
     yield from rows_of(
         ("device", first.target.title, second.target.title),
         ("ranks", str(first.ranks), str(second.ranks)),
@@ -233,13 +233,13 @@ def _gathered(shard: ShardPlan) -> str:
 
 
 def _forced(plan: Plan) -> str | None:
-    """What is checkpointed though the fastest plan would not, as the step fits without: it was asked for."""
+    """Return what is checkpointed on request though the step fits without it; None when nothing is."""
     fits = plan.baseline.peak_bytes <= plan.budget_bytes
     return _names(entry.unit for entry in plan.checkpoint) if fits and plan.checkpoint else None
 
 
 def _names(modules: Iterable[str]) -> str:
-    """Those whose paths differ in numbers only as one name."""
+    """Join unit names; those whose paths differ in numbers only become one."""
     groups: dict[str, list[str]] = {}
     for module in modules:
         groups.setdefault(alike(module), []).append(module)
@@ -287,7 +287,7 @@ def _times(first: Plan, second: Plan) -> Iterator[MsChange]:
 
 
 def _decisions(first: Plan, second: Plan) -> tuple[DecisionChange, ...]:
-    """Units that are not treated alike, those that change most bytes first."""
+    """Return units that are not treated alike, those that change most bytes first."""
     before, after = ({entry.unit: entry for entry in plan.checkpoint} for plan in (first, second))
     groups: dict[tuple[object, ...], list[tuple[Checkpoint | None, Checkpoint | None]]] = {}
     for unit in dict.fromkeys((*before, *after)):
@@ -323,6 +323,6 @@ def _decision(pairs: Sequence[tuple[Checkpoint | None, Checkpoint | None]]) -> D
 
 
 def reserves_more(plan: Plan) -> bool:
-    """Whether the allocator takes more than the tensors that are alive; on a CPU there is none that does."""
+    """Return whether the allocator reserves more than the live tensors; a CPU has no caching allocator."""
     estimates = [each for each in (plan.baseline, plan.predicted) if each is not None]
     return any(each.peak_reserved_bytes != each.peak_bytes for each in estimates)

@@ -50,7 +50,7 @@ def explain(
     levers: bool = True,
     **inputs: Unpack[StepInputs],
 ) -> StepExplanation:
-    """What fills the peak of a training step and what holds it, and the levers that would lower it, cheapest first.
+    """Explain what fills the peak of a training step, what holds it, and which levers would lower it, cheapest first.
 
     Takes what `plan` takes, all but `start`: a model and a batch, a `Step`, a `Trace`, or a function that runs the
     step. Also a plan with its step, `explain(plan, step)`, which is explained as it runs under the plan; a plan alone
@@ -125,7 +125,7 @@ def _explanation(case: Case, levers: tuple[Lever, ...], least: MinBudget | None)
 
 
 def _of_document(plan: Plan) -> StepExplanation:
-    """What a plan knows of its step by itself."""
+    """Explain a step from the plan document alone."""
     estimate = plan.predicted or plan.baseline
     return StepExplanation(
         device=plan.target.device,
@@ -156,7 +156,7 @@ def _place(at: PeakAt, captured: Trace | None) -> PeakPlace:
 
 
 def _by_module(timeline: Timeline, instant: int, there: np.ndarray, holders: Holders) -> tuple[ModuleAtPeak, ...]:
-    """Every module that has something at the peak, with the ends of blocks that the allocator rounds up to."""
+    """Return every module that has something at the peak; sizes are rounded up as the allocator rounds them."""
     categories: dict[str, Counter[Category]] = defaultdict(Counter)
     lines: dict[str, Counter[str]] = defaultdict(Counter)
     for number in there.tolist():
@@ -199,7 +199,7 @@ def _by_line(timeline: Timeline, there: np.ndarray, holders: Holders) -> tuple[L
 
 
 def _activations(timeline: Timeline) -> tuple[ModuleActivations, ...]:
-    """Modules by what they hold for the backward at the instant when most is held, children included."""
+    """Return modules by what they hold for the backward at the instant when most is held, children included."""
     instant = int(timeline.during_by_row[_ACTIVATION].argmax())
     own: Counter[str] = Counter()
     for number in timeline.alive_at(instant).tolist():

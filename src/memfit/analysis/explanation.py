@@ -155,11 +155,11 @@ class StepExplanation:
         return self.peak_bytes <= self.budget_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
+        """Return everything as plain values, for JSON."""
         return {"measured": False, "fits": self.fits, **msgspec.to_builtins(dataclasses.asdict(self))}
 
     def to_json(self) -> str:
-        """The same as text."""
+        """Return `to_dict` as JSON text."""
         return json_text(self.to_dict())
 
     def __rich__(self) -> RenderableType:

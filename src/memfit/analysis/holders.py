@@ -52,7 +52,7 @@ class Holders:
         self._parameters = {each.storage: each for each in self.trace.parameters}
 
     def of(self, number: int) -> HeldStorage:
-        """An allocation of the timeline's, with what holds it."""
+        """Return an allocation of the timeline with what holds it."""
         found = self.timeline.allocation(number)
         kind, held_by = self._holder(number)
         alloc_at, free_after = self._op(found.alloc_at), self._op(found.free_after)
@@ -74,13 +74,13 @@ class Holders:
         )
 
     def source(self, storage: int) -> str:
-        """The user's line that made a storage; empty for what is there before the step."""
+        """Return the user's line that made a storage; empty for what is there before the step."""
         if storage == NO_INDEX or not 0 <= self.trace.storages[storage].alloc_at < len(self.trace.ops):
             return ""
         return self.trace.source_of(self.trace.storages[storage].alloc_at)
 
     def place(self, storage: int) -> str:
-        """Where a result that no module made was made: `<loss>` or `<optimizer>`; empty for all others."""
+        """Return where a result that no module made was made: `<loss>` or `<optimizer>`; empty for all others."""
         if (
             storage == NO_INDEX
             or self.trace.storages[storage].module
@@ -96,13 +96,13 @@ class Holders:
         return "<optimizer>" if self.trace.ops[op].phase is Phase.OPTIMIZER else LOSS
 
     def op_in(self, op: int) -> str:
-        """An op and the module that it runs in, in words."""
+        """Return an op and the module that it runs in, in words."""
         call = self.trace.ops[op].call
         where = self.place_of_op(op) if call == NO_INDEX else self.trace.calls[call].module or "the model itself"
         return f"{self._name(op)} in {where}"
 
     def _holder(self, number: int) -> tuple[str, str]:
-        """The kind of holder, and what it is."""
+        """Return the kind of holder, and what it is."""
         found = self.timeline.allocation(number)
         if found.storage == NO_INDEX:
             return "sharding", _SHARDED.get(found.category, "{}").format(module_label(found.module))
@@ -122,7 +122,7 @@ class Holders:
         return self.of_storage(found.storage)
 
     def of_storage(self, storage: int) -> tuple[str, str]:
-        """What holds a result of an op: autograd, ops that are still to read it, or only Python."""
+        """Return what holds a result of an op: autograd, ops that are still to read it, or only Python."""
         found, now = self.trace.storages[storage], self.now
         savers = [op for op in found.saved_by if op < now]
         later = {saver: reads for saver in savers if (reads := [op for op in self._backward[saver] if op >= now])}
@@ -154,7 +154,7 @@ class Holders:
         return f"; also held by Python {_PYTHON} {_until(released)}"
 
     def _of_backward(self, storage: int) -> tuple[str, str]:
-        """What holds a gradient on its way that no op reads again."""
+        """Return what holds a gradient of an activation that no op reads again."""
         found = self.trace.storages[storage]
         made = self.trace.ops[found.alloc_at]
         if found.free_after == self.now:
@@ -188,10 +188,10 @@ def _until(op: int) -> str:
 
 
 def rounded(n_bytes: int, rounding_bytes: int) -> int:
-    """Bytes up to the end of a block."""
+    """Round bytes up to whole allocator blocks."""
     return -(-n_bytes // rounding_bytes) * rounding_bytes
 
 
 def allocation_bytes(timeline: Timeline) -> Bytes:
-    """What every allocation of a timeline takes."""
+    """Return the bytes that every allocation of a timeline takes."""
     return timeline.allocation_bytes

@@ -47,7 +47,7 @@ class Report:
         title: str = "",
         options: SolveOptions | None = None,
     ) -> Report:
-        """The report of a plan on the step that it was made for; another step is refused (`PlanMismatch`).
+        """Build the report of a plan on the step that it was made for; another step is refused (`PlanMismatch`).
 
         `options` are those that the plan was made with, of which its document knows only what it decided.
         """
@@ -71,7 +71,7 @@ class Report:
 
     @classmethod
     def of_trace(cls, trace: Trace, *, target: Target | None = None, cost: Cost | str | None = None) -> Report:
-        """The report of a step without a plan."""
+        """Build the report of a step without a plan."""
         aim = target or Target.parse(trace.hardware)
         return cls(problem=Problem.of(Runtime.of(trace, resolve_cost(cost, aim)), aim), plan=None)
 
@@ -110,7 +110,7 @@ class Report:
         return self.problem.replay(self.chosen)
 
     def with_curve(self, points: int = 16) -> Report:
-        """The same report with the whole trade-off."""
+        """Return the same report with the whole trade-off."""
         return replace(self, curve=build_curve(self.problem, points=points))
 
 

@@ -28,14 +28,14 @@ class Changed:
 
 
 def rows_of(*rows: Row) -> Iterator[Changed]:
-    """Those of the rows whose sides differ."""
+    """Yield the rows whose sides differ."""
     for name, first, second in rows:
         if first != second:
             yield Changed(name=name, first=first, second=second)
 
 
 def changed_records(first: Plan | Trace, second: Plan | Trace) -> Iterator[Changed]:
-    """What tells two steps apart, that which explains most first."""
+    """Yield what tells two steps apart, what explains most first."""
     one, other = _trace_record(first), _trace_record(second)
     found = list(_differences(one, other))
     if not found and one.ops == other.ops and first.fingerprint != second.fingerprint:
@@ -63,7 +63,7 @@ def _differences(one: TraceRecord, other: TraceRecord) -> Iterator[Changed]:
 
 
 def _inputs(one: Sequence[InputRecord], other: Sequence[InputRecord]) -> Iterator[Changed]:
-    """Tensors of the batch by their place in it."""
+    """Yield the tensors of the batch that differ, by their place in it."""
     for place in range(max(len(one), len(other))):
         sides = [describe_input(side[place]) if place < len(side) else None for side in (one, other)]
         yield from rows_of((f"batch tensor {place}", sides[0], sides[1]))
@@ -74,13 +74,13 @@ def _counted(parameters: Sequence[ParameterRecord]) -> str:
 
 
 def _parameters(one: Sequence[ParameterRecord], other: Sequence[ParameterRecord]) -> Iterator[Changed]:
-    """Parameters that are not the same; of layers that only one side has, how many there are."""
+    """Yield parameters that differ; of layers that only one side has, how many there are."""
     sides = [{each.names[0]: describe_parameter(each) for each in parameters} for parameters in (one, other)]
     return _named_rows("parameter", "parameters", sides[0], sides[1])
 
 
 def changed_modules(first: Trace, second: Trace) -> Iterator[Changed]:
-    """Modules that are not the same kind, or that only one side has."""
+    """Yield modules of another kind, or that only one side has."""
     sides = [{module_label(each.path): each.kind for each in trace.modules} for trace in (first, second)]
     return _named_rows("module", "modules", sides[0], sides[1])
 
@@ -131,7 +131,7 @@ class ModuleChange:
 
 
 def traced_memory(first: Trace, second: Trace) -> tuple[tuple[BytesChange, ...], tuple[str, str]]:
-    """The peaks of both, taken apart, and where they are."""
+    """Return the peaks of both sides by category, and where they are."""
     sides = [Timeline.of(trace, trace.hardware.allocator.rounding_bytes) for trace in (first, second)]
     held = [reserved(trace, trace.hardware).peak_reserved_bytes for trace in (first, second)]
     one, other = sides
@@ -165,7 +165,7 @@ class _Work:
 
 
 def changed_work(first: Trace, second: Trace) -> tuple[ModuleChange, ...]:
-    """Modules that hold or compute something else, those whose bytes change most first."""
+    """Return modules that hold or compute something else, those whose bytes change most first."""
     one, other = _work(first), _work(second)
     found = []
     for pattern in dict.fromkeys((*one, *other)):
@@ -194,7 +194,7 @@ def _by_change(each: ModuleChange) -> tuple[int, int]:
 
 
 def _work(trace: Trace) -> dict[str, _Work]:
-    """By pattern of module paths, of modules that are called."""
+    """Return bytes and FLOPs of the modules that are called, by pattern of their paths."""
     flops: dict[str, int] = defaultdict(int)
     by_call: dict[int, int] = defaultdict(int)
     for op in trace.ops:

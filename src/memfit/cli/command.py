@@ -100,14 +100,14 @@ def _run(arguments: list[str], *, program: bool) -> int:
 
 
 def command_class(name: str) -> type[Command]:
-    """The class of a command; its fields are its options."""
+    """Return the class of a command; its fields are its options."""
     from memfit.cli.commands import CLASSES
 
     return CLASSES[name]
 
 
 def parsed(name: str, arguments: list[str]) -> Command:
-    """The command that its arguments ask for; wrong ones end the program with code 2."""
+    """Parse the command that its arguments ask for; wrong ones end the program with code 2."""
     import tyro
 
     return tyro.cli(command_class(name), prog=f"memfit {name}", args=arguments, config=(tyro.conf.OmitArgPrefixes,))

@@ -32,7 +32,7 @@ _WIDTH = 100
 
 
 def result_console() -> Console:
-    """The console for results, as wide as the terminal that shows them, whatever the other streams lead to."""
+    """Return the console for results, as wide as the terminal that shows them, whatever the other streams lead to."""
     stream = result_stream()
     console = Console(file=stream, highlight=False)
     if "COLUMNS" in os.environ:
@@ -73,7 +73,7 @@ def _write(text: str) -> None:
 
 
 def to_json(result: Any) -> str:
-    """A result as JSON, with a newline at its end; no room is imported for it that is not there already."""
+    """Return a result as JSON, with a newline at its end; imports no room that is not loaded already."""
     if isinstance(result, str):
         return result if result.endswith("\n") else f"{result}\n"
     if hasattr(result, "to_json"):
@@ -84,7 +84,7 @@ def to_json(result: Any) -> str:
 
 
 def plain(result: Any) -> Any:
-    """A result as the values that JSON has."""
+    """Return a result as the values that JSON has."""
     import msgspec
 
     found = dataclasses.asdict(result) if dataclasses.is_dataclass(result) else result
@@ -145,7 +145,7 @@ def only_results(*, to_the_end: bool) -> Iterator[None]:
 
 
 def result_stream() -> TextIO:
-    """The stream to write results to."""
+    """Return the stream to write results to."""
     return _kept[-1] if _kept else sys.stdout
 
 
@@ -162,7 +162,7 @@ def writing_results() -> Iterator[None]:
 
 
 def _stream_for_results() -> tuple[TextIO, bool]:
-    """A stream to where the standard output leads now, and whether it was opened here."""
+    """Return a stream to where the standard output leads now, and whether it was opened here."""
     stdout = sys.stdout
     if stdout is None:
         return open(os.devnull, "w"), True
@@ -190,7 +190,7 @@ def _standard_output_to_errors() -> int | None:
 
 
 def _flush_what_others_wrote() -> None:
-    """What Python and C still hold for the standard output goes where it was meant to go when it was written."""
+    """Flush what Python and C still hold for the standard output to where it led when they wrote it."""
     import ctypes
 
     with contextlib.suppress(AttributeError, OSError, ValueError):
@@ -207,12 +207,12 @@ _IN_A_ROW = re.compile(rf"[\t\n]|{_CONTROL.pattern}")
 
 
 def escaped(text: str, *, row: bool = False) -> str:
-    r"""The text with `\x1b` for an escape; in a row of a table also with `\n` for a newline."""
+    r"""Return the text with `\x1b` for an escape; in a row of a table also with `\n` for a newline."""
     return (_IN_A_ROW if row else _CONTROL).sub(lambda found: _written(found[0]), text)
 
 
 def printable(result: Any, *, row: bool = False) -> Any:
-    """A result with nothing in it that a terminal would act on: the one place where names of others reach it.
+    """Return a result without control characters: the one place where names from other code reach a terminal.
 
     In a row of a table a newline is a name's, and written out; memfit's own lines there are the parts of a group.
     """

@@ -30,7 +30,7 @@ class UsageError(InputError):
 
 @contextlib.contextmanager
 def about(option: str) -> Iterator[None]:
-    """What is wrong in here came from this option."""
+    """Raise an `InputError` of the block as a usage error of this option."""
     try:
         yield
     except UsageError:
@@ -57,7 +57,7 @@ def check_files(files: dict[str, Path | None]) -> None:
 
 @contextlib.contextmanager
 def for_file(option: str) -> Iterator[None]:
-    """What goes wrong with writing in here is an error of the file that this option names, and no wrong usage."""
+    """Raise a failed write in the block as an error of the file that this option names."""
     try:
         yield
     except InputError as error:
@@ -123,7 +123,7 @@ def check_options(name: str, kind: type[Any], arguments: list[str]) -> None:
 
 
 def _example(option: str) -> str:
-    """An option with a value that could be meant."""
+    """Return an option with a value that could be meant."""
     values = {
         "--ranks": "8, which shards the model over 8 ranks",
         "--target": "h100-sxm",
@@ -138,7 +138,7 @@ def _example(option: str) -> str:
 
 
 def _option_names(kind: type[Any]) -> Iterator[str]:
-    """The options of a command as they are written, other names included."""
+    """Yield the options of a command as they are written, other names included."""
     hints = get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]

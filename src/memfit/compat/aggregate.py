@@ -31,7 +31,7 @@ def aggregate_stats(
     sac_estimator: Any,
     dev: torch.device,
 ) -> ModuleInfo:
-    """The modules of a step as three trackers saw them; `module_info` gives the same from one trace.
+    """Aggregate the modules of a step as three trackers saw them; `module_info` does the same from one trace.
 
     Each tracker may be PyTorch's (`torch.distributed._tools`) or memfit's. `model` is the module that PyTorch's
     ones watched, or one of the same structure; `dev` is the device whose memory counts.
@@ -76,7 +76,7 @@ class _Aliases:
         self._paths = {path: alike for alike in paths.values() for path in alike}
 
     def matched(self, paths: Mapping[str, str], table: Mapping[str, Value]) -> dict[str, Value]:
-        """By name what a table has by path, under that path or another one of the same module."""
+        """Look up by name what a table has by path, under that path or another one of the same module."""
         found: dict[str, Value] = {}
         for name, path in paths.items():
             for alias in (path, *self._paths[path]):
@@ -87,7 +87,7 @@ class _Aliases:
 
 
 def _names(tracker: Any, model: nn.Module) -> dict[str, str]:
-    """The path of each of the model's modules, by the name that a tracker has for it."""
+    """Return the path of each of the model's modules, by the name that a tracker has for it."""
     paths = model.named_modules(remove_duplicate=False)
     if isinstance(tracker, RuntimeEstimator):
         return {path: path for path, _ in paths}
@@ -110,7 +110,7 @@ def _sizes(tracker: Any, model: nn.Module, dev: torch.device) -> Mapping[str, Mo
 
 
 def _times(runtimes: Mapping[str, Mapping[str, float]], names: Iterable[str]) -> dict[str, ModRuntime]:
-    """Times of all modules, given in forward pre-order.
+    """Return the times of all modules, given in forward pre-order.
 
     PyTorch's estimator has none of a module in which no op runs, and no backward time of one whose output it cannot
     look into. The first has 0, the second the sum of its children's.
@@ -136,7 +136,7 @@ def _parent(name: str, names: Container[str]) -> str | None:
 
 
 def _tradeoffs(estimator: Any, model: nn.Module) -> dict[str, SACTradeOffStats]:
-    """By path."""
+    """Return the fitted trade-offs by path."""
     if isinstance(estimator, SACEstimator):
         return by_module(estimator._captured(), fitted(estimator))
     names = _names(estimator, model)
@@ -156,7 +156,7 @@ Kinds = Mapping[str, int]
 
 
 def tracked_bytes(tracking: Mapping[nn.Module, Any], model: nn.Module, dev: torch.device) -> dict[str, ModuleBytes]:
-    """The sizes of every module of the model that was tracked, by its first path."""
+    """Return the sizes of every module of the model that was tracked, by its first path."""
     tracked = {path: module for path, module in model.named_modules() if module in tracking}
     if not tracked:
         raise InputError(
@@ -209,7 +209,7 @@ def _backward(stats: Any, device: torch.device) -> list[tuple[Kinds, Kinds]]:
 
 
 def _enclosing(inner: list[tuple[Kinds, Kinds]]) -> list[tuple[Kinds, Kinds]]:
-    """The backward of a module from those of the modules inside it (Note [Missing backward])."""
+    """Derive the backward of a module from those of the modules inside it (Note [Missing backward])."""
     if not inner:
         return []
     begin, _ = min(inner, key=lambda call: call[0].get("Gradient", 0))
@@ -223,7 +223,7 @@ def _kinds(stats: Any, state: str, device: torch.device) -> list[Kinds]:
 
 
 def _device(dev: torch.device | str, statistics: Iterable[Any]) -> torch.device:
-    """The tracked device meant; a device without an index is the only one of its type."""
+    """Return the tracked device meant; a device without an index is the only one of its type."""
     dev = torch.device(dev)
     seen = {
         device: None

@@ -88,7 +88,7 @@ class MemTracker(StepCapture[Timeline]):
 
     @classmethod
     def of(cls, trace: Trace, *, rounding_bytes: int | None = None) -> MemTracker:
-        """The tracker of a step that was captured before; sizes are rounded as the trace's device does."""
+        """Build the tracker of a step that was captured before; sizes are rounded as the trace's device does."""
         tracker = cls(target=trace.hardware)
         tracker._take(trace, rounding_bytes)
         return tracker
@@ -122,7 +122,7 @@ class MemTracker(StepCapture[Timeline]):
         return self
 
     def get_tracker_snapshot(self, type: str = "current") -> DeviceSnapshot:
-        """Bytes by kind at the `"peak"` of the step, or `"current"`: when the step is over."""
+        """Return bytes by kind at the `"peak"` of the step, or `"current"`: when the step is over."""
         timeline = self._captured()
         if type == "peak":
             by_category = timeline.peak_by_category
@@ -250,5 +250,5 @@ def _in_units(n_bytes: int, units: str) -> str:
 
 
 def _natural(path: str) -> list[tuple[int, str]]:
-    """A sort key under which `layers.10` follows `layers.9`."""
+    """Return a sort key under which `layers.10` follows `layers.9`."""
     return [(int(part), "") if part.isdigit() else (-1, part.lower()) for part in re.split("([0-9]+)", path)]

@@ -37,7 +37,7 @@ def module_info(
     sac: Mapping[str, SACTradeOffStats] | None = None,
     each_call: bool = False,
 ) -> ModuleInfo:
-    """The modules of one step, by their paths, for `parse_module_info`.
+    """Build the statistics of the modules of one step, by their paths, for `parse_module_info`.
 
     `timeline` is that of the runtime's trace, by default with sizes rounded as its device does. `sac` has trade-offs
     by the names of units (`path`, `path#1` for a second call), by default all that there are. With `each_call` every
@@ -77,7 +77,7 @@ def module_info(
 
 
 def only(order: ModOrder, names: set[str]) -> ModOrder:
-    """The orders without the modules that are not named, such as a loss."""
+    """Return the orders without the modules that are not named, such as a loss."""
     return {
         "fw_pre_order": [name for name in order["fw_pre_order"] if name in names],
         "bw_pre_order": [name for name in order["bw_pre_order"] if name in names],
@@ -123,7 +123,7 @@ def _stats(name: str, size: ModuleBytes, time: ModRuntime, tradeoff: SACTradeOff
 
 
 def _call_names(trace: Trace) -> list[str]:
-    """A name for each call: its parent's, what its path adds to that, and its number (Note [Names of calls])."""
+    """Return a name for each call: its parent's, what its path adds to that, and its number (Note [Names of calls])."""
     numbers = call_numbers(trace)
     names: list[str] = []
     for index, call in enumerate(trace.calls):
@@ -170,7 +170,7 @@ class ModuleBytes:
 
 
 def module_bytes(timeline: Timeline) -> tuple[dict[str, ModuleBytes], dict[int, ModuleBytes]]:
-    """Of every module that was called in forward, by path, and of every such call, by its number in the trace."""
+    """Return the bytes of every module called in forward, by path, and of every such call, by its index."""
     trace = timeline.trace
     kept = _kept(timeline)
     levels = _Levels(timeline)
@@ -204,7 +204,7 @@ def module_bytes(timeline: Timeline) -> tuple[dict[str, ModuleBytes], dict[int, 
 
 
 def over_calls(passes: Sequence[Sequence[ModuleBytes]]) -> ModuleBytes:
-    """One module from its calls in each forward pass: sizes in sum, levels of the highest call."""
+    """Combine the calls of one module in each forward pass: sizes in sum, levels of the highest call."""
     highest = max((call for calls in passes for call in calls), key=lambda call: call.level_bytes)
     return ModuleBytes(
         parameter_bytes=highest.parameter_bytes,
@@ -220,7 +220,7 @@ def over_calls(passes: Sequence[Sequence[ModuleBytes]]) -> ModuleBytes:
 
 
 def _repeated(trace: Trace, memory: Mapping[str, ModuleMemory]) -> dict[int, CallMemory]:
-    """Of each call whose backward is that of its recomputation, as with a reentrant checkpoint, the latter."""
+    """Map each call whose backward is that of its recomputation, as with a reentrant checkpoint, to the latter."""
     by_number = {call.call: call for module in memory.values() for call in module.calls}
     again = {first: by_number[again] for again, first in repeats(trace).items()}
     return {first: call for first, call in again.items() if call.backward_peak}
@@ -266,7 +266,7 @@ class _Levels:
 
 
 def _kept(timeline: Timeline) -> list[int]:
-    """For each call the activations that it leaves for backward and that are not among its outputs."""
+    """Return, for each call, the activations that it leaves for backward and that are not among its outputs."""
     trace = timeline.trace
     sizes: list[int] = timeline.allocation_bytes.tolist()
     last_read = [NO_INDEX] * len(trace.storages)
@@ -294,7 +294,7 @@ def _kept(timeline: Timeline) -> list[int]:
 
 
 def _left_by_last_op(trace: Trace, number: int, sizes: Sequence[int]) -> int:
-    """The activations among the outputs of a call whose outputs no later op reads in forward."""
+    """Return the activations among the outputs of a call whose outputs no later op reads in forward."""
     call = trace.calls[number]
     if call.begin == call.end or call.phase is Phase.BACKWARD:
         return 0
@@ -320,7 +320,7 @@ def _inside_itself(trace: Trace, call: CallMemory) -> bool:
 
 
 def fitted(estimator: Any) -> dict[str, SACTradeOffStats]:
-    """What a SAC estimator, PyTorch's or memfit's, has fitted, and fits of the rest, by its names of modules.
+    """Return what a SAC estimator, PyTorch's or memfit's, has fitted, and fits of the rest, by its module names.
 
     Equal layers are fitted once. PyTorch's own fit needs another package.
     """
@@ -336,7 +336,7 @@ def fitted(estimator: Any) -> dict[str, SACTradeOffStats]:
 
 
 def call_numbers(trace: Trace) -> dict[int, int]:
-    """Of each call of the forward, how many calls of the same module came before it."""
+    """Return, for each call of the forward, how many calls of the same module came before it."""
     counts: Counter[str] = Counter()
     numbers: dict[int, int] = {}
     for index, call in enumerate(trace.calls):
@@ -347,14 +347,14 @@ def call_numbers(trace: Trace) -> dict[int, int]:
 
 
 def by_call(trace: Trace, sac: Mapping[str, SACTradeOffStats]) -> dict[int, SACTradeOffStats]:
-    """By the number of the call in the trace what is given by the names of units."""
+    """Key by call index in the trace what is keyed by the names of units."""
     numbers = call_numbers(trace).items()
     found = {call: sac.get(call_name(trace.calls[call].module, number)) for call, number in numbers}
     return {call: each for call, each in found.items() if each is not None}
 
 
 def by_module(trace: Trace, sac: Mapping[str, SACTradeOffStats]) -> dict[str, SACTradeOffStats]:
-    """By path: the shape of the first call's trade-off, the time of all calls, the bytes of those of one pass."""
+    """Key by path: the shape of the first call's trade-off, the time of all calls, the bytes of those of one pass."""
     calls = by_call(trace, sac)
     members: dict[str, list[int]] = {}
     for call in calls:

@@ -42,7 +42,7 @@ class RuntimeEstimator(TimedStepCapture[Runtime]):
 
     @classmethod
     def of(cls, step: Trace | Runtime, cost: Cost | None = None) -> RuntimeEstimator:
-        """The estimator of a step captured before, under a cost model, or of times already known."""
+        """Build the estimator of a step captured before, under a cost model, or of times already known."""
         if isinstance(step, Trace):
             if cost is None:
                 raise InputError("a trace has no times; give a cost model too, RuntimeEstimator.of(trace, cost)")
@@ -128,7 +128,7 @@ class CallOrders:
 
     @classmethod
     def of(cls, trace: Trace) -> CallOrders:
-        """The orders of one step. What a checkpoint runs again in backward is not a call of its own here."""
+        """Build the orders of one step; what a checkpoint recomputes in backward is no call of its own here."""
         calls = trace.calls
         forward = [index for index, call in enumerate(calls) if call.phase is not Phase.BACKWARD]
         depth = [0] * len(calls)

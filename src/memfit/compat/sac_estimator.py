@@ -49,7 +49,7 @@ class SACEstimator(TimedStepCapture[Trace]):
 
     @classmethod
     def of(cls, trace: Trace, op_ms: Sequence[float] | Times) -> SACEstimator:
-        """The estimator of a step captured before, for these times of its ops in milliseconds."""
+        """Build the estimator of a step captured before, for these times of its ops in milliseconds."""
         estimator = cls(target=trace.hardware)
         estimator._take(trace, np.asarray(op_ms, np.float64))
         return estimator
@@ -105,7 +105,7 @@ class SACEstimator(TimedStepCapture[Trace]):
             self.display_sac_tradeoff_stats(self.sac_mod_greedy_order_meta[name], sac_stats, print_tabular, console)
 
     def _label(self, name: str) -> str:
-        """A unit's name with the model's class in front, as the prototype has it."""
+        """Return a unit's name with the model's class in front, as the prototype has it."""
         root = next((module.kind for module in self._captured().modules if not module.path), "")
         return f"{root}.{name}" if root and name and not name.startswith("#") else f"{root}{name}"
 
@@ -123,7 +123,7 @@ class SACEstimator(TimedStepCapture[Trace]):
 
 
 def _draw(curve: SACTradeOffStats, name: str) -> None:
-    """The curve, its shifted points and the fit as `tradeoff_graphs/<name>.png`."""
+    """Draw the curve, its shifted points and the fit into `tradeoff_graphs/<name>.png`."""
     try:
         pyplot = importlib.import_module("matplotlib.pyplot")
     except ImportError as error:
@@ -149,7 +149,7 @@ def _draw(curve: SACTradeOffStats, name: str) -> None:
 
 
 def show_stats(sac_stats: SACStats, console: Console, tabular: bool) -> None:
-    """The ops of a module, one in a row."""
+    """Print the ops of a module, one in a row."""
     console.print(
         f"Total Memory: {sum(sac_stats.memory)} B Total Runtime: {sum(sac_stats.runtimes)} ms"
         f" Store Random: {sac_stats.force_store_random}",
@@ -173,7 +173,7 @@ def show_stats(sac_stats: SACStats, console: Console, tabular: bool) -> None:
 
 
 def show_tradeoff(greedy: SACGreedyOrderMeta, sac_stats: SACStats, console: Console, tabular: bool) -> None:
-    """What is discarded and run again, added up over the greedy order."""
+    """Print what is discarded and recomputed, added up over the greedy order."""
     total_memory, total_runtime = sum(sac_stats.memory), sum(sac_stats.runtimes)
     headers = ("Op Id(s)", "Op Name(s)", "Discarded Mem (%)", "Discarded Mem (B)", "Recomp time (%)")
     table = _table((*headers, "Recomp time (ms)", "MSPS", "Always Stored", "Always Recomputed"), tabular)

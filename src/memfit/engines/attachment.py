@@ -142,7 +142,7 @@ class PlannedForward:
         return _class_forward(module) if self.before is None else self.before
 
     def _function(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that takes the module first. Bound to another one, it runs that one's class's forward."""
+        """Return a function that takes the module first; for another module it runs that one's class's forward."""
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module is self._module():
@@ -260,7 +260,7 @@ class Outermost:
 
 
 def called_by_compiler() -> bool:
-    """Whether this runs in a call of what torch.compile returned."""
+    """Return whether this runs in a call of what torch.compile returned."""
     frame = frame_above(1)
     while frame is not None:
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) == COMPILE_WRAPPER:

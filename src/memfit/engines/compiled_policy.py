@@ -39,7 +39,7 @@ class RunPolicy:
 
     @classmethod
     def of(cls, entry: Checkpoint) -> RunPolicy:
-        """The policy of an entry of a plan."""
+        """Return the policy of an entry of a plan."""
         return cls(
             unit=entry.unit,
             module=entry.module,
@@ -59,7 +59,7 @@ class RunPolicy:
 
 
 def same_op(name: str, planned: str | None) -> bool:
-    """Whether an op is the one that the plan knows, if it knows it.
+    """Return whether an op is the one that the plan knows, if it knows it.
 
     Under a dispatch mode torch's own composites avoid writing in place: `add` is then what is `add_` without one.
     """
@@ -67,7 +67,7 @@ def same_op(name: str, planned: str | None) -> bool:
 
 
 def not_counted(func: Any, planned: str | None) -> bool:
-    """Whether an op is none of the step's: marks of the profiler, and detachments that a capture does not see."""
+    """Return whether an op is none of the step's: profiler marks, and detachments that a capture does not see."""
     return func.namespace == "profiler" or (str(func) == _DETACH and planned is not None and planned != _DETACH)
 
 
@@ -219,7 +219,7 @@ _TO_COPY = torch.ops.aten._to_copy.default
 
 
 def op_kind(func: Any, args: Any) -> OpKind:
-    """An op's overload and, where it casts a parameter, which: autocast leaves those out that it has done before."""
+    """Return an op's overload and, where it casts a parameter, which one: autocast caches such casts."""
     return func, id(args[0]) if func is _TO_COPY and isinstance(args[0], nn.Parameter) else 0
 
 

@@ -92,7 +92,7 @@ _NONE = object()
 
 
 def _fully_sharded(value: Any) -> bool:
-    """Whether this is a shard that FSDP2 keeps; the parameter is another tensor while it is unsharded."""
+    """Return whether this is a shard that FSDP2 keeps; the parameter is another tensor while it is unsharded."""
     return type(value) is not torch.nn.Parameter and hasattr(value, "_spec") and hasattr(value, "_local_tensor")
 
 

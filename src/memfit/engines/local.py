@@ -71,7 +71,7 @@ class Applied:
             region.end()
 
     def _steps(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer that was not given steps parameters of the plan's modules."""
+        """Return whether an optimizer that was not given steps parameters of the plan's modules."""
         known = self._ours.get(optimizer)
         if known is None:
             modules = [module for reference in self._modules if (module := reference()) is not None]

@@ -145,7 +145,7 @@ class LoopWatch:
     # -- what the loop holds ----------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """A forward begins; the first after an optimizer step ends the comparison."""
+        """Begin a forward; the first one after an optimizer step ends the comparison."""
         model = self._model()
         self._calls += 1
         if self._calls == 1:
@@ -299,7 +299,7 @@ class LoopWatch:
 
 
 def checkpointed_by_itself() -> bool:
-    """Whether a forward runs inside `torch.utils.checkpoint`, in its first run or, the reentrant kind, its second."""
+    """Return whether a forward runs inside `torch.utils.checkpoint`: its first run or a reentrant recompute."""
     if in_backward():
         return True
     hooks = top_saved_tensor_hooks()
@@ -307,7 +307,7 @@ def checkpointed_by_itself() -> bool:
 
 
 def user_level() -> int:
-    """The stacklevel, for a warning of the caller, of the innermost frame that is no library's."""
+    """Return the stacklevel, for a warning of the caller, of the innermost frame outside libraries."""
     frame, level = frame_above(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1

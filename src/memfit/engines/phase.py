@@ -48,7 +48,7 @@ class Phase:
         self._watched = weakref.ref(module)
 
     def enter(self) -> None:
-        """A unit is called in a forward."""
+        """Note that a unit is called in a forward."""
         if self._begun:
             return
         self._begun = True
@@ -72,7 +72,7 @@ class Phase:
             )
 
     def leave(self) -> None:
-        """A backward has begun: the next call of a unit in a forward belongs to another pass."""
+        """Note that a backward has begun: the next call of a unit in a forward belongs to another pass."""
         self._begun = False
 
     def leave_after(self, result: Any) -> Any:

@@ -156,7 +156,7 @@ class PolicyCompiler(TorchDispatchMode):
     def _stands_for_earlier(
         self, node: CallNode, gap: int, key: OpKey, tensors: list[tuple[Maker, Any] | None]
     ) -> None:
-        """The storage of this result is kept for the results that it overwrites too."""
+        """Keep the storage of this result for the results that it overwrites too."""
         made = [None if each is None else each[0] for each in tensors]
         for place, earlier in enumerate(self._results):
             same = [None if each is None else each[0] for each in earlier[4]] == made

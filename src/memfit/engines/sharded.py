@@ -59,7 +59,7 @@ def shard_as_planned(
 
 
 def _precision(plan: Plan, planned: ShardPlan, model: nn.Module) -> Precision:
-    """The dtypes of the plan. Autocast casts what it must; else a unit's inputs are cast with its parameters."""
+    """Return the plan's dtypes; without autocast a unit's inputs are cast with its parameters."""
     if planned.shard_dtype is not None:
         wanted = getattr(torch, planned.shard_dtype)
         for name, parameter in model.named_parameters():

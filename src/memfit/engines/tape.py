@@ -158,14 +158,14 @@ class Tape(TorchDispatchMode):
         return leaf.detach() if number is None else _Slot(number, strided_view_of(leaf))
 
     def _generators(self, leaves: list[Any]) -> Generators:
-        """The state of the generators of the devices that a random op is on, or is told to be on."""
+        """Return the generator states of the devices that a random op is on, or is told to be on."""
         if any(isinstance(leaf, torch.Generator) for leaf in leaves):
             self.followed = False  # one of the user's own, of which nothing is known
         places = (torch.empty(0, device=leaf) for leaf in leaves if isinstance(leaf, torch.device))
         return generators_of(self.device_type, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *places)
 
     def _note_writes(self, func: Any, targets: list[torch.Tensor], saved: bool, made: dict[int, int]) -> None:
-        """A storage of the region that no op has written has no known value; one from outside cannot be replayed."""
+        """Note the storages that an op writes; a write to one from outside the region forbids a replay."""
         if func in EMPTY:
             self._unwritten.update(made.values())
             return

@@ -57,7 +57,7 @@ class _Tries:
         self.wait = min(2**self.failures - 2, _LONGEST_WAIT)
 
     def compiles_anew(self, compiled: CompiledPolicy | _Unplanned | None) -> bool:
-        """Whether the next call is looked at although there is something known."""
+        """Return whether the next call is compiled again although a policy is known."""
         if isinstance(compiled, CompiledPolicy):
             return self.misses >= (_MOST_MISSES if self.hit else 1)
         self.wait -= 1

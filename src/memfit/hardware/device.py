@@ -38,7 +38,7 @@ class Link:
     lanes: int | None = None
 
     def transfer_ms(self, n_bytes: int) -> float:
-        """Time to send `n_bytes` one way in one message."""
+        """Return the time to send `n_bytes` one way in one message."""
         return self.latency_ms + n_bytes / self.bandwidth_bytes_per_s * 1e3
 
 

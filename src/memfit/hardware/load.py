@@ -28,7 +28,7 @@ RawFile = tuple[Path, dict[str, Any]]
 
 
 def load_device(name: str) -> Device:
-    """The device called `name` (case, spaces and dashes do not matter), or described by that TOML file."""
+    """Load the device called `name` (case, spaces and dashes do not matter), or described by that TOML file."""
     users = list(_user_files())
     if _is_path(name):
         path = Path(name).expanduser()
@@ -42,14 +42,14 @@ def load_device(name: str) -> Device:
 
 
 def list_devices() -> tuple[Device, ...]:
-    """Every known device, the user's own included, by name."""
+    """List every known device, the user's own included, by name."""
     users = list(_user_files())
     files = {_name(file): file for file in [*_shipped_files(), *users]}
     return tuple(_build(files[name], users) for name in sorted(files))
 
 
 def load_link(name: str) -> Link:
-    """A link of the shipped table, such as 'infiniband-ndr'."""
+    """Load a link of the shipped table, such as 'infiniband-ndr'."""
     links = _shipped_links()
     key = next((k for k in links if _normal(k) == _normal(name)), None)
     if key is None:
@@ -58,12 +58,12 @@ def load_link(name: str) -> Link:
 
 
 def list_links() -> tuple[Link, ...]:
-    """Every shipped link."""
+    """List every shipped link."""
     return tuple(_shipped_links().values())
 
 
 def user_device_paths() -> tuple[Path, ...]:
-    """Where the user's device files are looked for: MEMFIT_DEVICES, then the configuration folder."""
+    """List where the user's device files are looked for: MEMFIT_DEVICES, then the configuration folder."""
     given = [Path(p).expanduser() for p in os.environ.get(ENVIRONMENT, "").split(os.pathsep) if p]
     config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "memfit" / "devices"
     return (*given, config)
@@ -126,7 +126,7 @@ def _unknown(name: str, users: list[RawFile]) -> str:
 
 
 def _near(wanted: str, names: Mapping[str, str]) -> list[str]:
-    """Names that may have been meant, nearest first; where the model's number is known, only names with that one."""
+    """Return names that may have been meant, nearest first; only those with the same model number where it is known."""
     model = _model(wanted)
     same = [key for key in names if model and _model(key) == model]
     if same:
@@ -138,7 +138,7 @@ def _near(wanted: str, names: Mapping[str, str]) -> list[str]:
 
 
 def _model(name: str) -> str:
-    """The letters and the number that a normal name begins with: h100 of h100sxm, rtx4090 of rtx4090."""
+    """Return the letters and the number that a normalized name begins with: h100 of h100sxm, rtx4090 of rtx4090."""
     found = re.match(r"[a-z]+\d+", name)
     return found[0] if found else ""
 

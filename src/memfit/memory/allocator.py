@@ -549,7 +549,7 @@ def _snapshot_segment(head: Block) -> SegmentSnapshot:
 
 
 def _format_size(size_bytes: int) -> str:
-    """Bytes as torch's messages show them (`format_size`)."""
+    """Format bytes as torch's messages show them (`format_size`)."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", MIB), ("KiB", 1 << 10)):
         if size_bytes >= scale:
             return f"{size_bytes / scale:.2f} {unit}"

@@ -242,7 +242,7 @@ class _Nesting:
 
 
 def _allocated_in_step(timeline: Timeline) -> Bytes:
-    """Storages that an op of the step made and that were seen alive."""
+    """Return storages that an op of the step made and that were seen alive."""
     seen = (timeline.free_after == AFTER_STEP) | (timeline.free_after >= timeline.alloc_at)
     return np.flatnonzero((timeline.alloc_at != BEFORE_STEP) & seen)
 

@@ -121,7 +121,7 @@ def _between(problem: Problem, high: int, able: Callable[[Solved], bool]) -> Non
 
 
 def note_on_room(problem: Problem, solved: Solved, held: Held | None, asked_bytes: int | None) -> str | None:
-    """What to know of what the allocator holds under a plan, and what to do about it; None when it has room.
+    """Return a note on what the allocator reserves under a plan and what to do about it; None when it has room.
 
     `asked_bytes` is the budget that was asked for, None when it was left to memfit.
     """
@@ -144,7 +144,7 @@ def note_on_room(problem: Problem, solved: Solved, held: Held | None, asked_byte
 
 
 def _remedy(problem: Problem, solved: Solved, asked_bytes: int | None) -> str:
-    """A lower budget where there is one that has room; else what to do with expandable segments."""
+    """Advise a lower budget where there is one that has room; else what to do with expandable segments."""
     if asked_bytes is not None:
         lower, held = with_room(problem, solved)
         if _has_room(held):

@@ -50,7 +50,7 @@ def build_plan(
     optimizer: Implementation | None = None,
     notes: Sequence[str] = (),
 ) -> Plan:
-    """The plan, validated as if it came from a file. Policies that discard nothing are left out."""
+    """Build the plan, validated as if it came from a file; policies that discard nothing are left out."""
     chosen = sorted((each for each in checkpoint if each[1].stop >= 0), key=lambda each: each[0].begin)
     plan = Plan(
         memfit=__version__,
@@ -76,7 +76,7 @@ def build_plan(
 
 
 def build_checkpoint(trace: Trace, unit: Unit, policy: Policy) -> Checkpoint:
-    """The entry of a unit that is checkpointed with this policy."""
+    """Build the entry of a unit that is checkpointed with this policy."""
     held = policy.discarded_bytes + policy.cached_bytes
     after = _last_call_before(trace, unit) if unit.call == NO_INDEX else None
     return Checkpoint(
@@ -102,7 +102,7 @@ def build_checkpoint(trace: Trace, unit: Unit, policy: Policy) -> Checkpoint:
 
 
 def _calls(trace: Trace, module: str) -> int:
-    """How often a module runs in the step's forward, under whichever of its paths."""
+    """Return how often a module runs in the step's forward, under whichever of its paths."""
     return sum(_same_module(trace, call, module) for call in trace.calls if call.phase is Phase.FORWARD)
 
 
@@ -111,8 +111,10 @@ def _same_module(trace: Trace, call: ModuleCall, path: str) -> bool:
 
 
 def _last_call_before(trace: Trace, region: Unit) -> ModuleCall | None:
-    """The call inside the model at whose end a region begins, the model's own when nothing in it runs before; None
-    for a region after the model."""
+    """Return the call inside the model at whose end a region begins; None for a region after the model.
+
+    It is the model's own call when nothing inside the model runs before the region.
+    """
     model = next(
         (
             call
@@ -132,7 +134,7 @@ def _last_call_before(trace: Trace, region: Unit) -> ModuleCall | None:
 
 
 def _number_in_model(trace: Trace, call: ModuleCall) -> int:
-    """How many calls of the same module came before this one in the same run of the model."""
+    """Return how many calls of the same module came before this one in the same run of the model."""
     begin = max((each.begin for each in trace.calls if each.parent == NO_INDEX and each.begin <= call.begin), default=0)
     return sum(begin <= each.begin < call.begin and _same_module(trace, each, call.module) for each in trace.calls)
 
@@ -149,7 +151,7 @@ def _named(trace: Trace, unit: Unit, offsets: Sequence[int]) -> tuple[UnitOp, ..
 
 
 def _result_bytes(trace: Trace, op: int) -> int:
-    """What an op allocates for its results: nothing when they are views, or when it writes to what is there."""
+    """Return what an op allocates for its results: nothing when they are views, or when it writes to what is there."""
     made = {ref.storage for ref in trace.ops[op].outputs if ref.storage != NO_INDEX}
     return sum(trace.storages[each].bytes for each in made if trace.storages[each].alloc_at == op)
 
@@ -184,7 +186,7 @@ def _rounded_estimate(estimate: _E) -> _E:
 
 
 def build_policy(entry: Checkpoint) -> Policy:
-    """The policy that a document has of a unit."""
+    """Build the policy that a document has for a unit."""
     return Policy(
         saved=tuple(op.offset for op in entry.saved_ops),
         recomputed=tuple(op.offset for op in entry.recomputed_ops),

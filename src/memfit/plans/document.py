@@ -82,7 +82,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return plan
 
     def to_json(self) -> str:
-        """The document; the same plan is the same text everywhere."""
+        """Return the document as JSON; the same plan is the same text everywhere."""
         return json_text(msgspec.to_builtins(self, order="deterministic"))
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -40,7 +40,7 @@ class PlanMismatch(InputError):
 
 
 def differences(plan: Plan, trace: Trace) -> list[str]:
-    """In which ways a trace is not the one that the plan was made for; empty when it is."""
+    """List in which ways a trace is not the one that the plan was made for; empty when it is."""
     here = build_trace_record(trace)
     found = list(record_differences(here, plan.trace))
     if len(found) == 1 and here.ops != plan.trace.ops:
@@ -58,7 +58,7 @@ def differences(plan: Plan, trace: Trace) -> list[str]:
 
 
 def model_differences(plan: Plan, model: nn.Module) -> list[str]:
-    """In which ways a model is not the one that the plan was made for; its batch is not known here."""
+    """List in which ways a model is not the one that the plan was made for; its batch is not known here."""
     found = []
     if release(torch.__version__) != plan.trace.torch:
         found.append(f"torch is {release(torch.__version__)} here and {plan.trace.torch} in the plan")
@@ -86,7 +86,7 @@ def model_differences(plan: Plan, model: nn.Module) -> list[str]:
 
 
 def optimizer_differences(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """In which ways an optimizer is not the one that the plan was made for; it may step a part of the model."""
+    """List in which ways an optimizer is not the one that the plan was made for; it may step a part of the model."""
     found = []
     name, planned = type(optimizer).__name__, plan.trace.optimizer
     if name not in planned.split(", "):
@@ -121,7 +121,7 @@ def _parameters(model: nn.Module) -> tuple[ParameterRecord, ...]:
 
 
 def _flattened(model: nn.Module) -> bool:
-    """Whether FSDP1 holds the model's parameters, in pieces that say nothing of their shapes."""
+    """Return whether FSDP1 holds the model's parameters flattened, which hides their shapes."""
     return is_wrapped_by_fsdp1(model)
 
 
@@ -131,7 +131,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def _part_of_several(here: Sequence[ParameterRecord], there: Sequence[ParameterRecord]) -> str | None:
-    """What to write when a model is one part of what was planned, as of several models that a function trains."""
+    """Say what to write when a model is one of several that were planned together; None when it is not."""
     mine = {parameter.names[0]: _tensor(parameter.shape, parameter.dtype) for parameter in here}
     planned = {name: _tensor(each.shape, each.dtype) for each in there for name in each.names}
     models = list(dict.fromkeys(name.partition(".")[0] for name in planned))
@@ -168,7 +168,7 @@ def record_differences(here: TraceRecord, there: TraceRecord) -> Iterator[str]:
 
 
 def parameter_differences(here: Sequence[ParameterRecord], there: Sequence[ParameterRecord]) -> Iterator[str]:
-    """Parameters that are not the same; of layers that are not there at all, only how many there are."""
+    """Yield parameters that differ; of layers that are not there at all, only how many there are."""
     mine = {parameter.names[0]: describe_parameter(parameter) for parameter in here}
     planned = {parameter.names[0]: describe_parameter(parameter) for parameter in there}
     found = named_differences(mine, planned)
@@ -186,7 +186,7 @@ def parameter_differences(here: Sequence[ParameterRecord], there: Sequence[Param
 
 
 def _unit_differences(plan: Plan, trace: Trace) -> Iterator[str]:
-    """Units of the plan that are other ops in this trace."""
+    """Yield units of the plan that are other ops in this trace."""
     calls = {(call.module, call.begin, call.end) for call in trace.calls}
     paths = {module.path for module in trace.modules}
     for entry in plan.checkpoint:
@@ -204,7 +204,7 @@ def _unit_differences(plan: Plan, trace: Trace) -> Iterator[str]:
 
 
 def _first_other_op(plan: Plan, trace: Trace) -> Iterator[str]:
-    """The first op that is another one here, of those that the plan keeps: those of its units."""
+    """Yield the first op that differs, of those that the plan keeps: the ops of its units."""
     for entry in plan.checkpoint:
         unit = module_label(entry.unit)
         for op in sorted((*entry.saved_ops, *entry.recomputed_ops), key=lambda op: op.offset):

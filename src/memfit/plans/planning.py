@@ -44,7 +44,7 @@ def plan(
     start: Plan | None = None,
     **inputs: Unpack[StepInputs],
 ) -> Plan:
-    """The fastest plan for a training step that fits the budget, proven; also when nothing fits (`infeasible`).
+    """Find the fastest plan for a training step that fits the budget, proven; also when nothing fits (`infeasible`).
 
     The budget is what tensors of one rank may take (`"72GiB"`, bytes, or a part of the device); unless given, all that
     is usable, less what the caching allocator loses in pieces. A `Step`, a `Trace` or a function that runs the step may
@@ -111,7 +111,7 @@ def curve(model: Model, batch: Any = None, *, points: int = 16, **inputs: Unpack
 
 
 def _choice(problem: Problem, start: Plan) -> Choice:
-    """The choice that a plan made, with the nearest policies where its own are not among the candidates'."""
+    """Return the choice that a plan made, with the nearest policies where its own are not among the candidates'."""
     dropped = {entry.unit: entry.discarded_bytes for entry in start.checkpoint}
     choice = nothing(problem)
     for index, candidate in enumerate(problem.candidates):
@@ -122,7 +122,7 @@ def _choice(problem: Problem, start: Plan) -> Choice:
 
 
 def _document(answer: Answer, held: Held | None, given: Problem, notes: list[str], asked_bytes: int | None) -> Plan:
-    """The plan; its baseline is the step as it was given, also where the plan changes the optimizer's step."""
+    """Build the plan; its baseline is the step as given, also where the plan changes the optimizer's step."""
     problem, solved = answer.problem, answer.solved
     captured, target = problem.trace, problem.target
     base_ms = problem.runtime.total_ms + problem.exposed_ms
@@ -190,7 +190,7 @@ def _prediction(problem: Problem, solved: Solved, held: Held | None, base_ms: fl
 
 
 def _peak(problem: Problem, judged: Timeline, held: Held | None) -> dict[str, Any]:
-    """The fields of an estimate that are about memory; `held` is what the allocator does, where it is known already."""
+    """Return the memory fields of an estimate; `held` is what the allocator does, where that is known already."""
     device, instant = problem.target.device, judged.peak_instant
     reserved_bytes = judged.peak_bytes
     if held is not None:
@@ -233,7 +233,7 @@ def _ddp_plan(problem: Problem) -> DdpPlan | None:
 
 
 def _why(problem: Problem) -> Blocker | None:
-    """What stands in the way; what would help is for `memfit.explain`, which takes the step itself."""
+    """Return what stands in the way; what would help is for `memfit.explain`, which takes the step itself."""
     least = problem.least
     if least is None:
         return None
@@ -262,7 +262,7 @@ class Answer:
         return self.problem.runtime.total_ms + self.problem.exposed_ms + self.solved.recompute_ms
 
     def better_than(self, other: Answer) -> bool:
-        """Whether it is faster, or nearer to the budget when neither fits."""
+        """Return whether it is faster, or nearer to the budget when neither fits."""
         if self.solved.choice is None and other.solved.choice is None:
             mine, theirs = self.solved.minimum_budget_bytes, other.solved.minimum_budget_bytes
             return mine is not None and (theirs is None or mine < theirs)
@@ -270,7 +270,7 @@ class Answer:
 
 
 def best_implementation(answer: Answer, step: Step, cost: Cost) -> Answer:
-    """The fastest answer over the ways in which the optimizer can do its step."""
+    """Find the fastest answer over the ways in which the optimizer can do its step."""
     best, problem = answer, answer.problem
     for kind in implementations_of_step(step):
         with step_with(step, kind) as other:

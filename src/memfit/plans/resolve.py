@@ -102,7 +102,7 @@ class Inputs:
 
 
 def resolve_target(model: Model, target: TargetLike | None, ranks: int | None) -> Target:
-    """The target, by default one rank of the device that a trace was captured for."""
+    """Resolve the target, by default one rank of the device that a trace was captured for."""
     if target is None:
         if not isinstance(model, Trace):
             names = ", ".join(device.name for device in list_devices())
@@ -128,7 +128,7 @@ def resolve_step(
     optimizer: Any,
     autocast: torch.dtype | None,
 ) -> Step:
-    """The step of a model and what belongs to it, or of a function that runs one by itself."""
+    """Build the step of a model and what belongs to it, or of a function that runs one by itself."""
     if isinstance(model, Step):
         return model
     if callable(model) and not isinstance(model, nn.Module):
@@ -160,7 +160,7 @@ def check_nothing_beside(
 
 
 def resolve_cost(cost: Cost | str | None, target: Target) -> Cost:
-    """The cost model, by its name or as it is; the target's roofline by default."""
+    """Resolve the cost model, by its name or as it is; the target's roofline by default."""
     if cost is None:
         return Roofline.of(target)
     if isinstance(cost, str):
@@ -180,7 +180,7 @@ def resolve_cost(cost: Cost | str | None, target: Target) -> Cost:
 
 
 def resolve_options(options: SolveOptions | None) -> SolveOptions:
-    """The options, none of them by default."""
+    """Resolve the options; by default none are set."""
     if options is None:
         return SolveOptions()
     if isinstance(options, SolveOptions):
@@ -201,7 +201,7 @@ def _kind(value: object) -> str:
 
 
 def _needed(function: Callable[..., Any]) -> str:
-    """The arguments that a callable cannot do without."""
+    """Return the arguments that a callable cannot do without."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -213,7 +213,7 @@ def _needed(function: Callable[..., Any]) -> str:
 
 
 def _found_model(function: Callable[[], Any]) -> Step | None:
-    """The step that a function runs, when it works on a model of its own; a function that builds one has none yet."""
+    """Return the step of a function that works on a model of its own; None when it has none yet."""
     try:
         return find_step(function)
     except InputError:

@@ -82,7 +82,7 @@ def search(
     progress: bool = True,
     watch: Watch | None = None,
 ) -> Search:
-    """The batch size with the highest throughput, the longest sequence, or what more ranks do, under a budget.
+    """Find the batch size of highest throughput, the longest sequence, or what more ranks do, under a budget.
 
     `make_step(value)` gives the step of a value; over ranks a step alone will do. Without `values`, every batch size or
     every sequence length that 128 divides may be the answer, up to `largest`, and as few as needed are tried; ranks
@@ -165,7 +165,7 @@ class _Tries:
     """The value with the highest throughput so far, its problem and the samples or tokens of its step."""
 
     def at(self, value: int) -> SearchPoint | None:
-        """The point of a value, None when there is no step for it."""
+        """Return the point of a value, None when there is no step for it."""
         if value in self.points:
             return self.points[value]
         if self.refused is not None and value >= self.refused:
@@ -194,7 +194,7 @@ class _Tries:
         return self.points[value]
 
     def fits(self, value: int) -> bool:
-        """Whether a plan fits, for a value that has a step."""
+        """Return whether a plan fits, for a value that has a step."""
         point = self.at(value)
         return point is not None and point.fits
 
@@ -247,7 +247,7 @@ class _Tries:
         )
 
     def _capture(self, value: int) -> tuple[Trace, int | None]:
-        """The trace of a value, and the samples or tokens of one rank's step; None when they are not known."""
+        """Return the trace of a value, and the samples or tokens of one rank's step; None when they are not known."""
         made = self.make_step if isinstance(self.make_step, Step | Trace) else self.make_step(value)
         if not isinstance(made, Step | Trace):
             raise InputError(
@@ -321,7 +321,7 @@ def _without_care(tries: _Tries, grid: int) -> None:
 
 
 def _round_between(low: int, high: int, grid: int) -> int:
-    """A value of the grid near the middle of two, as round as there is one: the search may come back to it."""
+    """Return a value of the grid near the middle of two, as round as there is one: the search may come back to it."""
     first, last = low + -(-(high - low) // 4), high - -(-(high - low) // 4)
     step = grid
     while first <= last // (2 * step) * (2 * step):
@@ -372,7 +372,7 @@ def _prove_the_fastest(tries: _Tries) -> None:
 
 
 def _merit_at_most(point: SearchPoint) -> tuple[bool, float]:
-    """The merit of a value whose plan takes as little as is proven to be possible."""
+    """Return the merit of a value as if its plan took as little time as is proven possible."""
     care, rate = _merit(point)
     step_ms = point.step_ms or 0.0
     least_ms = step_ms - (point.recompute_ms or 0.0) * (point.gap or 0.0)
@@ -380,7 +380,7 @@ def _merit_at_most(point: SearchPoint) -> tuple[bool, float]:
 
 
 def _boundary(tries: _Tries, first: int, grid: int, end: int, measure: Measure) -> int | None:
-    """The largest value whose measure is within the budget, None when none is; see Note [Few captures]."""
+    """Find the largest value whose measure is within the budget, None when none is; see Note [Few captures]."""
 
     def within(value: int) -> bool:
         point = tries.at(value)
@@ -422,7 +422,7 @@ def _guess(
     *,
     bounded: bool = True,
 ) -> int:
-    """The next value to try, between two: where the line through two points meets the limit, or half way (turn 2).
+    """Guess the next value between two: where the line through two points meets the limit, or half way (turn 2).
 
     While nothing is known to lie above the limit (`bounded` is False), at most `_GROWTH` times the last.
     """
@@ -464,7 +464,7 @@ def _narrow(tries: _Tries) -> None:
 
 
 def _merit(point: SearchPoint) -> tuple[bool, float]:
-    """What a better value has more of."""
+    """Return the sort key of a point: whether it fits, then its rate."""
     return not point.with_care, point.throughput_per_s or 0.0
 
 
@@ -520,7 +520,7 @@ def _check_count(what: str, value: Any) -> None:
 
 
 def _samples(step: Step) -> int | None:
-    """How many samples a batch has: the first size of its first tensor."""
+    """Return how many samples a batch has: the first size of its first tensor."""
     for leaf in tree_leaves(step.batch):
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return leaf.shape[0]

@@ -40,7 +40,7 @@ def build_trace_record(trace: Trace) -> TraceRecord:
 
 
 def build_loop_record(trace: Trace) -> LoopRecord:
-    """How the step goes through its model, to compare a real loop with."""
+    """Record how the step calls its model, to compare a real loop with."""
     forward = [call for call in trace.calls if call.phase is Phase.FORWARD]
     roots = [call for call in forward if call.module == ""]
     roots = roots or [call for call in forward if call.parent == NO_INDEX]  # several models in a container
@@ -65,7 +65,7 @@ def build_loop_record(trace: Trace) -> LoopRecord:
 
 
 def _output_record(trace: Trace, after: int, number: int) -> OutputRecord:
-    """What holds a result of the model's call that ended at op `after` when the next backward begins."""
+    """Record what holds a result of the model's call that ended at op `after` when the next backward begins."""
     if number == NO_INDEX:
         return OutputRecord(bytes=0, held="other")
     storage = trace.storages[number]
@@ -80,12 +80,12 @@ def _output_record(trace: Trace, after: int, number: int) -> OutputRecord:
 
 
 def release(version: str) -> str:
-    """A version of torch without its build: `2.13.0+cpu` and `2.13.0+cu130` are both `2.13.0`."""
+    """Strip the build from a version of torch: `2.13.0+cpu` and `2.13.0+cu130` are both `2.13.0`."""
     return version.partition("+")[0]
 
 
 def peak_at(trace: Trace, op: int, *, second_run_of: str | None = None) -> PeakAt:
-    """Where an op is; an index outside the ops is the start or the end of the step.
+    """Locate an op; an index outside the ops is the start or the end of the step.
 
     Views take no time and no memory: for one of them it is the next op of the phase that does something.
     """
@@ -101,7 +101,7 @@ def peak_at(trace: Trace, op: int, *, second_run_of: str | None = None) -> PeakA
 
 
 def _inputs(trace: Trace) -> tuple[InputRecord, ...]:
-    """The batch as the first op that reads each tensor sees it."""
+    """Record the batch as the first op that reads each tensor sees it."""
     first: dict[int, TensorRef] = {}
     for op in trace.ops:
         for ref in op.inputs:

@@ -60,7 +60,7 @@ class Seen(NamedTuple):
 
 
 def seen(call: Any) -> tuple[Seen, ...]:
-    """The tensors of a call, each once."""
+    """Return the tensors of a call, each once."""
     tensors = {
         id(each): each for each in tree_leaves(call) if isinstance(each, torch.Tensor) and each.layout is torch.strided
     }
@@ -68,7 +68,7 @@ def seen(call: Any) -> tuple[Seen, ...]:
 
 
 def different(here: Sequence[Seen], planned: Sequence[InputRecord]) -> tuple[str, ...]:
-    """Tensors of the plan that are not there, each with the one that is there in its place.
+    """Name tensors of the plan that are not there, each with the one that is there in its place.
 
     Only what is certain is told: a tensor more, or one less, says nothing, because a trace has each storage once and
     none that the loss alone reads, and a plan for a function also has tensors that the model never gets.

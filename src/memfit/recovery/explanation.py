@@ -111,7 +111,7 @@ class Explanation:
 
 
 def place(at: FailedAt) -> str:
-    """Where a step failed, in words."""
+    """Return where a step failed, in words."""
     if at.phase is None:
         return "outside the training step"
     if at.second_run_of is not None:
@@ -128,7 +128,7 @@ def place(at: FailedAt) -> str:
 def expected(
     plan: Plan, timeline: Timeline | None, at: FailedAt, asked_bytes: int | None, graded: frozenset[str]
 ) -> Expected:
-    """What the plan expected where a step failed. `graded` are the parameters whose gradients are there.
+    """Return what the plan expected where a step failed; `graded` are the parameters that have gradients.
 
     Without a timeline it is the plan's peak.
     """
@@ -170,7 +170,7 @@ def counted(
     input_bytes: int = 0,
     total_bytes: int | None = None,
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """What is there now by category, and what outlives a step by module."""
+    """Return what is there now by category, and what outlives a step by module."""
     by_category: dict[str, int] = defaultdict(int)
     by_module: dict[str, int] = defaultdict(int)
     seen: set[int] = set()
@@ -204,7 +204,7 @@ def counted(
 def find_levers(
     plan: Plan, found: Expected, at: FailedAt, inputs: Sequence[str], *, replans: bool, least: bool
 ) -> tuple[str, ...]:
-    """What would help, most bytes first; what costs nothing comes before. Nothing is lower than the `least` plan."""
+    """Return what would help, what costs nothing first, then most bytes first; nothing is below the `least` plan."""
     sizes = found.by_category
     first = []
     if inputs:
@@ -230,7 +230,7 @@ def find_levers(
 
 
 def part_of(path: str) -> str:
-    """The part of a model that a module belongs to: `layers.3.mlp.up` belongs to `layers.3`."""
+    """Return the part of a model that a module belongs to: `layers.3.mlp.up` belongs to `layers.3`."""
     parts = path.split(".")
     for index, each in enumerate(parts):
         if each.isdecimal():
@@ -248,7 +248,7 @@ def _planned_modules(timeline: Timeline, instant: int) -> dict[str, int]:
 
 
 def _instant(timeline: Timeline, at: FailedAt, asked_bytes: int | None, graded: frozenset[str]) -> int | None:
-    """The instant that makes an allocation of this size where the step failed; the highest there when none does."""
+    """Return the instant that allocates this size where the step failed; the highest there when none does."""
     instants = _candidates(timeline, at, graded)
     if not len(instants):
         return None
@@ -283,7 +283,7 @@ def _candidates(timeline: Timeline, at: FailedAt, graded: frozenset[str]) -> np.
 
 
 def _of_module(trace: Trace, ops: Iterable[int], module: str | None) -> np.ndarray:
-    """Which ops run in a module, or in one inside it."""
+    """Return a mask of the ops that run in a module or inside it."""
 
     def within(op: int) -> bool:
         call = trace.ops[op].call if op < len(trace.ops) else NO_INDEX

@@ -203,7 +203,7 @@ class Guard:
         warnings.warn(str(drift), PlanDrift, stacklevel=2)
 
     def _resident_bytes(self) -> int:
-        """What is there when a step begins: inputs, and what outlives steps, counted anew when state appears."""
+        """Return what is there when a step begins: inputs, and what outlives steps, counted anew when state appears."""
         first = next(iter(self._model.parameters()), None)
         states = sum(len(each.state) for each in self._optimizers)
         key = states, first is not None and first.grad is not None

@@ -56,7 +56,7 @@ class Replanner:
             self._spare = None if least is None else (least, self.trace)
 
     def timeline(self, plan: Plan) -> Timeline:
-        """Memory at every instant of the step under a plan."""
+        """Return the timeline of the step under a plan."""
         return replayed(plan, self.trace)
 
     def for_inputs(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -80,8 +80,10 @@ class Replanner:
         return True
 
     def tighter(self, plan: Plan, failed_bytes: int, *, last: bool = False) -> Plan | None:
-        """The fastest plan that stays well below what did not fit; where there is none, and at the last try, the one
-        with the lowest peak. None when that is what the step ran with."""
+        """Return the fastest plan well below what did not fit, or the one with the lowest peak.
+
+        The latter where there is no such plan, and at the last try; None when the step ran with it already.
+        """
         try:
             found = (None if last else self._below(plan, failed_bytes)) or self.least(plan)
         except Exception as error:
@@ -91,7 +93,7 @@ class Replanner:
         return None if found is None or same_decisions(found, plan) else found
 
     def _below(self, plan: Plan, failed_bytes: int) -> Plan | None:
-        """A plan that differs from the one that failed: under its budget if the step is another one now, else lower."""
+        """Return a plan that differs from the one that failed: under its budget if the step has changed, else lower."""
         if plan.fingerprint != self.trace.fingerprint:
             found = self.plan(plan, plan.budget_bytes)
             if found.predicted is None or not same_decisions(found, plan):
@@ -101,18 +103,18 @@ class Replanner:
         return None if found.predicted is None or same_decisions(found, plan) else found
 
     def least(self, plan: Plan) -> Plan | None:
-        """The plan of the step as it is now that has the lowest peak."""
+        """Return the plan with the lowest peak for the step as it is now."""
         if self._min_budget_plan is None or self._min_budget_plan.fingerprint != self.trace.fingerprint:
             least = self.plan(plan, 1).minimum_budget_bytes
             self._min_budget_plan = None if least is None else self.plan(plan, least)
         return self._min_budget_plan
 
     def is_min_budget(self, plan: Plan) -> bool:
-        """Whether a plan is known to be that one."""
+        """Return whether a plan is known to have the lowest peak."""
         return self._min_budget_plan is not None and same_decisions(self._min_budget_plan, plan)
 
     def plan(self, plan: Plan, budget: str | int | float) -> Plan:
-        """The fastest plan of the step under a budget, on the device of another plan."""
+        """Find the fastest plan of the step under a budget, on the device of another plan."""
         return make_plan(
             self.trace,
             target=plan.target.device,
@@ -140,7 +142,7 @@ def _loss_is_outside(trace: Trace) -> bool:
 
 
 def same_decisions(one: Plan, other: Plan) -> bool:
-    """Whether two plans do the same to the model, though their figures may be of other inputs."""
+    """Return whether two plans do the same to the model, though their figures may be of other inputs."""
     return _decisions(one) == _decisions(other)
 
 
@@ -149,7 +151,7 @@ def _decisions(plan: Plan) -> tuple[Any, ...]:
 
 
 def _captured(plan: Plan, step: Step, model: nn.Module) -> Trace:
-    """The step's trace. When the plan is for an optimizer that had no state yet, it is captured without."""
+    """Capture the step, without the optimizer's state when the plan is for an optimizer that had none yet."""
     with unplanned(model):
         found = capture(step, target=plan.target.device)
     optimizer = step.optimizer
@@ -184,7 +186,7 @@ def single_tensor(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer, trace: Trace | None) -> list[int]:
-    """The sizes of what an optimizer's step will have allocated at its highest point.
+    """Return the sizes of what an optimizer's step will have allocated at its highest point.
 
     Of a trace they are known. Otherwise two temporaries of the largest parameter, of all of them for a `foreach`
     optimizer, none for a fused one; and two states of each parameter that has none.
@@ -204,7 +206,7 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, trace: Trace | None) -> li
 
 
 def _temporaries(trace: Trace) -> list[int]:
-    """Of the optimizer's storages, those that are there when most bytes are."""
+    """Return those of the optimizer's storages that are there at its highest point."""
     ops = [index for index, op in enumerate(trace.ops) if op.phase is Phase.OPTIMIZER]
     if not ops:
         return []

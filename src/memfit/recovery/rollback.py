@@ -163,7 +163,7 @@ class Keeper:
         self._changing: set[str] | None = None
 
     def before(self) -> Before:
-        """What a step starts from now."""
+        """Record what a step starts from now."""
         made = Before(self._model, self._optimizer)
         self._note_buffers(made)
         self._note_optimizer(made)
@@ -182,7 +182,7 @@ class Keeper:
         return made
 
     def learn(self, done: Before) -> None:
-        """A step is over: from the first one, learn which buffers steps change."""
+        """Learn from the first finished step which buffers steps change."""
         if self._changing is None:
             self._changing = {kept.name for *_, kept in done.buffers if kept is not None and kept.changed}
 
@@ -223,6 +223,6 @@ class Keeper:
 
 
 def _counted(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether every write of this optimizer raises a counter that the guard looks at."""
+    """Return whether every write of this optimizer raises a version counter that the guard looks at."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
     return type(optimizer).__module__.startswith("torch.optim.") and (not fused or type(optimizer) in _COUNTED_FUSED)

@@ -56,7 +56,7 @@ def _conditions(report: Report) -> list[list[str]]:
 
 
 def _times(report: Report) -> str:
-    """Where the times come from: a report has them without the model that gave them, so that is compared."""
+    """Say where the times come from; a report has them without their cost model, so they are compared with it."""
     given, roofline = report.runtime.op_ms, Roofline.of(report.target).op_ms(report.trace)
     ran = (given > 0) & [op.phase is not Phase.OPTIMIZER for op in report.trace.ops]  # shards take their part only
     if given.shape == roofline.shape and np.allclose(given[ran], roofline[ran], rtol=1e-6):
@@ -103,7 +103,7 @@ def _figures(device: Device) -> list[dict[str, Any]]:
 
 
 def figure(device: Device, key: str) -> str:
-    """The value of a figure that provenance names, with its unit; empty for one that is not shown."""
+    """Return the value of a figure that provenance names, with its unit; empty for one that is not shown."""
     section, _, name = key.partition(".")
     if section == "flops":
         rate = getattr(device.flops_per_s, name, None)

@@ -23,7 +23,7 @@ _LEAST_PART = 5e-4
 
 
 def comparison_report(found: Comparison) -> Group:
-    """Everything that differs, within 100 columns; only that nothing does, when nothing does."""
+    """Show everything that differs, within 100 columns, or that nothing does."""
     text = Text(f"two {found.kind} compared\n  first:  {found.first}\n  second: {found.second}")
     if found.same:
         return Group(text, Text("nothing differs", style="bold green"))
@@ -47,7 +47,7 @@ def _changed(found: Comparison) -> RenderableType:
 
 
 def _effects(found: Comparison) -> Table:
-    """Memory and time on both sides; what does not differ has no change."""
+    """Show memory and time on both sides; what does not differ has no change."""
     table = number_table("", "first", "second", "change", title="what it did")
     for each in found.memory:
         table.add_row(each.name, *_cells(each.first_bytes, each.second_bytes, display_bytes))

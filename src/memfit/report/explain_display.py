@@ -29,7 +29,7 @@ _STATES = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTI
 
 
 def explanation_report(found: StepExplanation) -> Group:
-    """Everything that fits a screen of 100 columns."""
+    """Show everything that fits a screen of 100 columns."""
     parts: list[RenderableType] = [_headline(found)]
     for make in (_categories, _modules, _lines, _largest, _activations, _gathered):
         table = make(found)
@@ -72,7 +72,7 @@ def _headline(found: StepExplanation) -> Text:
 
 
 def _titled(table: Table) -> Iterable[RenderableType]:
-    """The table below its title, which a table would fold to its own width."""
+    """Yield the table below its title, which a table would fold to its own width."""
     title, table.title = table.title, None
     yield Text(str(title), style="italic")
     yield table
@@ -86,7 +86,7 @@ def _categories(found: StepExplanation) -> Table:
 
 
 def _modules(found: StepExplanation) -> Table | None:
-    """Modules whose paths differ in numbers only are one row."""
+    """Show modules, those whose paths differ in numbers only as one row."""
     if not found.by_module:
         return None
     groups: dict[str, list[ModuleAtPeak]] = defaultdict(list)
@@ -145,7 +145,7 @@ def _tensor(held: HeldStorage) -> Text:
 
 
 def _life(held: HeldStorage) -> str:
-    """From the op that makes it to the one after which it goes."""
+    """Return the ops between which a storage is alive."""
     begin = "start" if held.alloc_at is None else str(held.alloc_at)
     return f"{begin} to {'end' if held.free_after is None else held.free_after}"
 
@@ -234,7 +234,7 @@ def _alike_words(text: str) -> str:
 
 
 def _levers(found: StepExplanation) -> Iterable[RenderableType]:
-    """What each does, then how."""
+    """Yield what each lever does, then how."""
     title = "levers: free ones first, then by bytes saved for each millisecond lost, small ones last"
     table = number_table("", "saves", "peak then", "step", title=title)
     table.columns[0].justify = "right"
@@ -270,7 +270,7 @@ def _time(lever: Lever) -> str:
 
 
 def _how(lever: Lever) -> Group:
-    """One text to a line: a newline inside of one would be a name's."""
+    """Put each text on a line of its own: a newline inside of one can only be part of a name."""
     lines = [Text(lever.how)]
     if lever.option:
         lines.append(Text(f"with memfit plan: {lever.option}"))
@@ -298,7 +298,7 @@ def _least(found: StepExplanation) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    """Units whose paths differ in numbers only as one name; the first few of them."""
+    """Name the first few units, those whose paths differ in numbers only as one."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
         groups[alike(name)].append(name)
@@ -321,7 +321,7 @@ def _share(n_bytes: int, whole: int) -> str:
 
 
 def levers_in_short(levers: Sequence[Lever], plan: Plan, explain: str) -> RenderableType:
-    """The first few of them, and the command that has the rest. Where nothing fits, all that would make it fit."""
+    """Show the first few levers and the command that has the rest; where nothing fits, all that would make it fit."""
     hopeless = plan.predicted is None
     if not levers:
         return Text(f"\nno lever that memfit knows would lower this peak {'' if hopeless else 'further'}".rstrip())

@@ -30,7 +30,7 @@ _TIMES = ("forward_ms", "backward_ms", "recompute_ms", "optimizer_ms")
 
 
 def to_json(report: Report) -> str:
-    """The document; the same report is the same text."""
+    """Return the report as a JSON document; the same report is the same text."""
     timelines = {"baseline": report.baseline}
     if report.planned is not None:
         timelines["planned"] = report.planned
@@ -53,7 +53,7 @@ def to_json(report: Report) -> str:
 
 
 def _summary(report: Report, timeline: Timeline) -> dict[str, Any]:
-    """The highest point and the time of a step. By category it adds up to the peak."""
+    """Return the highest point and the time of a step; categories add up to the peak."""
     instant = timeline.peak_instant
     op = int(timeline.op[instant])
     runs = op < len(timeline.trace.ops)
@@ -71,7 +71,7 @@ def _summary(report: Report, timeline: Timeline) -> dict[str, Any]:
 
 
 def _modules(report: Report) -> list[dict[str, Any]]:
-    """Every module: what it holds itself at the peaks, by category, its own times, and what the plan does with it.
+    """Return every module: bytes at the peaks by category, its own times, and what the plan does with it.
 
     Without the modules inside it, so that all rows add up to the peak and to the time of all ops. Rows that are no
     module have a `path` of None, and are left out where they have nothing.
@@ -108,7 +108,7 @@ def _holds(side: dict[str, Any]) -> bool:
 
 
 def _timeline(report: Report, timeline: Timeline) -> dict[str, Any]:
-    """Memory over the step: the highest instant of each of some hundred stretches, so that the peak is among them."""
+    """Return memory over the step: the highest instant of each of some hundred stretches, the peak among them."""
     during, count = timeline.during_bytes, len(timeline.op)
     edges = np.unique(np.linspace(0, count, min(count, _POINTS) + 1).astype(np.int64))
     highest = [int(begin + during[begin:end].argmax()) for begin, end in pairwise(edges.tolist())]
@@ -140,7 +140,7 @@ def _curve(curve: Curve) -> dict[str, Any]:
 
 
 def _ms(value: float) -> float | None:
-    """Times to the nanosecond, so that sums in another order are the same text; None for what JSON has no word for."""
+    """Round to nanoseconds, so that sums in another order are the same text; None for what JSON cannot say."""
     return round(float(value), _DIGITS) if math.isfinite(value) else None
 
 

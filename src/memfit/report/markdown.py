@@ -32,7 +32,7 @@ _HTML = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 
 
 def to_markdown(report: Report, levers: Sequence[Lever] = ()) -> str:
-    """The report as GitHub shows it; the same report is the same text."""
+    """Return the report as GitHub shows it; the same report is the same text."""
     words = headline(report)
     parts = [
         f"### memfit: {_prose(words.verdict.lower())}, {_prose(words.figures)}",
@@ -93,7 +93,7 @@ def _bytes_cells(values: Sequence[int]) -> list[str]:
 
 
 def _part(now: float, then: float) -> str:
-    """The change as a part of what was; nothing where there is none or there was nothing."""
+    """Return the change as a part of what was; empty where there is none or there was nothing."""
     if now == then or not then:
         return ""
     part = (now - then) / then
@@ -112,7 +112,7 @@ def _highest(report: Report) -> Iterator[str]:
 
 
 def _decisions(report: Report) -> Iterator[str]:
-    """Units that are alike are one row; those that cost most bytes first."""
+    """Yield the table of decisions: units that are alike are one row, those with most bytes first."""
     plan = report.plan
     if plan is None or not plan.checkpoint:
         return
@@ -135,7 +135,7 @@ def _decisions(report: Report) -> Iterator[str]:
 
 
 def _levers(report: Report, levers: Sequence[Lever]) -> Iterator[str]:
-    """Each with what it does to the peak; where nothing fits, with whether it is enough."""
+    """Yield levers with what each does to the peak; where nothing fits, with whether it is enough."""
     if not levers:
         return
     hopeless = report.plan is not None and report.plan.predicted is None
@@ -198,7 +198,7 @@ def _assumed(report: Report) -> Iterator[str]:
 
 
 def _folded(title: str, inside: str) -> str:
-    """A part that opens when asked; Markdown inside it needs empty lines around."""
+    """Return a part that opens when asked; Markdown inside it needs empty lines around."""
     return f"<details><summary>{_prose(title)}</summary>\n\n{inside}\n\n</details>"
 
 
@@ -212,13 +212,13 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def _prose(text: str) -> str:
-    """Text that is nothing but text (Note [Safe to paste])."""
+    """Escape text so that it is nothing but text (Note [Safe to paste])."""
     flat = " ".join(text.split())
     return "".join(_HTML.get(each, each) for each in _MEANING.sub(r"\\\1", flat))
 
 
 def _code(text: str) -> str:
-    """A name in a table cell; a pipe would end the cell also in a code span."""
+    """Write a name in a table cell; a pipe would end the cell also in a code span."""
     flat = " ".join(text.split()).replace("|", "\\|")
     longest = max((len(run) for run in re.findall("`+", flat)), default=0)
     fence, space = "`" * (longest + 1), " " if longest else ""

@@ -30,7 +30,7 @@ def print_memory(summary: MemorySummary, console: Console | None = None) -> Grou
 
 
 def memory_report(summary: MemorySummary, *, modules: int = 12, wide: bool = True) -> Group:
-    """The verdict, the peak by category, the largest storages and the modules that hold most for backward."""
+    """Show the verdict, the peak by category, the largest storages and the modules that hold most for backward."""
     parts: list[RenderableType] = [
         _verdict(summary),
         _by_category(summary),
@@ -134,7 +134,7 @@ class _Row:
 
 
 def _alike(modules: Iterable[ModuleMemory]) -> list[_Row]:
-    """`layers.0.norm` … `layers.31.norm` become one row `layers.*.norm`; modules never called have none."""
+    """Merge `layers.0.norm` … `layers.31.norm` into one row `layers.*.norm`; modules never called have none."""
     rows: dict[tuple[str, str], _Row] = {}
     members: dict[tuple[str, str], str] = {}
     for module in modules:

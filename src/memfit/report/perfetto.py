@@ -62,7 +62,7 @@ def _about(report: Report) -> dict[str, str]:
 
 
 def _events(report: Report) -> Iterator[_Event]:
-    """Every event; the process that people want to see comes first."""
+    """Yield every event; the process that people want to see comes first."""
     without = without_plan_of(report)
     steps = [] if report.planned is None else [("with the plan", report.planned)]
     for pid, (name, timeline) in enumerate([*steps, (without, report.baseline)], start=1):
@@ -102,7 +102,7 @@ class _Process:
         return _Event("i", name, self.pid, tid, ns / 1e3, cat=cat, s="t", args=args)
 
     def _ops(self, clock: Clock) -> Iterator[_Event]:
-        """Ops in the order in which they run, and the waits between them."""
+        """Yield ops in the order in which they run, and the waits between them."""
         timeline, trace = self.timeline, self.timeline.trace
         for wait in clock.waits:
             yield self._wait(wait)
@@ -177,7 +177,7 @@ class _Process:
             yield self._slice(_MODULES, name, since_ns, until_ns, args, cat)
 
     def _counters(self, clock: Clock) -> Iterator[_Event]:
-        """Memory whenever it changes. Of instants without a length the highest counts, for a nanosecond."""
+        """Yield memory whenever it changes; of instants without a length the highest counts, for a nanosecond."""
         plan, timeline = self.report.plan, self.timeline
         if plan is not None:
             for ns in (0, clock.end_ns):
@@ -198,7 +198,7 @@ class _Process:
 
 
 def _moments(during: np.ndarray, clock: Clock) -> Iterator[tuple[int, int]]:
-    """Times and the instants whose memory is there from then on: at most one for each nanosecond."""
+    """Yield times and the instants whose memory is there from then on: at most one for each nanosecond."""
     begins, ends = clock.begins_ns.tolist(), clock.ends_ns.tolist()
     at, count = 0, len(begins)
     while at < count:

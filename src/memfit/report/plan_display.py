@@ -24,7 +24,7 @@ _STYLE: dict[Tone, str] = {"good": "green", "care": "yellow", "bad": "red"}
 
 
 def plan_report(plan: Plan, *, next_step: bool = True) -> Group:
-    """Everything about a plan that fits a screen of 80 columns; `next_step` says what to ask when nothing fits."""
+    """Show what fits a screen of 80 columns about a plan; `next_step` says what to ask when nothing fits."""
     parts: list[RenderableType] = [_headline(plan), Text(), _before_and_after(plan), Text(), _highest(plan)]
     if plan.blocker is not None and next_step:
         parts += [Text("memfit.explain(plan, step) works out what would help", style="dim")]
@@ -56,7 +56,7 @@ def _without(plan: Plan) -> str:
 
 
 def _headline(plan: Plan) -> Text:
-    """The verdict in the words of the page, for what it is, and how tight it is."""
+    """Write the verdict in the words of the page, for what it is, and how tight it is."""
     verdict = verdict_of(plan)
     text = Text(verdict.words.lower(), style=f"bold {_STYLE[verdict.tone]}")
     text = Text.assemble(text, f": {verdict.figures}")
@@ -92,10 +92,10 @@ def _headline(plan: Plan) -> Text:
 
 
 def _before_and_after(plan: Plan) -> Table:
-    """Memory and time without the plan and with it; when nothing fits, beside the lowest peak that there is, and alone
-    when nothing is changed.
+    """Show memory and time without the plan and with it.
 
-    On several ranks the step is sharded also without the plan.
+    When nothing fits, the lowest peak stands beside; when nothing is changed, the step stands alone. On several ranks
+    the step is sharded also without the plan.
     """
     same = changes_nothing(plan)
     by_name: list[tuple[str, Estimate | Blocker]] = []
@@ -130,7 +130,7 @@ def _before_and_after(plan: Plan) -> Table:
 
 
 def _highest(plan: Plan) -> Text:
-    """Where the peaks are."""
+    """Say where the peaks are."""
     if changes_nothing(plan):
         return Text(f"highest: {peak_place(plan.baseline.peak_at)}")
     text = Text("highest without a plan: " if plan.ranks == 1 else f"highest when {_without(plan)}: ")
@@ -144,7 +144,7 @@ def _highest(plan: Plan) -> Text:
 
 
 def _groups(checkpoint: Iterable[Checkpoint]) -> list[list[Checkpoint]]:
-    """Units whose paths differ in numbers only and that have the same policy."""
+    """Group units whose paths differ in numbers only and that have the same policy."""
     groups: dict[tuple[object, ...], list[Checkpoint]] = {}
     for entry in checkpoint:
         groups.setdefault(same_policy(entry), []).append(entry)
@@ -152,7 +152,7 @@ def _groups(checkpoint: Iterable[Checkpoint]) -> list[list[Checkpoint]]:
 
 
 def _title(words: str) -> Text:
-    """A title of its own; that of a table would be folded to the table's width."""
+    """Return a title of its own; that of a table would be folded to the table's width."""
     return Text(words, style="italic")
 
 
@@ -176,7 +176,7 @@ def _checkpoint(groups: list[list[Checkpoint]]) -> Table:
 
 
 def _kept(checkpoint: Iterable[Checkpoint]) -> Table:
-    """What each unit keeps from forward to backward, and the ops that make it; units that keep the same in one row."""
+    """Show what each unit keeps from forward to backward and the ops that make it; equal units share a row."""
     groups: dict[tuple[object, ...], list[Checkpoint]] = {}
     for entry in checkpoint:
         groups.setdefault((alike(entry.module), entry.kind, entry.cached_bytes, _kept_ops(entry)), []).append(entry)
@@ -190,8 +190,10 @@ def _kept(checkpoint: Iterable[Checkpoint]) -> Table:
 
 
 def same_policy(entry: Checkpoint) -> tuple[object, ...]:
-    """Equal for units that are alike and have the same policy, whichever run of the module they are: a micro-batch of
-    an accumulated step is one run."""
+    """Return a key that is equal for units that are alike and have the same policy.
+
+    The run of the module does not matter: a micro-batch of an accumulated step is one run.
+    """
     return (
         alike(entry.module),
         entry.kind,
@@ -204,14 +206,14 @@ def same_policy(entry: Checkpoint) -> tuple[object, ...]:
 
 
 def _times(members: list[Checkpoint]) -> str:
-    """Units alike may differ in time: the first of them finds other things in the cache."""
+    """Write the range of times: of units alike the first finds other data in the cache."""
     times = [entry.recompute_ms for entry in members]
     least, most = display_ms(min(times)), display_ms(max(times))
     return least if least == most else f"{least} to {most}"
 
 
 def units_label(members: Sequence[Checkpoint]) -> str:
-    """The name of units that are alike: `layers.0-15.mlp`, and their runs where these are not all of them."""
+    """Name units that are alike: `layers.0-15.mlp`, and their runs where these are not all of them."""
     first = members[0]
     if len(members) == 1:
         return module_label(first.unit)
@@ -234,7 +236,7 @@ def _runs(members: Sequence[Checkpoint]) -> str:
 
 
 def _kept_ops(entry: Checkpoint) -> str:
-    """The ops whose results are saved, those that take most first; those that take nothing are not worth a word."""
+    """Name the ops whose results are saved, those that take most first; those that take nothing are left out."""
     sizes: dict[str, list[int]] = defaultdict(list)
     for op in entry.saved_ops:
         if op.bytes:
@@ -246,7 +248,7 @@ def _kept_ops(entry: Checkpoint) -> str:
 
 
 def _shard(shard: ShardPlan) -> Text:
-    """Units that keep their parameters between forward and backward are named, the others counted."""
+    """Name units that keep their parameters between forward and backward, and count the others."""
     kept = [unit.module for unit in shard.units if not unit.reshard_after_forward]
     text = Text(f"sharded by {shard.ranks}: {counted(len(shard.units), 'unit')}, {shard.prefetch} gathered ahead")
     patterns: dict[str, list[str]] = {}
@@ -262,7 +264,7 @@ def _shard(shard: ShardPlan) -> Text:
 
 
 def _ddp(ddp: DdpPlan) -> Text:
-    """Where gradients are while they are averaged, and who wraps the model."""
+    """Say where gradients are while they are averaged, and who wraps the model."""
     total = display_bytes(sum(ddp.buckets))
     where = "which gradients are views of" if ddp.gradient_as_bucket_view else "beside the gradients"
     option = ", gradient_as_bucket_view=True" if ddp.gradient_as_bucket_view else ""

@@ -73,7 +73,7 @@ class _Recorded:
 
 
 def _record(table: AllocationTable, device: Device) -> _Recorded:
-    """The step to show (Note [Which step])."""
+    """Record the step to show (Note [Which step])."""
     replay = ProcessEvents(table)
     if not device.allocator.caches:
         apart = _Apart(device.allocator.rounding_bytes)
@@ -204,7 +204,7 @@ class _Snapshot:
         self._nowhere: Frames = []
 
     def document(self, recorded: _Recorded) -> dict[str, Any]:
-        """The whole document."""
+        """Return the whole document."""
         return {
             "segments": [self._segment(segment) for segment in recorded.after],
             "device_traces": [self._events(recorded)],
@@ -267,7 +267,7 @@ class _Snapshot:
         }
 
     def _frames_of_alloc(self, key: int) -> tuple[Frames, str]:
-        """The user's line, then the module with the category and what it is; and the category."""
+        """Return the user's line, then the module with the category and what it is; and the category."""
         if key not in self._made:
             workspace = key - len(self.timeline.allocations.alloc_at)
             if workspace >= 0:
@@ -293,7 +293,7 @@ class _Snapshot:
         return self._freed[instant]
 
     def _frames(self, instant: int, what: str, of: str = "") -> Frames:
-        """The user's line of the op at an instant, and the op in its module."""
+        """Return the user's line of the op at an instant, and the op in its module."""
         if not 0 <= instant < len(self.timeline.op):
             return self._nowhere
         op = int(self.timeline.op[instant])

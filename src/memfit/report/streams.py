@@ -76,7 +76,7 @@ class Clock:
 
 
 def build_clock(report: Report, timeline: Timeline) -> Clock:
-    """When everything of a timeline runs (Note [Clock])."""
+    """Build the clock of a timeline: when everything runs (Note [Clock])."""
     took_ms = timeline.instant_ms(report.runtime.op_ms)
     at = timeline.step_instants
     first = np.concatenate(([0], at[:-1] + 1))  # of each op the instant at which what comes before it begins

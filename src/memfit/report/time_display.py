@@ -25,7 +25,7 @@ def print_time(runtime: Runtime, frontiers: Frontiers | None = None, console: Co
 
 
 def time_report(runtime: Runtime, frontiers: Frontiers | None = None, *, modules: int = 10) -> Group:
-    """The step and its phases, the modules that take longest and, given frontiers, what they could give up."""
+    """Show the step and its phases, the modules that take longest and, given frontiers, what units could give up."""
     parts: list[RenderableType] = [_headline(runtime), _by_module(runtime, modules)]
     if frontiers is not None:
         parts.append(_by_unit(frontiers, modules))
@@ -73,7 +73,7 @@ def _by_module(runtime: Runtime, count: int) -> Table:
 
 
 def _by_unit(frontiers: Frontiers, count: int) -> Table:
-    """The most that units alike could give up, each recomputed in full, and the steepest half of it."""
+    """Show the most that units alike could give up, each recomputed in full, and the cheapest half of it."""
     rows: dict[str, tuple[int, int, float, int, float]] = {}
     for unit in frontiers.units:
         policies = frontiers.of(unit).policies

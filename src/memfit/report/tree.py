@@ -37,7 +37,7 @@ Key = tuple[str, bool]
 
 
 def module_tree(report: Report, strings: Strings) -> dict[str, Any]:
-    """Columns of the tree's nodes, parents before children. The first node is the whole step."""
+    """Build the columns of the tree's nodes, parents before children; the first node is the whole step."""
     trace = report.runtime.trace
     keys = [(_STEP, False), *((module.path, True) for module in trace.modules)]
     keys += [(name, False) for name in (_LOSS, _OPTIMIZER, _BATCH)]
@@ -63,7 +63,7 @@ def module_tree(report: Report, strings: Strings) -> dict[str, Any]:
 
 
 def _by_place(found: dict[Key, dict[int, Any]], places: dict[Key, int]) -> dict[str, dict[str, Any]]:
-    """What was found by node; what has no node of its own counts for the nearest module around it."""
+    """Sum by node; what has no node of its own counts for the nearest module around it."""
     sums: dict[int, dict[int, Any]] = defaultdict(lambda: defaultdict(int))
     for key, parts in found.items():
         while key not in places:
@@ -77,7 +77,7 @@ def _by_place(found: dict[Key, dict[int, Any]], places: dict[Key, int]) -> dict[
 
 
 def _held(timeline: Timeline) -> dict[Key, dict[int, int]]:
-    """Bytes at the peak by module and category."""
+    """Return bytes at the peak by module and category."""
     table, trace, instant = timeline.allocations, timeline.trace, timeline.peak_instant
     sizes = allocation_bytes(timeline)
     found: dict[Key, dict[int, int]] = defaultdict(lambda: defaultdict(int))
@@ -107,7 +107,7 @@ def _home(trace: Trace, storage: int) -> Key:
 
 
 def _place_of(trace: Trace, op: Op) -> Key:
-    """The module of an op; outside of them it is the optimizer's or the loss's, in forward or in backward."""
+    """Return the module of an op; outside modules, the optimizer's or the loss's key, in forward or in backward."""
     if op.call != NO_INDEX:
         return trace.calls[op.call].module, True
     if op.phase is Phase.OPTIMIZER:
@@ -118,7 +118,7 @@ def _place_of(trace: Trace, op: Op) -> Key:
 
 
 def _spent(report: Report, timeline: Timeline) -> dict[Key, dict[int, float]]:
-    """Milliseconds by module and kind of time."""
+    """Return milliseconds by module and kind of time."""
     trace, op_ms = timeline.trace, report.runtime.op_ms
     ran = (timeline.run != BETWEEN) & (timeline.op < len(trace.ops))
     first = np.zeros(len(trace.ops))
@@ -139,7 +139,7 @@ def _spent(report: Report, timeline: Timeline) -> dict[Key, dict[int, float]]:
 
 
 def _decisions(trace: Trace, plan: Plan | None) -> Iterator[tuple[Key, int]]:
-    """What becomes of every module: of a unit, and of the modules inside it, by the ops that run again."""
+    """Yield what the plan does with every module: a unit, and the modules inside it, by the ops that it recomputes."""
     if plan is None or plan.predicted is None:
         return
     saved: set[str] = set()
@@ -166,7 +166,7 @@ def _decisions(trace: Trace, plan: Plan | None) -> Iterator[tuple[Key, int]]:
 
 
 def _up_to(path: str, unit: str) -> Iterator[str]:
-    """A module and those around it, up to the unit that they are in."""
+    """Yield a module and those around it, up to the unit that they are in."""
     yield path
     while path != unit and path:
         path = path.rpartition(".")[0]
@@ -205,7 +205,7 @@ class Strings:
         self._numbers: dict[str, int] = {}
 
     def __getitem__(self, text: str) -> int:
-        """The number of a text."""
+        """Return the index of a text."""
         return self._numbers.setdefault(text, len(self._numbers))
 
     @property

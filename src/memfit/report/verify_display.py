@@ -18,7 +18,7 @@ _ROWS = 8
 
 
 def verification_report(found: Verification) -> Group:
-    """Everything that fits a screen of 80 columns."""
+    """Show everything that fits a screen of 80 columns."""
     parts: list[RenderableType] = [_headline(found), Text(), _beside(found)]
     if found.by_module:
         parts += [Text(), _modules(found)]
@@ -70,7 +70,7 @@ def _beside(found: Verification) -> Table:
 
 
 def _modules(found: Verification) -> Table:
-    """Modules that differ come first, each by itself, then those that hold most."""
+    """Show modules that differ first, each by itself, then those that hold most."""
     table = number_table("module", "predicted", "measured", "difference", title="at the peak, by module")
     others = sorted(
         (each for each in found.by_module if each.difference_bytes), key=lambda each: -abs(each.difference_bytes)
@@ -100,7 +100,7 @@ def _forwards(found: Verification) -> Table:
 
 
 def _groups(rows: Iterable[BytesBeside]) -> list[tuple[str, list[BytesBeside]]]:
-    """Modules whose paths differ in numbers only, under one name."""
+    """Group modules whose paths differ in numbers only under one name."""
     found: dict[str, list[BytesBeside]] = defaultdict(list)
     for each in rows:
         found[alike(each.name)].append(each)

@@ -190,12 +190,12 @@ def load(
 
 
 def saves(folder: str | os.PathLike[str]) -> list[str]:
-    """The names of the saves in a folder, the oldest first; the last is not always the latest that is complete."""
+    """List the names of the saves in a folder, oldest first; the last may be incomplete."""
     return save_names(Path(folder))
 
 
 def read_manifest(folder: Path, name: str) -> Manifest:
-    """The manifest of a save."""
+    """Read the manifest of a save."""
     path = folder / name / MANIFEST
     try:
         encoded = path.read_bytes()
@@ -227,7 +227,7 @@ def _tied(model: nn.Module) -> dict[str, str]:
 
 
 def _divided(state: Mapping[str, Any], tied: Mapping[str, str]) -> tuple[dict[PathNames, torch.Tensor], dict[str, Any]]:
-    """The tensors of a state by their paths, and the rest as JSON."""
+    """Split a state into its tensors by path, and the rest as JSON."""
     tensors: dict[PathNames, torch.Tensor] = {}
     values: dict[str, Any] = {}
     for name, value in state["model"].items():
@@ -363,7 +363,7 @@ def _whole(reader: DataReader, tensor: StoredTensor) -> torch.Tensor:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Say of a folder that cannot be written, what the system says."""
+    """Raise a failed write of the block as an `InputError` with the system's reason."""
     try:
         yield
     except OSError as error:
@@ -376,7 +376,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """The generators of torch, of its current CUDA device, of Python and of numpy."""
+    """Return the generator states of torch, of its current CUDA device, of Python and of numpy."""
     state = {
         "torch": torch.get_rng_state(),
         "python": _bytes(random.getstate()),

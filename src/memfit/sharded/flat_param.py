@@ -87,7 +87,7 @@ class FlatShard:
         return sum(version_of(parameter) for parameter in self.parameters)
 
     def local(self, number: int, flat: torch.Tensor) -> torch.Tensor:
-        """The part of one parameter in a tensor that lies as the shard does."""
+        """Return the part of one parameter in a tensor that is laid out as the shard is."""
         part = self.parts[number]
         return flat[part.at : part.at + part.elements]
 
@@ -104,7 +104,7 @@ class FlatShard:
         self.to_sharded()
 
     def whole(self, dtype: torch.dtype) -> Whole:
-        """The gathered parameters in a dtype; one rank alone computes on its shard."""
+        """Return the gathered parameters in a dtype; one rank alone computes on its shard."""
         found = self._wholes.get(dtype)
         if found is None:
             if self.link.ranks == 1 and dtype == self.dtype and self.shard.device == self.device:
@@ -173,7 +173,7 @@ class FlatShard:
                 place.put(parameter)
 
     def _gathers(self, number: int, held: object) -> bool:
-        """Whether it is the gathered parameter in another dtype."""
+        """Return whether a tensor is the gathered parameter in another dtype."""
         return any(held is whole.parameters[number] for whole in self._wholes.values())
 
     def free(self) -> None:
@@ -188,7 +188,7 @@ class FlatShard:
             self.own(number)
 
     def own(self, number: int) -> torch.Tensor:
-        """The shard of one parameter; values that a user put in place of its data are taken over first."""
+        """Return the shard of one parameter; values that a user put in place of its data are taken over first."""
         parameter, part = self.parameters[number], self.parts[number]
         local = self.local(number, self.shard)
         if parameter.data_ptr() == local.data_ptr() or not part.elements:
@@ -205,7 +205,7 @@ class FlatShard:
         return local
 
     def _heard(self, number: int) -> Callable[[torch.Tensor], None]:
-        """What a gathered parameter calls; it does not keep the model, since gc does not see through autograd."""
+        """Return the hook of a gathered parameter; it keeps no model alive, as gc cannot see through autograd."""
         reference = weakref.ref(self)
 
         def hear(parameter: torch.Tensor) -> None:
@@ -279,7 +279,7 @@ class Layout:
         return self.elements // self.ranks
 
     def gaps(self, rank: int) -> list[tuple[int, int]]:
-        """The elements of a rank's shard that belong to no parameter, from and up to."""
+        """Return the elements of a rank's shard that belong to no parameter, from and up to."""
         first, elements = rank * self.shard_elements, self.shard_elements
         ends = [0, *(slot.end for slot in self.slots)]
         begins = [*(slot.begin for slot in self.slots), self.elements]
@@ -287,7 +287,7 @@ class Layout:
         return [(begin, end) for begin, end in inside if begin < end]
 
     def part(self, slot: Slot, rank: int) -> Part:
-        """What a rank keeps of a parameter; nothing, at the end of it, where its shard lies elsewhere."""
+        """Return what a rank keeps of a parameter; an empty part at its end where the rank's shard is elsewhere."""
         first = rank * self.shard_elements
         begin = min(max(slot.begin, first), slot.end)
         end = max(min(slot.end, first + self.shard_elements), begin)
@@ -304,12 +304,12 @@ class Box:
 
 
 def aligned(elements: int) -> int:
-    """The next multiple of the alignment."""
+    """Round up to the next multiple of the alignment."""
     return -(-elements // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
 
 
 def boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
-    """The blocks, in order, that elements `begin` up to `end` of a flattened tensor consist of.
+    """Return the blocks, in order, that elements `begin` up to `end` of a flattened tensor consist of.
 
     At most two for every dimension but the last, and one more: the rest of a row, whole rows, the start of a row.
     """
@@ -367,7 +367,7 @@ class Whole:
 
     @classmethod
     def empty(cls, layout: Layout, dtype: torch.dtype, device: torch.device) -> Whole:
-        """One with a buffer of its own, without memory for now."""
+        """Build one with a buffer of its own, without memory for now."""
         with torch.inference_mode(False):
             return cls(layout, torch.empty(layout.elements, dtype=dtype, device=device), owned=True)
 

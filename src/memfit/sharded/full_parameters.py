@@ -53,7 +53,7 @@ def full_parameters(
 
 
 def gather_shard(flat: FlatShard, about: str) -> torch.Tensor:
-    """All elements of a flat shard, in a buffer of their own."""
+    """Gather all elements of a flat shard into a buffer of their own."""
     flat.realign()
     return gather_alike(flat, flat.dtype, lambda own: own.copy_(flat.shard), about)
 

@@ -127,7 +127,7 @@ class _ZeroGrad:
 
 
 def get_runtime(model: nn.Module) -> Runtime:
-    """The runtime of a model that was sharded."""
+    """Return the runtime of a model that was sharded."""
     runtime = model.__dict__.get(_RUNTIME)
     if runtime is None:
         raise StateError(
@@ -170,7 +170,7 @@ def _alike(members: Sequence[Member]) -> list[list[Member]]:
 
 
 def _insides(found: Sequence[FoundUnit]) -> list[list[nn.Module]]:
-    """The modules of every unit that are in no unit inside it."""
+    """Return, for every unit, the modules that are in no unit inside it."""
     units = {each.module for each in found}
     insides: list[list[nn.Module]] = []
     for each in found:
@@ -192,7 +192,7 @@ def _ordered(units: Sequence[Unit], names: Sequence[str]) -> list[Unit]:
 def _agreed_settings(
     model: nn.Module, found: Sequence[FoundUnit], precision: Precision, schedule: Schedule, reduction: Reduction
 ) -> list[str]:
-    """What must be the same on every rank, one a line."""
+    """List what must be the same on every rank, one a line."""
     hook = reduction.hook  # shown with its address, which no two ranks have in common
     named = "None" if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__)
     settings = [

@@ -45,7 +45,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 @torch.no_grad()
 def finite_gradients(model: nn.Module) -> bool:
-    """Whether no gradient on any rank is infinite or not a number."""
+    """Return whether no gradient on any rank is infinite or not a number."""
     runtime = get_runtime(model)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     wrong = torch.zeros((), device=runtime.device)

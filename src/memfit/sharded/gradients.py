@@ -74,11 +74,11 @@ class Gradients:
         return self.flat.layout.shard_elements * self._dtype.itemsize
 
     def ranks_of(self, number: int) -> range:
-        """The ranks that keep some of a parameter."""
+        """Return the ranks that keep some of a parameter."""
         return self._ranks_of[number]
 
     def completed(self, come: Collection[int], ranks: range) -> list[int]:
-        """Of the parts of some ranks, or of all where they are one tensor, those whose gradients have all come."""
+        """Return those parts of some ranks, or of all where they are one tensor, whose gradients have all come."""
         if not self.flat.link.separate_parts:
             ranks = range(self.flat.link.ranks)
         parameters = self.flat.parameters
@@ -199,7 +199,7 @@ class Gradients:
         return bool(self._missing)
 
     def came(self) -> list[bool]:
-        """For every parameter that was summed since `resolve`, or is now, whether this rank had a gradient for it."""
+        """Return, for every parameter summed since `resolve` or now, whether this rank had a gradient for it."""
         numbers = range(len(self.flat.parameters))
         if self.under_way:
             return [number in self._came or number in self._collected for number in numbers]
@@ -258,13 +258,13 @@ class Gradients:
                 place.div_(self._before)
 
     def _place(self, slot: Slot, rank: int) -> tuple[torch.Tensor, int]:
-        """Where the piece of a gradient that belongs into a part goes, and at which of its elements it begins."""
+        """Return where the piece of a gradient that belongs to a part goes, and its first element."""
         first, elements = rank * self.flat.layout.shard_elements, self.flat.layout.shard_elements
         begin, end = max(slot.begin, first), min(slot.end, first + elements)
         return self._part(rank)[begin - first : end - first], begin - slot.begin
 
     def _part(self, rank: int) -> torch.Tensor:
-        """What is sent to a rank, with zeros where no gradient goes."""
+        """Return what is sent to a rank, with zeros where no gradient goes."""
         part = self._parts[rank]
         if part is None:
             layout, link = self.flat.layout, self.flat.link
@@ -309,7 +309,7 @@ class Gradients:
 
 
 def divisors(ranks: int, dtype: torch.dtype, divisor: float | None) -> tuple[float, float]:
-    """By what gradients are divided before and after they are summed.
+    """Return by what gradients are divided before and after they are summed.
 
     Before it costs nothing where it is exact, since it is part of the copy into the slot; float16 could overflow in the
     sum or underflow before it, and gets about the square root of it on either side.

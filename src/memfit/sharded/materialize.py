@@ -26,7 +26,7 @@ def with_values(
     init: Init | None,
     links: Sequence[ShardComm] | None,
 ) -> Iterator[Callable[[Member], torch.Tensor]]:
-    """The values of a unit's parameters, whole, one unit at a time; what is on meta is made and given up again.
+    """Yield a function to a unit's whole parameter values; what is on meta is materialized and freed again.
 
     `inside` are the modules of the unit that are in no unit inside it. With `links`, rank 0's values are used.
     """

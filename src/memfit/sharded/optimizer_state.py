@@ -26,7 +26,7 @@ NamedState = dict[str, Any]
 
 
 def named_state(model: nn.Module, runtime: Runtime | None, optimizer: torch.optim.Optimizer) -> NamedState:
-    """The state of an optimizer by names; what is sharded as ShardedValue, the very tensors that the optimizer has."""
+    """Return an optimizer's state by names; sharded values as ShardedValue on the optimizer's own tensors."""
     names = parameter_names(model, optimizer)
     places = flat_places(runtime)
     state: dict[str, dict[str, Any]] = {}
@@ -113,7 +113,7 @@ def load_named_state(
 
 
 def plain_optimizer_state(named: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbered form of a named optimizer state, which `optimizer.load_state_dict` of a plain optimizer takes.
+    """Number a named optimizer state, as `optimizer.load_state_dict` of a plain optimizer takes it.
 
     The optimizer must be given its parameters in the same order and groups.
     """
@@ -127,7 +127,7 @@ def plain_optimizer_state(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_names(given: Mapping[str, Any], names: Sequence[Sequence[Sequence[str]]]) -> NamedState:
-    """The named form of an optimizer state. Numbers count through groups of parameters with these names."""
+    """Name a numbered optimizer state; numbers count through groups of parameters with these names."""
     if not {"state", "param_groups"} <= given.keys():
         raise InputError(
             f"an optimizer state has 'state' and 'param_groups'; this has {', '.join(map(repr, given)) or 'nothing'}"
@@ -153,7 +153,7 @@ def by_names(given: Mapping[str, Any], names: Sequence[Sequence[Sequence[str]]])
 
 
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, tuple[str, ...]]:
-    """All names of the optimizer's parameters, in its order."""
+    """Return all names of the optimizer's parameters, in its order."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -170,7 +170,7 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def flat_places(runtime: Runtime | None) -> dict[nn.Parameter, tuple[FlatShard, int]]:
-    """Where every sharded parameter lies."""
+    """Return the flat shard of every sharded parameter and its number there."""
     if runtime is None:
         return {}
     return {
@@ -182,7 +182,7 @@ def flat_places(runtime: Runtime | None) -> dict[nn.Parameter, tuple[FlatShard, 
 
 
 def _own(value: Any, place: tuple[FlatShard, int] | None, elementwise: bool, what: str, copy: bool) -> Any:
-    """This rank's part of a state, in a tensor that nobody else has."""
+    """Return this rank's part of a state, in a tensor that nobody else has."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, DTensor) or (place is None and isinstance(value, ShardedValue)):

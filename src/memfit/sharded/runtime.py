@@ -161,7 +161,7 @@ class Runtime:
         return output
 
     def failed_forward(self, unit: Unit) -> None:
-        """An exception goes through a unit's forward; somebody may catch it and go on."""
+        """Handle an exception in a unit's forward, which somebody may catch and go on."""
         self._leave(unit)
         if self._in_backward:  # also how a checkpoint ends its second forward
             return
@@ -265,7 +265,7 @@ class Runtime:
                     gradients.drop()
 
     def _end_backward(self) -> None:
-        """Everything that is still to be done when autograd is through, also for units whose hooks did not run."""
+        """Do all that is left when autograd has finished, also for units whose hooks did not run."""
         if self.communicates:
             for unit in reversed(self.units):
                 if unit.begin_sum(everything=unit in self._owing) and unit not in self._summing:
@@ -357,7 +357,7 @@ class Runtime:
             tensor.register_hook(hook)
 
     def _own(self, unit: Unit, tensor: torch.Tensor) -> torch.Tensor:
-        """An output in the root's dtype, in memory that stays, and with a hook of its own where it needs a gradient."""
+        """Return an output in the root's dtype, in memory that stays, with a hook where it needs a gradient."""
         if unit.outermost and self.precision.output_dtype is not None:
             tensor = _cast(tensor, self.precision.output_dtype)
         if unit.lends(tensor):
@@ -396,7 +396,7 @@ class Runtime:
 
 
 def _module_call() -> FrameType | None:
-    """The frame of the innermost call of a module; without one nothing is known."""
+    """Return the frame of the innermost call of a module; without one nothing is known."""
     here: FrameType | None = frame_above(1)
     while here is not None and here.f_code is not CALL_CODE:
         here = here.f_back
@@ -404,7 +404,7 @@ def _module_call() -> FrameType | None:
 
 
 def _runs(frame: FrameType) -> bool:
-    """Whether a frame is among those that run in this thread."""
+    """Return whether a frame is among those that run in this thread."""
     here: FrameType | None = frame_above(1)
     while here is not None and here is not frame:
         here = here.f_back

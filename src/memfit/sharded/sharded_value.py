@@ -73,7 +73,7 @@ class ShardedValue(torch.Tensor):
         )
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor, on every rank; all ranks must call it."""
+        """Gather the whole tensor on every rank; all ranks must call it."""
         layout, link, device = self._home
         lengths = [layout.part(self.slot, rank).elements for rank in range(link.ranks)]
         longest = max(lengths)
@@ -84,7 +84,7 @@ class ShardedValue(torch.Tensor):
         return torch.cat(parts).view(self.slot.shape)
 
     def of_whole(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's elements of a whole tensor."""
+        """Return this rank's elements of a whole tensor."""
         return whole.reshape(-1)[self.begin : self.end]
 
     def _like(self, local: torch.Tensor) -> ShardedValue:
@@ -196,7 +196,7 @@ def attach_state(runtime: Runtime) -> None:
 
 
 def sharded_value(flat: FlatShard, number: int, local: torch.Tensor) -> ShardedValue:
-    """Something that lies as one parameter of a flat shard does, with its shape."""
+    """Wrap a tensor that is laid out as one parameter of a flat shard, with the parameter's shape."""
     return ShardedValue(local, flat.layout.slots[number], flat.layout, flat.link, flat.device)
 
 

@@ -69,7 +69,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], optimizer: torch
 
 
 def sharded_runtime(model: nn.Module) -> Runtime | None:
-    """The runtime of a model, or None where it is a plain one."""
+    """Return the runtime of a model, or None where it is a plain one."""
     try:
         return get_runtime(model)
     except StateError:

@@ -149,7 +149,7 @@ class Unit:
                 whole.hide()
 
     def lends(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the memory of gathered parameters, which is going to be freed."""
+        """Return whether a tensor is in the memory of gathered parameters, which is going to be freed."""
         if tensor.layout is not torch.strided:
             return False
         address = tensor.untyped_storage().data_ptr()
@@ -209,7 +209,7 @@ class Unit:
         return self.turn % _PASSES * _TAGS + ((self.number * _FLATS + flat) * _KINDS + kind) % _TAGS
 
     def gather_dtype(self, flat: FlatShard) -> torch.dtype:
-        """The dtype that parameters are gathered in."""
+        """Return the dtype that parameters are gathered in."""
         wanted = self._precision.param_dtype
         if wanted is None or not flat.dtype.is_floating_point:
             return flat.dtype
@@ -261,7 +261,7 @@ class State(Enum):
     SUMMONED = "summoned"
 
     def leads_to(self, state: State) -> bool:
-        """Whether a unit in this state may go on to that one."""
+        """Return whether a unit in this state may go on to that one."""
         return state in _NEXT[self]
 
 

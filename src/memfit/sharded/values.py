@@ -11,7 +11,7 @@ import torch
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same value with every tensor in it changed; a part of it in which nothing changes is the same object."""
+    """Apply a function to every tensor in a value; a part of it in which nothing changes is the same object."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, list | tuple):
@@ -24,7 +24,7 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in a value."""
+    """Return every tensor in a value."""
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ def _mapped_mapping(value: Mapping[Any, Any], change: Callable[[torch.Tensor], t
 
 
 def _mapped_fields(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A copy of a dataclass without its constructor, which may take other arguments or do more."""
+    """Copy a dataclass without its constructor, which may take other arguments or do more."""
     names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
     fields = {name: getattr(value, name) for name in names}
     changed = {name: mapped(each, change) for name, each in fields.items()}

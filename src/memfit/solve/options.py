@@ -62,7 +62,7 @@ class SolveOptions:
             raise InputError(f"points is {self.points!r}; write a whole number of at least 1")
 
     def allowed(self, units: Sequence[Unit], sharded: Sequence[str]) -> tuple[Unit, ...]:
-        """The units that may be checkpointed; none that contains a unit whose parameters are gathered by itself."""
+        """Return units that may be checkpointed; none that contains a unit whose parameters are gathered by itself."""
         for names in (self.ac_units or (), self.forbid, self.force):
             for name in names:
                 _known(name, units)
@@ -98,7 +98,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _near(name: str, names: Sequence[str]) -> list[str]:
-    """Names that may have been meant: those that differ in what they begin with, then those that look alike."""
+    """Return names that may have been meant: those that differ in how they begin, then those that look alike."""
     found = [each for each in names if each and (each.endswith(f".{name}") or name.endswith(f".{each}"))]
     ends: dict[str, list[str]] = {}
     for each in names:

@@ -69,15 +69,15 @@ class Places:
             self._going[instant].append(number)
 
     def of(self, number: int) -> Place:
-        """Of an allocation by its number."""
+        """Return the place of an allocation by its number."""
         return CATEGORIES[self._row[number]], self._module[number]
 
     def running(self, number: int) -> str:
-        """The module that ran when this was allocated."""
+        """Return the module that ran when this was allocated."""
         return self.timeline.module_of(self._alloc_at[number])
 
     def op(self, number: int) -> str:
-        """The op that allocates it, as torch's profiler calls it; empty for what no op does."""
+        """Return the op that allocates it, as torch's profiler calls it; empty for what no op does."""
         ops, op = self.timeline.trace.ops, int(self.timeline.op[self._alloc_at[number]])
         return "::".join(ops[op].name.split(".")[:2]) if op < len(ops) else ""
 
@@ -94,7 +94,7 @@ class Places:
                 yield other
 
     def made(self) -> list[tuple[int, int]]:
-        """Number and bytes of everything that the step allocates, in order; workspaces come and go within an op."""
+        """Return number and bytes of everything the step allocates, in order; workspaces come and go within an op."""
         count, alloc_at = len(self._alloc_at), self._alloc_at
         return [
             (event.key, event.requested_bytes)
@@ -103,7 +103,7 @@ class Places:
         ]
 
     def at(self, instant: int) -> Filling:
-        """What is predicted to be there at an instant, workspace included; -1 is the start of the step."""
+        """Return what is predicted to be there at an instant, workspace included; -1 is the start of the step."""
         table, rounding = self.timeline.allocations, self.timeline.rounding_bytes
         filling = Filling()
         for key in self.timeline.alive_at(instant).tolist():
@@ -115,7 +115,7 @@ class Places:
 
 
 def filled(places: Places, rise: Rise, resident: Filling) -> Filling:
-    """What fills the measured peak, given what is there when the step begins.
+    """Return what fills the measured peak, given what is there when the step begins.
 
     As in a prediction, results of the op that runs there count as such, also when at its highest point it has scratch
     in their place.
@@ -170,7 +170,7 @@ def _still_to_come(places: Places, rise: Rise, own: Sequence[_Beside]) -> Iterat
 
 
 def _beside_made(places: Places, made: Sequence[tuple[int, int]], events: Sequence[AllocatorEvent]) -> list[_Beside]:
-    """What each allocation among the events stands beside; frees have nothing."""
+    """Return, for each allocation among the events, the predicted one that it is aligned with; frees have none."""
     kept = [
         (index, within)
         for (index, event), within in zip(
@@ -200,7 +200,7 @@ def _beside_made(places: Places, made: Sequence[tuple[int, int]], events: Sequen
 
 
 def _results(places: Places, made: Sequence[tuple[int, int]], numbers: dict[int, int]) -> dict[int, int]:
-    """The results that were written over what events stand beside (Note [Written over]), by event."""
+    """Return the results that were written over aligned allocations (Note [Written over]), by event."""
     at = {number: index for index, number in numbers.items()}
     return {
         at[other]: number
@@ -212,8 +212,10 @@ def _results(places: Places, made: Sequence[tuple[int, int]], numbers: dict[int,
 
 
 def outlived(events: Sequence[AllocatorEvent]) -> list[tuple[str, ...]]:
-    """For each allocation among the events the ops that it happened in, without those that it did not outlive: what is
-    freed within an op is scratch of it, not its result."""
+    """Return, for each allocation among the events, the ops that it happened in and outlived.
+
+    What is freed within an op is scratch of it, not its result.
+    """
     found: list[tuple[str, ...]] = []
     alive: dict[int, int] = {}
     for event in events:
@@ -233,7 +235,7 @@ def beside(
     within: Sequence[tuple[str, ...]] | None = None,
     ops: Sequence[str] | None = None,
 ) -> list[int]:
-    """For each measured size the index of the predicted one that it stands beside, -1 for none (Note [Beside]).
+    """Return, for each measured size, the index of the predicted one it is aligned with, -1 for none (Note [Beside]).
 
     `within` are the ops that each measured one may be a result of (`outlived`), `ops` the op of each predicted one.
     """
@@ -258,7 +260,7 @@ def beside(
 
 
 def _same_op(within: Sequence[tuple[str, ...]], ops: Sequence[str]) -> Callable[[slice, slice], np.ndarray]:
-    """Which allocations of a part of each happen in the same op."""
+    """Return a function that masks the pairs of allocations, of a part of each side, that happen in the same op."""
     outer, inner = {each: row for row, each in enumerate(dict.fromkeys(within))}, dict.fromkeys(ops)
     table = np.array([[op in each for op in inner] for each in outer], bool).reshape(len(outer), len(inner))
     column = {each: number for number, each in enumerate(inner)}

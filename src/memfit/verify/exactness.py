@@ -50,7 +50,7 @@ class Exactness:
         return not self.differences
 
     def first(self, kind: str) -> Difference | None:
-        """The largest difference of a kind."""
+        """Return the largest difference of a kind."""
         return next((each for each in self.differences if each.kind == kind), None)
 
 
@@ -126,7 +126,7 @@ def outcome_differences(planned: Outcome, plain: Outcome, step: int) -> list[Dif
 def differences(
     kind: str, planned: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor], step: int
 ) -> list[Difference]:
-    """The tensors of one kind that are not the same bit for bit, the largest difference first."""
+    """Return the tensors of one kind that are not the same bit for bit, the largest difference first."""
     found = []
     for name in dict.fromkeys((*planned, *plain)):
         one, other = planned.get(name), plain.get(name)
@@ -136,7 +136,7 @@ def differences(
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same; a NaN is itself here, and zeros have signs."""
+    """Return whether two tensors are the same bit for bit; a NaN equals itself here, and zeros have signs."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(_bytes(one), _bytes(other))

@@ -90,7 +90,7 @@ def _by_statistics(first: Callable[[], None], run: Callable[[], None], device: t
 
 
 def step_ms(run: Callable[[], None], device: torch.device) -> float:
-    """Milliseconds of one run."""
+    """Return milliseconds of one run."""
     _settle(device)
     start = time.perf_counter()
     run()
@@ -106,7 +106,7 @@ def module_forward_ms(run: Callable[[], None], model: nn.Module, device: torch.d
 
 
 def predicted_forward_ms(trace: Trace, step_ms: float) -> dict[str, float]:
-    """The same as predicted: the parts that modules have in the roofline's time, of a step that takes `step_ms`."""
+    """Scale the modules' forward times in the roofline to a step that takes `step_ms`."""
     runtime = Runtime.of(trace, Roofline())
     scale = step_ms / runtime.total_ms if runtime.total_ms else 0.0
     found: dict[str, float] = defaultdict(float)
@@ -159,7 +159,7 @@ def _settle(device: torch.device) -> None:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that is free on the device, with what torch holds of it and does not use; None where nobody says."""
+    """Return memory that is free on the device, with what torch caches there; None where nobody says."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
@@ -178,7 +178,7 @@ def _machine() -> int | None:
 
 
 def _group() -> int | None:
-    """What the control group of a container leaves."""
+    """Return what the control group of a container leaves."""
     folder = Path("/sys/fs/cgroup")
     try:
         limit = (folder / "memory.max").read_text().strip()
@@ -194,7 +194,7 @@ def _group() -> int | None:
 
 
 def _process() -> int | None:
-    """What is left of the process's address space, where that is limited."""
+    """Return what is left of the process's address space, where that is limited."""
     try:
         import resource
 
@@ -208,7 +208,7 @@ def _process() -> int | None:
 
 
 def mapped_bytes() -> int | None:
-    """What the process has mapped: tensors, and libraries, stacks and what malloc keeps as well."""
+    """Return what the process has mapped: tensors, and libraries, stacks and what malloc keeps as well."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):

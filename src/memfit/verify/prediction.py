@@ -17,7 +17,7 @@ from memfit.tradeoff import TraceColumns, units
 
 
 def captured_for(plan: Plan, step: Step) -> Trace:
-    """The step's trace; `PlanMismatch` when the plan is for another step.
+    """Capture the step; raise `PlanMismatch` when the plan is for another step.
 
     A trace tells whether its optimizer had state when it was captured. A plan for either is a plan for both.
     """
@@ -38,7 +38,7 @@ def captured_for(plan: Plan, step: Step) -> Trace:
 
 
 def replayed(plan: Plan, captured: Trace, *, planned: bool = True) -> Timeline:
-    """Memory at every instant of the step with the plan's units checkpointed, or with none."""
+    """Return the timeline of the step with the plan's units checkpointed, or with none."""
     trace_columns = TraceColumns.of(captured, np.zeros(len(captured.ops)))
     found = {unit.name: unit for unit in units(captured)}
     entries = plan.checkpoint if planned else ()

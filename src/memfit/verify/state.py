@@ -63,7 +63,7 @@ class Found:
 
 
 def tensors_in(value: Any, depth: int = _DEPTH) -> list[torch.Tensor]:
-    """The tensors in a nested structure; modules are not looked into."""
+    """Return the tensors in a nested structure; modules are not looked into."""
     if isinstance(value, torch.Tensor):
         return [value]
     if depth == 0 or isinstance(value, str | bytes | nn.Module):
@@ -87,7 +87,7 @@ def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 
 def generators() -> tuple[Any, ...]:
-    """The states of all of them."""
+    """Return the states of all random generators."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
 

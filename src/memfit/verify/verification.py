@@ -141,7 +141,7 @@ class Verification:
         return tuple(_findings(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
+        """Return everything as plain values, for JSON."""
         found = dataclasses.asdict(self)
         most, slowest = self.memory_differs_most, self.time_differs_most
         return {
@@ -153,7 +153,7 @@ class Verification:
         }
 
     def to_json(self) -> str:
-        """The same as text."""
+        """Return `to_dict` as JSON text."""
         return json_text(msgspec.to_builtins(self.to_dict()))
 
     def __rich__(self) -> RenderableType:

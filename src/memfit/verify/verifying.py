@@ -103,7 +103,7 @@ class _Verifier:
         self.planned_step = step if step.loss is None else replace(step, loss=plan.loss(step.loss))
 
     def run(self) -> None:
-        """One step."""
+        """Run one step."""
         optimizer = self.step.optimizer
         assert optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
         self.planned_step.execute(self.model, optimizer, self.device_type)
@@ -154,7 +154,7 @@ class _Verifier:
 
     @contextlib.contextmanager
     def _applied(self) -> Iterator[None]:
-        """The plan at work; one that the user has applied stays so."""
+        """Apply the plan inside the block; one that the user has applied stays so."""
         if plan_of_model(self.model) is not None:
             yield
             return
@@ -167,7 +167,7 @@ class _Verifier:
 
     @contextlib.contextmanager
     def _own_optimizer(self) -> Iterator[None]:
-        """The optimizer does its step as it did before the plan was applied."""
+        """Let the optimizer step inside the block as it did before the plan was applied."""
         optimizer = self.step.optimizer
         if self.plan.optimizer is None or not isinstance(optimizer, torch.optim.Optimizer):
             yield
@@ -216,7 +216,7 @@ class _Verifier:
         }
 
     def _resident(self) -> Filling:
-        """What is there when a step begins: as the trace has it, but what can be counted is counted."""
+        """Return what is there when a step begins: as the trace has it, but counted where it can be."""
         resident = self.places.at(BEFORE_STEP)
         counted: dict[Category, list[torch.Tensor]] = {
             Category.PARAMETER: list(self.model.parameters()),
@@ -237,7 +237,7 @@ class _Verifier:
         return sum(-(-n_bytes // rounding) * rounding for n_bytes in storages.values())
 
     def _plain(self) -> tuple[_Observed | None, str | None]:
-        """The step without the plan, where that fits; otherwise why not."""
+        """Run the step without the plan where that fits; otherwise say why not."""
         start = self.places.at(BEFORE_STEP).by_category
         there = start[Category.PARAMETER] + start[Category.BUFFER] + start[Category.INPUT]
         needed, free = self.plan.baseline.peak_bytes - there, free_bytes(self.device)
@@ -254,7 +254,7 @@ class _Verifier:
         return None, f"it ran out of memory; it was thought to need {display_bytes(needed)} more than is there"
 
     def _exactness(self, planned: _Observed, plain: _Observed) -> Exactness:
-        """What differs; when something does, whether the step without the plan is the same when run again."""
+        """Compare bit for bit; where something differs, whether the step without the plan repeats itself."""
         found = _differences(planned, plain)
         reproducible = None
         if found:
@@ -292,7 +292,7 @@ class _Verifier:
 
 
 def _flags(optimizer: Any) -> list[dict[str, Any]]:
-    """How an optimizer does its step, by group."""
+    """Return how an optimizer does its step, by group."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return []
     return [{name: group[name] for name in ("foreach", "fused") if name in group} for group in optimizer.param_groups]
@@ -314,7 +314,7 @@ def _values(filling: Filling) -> dict[str, int]:
 
 
 def _beside(predicted: dict[str, int], measured: dict[str, int]) -> tuple[BytesBeside, ...]:
-    """What either has, the largest first."""
+    """Return what either side has, the largest first."""
     rows = [_bytes(name, predicted.get(name, 0), measured.get(name, 0)) for name in {**predicted, **measured}]
     rows = [each for each in rows if each.predicted_bytes or each.measured_bytes]
     return tuple(sorted(rows, key=lambda each: (-max(each.predicted_bytes, each.measured_bytes), each.name)))

@@ -27,7 +27,7 @@ LEVERS: dict[str, Callable[[Case], Iterator[Lever]]] = {
 
 
 def find_levers(case: Case, watch: Callable[[str], None] | None = None) -> tuple[Lever, ...]:
-    """All levers that save enough, in order of bytes saved for each millisecond lost; `watch` hears what is tried."""
+    """Return all levers that save enough, by bytes saved per millisecond lost; `watch` is told what is tried."""
     found: list[Lever] = []
     for what, family in LEVERS.items():
         if watch is not None:

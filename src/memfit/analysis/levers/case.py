@@ -108,11 +108,11 @@ class Case:
         return self.report.problem.least if self.hopeless else self.quick.least
 
     def matters(self, saves_bytes: int) -> bool:
-        """Whether so many bytes are worth a lever."""
+        """Return whether so many bytes are worth a lever."""
         return saves_bytes >= max(1, LEAST_PART * self.peak_bytes)
 
     def captured(self, step: Step, *, what: str, advice: str = "") -> Trace | None:
-        """The trace of a changed step; None when the step cannot be changed so, which is noted, with the advice."""
+        """Capture a changed step; None, and a note with advice, when the step cannot be changed so."""
         try:
             return trace(step, target=self.target)
         except MemfitError as error:
@@ -153,7 +153,7 @@ class Case:
         timed: bool = True,
         option: str = "",
     ) -> Lever:
-        """The lever with this effect; not `timed` where only its memory is known."""
+        """Build the lever with this effect; not `timed` where only its memory is known."""
         return Lever(
             name=name,
             how=how,
@@ -175,7 +175,7 @@ class Case:
         return phases[np.minimum(self.timeline.op, len(ops))]
 
     def row(self, category: Category) -> Bytes:
-        """Bytes of a category at every instant."""
+        """Return bytes of a category at every instant."""
         return self.timeline.during_by_row[CATEGORIES.index(category)]
 
     @property
@@ -184,7 +184,7 @@ class Case:
         return int(self.timeline.during_bytes[~self.in_optimizer].max(initial=0))
 
     def _carried(self, problem: Problem) -> Iterable[tuple[Unit, Policy]]:
-        """The plan's policies in a changed step: of each unit the one that drops the most alike part of it."""
+        """Yield the plan's policies carried over to a changed step: of each unit the most similar one."""
         ratios = {unit.name: _ratio(policy) for unit, policy in self.chosen}
         if not ratios:
             return
@@ -259,7 +259,7 @@ class Lever:
 
 
 def enough(lever: Lever, budget_bytes: int) -> str:
-    """Whether a step that does not fit a budget does with this lever alone, or what is still missing."""
+    """Say whether a step that does not fit a budget does with this lever alone, or what is still missing."""
     missing = lever.peak_bytes - budget_bytes
     return "enough by itself" if missing <= 0 else f"{display_bytes(missing)} missing"
 

@@ -54,7 +54,7 @@ def optimizer(case: Case) -> Iterator[Lever]:
 
 
 def _without_temporaries(case: Case, named: str) -> Iterator[Lever]:
-    """What a fused step would need: no temporaries."""
+    """Yield the lever of a fused optimizer step, which needs no temporaries."""
     left = case.timeline.during_bytes - np.where(case.in_optimizer, case.row(Category.TEMPORARY), 0)
     yield case.lever(
         "fused optimizer",
@@ -76,7 +76,7 @@ _NEAR = 4
 
 
 def loss(case: Case) -> Iterator[Lever]:
-    """The step with a chunked cross entropy, where it calls torch's own; else an estimate."""
+    """Yield the lever of a chunked cross entropy: captured where the step calls torch's own, else estimated."""
     logits = _logits(case.trace)
     if logits is None:
         return
@@ -103,7 +103,7 @@ def loss(case: Case) -> Iterator[Lever]:
 
 @contextlib.contextmanager
 def chunked_losses(classes: int) -> Iterator[list[int]]:
-    """In the block, cross entropies over so many classes are computed in chunks, of logits that are not cast before.
+    """Compute cross entropies over so many classes in chunks inside the block, from logits that are not cast before.
 
     Gives the rows of each that was.
     """
@@ -133,7 +133,7 @@ def chunked_losses(classes: int) -> Iterator[list[int]]:
 
 
 def _logits(trace: Trace) -> TensorRef | None:
-    """What the largest softmax reads that a likelihood of one class a row follows."""
+    """Return what the largest softmax reads whose result a negative log likelihood follows."""
     found = []
     for index, op in enumerate(trace.ops):
         if op.phase in (Phase.FORWARD, Phase.LOSS) and op.name == "aten._log_softmax.default":
@@ -148,7 +148,7 @@ def _is_likelihood(op: Op) -> bool:
 
 
 def _copies(trace: Trace, logits: TensorRef) -> list[int]:
-    """Storages as large as the logits that are made of them, but for the last gradient, which the model takes."""
+    """Return copies of the logits, all but the last gradient, which the model's backward takes."""
     classes, count = logits.shape[-1], math.prod(logits.shape)
     owned = {number for module in trace.modules for number in (*module.parameters, *module.buffers)}
     made: dict[int, Phase] = {}
@@ -177,7 +177,7 @@ _PLAIN = (int, float, bool, str, type(None))
 
 
 def micro_batch(case: Case) -> Iterator[Lever]:
-    """The step with half of the batch at a time; nothing where the batch cannot be halved."""
+    """Yield the lever of running half of the batch at a time; none where the batch cannot be halved."""
     step, what = case.step, "smaller micro-batch"
     if step is None or step.run is not None:
         case.left_out.append(f"{what}: only a Step with a batch can be halved, not a trace or a loop of one's own")
@@ -201,7 +201,7 @@ def micro_batch(case: Case) -> Iterator[Lever]:
 
 
 def batch_rows(batch: Any) -> int | None:
-    """The size of the first dimension that all tensors of a batch have in common; None when there is none."""
+    """Return the size of the first dimension that all tensors of a batch have in common; None when there is none."""
     leaves = _leaves(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
     strange = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_PLAIN))]
@@ -210,7 +210,7 @@ def batch_rows(batch: Any) -> int | None:
 
 
 def halved(batch: Any) -> Any:
-    """The batch with half as many rows, and no data; what is one tensor in two places stays one."""
+    """Return the batch with half as many rows and no data; a tensor that is in two places stays one."""
     leaves, shape = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
     halves = {id(leaf): _half(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
     return tree_unflatten([halves.get(id(leaf), leaf) for leaf in leaves], shape)
@@ -230,7 +230,7 @@ def _leaves(batch: Any) -> list[Any]:
 
 
 def precision(case: Case) -> Iterator[Lever]:
-    """Nothing where no parameter is float32."""
+    """Yield the levers of autocast and bfloat16; none where no parameter is float32."""
     trained = [each for each in case.trace.parameters if each.trainable]
     if not any(each.dtype == "float32" for each in trained):
         return
@@ -275,7 +275,7 @@ def _sums(case: Case) -> Iterator[Lever]:
 
 
 def in_bfloat16(step: Step) -> Step:
-    """The step with model and inputs in bfloat16. What exists is copied without its data and left as it was."""
+    """Return the step with model and inputs in bfloat16. What exists is copied without its data and left as it was."""
     given = step.model
     if isinstance(given, nn.Module):
         model: nn.Module | Callable[[], nn.Module] = _copied(given)
@@ -310,6 +310,6 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _emptied(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without data, in bfloat16 where it was floating point."""
+    """Return a tensor without data, in bfloat16 where it was floating point."""
     dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
     return torch.empty_like(tensor, dtype=dtype, device="meta", requires_grad=False)

@@ -16,7 +16,7 @@ from memfit.memory import BETWEEN
 
 
 def with_lifetimes(trace: Trace, lifetimes: Mapping[int, tuple[int, int]]) -> Trace:
-    """The trace with other births and deaths of these storages."""
+    """Return the trace with these storages allocated and freed at other ops."""
     storages = list(trace.storages)
     for number, (alloc_at, free_after) in lifetimes.items():
         storages[number] = msgspec.structs.replace(
@@ -26,7 +26,7 @@ def with_lifetimes(trace: Trace, lifetimes: Mapping[int, tuple[int, int]]) -> Tr
 
 
 def last_reads(trace: Trace) -> NDArray[np.int64]:
-    """For each storage the last op that reads it, `NO_INDEX` for none."""
+    """Return, for each storage, the last op that reads it, `NO_INDEX` for none."""
     found = np.full(len(trace.storages), NO_INDEX)
     for index, op in enumerate(trace.ops):
         for ref in op.inputs:
@@ -36,7 +36,7 @@ def last_reads(trace: Trace) -> NDArray[np.int64]:
 
 
 def last_backward_ops(trace: Trace) -> dict[int, int]:
-    """For each forward op the last op of its backward."""
+    """Return, for each forward op, the last op of its backward."""
     return {
         op.forward_op: index
         for index, op in enumerate(trace.ops)
@@ -70,7 +70,7 @@ def held_for_nothing(trace: Trace) -> dict[int, int]:
 
 
 def with_sizes(trace: Trace, sizes: Mapping[int, int]) -> Trace:
-    """The trace with other bytes of these storages."""
+    """Return the trace with other bytes of these storages."""
     storages = list(trace.storages)
     for number, size_bytes in sizes.items():
         storages[number] = msgspec.structs.replace(storages[number], bytes=size_bytes)
@@ -85,7 +85,7 @@ _PART = 1000
 
 
 def holding(case: Case) -> Iterator[Lever]:
-    """The step in which such results go with their last use."""
+    """Yield the lever of freeing such results after their last use."""
     trace, timeline = case.trace, case.timeline
     instant = timeline.peak_instant
     now = int(timeline.op[instant]) - (int(timeline.run[instant]) == BETWEEN)

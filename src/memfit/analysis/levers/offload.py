@@ -30,7 +30,7 @@ def offload(case: Case) -> Iterator[Lever]:
 
 
 def _optimizer(case: Case) -> Iterator[Lever]:
-    """Parameters and gradients stay; gradients are copied to the host, which steps, and parameters come back."""
+    """Yield the lever of stepping on the host: gradients are copied there, and parameters come back."""
     state = case.row(Category.OPTIMIZER_STATE)
     if not state.any():
         return
@@ -92,7 +92,7 @@ class _HostStep:
 
     @classmethod
     def of(cls, case: Case, parameter_bytes: int, state_bytes: int) -> _HostStep:
-        """Parameters, gradients and state are read, parameters and state written."""
+        """Return the host's step: parameters, gradients and state are read, parameters and state written."""
         cpu = load_device("cpu")
         reached = cpu.memory_bandwidth_bytes_per_s * cpu.efficiency[Family.OPTIMIZER].bandwidth
         return cls(moved_bytes=3 * parameter_bytes + 2 * state_bytes, bandwidth_bytes_per_s=reached)
@@ -110,7 +110,7 @@ class _HostStep:
 
 
 def _activations(case: Case) -> Iterator[Lever]:
-    """What autograd alone holds goes to the host and comes back when its backward begins."""
+    """Yield the lever of offloading what only autograd holds until its backward begins."""
     timeline, trace = case.timeline, case.timeline.trace
     table = timeline.allocations
     first = _first_backward_ops(case)
@@ -156,7 +156,7 @@ def _first_backward_ops(case: Case) -> dict[int, int]:
 
 
 def _device_step_ms(case: Case) -> float:
-    """What the device takes for the optimizer's step, without what comes before it reads a parameter (clipping)."""
+    """Return the device's time for the optimizer's step, without what runs before it reads a parameter (clipping)."""
     wanted = {number for each in case.trace.parameters for number in (each.storage, *each.state)}
     steps = [index for index, op in enumerate(case.trace.ops) if op.phase is Phase.OPTIMIZER]
     begun = (index for index in steps if any(ref.storage in wanted for ref in case.trace.ops[index].inputs))

@@ -19,7 +19,7 @@ _POINTS = 8
 
 
 def checkpointing(case: Case) -> Iterator[Lever]:
-    """The plan that fits the budget, where the step does not, and the one at the knee of what fits.
+    """Yield the lever of a plan that fits the budget, where the step does not, and of the one at the curve's knee.
 
     Where nothing fits, it is the knee of the whole trade-off: another lever must help.
     """
@@ -45,7 +45,7 @@ def checkpointing(case: Case) -> Iterator[Lever]:
 
 
 def _knee(problem: Problem, low: int, high: int) -> Solved | None:
-    """Where saving more begins to cost more than it did on average over the whole trade-off."""
+    """Return the plan after which saving more costs more than it did on average over the whole trade-off."""
     found: list[Solved] = []
     start = None
     for place in range(_POINTS):
@@ -102,8 +102,10 @@ _TIMES = (2, 4)
 
 
 def sharding(case: Case) -> Iterator[Lever]:
-    """The step as one of more ranks runs it, each on a batch of the same size; nothing on a CPU, whose memory they
-    would share."""
+    """Yield the lever of sharding over more ranks, each with a batch of the same size.
+
+    There is none on a CPU, whose memory the ranks would share.
+    """
     if case.target.device.type == "cpu":
         return
     now, units = case.target.ranks, wrapped(case)
@@ -131,7 +133,7 @@ def sharding(case: Case) -> Iterator[Lever]:
 
 
 def _instead_of_replicating(case: Case, units: str) -> Iterator[Lever]:
-    """What a replicated step need not have: buckets beside its gradients, and a whole model on every rank."""
+    """Yield the lever of sharding a replicated step: no buckets beside gradients, no whole model on every rank."""
     ddp = case.report.problem.options.shard
     if not ddp.gradient_as_bucket_view:
         effect = case.effect(shard=replace(ddp, gradient_as_bucket_view=True))
@@ -144,7 +146,7 @@ def _instead_of_replicating(case: Case, units: str) -> Iterator[Lever]:
 
 
 def wrapped(case: Case) -> str:
-    """The modules that are given to `fully_shard`, in words."""
+    """Return the modules that are given to `fully_shard`, in words."""
     blocks: dict[str, list[str]] = defaultdict(list)
     for block in case.report.problem.options.shard.units or repeated_blocks(case.trace):
         blocks[alike(block)].append(block)

@@ -65,7 +65,7 @@ def _price(curve: Found, budget_bytes: int) -> dict[str, float]:
 
 
 def _at(curve: Found, budget_bytes: int, price: dict[str, float] | None) -> str:
-    """What more would buy at a budget, or that nothing fits it."""
+    """Return what more would buy at a budget, or that nothing fits it."""
     from memfit.units import GiB, MiB, display_bytes, display_ms
 
     budget, least = display_bytes(budget_bytes), display_bytes(curve.minimum_budget_bytes)

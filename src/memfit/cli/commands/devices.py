@@ -67,7 +67,7 @@ def _record(device: Device) -> dict[str, Any]:
 
 
 def _all(devices: tuple[Device, ...], width: int) -> Group:
-    """A row for each; columns that the width has no room for are left out."""
+    """Build a table with a row for each device; columns that the width has no room for are left out."""
     table = edgeless_table()
     columns: dict[str, Callable[[Device], str]] = {
         "device": lambda device: device.name,
@@ -117,7 +117,7 @@ def _one(device: Device) -> Group:
 
 
 def _figures(device: Device) -> Iterator[tuple[str, str, str]]:
-    """What is shown of a device, its value, and the key of its source."""
+    """Yield what is shown of a device, its value, and the key of its source."""
     yield "memory", display_bytes(device.memory_total_bytes), "memory.total_bytes"
     yield "  context", display_bytes(device.context_bytes), "overheads.context_bytes"
     workspaces = device.blas_workspace_bytes + device.blaslt_workspace_bytes

@@ -55,7 +55,7 @@ class Env:
 
 
 def environment() -> dict[str, Any]:
-    """Everything that is shown, by name."""
+    """Return everything that is shown, by name."""
     import torch
 
     from memfit.hardware import list_devices

@@ -88,7 +88,7 @@ class Plan:
         return 3 if found.status == "infeasible" else 0
 
     def _explain(self) -> str:
-        """The command that explains the step under this plan, once it is written."""
+        """Return the command that explains the step under this plan, once it is written."""
         first = "" if self.output is not None else "write the plan with -o plan.json, then "
         words = ["memfit explain", self.step.step]
         given = {

@@ -119,7 +119,7 @@ class Search:
             raise UsageError(f"--largest is {self.largest}; sequences are searched in steps of {grid}: write more")
 
     def _step_at(self, steps: Callable[[StepOptions], Given], value: int) -> Step | Trace:
-        """The step of a value; what is wrong with it is said of --over, for the option of that name was not given."""
+        """Return the step of a value; errors in it name --over, since the option of that name was not given."""
         from memfit.presets.errors import NotTaken
 
         options = self.step

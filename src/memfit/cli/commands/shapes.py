@@ -46,7 +46,7 @@ class Shapes:
 
 
 def _table(shapes: tuple[Shape, ...], width: int) -> Group:
-    """A row for each; columns that the width has no room for are left out."""
+    """Build a table with a row for each shape; columns that the width has no room for are left out."""
     columns: dict[str, Callable[[Shape], str]] = {
         "shape": lambda shape: shape.name,
         "model": lambda shape: shape.title,

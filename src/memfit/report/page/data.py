@@ -28,7 +28,7 @@ from memfit.verify.verification import BytesBeside, MsBeside
 
 
 def page_data(report: Report, levers: Sequence[Lever] = ()) -> dict[str, Any]:
-    """The data of the page. The same report gives the same values in the same order."""
+    """Return the data of the page; the same report gives the same values in the same order."""
     strings = Strings()
     timelines = {"baseline": drawn(report, report.baseline, strings)}
     if report.planned is not None:
@@ -55,7 +55,7 @@ def page_data(report: Report, levers: Sequence[Lever] = ()) -> dict[str, Any]:
 
 
 def _estimates(report: Report) -> list[dict[str, Any]]:
-    """Memory and time without the plan and with it; when nothing fits, beside the lowest peak that there is."""
+    """Return memory and time without the plan and with it; when nothing fits, beside the lowest peak that there is."""
     plan = report.plan
     without = "without a plan" if report.target.ranks == 1 else "only sharded"
     if plan is None:
@@ -106,7 +106,7 @@ def _curve(curve: Curve, plan: Plan | None) -> dict[str, Any]:
 
 
 def _shard(shard: ShardPlan, sharding: Sharding | None) -> dict[str, Any]:
-    """Units whose paths differ in numbers only and that are alike are one row."""
+    """Return the sharded units; those that are alike and whose paths differ in numbers only are one row."""
     kept = {unit.module: not unit.reshard_after_forward for unit in shard.units}
     groups: dict[tuple[object, ...], list[str]] = {}
     for unit in sharding.units if sharding is not None else ():

@@ -45,7 +45,7 @@ _Kind = tuple[str, str, Category, bool, int]
 
 
 def drawn(report: Report, timeline: Timeline, strings: Strings) -> dict[str, Any]:
-    """One timeline for the page; texts are numbers in `strings`."""
+    """Return one timeline for the page; texts are indices into `strings`."""
     trace, ops = timeline.trace, len(timeline.trace.ops)
     phases, runs = _phases(timeline), _second_runs(timeline)
     instants = drawn_instants(timeline.during_bytes, (edge for span in (*phases, *runs) for edge in span[1:]))
@@ -101,7 +101,7 @@ def drawn(report: Report, timeline: Timeline, strings: Strings) -> dict[str, Any
 
 
 def drawn_instants(levels: Ints, edges: Iterable[int], points: int = POINTS) -> Ints:
-    """The instants to draw (Note [Points])."""
+    """Return the instants to draw (Note [Points])."""
     count = len(levels)
     if count <= points:
         return np.arange(count)
@@ -178,7 +178,7 @@ def _alive(timeline: Timeline, instants: Ints, strings: Strings) -> tuple[list[l
 
 
 def _described(key: _Kind, members: list[Allocation], strings: Strings) -> list[int]:
-    """Bytes of each, category, name, module, and whether a second run makes them; one alone has its own names."""
+    """Return bytes of each, category, name, module, and whether they are recomputed; a single one keeps its names."""
     name, module, category, again, size_bytes = key
     if len(members) == 1:
         name, module = members[0].name, members[0].module

@@ -36,7 +36,7 @@ def write_page(report: Report, path: str | os.PathLike[str], *, levers: Sequence
 
 
 def page_text(report: Report, *, levers: Sequence[Lever] = ()) -> str:
-    """The page; the same report gives the same text."""
+    """Return the page; the same report gives the same text."""
     words = headline(report)
     style = _asset("page.css")
     script = "'use strict';\n(() => {\n" + "\n".join(map(_asset, _SCRIPTS)) + "\n})();\n"
@@ -68,7 +68,7 @@ def _markup(words: Headline) -> str:
 
 
 def _with_units(text: str) -> str:
-    """A number and its unit stay on one line."""
+    """Join each number and its unit, so that they stay on one line."""
     return re.sub(r"(?<=\d) (?=[KMGT]iB\b|B\b|[mu]?s\b)", "&nbsp;", text)
 
 
