@@ -39,7 +39,7 @@ from memfit.capture.patches import TorchPatches
 from memfit.capture.random_numbers import Held, held_generators, same_generators
 from memfit.capture.random_paths import RandomDraws, largest_path
 from memfit.capture.recorder import Recorder
-from memfit.capture.restoration import Snapshot, remove_leftovers
+from memfit.capture.restoration import ValueSnapshot, remove_leftovers
 from memfit.capture.rules import RuleContext, rules_for
 from memfit.capture.step import Companions, Step, find_step, find_variables
 from memfit.capture.step_checks import check_batch_tensors, check_model, refuse_sharded_module
@@ -83,7 +83,7 @@ def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | D
         check_model(model)
         check_batch_tensors(step.batch)
         held = held_generators(model.modules(), find_variables(step.run))
-        snapshot = Snapshot(model, (step.run, step.loss, step.optimizer, step.model))
+        snapshot = ValueSnapshot(model, (step.run, step.loss, step.optimizer, step.model))
         leftovers: list[weakref.ref[Any]] = []
 
         def captured(gradients: dict[str, torch.Tensor], state: LeftState, draws: RandomDraws) -> _Capture:

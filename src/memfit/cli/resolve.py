@@ -30,7 +30,7 @@ _EXAMPLES = "--target h100-sxm, --target a100-sxm-80gb, --target rtx-4090 or --t
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class ResolvedStep:
     """What STEP names, what it is in words, and what was chosen for want of an option."""
 
     step: Step | Trace
@@ -42,7 +42,7 @@ class Given:
         say("; ".join((self.title, *self.notes)))
 
 
-def step_and_target(step: StepOptions, hardware: HardwareOptions) -> tuple[Given, Target]:
+def step_and_target(step: StepOptions, hardware: HardwareOptions) -> tuple[ResolvedStep, Target]:
     """Both; a target that is named is looked at first, for a step may take its time."""
     if hardware.target is not None:
         resolve_target(hardware)
@@ -50,12 +50,12 @@ def step_and_target(step: StepOptions, hardware: HardwareOptions) -> tuple[Given
     return found, resolve_target(hardware, found.step)
 
 
-def resolve_step(options: StepOptions) -> Given:
+def resolve_step(options: StepOptions) -> ResolvedStep:
     """Return the step that STEP names, or the trace when it is the file of one."""
     return resolve_steps(options)(options)
 
 
-def resolve_steps(options: StepOptions) -> Callable[[StepOptions], Given]:
+def resolve_steps(options: StepOptions) -> Callable[[StepOptions], ResolvedStep]:
     """Return a function from --batch and --seq to the step that STEP names, which is loaded once."""
     _check_counts(options)
     path = Path(options.step)
@@ -74,20 +74,22 @@ def resolve_steps(options: StepOptions) -> Callable[[StepOptions], Given]:
         return partial(_of_name, named_steps_at(options.step))
 
 
-def _of_trace(path: Path, options: StepOptions) -> Given:
+def _of_trace(path: Path, options: StepOptions) -> ResolvedStep:
     for name in ("batch", "seq", "autocast", "accumulation_steps"):
         if getattr(options, name) is not None:
             option = f"--{name.replace('_', '-')}"
             raise UsageError(
                 f"{option}: {path} is a trace, of one batch and one step; give the step it was captured from"
             )
-    return Given(step=read_trace(path), title=f"the trace {path.name}")
+    return ResolvedStep(step=read_trace(path), title=f"the trace {path.name}")
 
 
-def _of_name(steps: NamedSteps, options: StepOptions) -> Given:
+def _of_name(steps: NamedSteps, options: StepOptions) -> ResolvedStep:
     with asked():
         found = steps(batch=options.batch, seq=options.seq)
-    return Given(step=_changed(found.step, options), title=_changed_title(found.title, options), notes=found.notes)
+    return ResolvedStep(
+        step=_changed(found.step, options), title=_changed_title(found.title, options), notes=found.notes
+    )
 
 
 def _changed(step: Step, options: StepOptions) -> Step:

@@ -117,7 +117,7 @@ class TrackedCalls:
         return cls(frozenset(open_visits), tuple(followed))
 
 
-class CallTracker:
+class SubmoduleTracker:
     """Tracks which submodule call a forward is in, and enters a dispatch mode in the gaps that are looked at."""
 
     def __init__(self, root: CallNode, tracked: TrackedCalls, make_mode: MakeMode) -> None:
@@ -187,7 +187,7 @@ class CallTracker:
             self._mode = None
 
 
-class CallTreeBuilder(CallTracker):
+class CallTreeBuilder(SubmoduleTracker):
     """Tracks a run through all modules of a unit and builds its call tree."""
 
     def __init__(self, unit: nn.Module) -> None:

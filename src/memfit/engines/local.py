@@ -22,8 +22,8 @@ from memfit.engines.attachment import Handler, Outermost, attach, attached, deta
 from memfit.engines.compiled_policy import RunPolicy
 from memfit.engines.loop_watch import LoopWatch, WatchedUnit, user_level
 from memfit.engines.loss import LossRegion
-from memfit.engines.phase import Calls, Mode, Phase, needs_step
 from memfit.engines.sharded import check_ranks, shard_as_planned
+from memfit.engines.step_position import Calls, Mode, StepPosition, needs_step
 from memfit.engines.unit import PlannedUnit
 from memfit.errors import InputError, PlanDrift, StateError
 from memfit.plans import Checkpoint, DdpPlan, Plan, PlanMismatch, model_differences
@@ -43,7 +43,7 @@ class Applied:
         self._paths = dict(named_modules(model))
         first = next(iter(model.parameters()), None)
         self.device_type = "cpu" if first is None else first.device.type
-        self.phase = Phase(plan, self._warn_once)
+        self.position = StepPosition(plan, self._warn_once)
         self._losses: list[LossRegion] = []
         self._modules: list[weakref.ref[nn.Module]] = []
         self._warned: set[str] = set()
@@ -56,16 +56,16 @@ class Applied:
 
     def reset(self) -> None:
         """Begin a new step, whatever the last one did."""
-        self.phase.reset()
+        self.position.reset()
         for region in self._losses:
             region.end()
 
     def end_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Note that an optimizer has done its step."""
         self._stepped.add(id(optimizer))
-        step = self.phase.step
-        self.phase.end_step(all_stepped=len(self._stepped) >= self._given)
-        if self.phase.step != step:
+        step = self.position.step
+        self.position.end_step(all_stepped=len(self._stepped) >= self._given)
+        if self.position.step != step:
             self._stepped.clear()
         for region in self._losses:
             region.end()
@@ -155,7 +155,7 @@ class Applied:
             trained = (each for each in modules if any(parameter.requires_grad for parameter in each.parameters()))
             watched = next(trained, None)
             if watched is not None:
-                self.phase.watch(watched)
+                self.position.watch(watched)
             self._given = len(optimizers)
             if not optimizers:
                 self._watch_all_optimizers()
@@ -197,13 +197,13 @@ class Applied:
             losses.append(entry) if entry.is_loss else entries[self._paths[entry.module]].append(entry)
         found: list[tuple[nn.Module, Handler]] = []
         for module, members in entries.items():
-            calls = Calls(self.phase, members, {entry.call: RunPolicy.of(entry) for entry in members})
+            calls = Calls(self.position, members, {entry.call: RunPolicy.of(entry) for entry in members})
             found.append((module, PlannedUnit(self, self._mode(members[0].module), calls)))
         if losses:
             inner = next((handler for module, handler in found if module is model), None)
             found = [each for each in found if each[0] is not model]
             regions = {entry.call: (RunPolicy.of(entry), entry.after, entry.after_call) for entry in losses}
-            region = LossRegion(self, self._mode(""), Calls(self.phase, losses, regions), inner)
+            region = LossRegion(self, self._mode(""), Calls(self.position, losses, regions), inner)
             self._losses.append(region)
             found.append((model, region))
         roots = list(model.children()) if is_container(model) else [model]

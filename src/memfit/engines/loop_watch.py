@@ -24,8 +24,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfit.engines.attachment import Handler
-from memfit.engines.phase import Mode
 from memfit.engines.recompute import is_recomputing
+from memfit.engines.step_position import Mode
 from memfit.errors import PlanDrift
 from memfit.plans import Plan
 from memfit.plans.record import LoopRecord, ModelCallRecord, OutputRecord

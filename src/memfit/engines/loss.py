@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 from memfit.engines.attachment import Handler
 from memfit.engines.compiled_policy import RunPolicy
-from memfit.engines.phase import Calls, Mode
 from memfit.engines.recompute import is_recomputing
+from memfit.engines.step_position import Calls, Mode
 from memfit.engines.tape import Tape
 from memfit.errors import InputError
 from memfit.plans import Plan
@@ -170,7 +170,7 @@ class LossRegion:
 
     def new_tape(self, policy: RunPolicy) -> Tape:
         """Return a tape for one loss."""
-        return Tape(policy, self._applied.device_type, self._applied.phase.leave)
+        return Tape(policy, self._applied.device_type, self._applied.position.leave)
 
     def end_tape(self, tape: Tape) -> None:
         """Record nothing more, and tell of a loss that was not the planned one."""
@@ -182,7 +182,7 @@ class LossRegion:
         """Note when a backward comes to the model's output, and whether its loss went through `plan.loss`."""
 
         def begun(_: Any) -> None:
-            self._applied.phase.leave()
+            self._applied.position.leave()
             if self.armed is armed:
                 self._applied.warn_loss_missing()
 

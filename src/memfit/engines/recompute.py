@@ -26,7 +26,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memfit.capture.random_numbers import host_state, with_host_state
-from memfit.engines.compiled_policy import CallTracker, CompiledPolicy, Gap, OpKey, OpKind, op_kind
+from memfit.engines.compiled_policy import CompiledPolicy, Gap, OpKey, OpKind, SubmoduleTracker, op_kind
 from memfit.engines.forward_context import Bindings, ForwardContext, generators_of, with_generators
 from memfit.engines.tensors import StridedView, is_strided, plain, strided_view_of
 from memfit.errors import StateError
@@ -184,7 +184,7 @@ class RecomputedCall:
 
         with saved_tensors_hooks(pack, unpack):
             if compiled.fresh:
-                tracker = CallTracker(
+                tracker = SubmoduleTracker(
                     compiled.root, compiled.keeping, lambda gap: _KeepMode(gap, self) if gap.fresh else None
                 )
                 result = tracker.run(self._forward, args, kwargs)
@@ -307,7 +307,7 @@ class RecomputedCall:
             with _RestoredBuffers(self._unit):
                 self._forward(*args, **kwargs)
         elif compiled.answering is not None:
-            CallTracker(compiled.root, compiled.answering, lambda gap: _AnswerMode(gap, self)).run(
+            SubmoduleTracker(compiled.root, compiled.answering, lambda gap: _AnswerMode(gap, self)).run(
                 self._forward, args, kwargs
             )
         else:

@@ -69,7 +69,7 @@ def structure_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Ha
         return None
 
 
-class Family:
+class InputFamily:
     """What runs of a unit on inputs of one structure have taught."""
 
     def __init__(self) -> None:

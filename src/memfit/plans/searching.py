@@ -464,7 +464,7 @@ def _narrow(tries: _Tries) -> None:
 
 
 def _merit(point: SearchPoint) -> tuple[bool, float]:
-    """Return the sort key of a point: whether it fits, then its rate."""
+    """Return the sort key of a point: whether it fits with room to spare, then its throughput."""
     return not point.with_care, point.throughput_per_s or 0.0
 
 

@@ -21,8 +21,8 @@ from memfit.plans import plan as make_plan
 from memfit.solve import SolveOptions
 from memfit.tradeoff import LOSS, units
 from memfit.verify.faults import is_out_of_memory
-from memfit.verify.given import resolve_step
 from memfit.verify.prediction import replayed, without_state
+from memfit.verify.resolve import resolve_step
 
 LOWER = 0.1
 """The part of what did not fit by which the next budget is lower."""

@@ -1,6 +1,6 @@
 """The fastest plan under a memory budget, proven: which units to checkpoint, and how."""
 
-from memfit.solve.blocker import Blocker, find_blocker
+from memfit.solve.blocker import BlockingPeak, find_blocker
 from memfit.solve.curve import Curve, CurvePoint, build_curve
 from memfit.solve.milp import Incumbent, Limits, SolverError, Status
 from memfit.solve.options import SolveOptions
@@ -8,7 +8,7 @@ from memfit.solve.program import Candidate, Choice, Program
 from memfit.solve.solution import Problem, Solved, minimum_budget_bytes, nothing, replay, solve
 
 __all__ = [
-    "Blocker",
+    "BlockingPeak",
     "Candidate",
     "Choice",
     "Curve",

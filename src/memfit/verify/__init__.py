@@ -1,7 +1,7 @@
 """Plans beside what really happens: peak, time and gradients, measured."""
 
 from memfit.verify.exactness import Difference, Exactness
-from memfit.verify.given import step_at
+from memfit.verify.resolve import step_at
 from memfit.verify.verification import BytesBeside, MsBeside, Verification
 from memfit.verify.verifying import verify
 

@@ -40,9 +40,9 @@ from memfit.verify.exactness import (
     recorded,
 )
 from memfit.verify.faults import is_out_of_memory
-from memfit.verify.given import check_plan, real_step, resolve_step
 from memfit.verify.measure import Rise, free_bytes, measured_rise, module_forward_ms, predicted_forward_ms, step_ms
 from memfit.verify.prediction import captured_for, replayed
+from memfit.verify.resolve import check_plan, real_step, resolve_step
 from memfit.verify.state import Found, same_generators, tensors_in
 from memfit.verify.verification import MEMORY_TOLERANCE, TIME_TOLERANCE, BytesBeside, MsBeside, Verification
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from memfit.cli.options import Count, HardwareOptions, Json, SolverOptions, StepOptions, TimedStepOptions, arg
 from memfit.cli.output import say, show_result
 from memfit.cli.problems import STOPPED, UsageError
-from memfit.cli.resolve import Given, captured, resolve_steps, resolve_target, solve_options
+from memfit.cli.resolve import ResolvedStep, captured, resolve_steps, resolve_target, solve_options
 
 if TYPE_CHECKING:
     from memfit.capture import Step, Trace
@@ -118,7 +118,7 @@ class Search:
         if self.over == "seq" and self.largest is not None and self.largest < grid:
             raise UsageError(f"--largest is {self.largest}; sequences are searched in steps of {grid}: write more")
 
-    def _step_at(self, steps: Callable[[StepOptions], Given], value: int) -> Step | Trace:
+    def _step_at(self, steps: Callable[[StepOptions], ResolvedStep], value: int) -> Step | Trace:
         """Return the step of a value; errors in it name --over, since the option of that name was not given."""
         from memfit.presets.errors import NotTaken
 

@@ -27,7 +27,7 @@ Warn = Callable[[str, str], None]
 """Takes the kind of a warning, which is given once, and its text."""
 
 
-class Phase:
+class StepPosition:
     """Where a training loop is in the step of a plan."""
 
     def __init__(self, plan: Plan, warn: Warn) -> None:
@@ -129,17 +129,17 @@ class Phase:
 class Calls:
     """The policies of one unit by call, and which call comes next."""
 
-    def __init__(self, phase: Phase, entries: Sequence[Checkpoint], policies: Mapping[int, Any]) -> None:
-        self._phase = phase
+    def __init__(self, position: StepPosition, entries: Sequence[Checkpoint], policies: Mapping[int, Any]) -> None:
+        self._position = position
         self.name = module_label(entries[0].module)
         calls = entries[0].calls
-        self._period = period_of(calls, phase.micro_batches, entries)
+        self._period = period_of(calls, position.micro_batches, entries)
         self._policies = policies
         self._most = policies[max(entries, key=lambda entry: entry.discarded_bytes).call]
         self._limit = calls if self._period is None else self._period
         self._count = 0
         self._seen = -1
-        phase.calls.append(self)
+        position.calls.append(self)
 
     @property
     def by_step(self) -> bool:
@@ -149,30 +149,30 @@ class Calls:
     @property
     def complete(self) -> bool:
         """Whether all calls of the step have been made, where they are counted by step."""
-        return self._period is not None or (self._seen == self._phase.step and self._count >= self._limit)
+        return self._period is not None or (self._seen == self._position.step and self._count >= self._limit)
 
     def next(self) -> Any:
         """Return the policy of this call, None for none."""
-        phase = self._phase
-        phase.enter()
-        now = phase.step if self._period is None else phase.number
+        position = self._position
+        position.enter()
+        now = position.step if self._period is None else position.number
         if now != self._seen:
             self._seen, self._count = now, 0
         number = self._count
         self._count = number + 1
-        if phase.lost and self._period is None:
+        if position.lost and self._period is None:
             return self._most
         if number < self._limit:
             return self._policies.get(number)
         since = "the optimizer's last step" if self._period is None else "the last backward"
-        phase.warn(
+        position.warn(
             "more calls",
             f"{self.name!r} is called {number + 1} times since {since}, and {self._limit} times in the plan: this is "
             "an additional forward in train mode, and what it saves for backward is held as long as its output is. Run "
             "it under torch.no_grad() or in eval mode, or plan the step with it",
         )
-        if phase.micro_batches is None:
-            phase.lose("more calls were made than the plan's step has")
+        if position.micro_batches is None:
+            position.lose("more calls were made than the plan's step has")
         return self._most if self._period is None else self._policies.get(number % self._limit)
 
 
