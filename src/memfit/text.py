@@ -1,4 +1,4 @@
-"""Text of results: JSON that people compare line by line, tables without a terminal, counted things."""
+"""Text of results: JSON to compare line by line, tables, counts, and guesses at misspelt names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What units that are checkpointed hold at the peak all the same, and why some of their ops cannot run again."""
+"""What checkpointed units still hold at the peak, and why some of their ops cannot be recomputed."""
 
 from __future__ import annotations
 

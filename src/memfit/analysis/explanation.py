@@ -78,8 +78,7 @@ class ModuleActivations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredUnit:
-    """A sharded unit: what it has when its parameters are gathered, its whole gradient, what a rank keeps of it, and
-    how much of it is gathered at the peak of the step."""
+    """Bytes of a sharded unit: its parameters and gradient unsharded, one rank's shard, and what the peak has of it."""
 
     module: str
     gathered_bytes: int
@@ -90,7 +89,7 @@ class GatheredUnit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StillHeld:
-    """A storage made inside a checkpointed unit, or given to it, that is there at the peak all the same, and why."""
+    """A storage made in or passed to a checkpointed unit that is still alive at the peak, and why."""
 
     unit: str
     size_bytes: int

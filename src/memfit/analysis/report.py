@@ -1,4 +1,4 @@
-"""What every way of showing a step begins with: its times, and memory at every instant with and without a plan."""
+"""`Report`: the record that every output starts from, times and memory of a step with and without a plan."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class BytesChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountChange:
-    """How often, or how many, on both sides."""
+    """A count on both sides."""
 
     name: str
     first: int
@@ -118,8 +118,7 @@ class CountChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleChange:
-    """Modules whose paths differ in numbers only, with the modules inside them, added up: what they leave for
-    backward, and FLOPs of forward and backward."""
+    """Bytes left for backward and FLOPs of modules whose paths differ in numbers only, their children included."""
 
     module: str
     first_modules: int

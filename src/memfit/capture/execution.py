@@ -73,7 +73,7 @@ class OpInfo:
 
 @dataclass(slots=True)
 class OpResult:
-    """A call's result and its price."""
+    """A call's result, its FLOPs and the bytes of its workspace."""
 
     result: Any
     flops: int = 0

@@ -1,4 +1,4 @@
-"""Attributes and dictionary entries that are something else inside a block, and what they were after it."""
+"""Replace attributes and dictionary entries inside a block, and restore them after it."""
 
 from __future__ import annotations
 

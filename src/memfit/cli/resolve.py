@@ -31,7 +31,7 @@ _EXAMPLES = "--target h100-sxm, --target a100-sxm-80gb, --target rtx-4090 or --t
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedStep:
-    """What STEP names, what it is in words, and what was chosen for want of an option."""
+    """The step or trace that STEP names, its title, and notes on the defaults that were chosen."""
 
     step: Step | Trace
     title: str

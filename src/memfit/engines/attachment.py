@@ -1,4 +1,4 @@
-"""How the calls of a module come to a plan, without its class being touched.
+"""Route the calls of a module to its plan by instance attributes; its class is not changed.
 
 Note [Attachment]: a planned module has a `forward` in its own dictionary, where `nn.Module.__call__` finds it before
 that of its class; hooks run around it as always. Nothing else in the process changes, and wrappers keep the plan:
@@ -187,7 +187,7 @@ def _run_planned_eagerly() -> Callable[[PlannedForward, tuple[Any, ...], dict[st
 
 
 class _WithoutPlan:
-    """A method that makes copies of a module, which shall be plain ones."""
+    """Wraps a method that copies a module, so that copies have no plan."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module = weakref.ref(module)
@@ -218,8 +218,10 @@ class _WithoutPlan:
 
 
 class _RefuseScripting(_WithoutPlan):
-    """What `torch.jit.script` calls first on every module. What it returns takes the module's place in its parent, so
-    handing out a plain copy would take the plan off the model."""
+    """Refuses the call that `torch.jit.script` makes first on every module.
+
+    Its result takes the module's place in the parent: a plain copy would remove the plan from the model.
+    """
 
     def __call__(self, *args: Any) -> Any:
         raise StateError(
@@ -239,8 +241,11 @@ def _class_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 class Outermost:
-    """Passes calls of the model on. Handlers are not compiled, nor is what they call: compiled parts between planned
-    units would save other tensors than the plan knows."""
+    """Passes calls of the model on to the inner handler, and warns when the model is compiled.
+
+    Handlers are not compiled, nor is what they call: compiled parts between planned units would save other tensors than
+    the plan knows.
+    """
 
     def __init__(self, applied: Applied, inner: Handler | None) -> None:
         self._applied = applied

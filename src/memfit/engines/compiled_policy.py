@@ -25,7 +25,10 @@ _DETACH = "aten.detach.default"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPolicy:
-    """`names` are those of the ops that the plan knows, by offset. `saved` ops up to `stop` are not recomputed."""
+    """The policy of one call of a unit, as a plan gives it.
+
+    `names` are those of the ops that the plan knows, by offset. `saved` ops up to `stop` are not recomputed.
+    """
 
     unit: str
     module: str
@@ -224,8 +227,7 @@ def op_kind(func: Any, args: Any) -> OpKind:
 
 
 class FromPack(NamedTuple):
-    """A tensor of a saved result that autograd packs anyway: in the storage of which, and in which of the compiled
-    policy's views."""
+    """A tensor of a saved result that autograd packs anyway: numbers of the pack and of the policy's view."""
 
     pack: int
     view: int

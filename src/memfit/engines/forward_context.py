@@ -1,5 +1,7 @@
-"""What a forward reads besides its inputs, so that a recompute finds the same: autocast, attention kernels, random
-generators, and the tensors that the names of parameters and buffers stand for."""
+"""What a forward reads besides its inputs, saved for the recompute.
+
+Autocast, attention kernels, random generators, and the tensors that the names of parameters and buffers stand for.
+"""
 
 from __future__ import annotations
 

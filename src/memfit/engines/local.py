@@ -36,7 +36,7 @@ _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDiction
 
 
 class Applied:
-    """A plan at work on a model. It lives with the modules of the plan, whose calls come to it."""
+    """A plan applied to a model. The planned modules own it and route their calls to it."""
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
         self.plan = plan

@@ -55,7 +55,7 @@ class WatchedUnit(NamedTuple):
 
 
 class LoopWatch:
-    """Sees every call of a planned model, around what else handles its calls."""
+    """Watches every call of a planned model, and passes it to the inner handler."""
 
     def __init__(
         self, plan: Plan, loop: LoopRecord, model: nn.Module, units: Sequence[WatchedUnit], inner: Handler

@@ -88,7 +88,7 @@ def has_planned_loss() -> bool:
 
 @dataclass(slots=True)
 class _Armed:
-    """The policy of a loss that is to come. `number` orders those of several models."""
+    """The policy for the next loss; `number` orders the policies of several models."""
 
     region: LossRegion
     policy: RunPolicy
@@ -119,7 +119,7 @@ def _may_record() -> bool:
 
 
 class LossRegion:
-    """Handles the calls of a model whose loss is recomputed, around what else handles them."""
+    """Handles the calls of a model whose loss is recomputed, and passes them to the inner handler."""
 
     def __init__(self, applied: Applied, mode: Mode, calls: Calls, inner: Handler | None) -> None:
         self.plan = applied.plan

@@ -1,4 +1,4 @@
-"""Compiles a policy: a run that looks at every op of a unit and notes how later runs do the same without looking.
+"""Compile a policy: one run watches every op of a unit and notes how later runs do the same without a mode.
 
 Everything is held until the run has ended: only then is it certain that the unit runs as planned, and what may be
 dropped.

@@ -44,7 +44,7 @@ def is_recomputing() -> bool:
 
 
 class _Stop(Exception):
-    """The recompute has made everything that was dropped."""
+    """Raised to end a recompute once everything that was dropped has been made."""
 
 
 class SavedTensor:
@@ -339,7 +339,7 @@ def unpack(saved: SavedTensor) -> torch.Tensor:
 
 
 class _GapMode(TorchDispatchMode):
-    """Sees the ops of a gap and knows each by its kind and how many of that came before."""
+    """Dispatch mode that identifies each op of a gap by its kind and its number among ops of that kind."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -422,7 +422,7 @@ class _Inputs:
 
 
 class _Alias(torch.autograd.Function):
-    """The same tensor, made by a function."""
+    """Autograd function that returns its input as another tensor of the same storage."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Compiled policies for shapes that no policy was compiled at, and kinds of inputs.
+"""Classify inputs, and predict compiled policies for shapes at which none was compiled.
 
 Note [Shapes]: batches of random lengths would have a unit compile its policy at each of them. What a compiled policy
 says but for sizes (which tensors are dropped, which ops are answered for and from what) is the same for all inputs on
@@ -70,7 +70,7 @@ def structure_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Ha
 
 
 class InputFamily:
-    """What runs of a unit on inputs of one structure have taught."""
+    """Compiled policies of a unit on inputs of one structure, from which those of other shapes are predicted."""
 
     def __init__(self) -> None:
         self._open = True
@@ -210,7 +210,7 @@ _FIXED = (nn.Module, types.FunctionType, types.BuiltinFunctionType, types.Method
 
 
 class Changing(Exception):
-    """An input that may change while the module runs, so that its code cannot be recomputed."""
+    """Raised for an input that may change while the module runs, so that its code cannot be recomputed."""
 
 
 def kind_of(value: Any) -> Hashable:

@@ -1,4 +1,4 @@
-"""Which call of a step a call of a unit is.
+"""Track the position in the planned step: which of its calls the call of a unit is.
 
 Note [Phase]: a step is one pass of forward and backward, or several. A pass ends with its backward: the first call of a
 unit after one begins the next, and counts from 0. Where all passes of the planned step are alike and a unit has the
@@ -87,8 +87,11 @@ class StepPosition:
         self.leave()
 
     def end_step(self, *, all_stepped: bool) -> None:
-        """Note an optimizer's step. Where several step a model, the planned step ends when all of them have, and every
-        unit has had its calls: one may step more often than another."""
+        """Note an optimizer's step.
+
+        Where several step a model, the planned step ends when all of them have stepped and every unit has had its
+        calls: one may step more often than another.
+        """
         planned = self.micro_batches
         complete = all(each.complete for each in self.calls)
         if planned is None and not complete:
@@ -202,7 +205,7 @@ def needs_step(plan: Plan) -> str | None:
 
 
 class Mode:
-    """The modes of a unit and of the modules around it.
+    """Train or eval mode of a unit and of the modules around it.
 
     A unit is trained when it is in train mode, or one around it is: parts that are kept in eval mode in training
     (frozen normalisation) run as planned, and so do parts in train mode of a model in eval mode. `in_eval` says that

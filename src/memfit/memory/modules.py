@@ -179,7 +179,7 @@ def call_memory(timeline: Timeline) -> tuple[CallMemory, ...]:
 
 
 class RangePeak:
-    """Where the largest value of any range is, in constant time after n log n preparation."""
+    """A sparse table: the index of the largest value of any range, in constant time."""
 
     def __init__(self, values: Bytes) -> None:
         self.values = values

@@ -20,7 +20,7 @@ EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
 class Room(Enum):
-    """How the caching allocator gets on with a plan; better ones first."""
+    """Whether the caching allocator has room for a plan; better members first."""
 
     ENOUGH = 0
     """It holds no more than the device has."""
@@ -32,7 +32,7 @@ class Room(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What the allocator holds at most when nothing limits it, and how it gets on with what the device has."""
+    """The allocator's highest reservation when nothing limits it, and whether the device has room for it."""
 
     reserved_bytes: int
     room: Room
@@ -49,8 +49,7 @@ def held_under(problem: Problem, solved: Solved, *, expandable: bool = False) ->
 def with_room(
     problem: Problem, solved: Solved, watch: Callable[[Incumbent], None] | None = None, *, expandable: bool = False
 ) -> tuple[Solved, Held | None]:
-    """Return a plan for this budget or a lower one with which the allocator, too, stays within the device, and what the
-    allocator does with it.
+    """Return a plan, for this budget or a lower one, that the allocator has room for, and its reservation.
 
     What it holds too much is taken off the budget, some times; then the smallest budget is tried, and some between.
     Where none will do it is the plan with the most room, and of those alike the one with the most budget.

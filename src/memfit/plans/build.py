@@ -1,4 +1,4 @@
-"""A plan from the values that make it up."""
+"""Build the plan document from a solution, and policies back from a document."""
 
 from __future__ import annotations
 

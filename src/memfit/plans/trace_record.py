@@ -1,4 +1,4 @@
-"""What a plan keeps of a trace."""
+"""Build the record that a plan document keeps of its trace, and locate its peak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that are not those of their plan, in words."""
+"""Describe how steps differ from the one that was planned."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from memfit.units import display_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """A step that was not the plan's. `kind` is higher or lower, of a peak on a GPU; growth, of the process on a CPU,
-    which `measured_bytes` and `planned_bytes` then are; or inputs, where no more is known.
+    """A step that differs from the planned one.
 
-    `inputs` are those that are not the plan's.
+    `kind` is `higher` or `lower` for a peak on a GPU, `growth` for the process on a CPU, whose growth `measured_bytes`
+    and `planned_bytes` then are, and `inputs` where no more is known. `inputs` are those that differ.
     """
 
     kind: str

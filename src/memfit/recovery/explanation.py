@@ -27,8 +27,7 @@ _MADE = (Category.ACTIVATION, Category.TEMPORARY, Category.INPUT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What a plan expects at an instant. `op` is where that is; `at_failure` is False when it is the plan's peak, for
-    want of the place."""
+    """What a plan expects at the op where the step failed, or at the plan's peak where that op is not known."""
 
     at_failure: bool
     op: str

@@ -218,8 +218,7 @@ class Guard:
     # -- steps that may be run again --------------------------------------------------------------------------------
 
     def step(self, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        """Run one training step, `function(*args, **kwargs)`; out of memory it is taken back, planned tighter and run
-        again, with everything that it starts from as it was.
+        """Run one training step, `function(*args, **kwargs)`; out of memory, roll back, plan tighter and run it again.
 
         Raises `OutOfMemory` when no tighter plan is left, when the step could not be taken back, or after `retries`.
         """

@@ -1,4 +1,4 @@
-"""A step that failed is taken back, with as few copies as can be.
+"""Roll back a failed step, with as few copies as possible.
 
 Note [Taking a step back]: forward and backward write to gradients, to buffers and to the generators, the optimizer to
 parameters and its state. Before a step the guard copies the generators and the buffers (of those above 1 MiB only the
@@ -75,7 +75,7 @@ class _Gradient:
 
 @dataclass(slots=True)
 class Before:
-    """What a step starts from."""
+    """The tensors and states that a step starts from, to roll back to."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -153,7 +153,7 @@ class Before:
 
 
 class Keeper:
-    """Notes what steps start from. Which buffers change is learnt from the steps before."""
+    """Records what each step starts from; earlier steps show which buffers change."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, accumulates: bool) -> None:
         self._model = model

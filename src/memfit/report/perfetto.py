@@ -213,7 +213,7 @@ def _moments(during: np.ndarray, clock: Clock) -> Iterator[tuple[int, int]]:
 
 
 class _Paths:
-    """The slices around each op: its phase, the second run that it belongs to, the module calls, outermost first."""
+    """The slices around each op: its phase, the recompute that it belongs to, the module calls, outermost first."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline, self.trace = timeline, timeline.trace

@@ -92,7 +92,7 @@ def _record(table: AllocationTable, device: Device) -> _Recorded:
 
 
 class _RecordingAllocator(CachingAllocator):
-    """The device's allocator, which notes where everything is."""
+    """The device's allocator, which records the address of every block."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(allocator_config(device))
@@ -150,7 +150,7 @@ class _RecordingAllocator(CachingAllocator):
 
 
 class _Apart:
-    """Memory without a cache: every allocation is its own, and given back at once."""
+    """An allocator without a cache: every allocation is a segment of its own, freed at once."""
 
     def __init__(self, rounding_bytes: int) -> None:
         self.recorded = _Recorded()

@@ -42,7 +42,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostWork:
-    """What the host does for a unit that runs again."""
+    """What the host does for a unit that is recomputed."""
 
     unit: str
     begin_ns: int
@@ -113,7 +113,7 @@ def build_clock(report: Report, timeline: Timeline) -> Clock:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Sent:
-    """The collectives of a step without second runs; `begins_ms` is empty where their times are not known.
+    """The collectives of a step without recomputes; `begins_ms` is empty where their times are not known.
 
     `waited_ms` has an entry for each op and for the end of the step, `alone_ms` the times at which these begin.
     """

@@ -1,4 +1,4 @@
-"""Saves that are whole or not there: every rank writes its part, rank 0 a manifest, and any number of ranks loads it.
+"""Atomic checkpoints: every rank writes its part, rank 0 a manifest, and any number of ranks can load.
 
 A save is written under a hidden name. When all ranks have told rank 0 that their files are on the disk, it writes the
 manifest, gives the save its name and points `latest` to it, each step on the disk before the next. Whatever stops a

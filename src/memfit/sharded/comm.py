@@ -1,4 +1,4 @@
-"""Collectives of one process group: gathers in place and sums of parts, under way while the host goes on.
+"""Asynchronous collectives of one process group: in-place all-gathers, reduce-scatters and all-reduces.
 
 Note [Pairs]
 Gloo gathers into a buffer of its own and copies, and has no reduce-scatter: PyTorch emulates it by a copy, an all-

@@ -1,4 +1,4 @@
-"""Tensors inside of what modules take and give."""
+"""Map over the tensors in the inputs and outputs of modules."""
 
 from __future__ import annotations
 

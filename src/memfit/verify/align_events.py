@@ -1,4 +1,4 @@
-"""What fills a measured peak: measured allocations are known by the predicted ones that they stand beside.
+"""Align measured allocations with predicted ones, to tell what fills a measured peak.
 
 Note [Beside]: the allocator's events say how many bytes, when and in which ops, not what for. A step makes its
 allocations in the order that was predicted, with others in between that no trace has (numbers made tensors, scratch of
@@ -148,7 +148,7 @@ def filled(places: Places, rise: Rise, resident: Filling) -> Filling:
 
 
 class _Beside(NamedTuple):
-    """The predicted allocation that a measured one stands beside, None for none, and what it is for."""
+    """The predicted allocation that a measured one is aligned with, None for none, and what it is for."""
 
     number: int | None
     place: Place
@@ -270,8 +270,10 @@ def _same_op(within: Sequence[tuple[str, ...]], ops: Sequence[str]) -> Callable[
 
 
 def _heaviest(weight: np.ndarray, left_out: np.ndarray) -> list[tuple[int, int]]:
-    """Pairs of rows and columns, both ascending, whose weights add up to the most, less what the columns before the
-    last pair cost that are `left_out`. A weight of 0 is no pair."""
+    """Return ascending pairs of rows and columns of the highest total weight; a weight of 0 is no pair.
+
+    Columns before the last pair that have no partner cost what `left_out` says.
+    """
     height, width = weight.shape
     gain = np.where(weight > 0, weight + left_out, 0)
     best = np.zeros((height + 1, width + 1), np.int64)  # and what all columns up to there would cost

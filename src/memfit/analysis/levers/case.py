@@ -125,8 +125,10 @@ class Case:
     def effect(
         self, changed: Trace | None = None, *, target: Target | None = None, shard: ShardOptions | None = None
     ) -> Effect:
-        """Peak and time of a changed trace, on another target or sharded in another way; with the plan's units
-        checkpointed as nearly as can be."""
+        """Return peak and time of a changed trace, on another target or sharded in another way.
+
+        The plan's units are checkpointed as nearly as they can be.
+        """
         options = self.report.problem.options
         options = options if shard is None else replace(options, shard=shard)
         found = Runtime.of(self.trace if changed is None else changed, self.cost)
@@ -265,8 +267,10 @@ def enough(lever: Lever, budget_bytes: int) -> str:
 
 
 def in_order(levers: list[Lever]) -> tuple[Lever, ...]:
-    """Free ones first, by what they save; then by bytes saved for each millisecond; then those of unknown time. What
-    saves next to nothing comes after all others."""
+    """Sort levers: free ones first, then by bytes saved per millisecond, then those of unknown time.
+
+    What saves next to nothing comes last.
+    """
     return tuple(sorted(levers, key=_place))
 
 

@@ -45,8 +45,9 @@ def last_backward_ops(trace: Trace) -> dict[int, int]:
 
 
 def held_for_nothing(trace: Trace) -> dict[int, int]:
-    """Results of the forward that are held in backward when no op reads them any more, each with the op after which it
-    could go: its last use, or the last op before the backward.
+    """Return forward results that are held in backward though no op reads them, each with the last op that needs it.
+
+    That is the op of its last use, or the last op before the backward.
 
     Autograd holds what it saved until the backward of the op that saved it; what outlives that is held by Python: a
     name for the model's output, a list of hidden states, an attribute.

@@ -1,4 +1,4 @@
-"""The optimizer, parameters or what autograd holds in the host's memory."""
+"""Levers of offloading to host memory: optimizer state, parameters, saved tensors."""
 
 from __future__ import annotations
 
@@ -54,8 +54,10 @@ def _optimizer(case: Case) -> Iterator[Lever]:
 
 
 def _shards(case: Case) -> Iterator[Lever]:
-    """FSDP2's own: shards of parameters, gradients and state are on the host. Each gather copies a unit's shards to the
-    device first, each reduction its gradients to the host, and the host steps."""
+    """Yield the lever of FSDP2's CPU offload: shards of parameters, gradients and state are on the host.
+
+    Each all-gather copies a unit's shards to the device first, each reduction its gradients to the host, which steps.
+    """
     given = case.report.problem
     runtime = Runtime.of(case.trace, case.cost)
     sharding = shard(given.timeline, runtime, case.target, given.options.shard, on_host=True)
