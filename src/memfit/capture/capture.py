@@ -36,7 +36,7 @@ from memfit.capture.errors import Advice
 from memfit.capture.meta_tensors import MetaTensors, on_meta, optimizer_on_meta
 from memfit.capture.optimizers import LeftState, OptimizerStates, optimizers_by_key
 from memfit.capture.patches import TorchPatches
-from memfit.capture.random_numbers import Held, held_generators, same_generators
+from memfit.capture.random_numbers import HostGenerator, held_generators, same_generators
 from memfit.capture.random_paths import RandomDraws, largest_path
 from memfit.capture.recorder import Recorder
 from memfit.capture.restoration import ValueSnapshot, remove_leftovers
@@ -151,7 +151,7 @@ class _Capture:
         gradients: dict[str, torch.Tensor],
         state: LeftState,
         draws: RandomDraws,
-        held: list[Held],
+        held: list[HostGenerator],
     ) -> None:
         self.step = step
         self.draws = draws

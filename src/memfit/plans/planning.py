@@ -10,7 +10,7 @@ from memfit.capture.optimizers import Implementation, implementations_of_step, s
 from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
 from memfit.memory import Timeline, reserved
-from memfit.plans.allocator import Held, held_under, note_on_room, with_room
+from memfit.plans.allocator import Reservation, note_on_room, reservation_under, with_room
 from memfit.plans.build import build_plan
 from memfit.plans.document import Plan
 from memfit.plans.record import Blocker, DdpPlan, Dtype, Estimate, Prediction, ShardedUnit, ShardPlan
@@ -78,9 +78,9 @@ def plan_problem(
 
         solved = solve(problem, allowed, start=None if start is None else _choice(problem, start), watch=watch)
         if budget is None:
-            solved, held = with_room(problem, solved, watch)
+            solved, reservation = with_room(problem, solved, watch)
         else:
-            held = held_under(problem, solved)
+            reservation = reservation_under(problem, solved)
     best = Answer(problem=problem, solved=solved, implementation=None)
     if problem.options.optimizer:
         if inputs.step is None:
@@ -90,8 +90,8 @@ def plan_problem(
         with Progress("trying other optimizer steps", show=inputs.progress):
             best = best_implementation(best, inputs.step, inputs.cost)
         if best.solved is not solved:
-            held = held_under(best.problem, best.solved)
-    return _document(best, held, problem, notes, None if budget is None else allowed), best.problem
+            reservation = reservation_under(best.problem, best.solved)
+    return _document(best, reservation, problem, notes, None if budget is None else allowed), best.problem
 
 
 def curve(model: Model, batch: Any = None, *, points: int = 16, **inputs: Unpack[StepInputs]) -> Curve:
@@ -121,19 +121,21 @@ def _choice(problem: Problem, start: Plan) -> Choice:
     return choice
 
 
-def _document(answer: Answer, held: Held | None, given: Problem, notes: list[str], asked_bytes: int | None) -> Plan:
+def _document(
+    answer: Answer, reservation: Reservation | None, given: Problem, notes: list[str], asked_bytes: int | None
+) -> Plan:
     """Build the plan; its baseline is the step as given, also where the plan changes the optimizer's step."""
     problem, solved = answer.problem, answer.solved
     captured, target = problem.trace, problem.target
     base_ms = problem.runtime.total_ms + problem.exposed_ms
     given_ms = given.runtime.total_ms + given.exposed_ms
     if problem is given and solved.replay is not None and not solved.chosen:
-        without, without_held = solved.replay, held
+        without, without_reservation = solved.replay, reservation
     else:
-        without, without_held = given.replay(()), None
-    baseline = Estimate(step_ms=given_ms, **_peak(given, without, without_held))
-    predicted = _prediction(problem, solved, held, base_ms)
-    room = note_on_room(problem, solved, held, asked_bytes)
+        without, without_reservation = given.replay(()), None
+    baseline = Estimate(step_ms=given_ms, **_peak(given, without, without_reservation))
+    predicted = _prediction(problem, solved, reservation, base_ms)
+    room = note_on_room(problem, solved, reservation, asked_bytes)
     notes += [] if room is None else [room]
     if problem.min_budget_is_unproven:
         notes.append("the smallest budget is the lowest found in the time limit, not proven to be the lowest there is")
@@ -178,23 +180,23 @@ def _document(answer: Answer, held: Held | None, given: Problem, notes: list[str
     )
 
 
-def _prediction(problem: Problem, solved: Solved, held: Held | None, base_ms: float) -> Prediction | None:
+def _prediction(problem: Problem, solved: Solved, reservation: Reservation | None, base_ms: float) -> Prediction | None:
     if solved.replay is None:
         return None
     return Prediction(
         step_ms=base_ms + solved.recompute_ms,
         recompute_ms=solved.recompute_ms,
         exposed_communication_ms=problem.exposed_ms,
-        **_peak(problem, solved.replay, held),
+        **_peak(problem, solved.replay, reservation),
     )
 
 
-def _peak(problem: Problem, judged: Timeline, held: Held | None) -> dict[str, Any]:
-    """Return the memory fields of an estimate; `held` is what the allocator does, where that is known already."""
+def _peak(problem: Problem, judged: Timeline, reservation: Reservation | None) -> dict[str, Any]:
+    """Return the memory fields of an estimate; `reservation` is None where it is not known yet."""
     device, instant = problem.target.device, judged.peak_instant
     reserved_bytes = judged.peak_bytes
-    if held is not None:
-        reserved_bytes = max(reserved_bytes, held.reserved_bytes)
+    if reservation is not None:
+        reserved_bytes = max(reserved_bytes, reservation.reserved_bytes)
     elif device.allocator.caches:
         reserved_bytes = max(reserved_bytes, reserved(judged.allocations, device).peak_reserved_bytes)
     return {

@@ -30,7 +30,7 @@ from memfit.capture import Step, Trace, trace
 from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
-from memfit.plans.allocator import Room, held_under, with_room
+from memfit.plans.allocator import Room, reservation_under, with_room
 from memfit.plans.resolve import TargetLike, resolve_cost, resolve_options, resolve_target
 from memfit.plans.search_result import Over, PointStatus, Search, SearchInterrupted, SearchPoint
 from memfit.progress import Progress
@@ -222,9 +222,9 @@ class _Tries:
         solved = solve(problem, self.budget_bytes)
         say(f"{self.over} {value}: simulating the caching allocator")
         if self.lowers:
-            solved, held = with_room(problem, solved)
+            solved, reservation = with_room(problem, solved)
         else:
-            held = held_under(problem, solved)
+            reservation = reservation_under(problem, solved)
         base_ms = problem.runtime.total_ms + problem.exposed_ms
         step_ms = None if solved.replay is None else base_ms + solved.recompute_ms
         rate = None
@@ -236,8 +236,8 @@ class _Tries:
             budget_bytes=solved.budget_bytes,
             gap=None if solved.replay is None else solved.gap,
             peak_bytes=None if solved.replay is None else solved.replay.peak_bytes,
-            peak_reserved_bytes=None if held is None else held.reserved_bytes,
-            with_care=held is not None and held.room is not Room.ENOUGH,
+            peak_reserved_bytes=None if reservation is None else reservation.reserved_bytes,
+            with_care=reservation is not None and reservation.room is not Room.ENOUGH,
             step_ms=step_ms,
             recompute_ms=None if solved.replay is None else solved.recompute_ms,
             throughput_per_s=rate,

@@ -24,7 +24,7 @@ from memfit.report.headline import headline, without_plan_of
 from memfit.text import counted
 from memfit.units import display_bytes, display_ms
 from memfit.verify import Verification
-from memfit.verify.verification import BytesBeside, MsBeside
+from memfit.verify.verification import BytesCheck, MsCheck
 
 _ROWS = 12
 _MEANING = re.compile(r"([\\`*_\[\]|~#@!])")
@@ -182,8 +182,8 @@ def _verified(found: Verification) -> list[str]:
     return parts
 
 
-def _beside(name: str, each: BytesBeside | MsBeside | None) -> Iterator[list[str]]:
-    if isinstance(each, BytesBeside):
+def _beside(name: str, each: BytesCheck | MsCheck | None) -> Iterator[list[str]]:
+    if isinstance(each, BytesCheck):
         off = f"{each.error:+.2%}" if each.difference_bytes else "none"
         yield [name, display_bytes(each.predicted_bytes), display_bytes(each.measured_bytes), off]
     elif each is not None:

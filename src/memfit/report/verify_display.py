@@ -12,7 +12,7 @@ from rich.text import Text
 from memfit.paths import alike, folded, module_label
 from memfit.text import caption_more, number_table
 from memfit.units import display_bytes, display_ms
-from memfit.verify.verification import BytesBeside, MsBeside, Verification
+from memfit.verify.verification import BytesCheck, MsCheck, Verification
 
 _ROWS = 8
 
@@ -99,20 +99,20 @@ def _forwards(found: Verification) -> Table:
     return table
 
 
-def _groups(rows: Iterable[BytesBeside]) -> list[tuple[str, list[BytesBeside]]]:
+def _groups(rows: Iterable[BytesCheck]) -> list[tuple[str, list[BytesCheck]]]:
     """Group modules whose paths differ in numbers only under one name."""
-    found: dict[str, list[BytesBeside]] = defaultdict(list)
+    found: dict[str, list[BytesCheck]] = defaultdict(list)
     for each in rows:
         found[alike(each.name)].append(each)
     return [(module_label(folded(each.name for each in members)), members) for members in found.values()]
 
 
-def _bytes_row(table: Table, name: str, each: BytesBeside, *, percent: bool = False) -> None:
+def _bytes_row(table: Table, name: str, each: BytesCheck, *, percent: bool = False) -> None:
     difference = f"{each.error:+.2%}" if percent and each.difference_bytes else _signed(each.difference_bytes)
     table.add_row(name, display_bytes(each.predicted_bytes), display_bytes(each.measured_bytes), difference)
 
 
-def _ms_row(table: Table, name: str, each: MsBeside) -> None:
+def _ms_row(table: Table, name: str, each: MsCheck) -> None:
     table.add_row(name, display_ms(each.predicted_ms), display_ms(each.measured_ms), f"{each.error:+.1%}")
 
 

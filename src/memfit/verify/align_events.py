@@ -1,15 +1,15 @@
 """Align measured allocations with predicted ones, to tell what fills a measured peak.
 
-Note [Beside]: the allocator's events say how many bytes, when and in which ops, not what for. A step makes its
+Note [Alignment]: the allocator's events say how many bytes, when and in which ops, not what for. A step makes its
 allocations in the order that was predicted, with others in between that no trace has (numbers made tensors, scratch of
-kernels). So both sequences are laid beside each other such that the most stand beside equal ones in this order, of the
+kernels). So both sequences are aligned such that the most are paired with equal ones in this order, of the
 same op rather than of another, large ones before small ones, and few predicted ones are left out. Between those,
-allocations of one size stand beside each other in whatever order they come, and what was not predicted counts as
+allocations of one size are paired in whatever order they come, and what was not predicted counts as
 temporary, in the module that ran.
 
 Note [Written over]: `torch.nn.functional.linear` adds its bias in place, but not while something watches its ops, as a
-capture does. So a result that stands beside none may have been written over an input of its op, of the same size, that
-was predicted to go with the op; what stands beside that input is then the result.
+capture does. So a result without a partner may have been written over an input of its op, of the same size, that
+was predicted to go with the op; the partner of that input is then the result.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from memfit.memory import CATEGORIES, Timeline, events
 from memfit.verify.measure import Rise
 
 _WINDOW = 2048
-"""How many of either are laid beside each other at once; the first half of that is final."""
+"""How many of either are aligned at once; the first half of that is final."""
 _NEAR = (0, 1, 2, 4, 8)
 """How far from its place in the order one may stand, tried one after the other."""
 _SAME_OP, _LEFT_OUT = 4, 2
-"""What it is worth to stand beside one of the same op, and what it costs to leave a predicted one out; 1 is to stand
-beside one of another op. Twice the bytes are worth one more."""
+"""The weight of a pair of the same op, and the cost of leaving a predicted one out; a pair of different ops weighs 1.
+Twice the bytes weigh one more."""
 
 Place = tuple[Category, str]
 """What an allocation is for: its category and its module."""
@@ -121,9 +121,9 @@ def filled(places: Places, rise: Rise, resident: Filling) -> Filling:
     in their place.
     """
     made = places.made()
-    earlier, own = _beside_made(places, made, rise.before), _beside_made(places, made, rise.events)
+    earlier, own = _align_events(places, made, rise.before), _align_events(places, made, rise.events)
     found = Filling(Counter(resident.by_category), Counter(resident.by_module))
-    alive: dict[int, tuple[AllocatorEvent, _Beside]] = {}
+    alive: dict[int, tuple[AllocatorEvent, _Aligned]] = {}
     for event, each in zip(rise.before, earlier, strict=True):
         if event.bytes > 0:
             alive[event.address] = (event, each)
@@ -147,17 +147,17 @@ def filled(places: Places, rise: Rise, resident: Filling) -> Filling:
     return found
 
 
-class _Beside(NamedTuple):
+class _Aligned(NamedTuple):
     """The predicted allocation that a measured one is aligned with, None for none, and what it is for."""
 
     number: int | None
     place: Place
 
 
-_NOBODY = _Beside(None, (Category.TEMPORARY, ""))
+_NOBODY = _Aligned(None, (Category.TEMPORARY, ""))
 
 
-def _still_to_come(places: Places, rise: Rise, own: Sequence[_Beside]) -> Iterator[tuple[_Beside, int]]:
+def _still_to_come(places: Places, rise: Rise, own: Sequence[_Aligned]) -> Iterator[tuple[_Aligned, int]]:
     """Results that the op at the peak allocates after it."""
     within = rise.events[rise.peak_event].ops
     for event, each in zip(rise.events[rise.peak_event + 1 :], own[rise.peak_event + 1 :], strict=True):
@@ -169,7 +169,7 @@ def _still_to_come(places: Places, rise: Rise, own: Sequence[_Beside]) -> Iterat
         yield each, event.bytes
 
 
-def _beside_made(places: Places, made: Sequence[tuple[int, int]], events: Sequence[AllocatorEvent]) -> list[_Beside]:
+def _align_events(places: Places, made: Sequence[tuple[int, int]], events: Sequence[AllocatorEvent]) -> list[_Aligned]:
     """Return, for each allocation among the events, the predicted one that it is aligned with; frees have none."""
     kept = [
         (index, within)
@@ -178,7 +178,7 @@ def _beside_made(places: Places, made: Sequence[tuple[int, int]], events: Sequen
         )
         if within or not event.ops
     ]
-    pairs = beside(
+    pairs = align_sizes(
         [events[index].bytes for index, _ in kept],
         [n_bytes for _, n_bytes in made],
         [within for _, within in kept],
@@ -191,11 +191,11 @@ def _beside_made(places: Places, made: Sequence[tuple[int, int]], events: Sequen
     for index, event in enumerate(events):
         if index in numbers:
             last = numbers[ahead.popleft()]
-            found.append(_Beside(last, places.of(last)))
+            found.append(_Aligned(last, places.of(last)))
             continue
         following = numbers[ahead[0]] if ahead else None
         near = following if following is not None and places.op(following) in event.ops else last
-        found.append(_Beside(None, (Category.TEMPORARY, "" if near is None else places.running(near))))
+        found.append(_Aligned(None, (Category.TEMPORARY, "" if near is None else places.running(near))))
     return found
 
 
@@ -229,13 +229,13 @@ def outlived(events: Sequence[AllocatorEvent]) -> list[tuple[str, ...]]:
     return found
 
 
-def beside(
+def align_sizes(
     measured: Sequence[int],
     predicted: Sequence[int],
     within: Sequence[tuple[str, ...]] | None = None,
     ops: Sequence[str] | None = None,
 ) -> list[int]:
-    """Return, for each measured size, the index of the predicted one it is aligned with, -1 for none (Note [Beside]).
+    """Return the index of the predicted size that each measured one is aligned with, or -1 (Note [Alignment]).
 
     `within` are the ops that each measured one may be a result of (`outlived`), `ops` the op of each predicted one.
     """
@@ -293,7 +293,7 @@ def _heaviest(weight: np.ndarray, left_out: np.ndarray) -> list[tuple[int, int]]
 
 
 def _out_of_order(measured: Sequence[int], predicted: Sequence[int], found: list[int]) -> None:
-    """Let those that stand beside none stand beside equal ones that are left over nearby, the nearest first."""
+    """Pair those without a partner with equal ones that are left over nearby, the nearest first."""
     left: dict[int, list[int]] = defaultdict(list)
     for other in sorted(set(range(len(predicted))).difference(found)):
         left[predicted[other]].append(other)

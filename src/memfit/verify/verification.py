@@ -21,7 +21,7 @@ TIME_TOLERANCE = 0.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BytesBeside:
+class BytesCheck:
     """Predicted and measured bytes of one thing."""
 
     name: str
@@ -40,7 +40,7 @@ class BytesBeside:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MsBeside:
+class MsCheck:
     """Predicted and measured milliseconds of one thing."""
 
     name: str
@@ -73,15 +73,15 @@ class Verification:
     device: str
     steps: int
     budget_bytes: int
-    peak: BytesBeside
+    peak: BytesCheck
     replayed_peak_bytes: int
     peak_module: str
-    by_category: tuple[BytesBeside, ...]
-    by_module: tuple[BytesBeside, ...]
-    step: MsBeside
-    forward_by_module: tuple[MsBeside, ...]
-    baseline_peak: BytesBeside | None
-    baseline_step: MsBeside | None
+    by_category: tuple[BytesCheck, ...]
+    by_module: tuple[BytesCheck, ...]
+    step: MsCheck
+    forward_by_module: tuple[MsCheck, ...]
+    baseline_peak: BytesCheck | None
+    baseline_step: MsCheck | None
     exactness: Exactness | None
     skipped: str | None
     memory_tolerance: float = MEMORY_TOLERANCE
@@ -119,7 +119,7 @@ class Verification:
         return not self.time_agrees and len(self.findings) == 1
 
     @property
-    def memory_differs_most(self) -> BytesBeside | None:
+    def memory_differs_most(self) -> BytesCheck | None:
         """The module whose bytes at the peak differ most; the one at the peak when none does. None within tolerance."""
         if self.peak_agrees or not self.by_module:
             return None
@@ -129,7 +129,7 @@ class Verification:
         return next((each for each in self.by_module if each.name == self.peak_module), most)
 
     @property
-    def time_differs_most(self) -> MsBeside | None:
+    def time_differs_most(self) -> MsCheck | None:
         """The module whose own forward differs most; None within tolerance."""
         if self.time_agrees or not self.forward_by_module:
             return None

@@ -44,7 +44,7 @@ from memfit.verify.measure import Rise, free_bytes, measured_rise, module_forwar
 from memfit.verify.prediction import captured_for, replayed
 from memfit.verify.resolve import check_plan, real_step, resolve_step
 from memfit.verify.state import Found, same_generators, tensors_in
-from memfit.verify.verification import MEMORY_TOLERANCE, TIME_TOLERANCE, BytesBeside, MsBeside, Verification
+from memfit.verify.verification import MEMORY_TOLERANCE, TIME_TOLERANCE, BytesCheck, MsCheck, Verification
 
 _COMPARED = 2
 """Steps whose losses and gradients are compared: the engine learns in the first and knows in the second."""
@@ -120,8 +120,8 @@ class _Verifier:
                 plain_ms, planned_ms, forward_ms = self._times(steps, without=plain is not None)
         timeline = self.places.timeline
         predicted = self.places.at(timeline.peak_instant)
-        by_category: tuple[BytesBeside, ...] = ()
-        by_module: tuple[BytesBeside, ...] = ()
+        by_category: tuple[BytesCheck, ...] = ()
+        by_module: tuple[BytesCheck, ...] = ()
         if planned.rise.events:
             at_peak = filled(self.places, planned.rise, planned.resident)
             categories = self.predicted.peak_by_category or predicted.by_category
@@ -137,11 +137,11 @@ class _Verifier:
             peak_module=timeline.module_of(timeline.peak_instant),
             by_category=by_category,
             by_module=by_module,
-            step=MsBeside(name="step", predicted_ms=self.predicted.step_ms, measured_ms=statistics.median(planned_ms)),
+            step=MsCheck(name="step", predicted_ms=self.predicted.step_ms, measured_ms=statistics.median(planned_ms)),
             forward_by_module=self._forwards(forward_ms),
             baseline_peak=None if plain is None else _bytes("peak", baseline.peak_bytes, plain.peak_bytes),
             baseline_step=(
-                MsBeside(name="step", predicted_ms=baseline.step_ms, measured_ms=statistics.median(plain_ms))
+                MsCheck(name="step", predicted_ms=baseline.step_ms, measured_ms=statistics.median(plain_ms))
                 if plain_ms
                 else None
             ),
@@ -283,10 +283,10 @@ class _Verifier:
         with unplanned(self.model) if without else contextlib.nullcontext():
             return module_forward_ms(self.run, self.model, self.device)
 
-    def _forwards(self, measured: dict[str, float]) -> tuple[MsBeside, ...]:
+    def _forwards(self, measured: dict[str, float]) -> tuple[MsCheck, ...]:
         predicted = predicted_forward_ms(self.trace, self.plan.baseline.step_ms)
         return tuple(
-            MsBeside(name=name, predicted_ms=predicted.get(name, 0.0), measured_ms=measured[name])
+            MsCheck(name=name, predicted_ms=predicted.get(name, 0.0), measured_ms=measured[name])
             for name in sorted(measured, key=lambda name: -measured[name])
         )
 
@@ -313,12 +313,12 @@ def _values(filling: Filling) -> dict[str, int]:
     return {category.value: n_bytes for category, n_bytes in filling.by_category.items()}
 
 
-def _beside(predicted: dict[str, int], measured: dict[str, int]) -> tuple[BytesBeside, ...]:
+def _beside(predicted: dict[str, int], measured: dict[str, int]) -> tuple[BytesCheck, ...]:
     """Return what either side has, the largest first."""
     rows = [_bytes(name, predicted.get(name, 0), measured.get(name, 0)) for name in {**predicted, **measured}]
     rows = [each for each in rows if each.predicted_bytes or each.measured_bytes]
     return tuple(sorted(rows, key=lambda each: (-max(each.predicted_bytes, each.measured_bytes), each.name)))
 
 
-def _bytes(name: str, predicted_bytes: int, measured_bytes: int) -> BytesBeside:
-    return BytesBeside(name=name, predicted_bytes=predicted_bytes, measured_bytes=measured_bytes)
+def _bytes(name: str, predicted_bytes: int, measured_bytes: int) -> BytesCheck:
+    return BytesCheck(name=name, predicted_bytes=predicted_bytes, measured_bytes=measured_bytes)

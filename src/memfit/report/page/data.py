@@ -24,7 +24,7 @@ from memfit.report.tree import Strings, module_tree
 from memfit.sharding.shard import Sharding
 from memfit.solve import Curve
 from memfit.verify import Verification
-from memfit.verify.verification import BytesBeside, MsBeside
+from memfit.verify.verification import BytesCheck, MsCheck
 
 
 def page_data(report: Report, levers: Sequence[Lever] = ()) -> dict[str, Any]:
@@ -170,5 +170,5 @@ def _verification(found: Verification) -> dict[str, Any]:
     }
 
 
-def _named_rows(name: str, rows: Iterable[BytesBeside | MsBeside | None]) -> list[dict[str, Any]]:
+def _named_rows(name: str, rows: Iterable[BytesCheck | MsCheck | None]) -> list[dict[str, Any]]:
     return [{**dataclasses.asdict(each), "name": name} for each in rows if each is not None]
