@@ -91,6 +91,6 @@ def close_names(name: str, names: Iterable[str], *, most: int = 1, cutoff: float
 
 
 def did_you_mean(close: Iterable[str], otherwise: str) -> str:
-    """Ask whether one of these was meant; where there is none, say something else."""
+    """Ask whether one of these was meant; say something else where there is none."""
     shown = " or ".join(dict.fromkeys(close))
     return f"did you mean {shown}?" if shown else otherwise

@@ -177,7 +177,7 @@ def _plans(first: Plan, second: Plan) -> Comparison:
 
 
 def _unrecorded(first: Plan, second: Plan) -> str | None:
-    """Why plans for the same step, hardware and budget are not the same; None when they are."""
+    """Say why plans for the same step, hardware and budget differ; None when they do not."""
     if first.baseline.step_ms != second.baseline.step_ms:
         return _TIMED
     sides = [(plan.status, plan.minimum_budget_bytes, plan.predicted, plan.checkpoint) for plan in (first, second)]
@@ -217,7 +217,7 @@ def _changed_setting(first: Plan, second: Plan) -> Iterator[Changed]:
 
 
 def _shown_bytes(first: int, second: int) -> tuple[str, str]:
-    """Two sizes; as bytes where they would look the same and are not."""
+    """Display two sizes; as plain bytes where rounded ones would look the same and are not."""
     shown = display_bytes(first), display_bytes(second)
     return shown if first == second or shown[0] != shown[1] else (f"{first} bytes", f"{second} bytes")
 
@@ -251,7 +251,7 @@ def _dtype(shard: ShardPlan | None, name: str) -> str | None:
 
 
 def _memory(first: Plan, second: Plan) -> Iterator[BytesChange]:
-    """Peaks; a side without a prediction has none with the plan."""
+    """Yield the peaks of both sides; one without a prediction has none with the plan."""
     yield _bytes("peak without a plan", first.baseline, second.baseline, "peak_bytes")
     yield _bytes("peak", first.predicted, second.predicted, "peak_bytes")
     if reserves_more(first) or reserves_more(second):

@@ -220,7 +220,7 @@ def _activations(timeline: Timeline) -> tuple[ModuleActivations, ...]:
 
 
 def _gathered(report: Report, timeline: Timeline, there: np.ndarray) -> tuple[GatheredUnit, ...]:
-    """Sharded units, those with most gathered first."""
+    """Return the sharded units, those with most gathered first."""
     if report.problem.sharding is None:
         return ()
     now: Counter[str] = Counter()

@@ -90,7 +90,7 @@ class Holders:
         return self.place_of_op(self.trace.storages[storage].alloc_at)
 
     def place_of_op(self, op: int) -> str:
-        """`<loss>` or `<optimizer>` for an op outside of any module, empty for one inside."""
+        """Return `<loss>` or `<optimizer>` for an op outside of any module, empty for one inside."""
         if not 0 <= op < len(self.trace.ops) or self.trace.ops[op].call != NO_INDEX:
             return ""
         return "<optimizer>" if self.trace.ops[op].phase is Phase.OPTIMIZER else LOSS
@@ -146,7 +146,7 @@ class Holders:
         return "python", f"held by Python only {_PYTHON}: nothing reads it after op {last}"
 
     def _beyond(self, storage: int, last: int) -> str:
-        """Says so where Python keeps what autograd saved also after the last op of the backward that reads it."""
+        """Say so where Python keeps a saved tensor beyond the last op of the backward that reads it."""
         found = self.trace.storages[storage]
         released = found.free_after if found.released == AFTER_STEP else found.released
         if AFTER_STEP < released <= last:

@@ -86,7 +86,7 @@ def changed_modules(first: Trace, second: Trace) -> Iterator[Changed]:
 
 
 def _named_rows(what: str, several: str, one: dict[str, str], other: dict[str, str]) -> Iterator[Changed]:
-    """Things by name; names that differ in numbers only and change in the same way are one row."""
+    """Yield rows by name; names that differ in numbers only and change in the same way are one row."""
     found = named_differences(one, other)
     for path, first, second in found.counts:
         yield Changed(name=f"numbered parts of {path or 'the model'}", first=str(first), second=str(second))
@@ -150,7 +150,7 @@ def traced_memory(first: Trace, second: Trace) -> tuple[tuple[BytesChange, ...],
 
 
 def total_flops(trace: Trace) -> int:
-    """FLOPs of the whole step."""
+    """Return the FLOPs of the whole step."""
     return sum(op.flops for op in trace.ops)
 
 
@@ -213,7 +213,7 @@ def _work(trace: Trace) -> dict[str, _Work]:
 
 
 def changed_ops(first: Trace, second: Trace) -> tuple[CountChange, ...]:
-    """Kinds of ops that do not run as often, those that change most first."""
+    """Return ops that run another number of times, those that change most first."""
     one, other = (Counter(op.name for op in trace.ops) for trace in (first, second))
     rows = [CountChange(name=name, first=one[name], second=other[name]) for name in sorted({*one, *other})]
     changed = [row for row in rows if row.first != row.second]

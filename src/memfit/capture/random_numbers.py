@@ -165,7 +165,7 @@ def host_state(held: Iterable[HostGenerator] = ()) -> HostState:
 
 
 def set_host_state(state: HostState, held: Iterable[HostGenerator] = ()) -> None:
-    """Put them back."""
+    """Restore the host's generators to a state."""
     python, numpy, others = state
     random.setstate(python)
     if _numpy_state.read() is not numpy:

@@ -68,7 +68,7 @@ class ValueSnapshot:
         self._collect(self._roots(modules, given))
 
     def restore(self) -> None:
-        """Put everything back.
+        """Restore every value.
 
         Changes among mere numbers stay while other threads run code of the user's: they may have made them.
         """

@@ -114,7 +114,7 @@ def parsed(name: str, arguments: list[str]) -> Command:
 
 
 def _completion(arguments: list[str]) -> int:
-    """Completion scripts, which tyro writes from all commands at once."""
+    """Return completion scripts, which tyro writes from all commands at once."""
     import tyro
 
     kinds: dict[str, Callable[..., Any]] = {name: command_class(name) for name in COMMANDS}

@@ -102,7 +102,7 @@ def say_problem(problem: str) -> None:
 
 
 def close_quietly() -> None:
-    """After the reader of a pipe has gone: write the rest to nowhere, so that Python does not complain at its end."""
+    """Discard further output once the reader of a pipe has gone, so that Python does not complain at exit."""
     with contextlib.suppress(AttributeError, OSError, ValueError), open(os.devnull, "wb") as nowhere:
         if sys.stdout.fileno() == 1:
             os.dup2(nowhere.fileno(), 1)
@@ -151,7 +151,7 @@ def result_stream() -> TextIO:
 
 @contextlib.contextmanager
 def writing_results() -> Iterator[None]:
-    """Results that are written in here are all written when it ends, or it is said why not."""
+    """Flush results of the block at its end, or raise the reason why they could not be written."""
     try:
         yield
         result_stream().flush()
@@ -176,7 +176,7 @@ def _stream_for_results() -> tuple[TextIO, bool]:
 
 
 def _standard_output_to_errors() -> int | None:
-    """Lead what is written by number to the error output; a copy of where it led before, None when to nowhere."""
+    """Redirect file descriptor 1 to the error output; return a copy of where it led before, None when to nowhere."""
     try:
         before = os.dup(_STANDARD_OUTPUT)
     except OSError:

@@ -43,7 +43,7 @@ class ResolvedStep:
 
 
 def step_and_target(step: StepOptions, hardware: HardwareOptions) -> tuple[ResolvedStep, Target]:
-    """Both; a target that is named is looked at first, for a step may take its time."""
+    """Resolve the step and the target; a named target is checked first, since loading a step may take long."""
     if hardware.target is not None:
         resolve_target(hardware)
     found = resolve_step(step)

@@ -177,7 +177,7 @@ def tracked_bytes(tracking: Mapping[nn.Module, Any], model: nn.Module, dev: torc
 
 
 def _sizes_of(module: nn.Module, stats: Any, backward: list[tuple[Kinds, Kinds]], device: torch.device) -> ModuleBytes:
-    """Inputs and outputs are known of the last call only, and are taken to be those of every call."""
+    """Return a module's sizes; its inputs and outputs are known of the last call only, and taken for all calls."""
     nothing: tuple[Kinds, Kinds] = ({}, {})
     frozen_bytes = sum(_allocated(p, device) for p in module.parameters() if not p.requires_grad)
     befores = _kinds(stats, "PRE_FW", device)
@@ -204,7 +204,7 @@ def _sizes_of(module: nn.Module, stats: Any, backward: list[tuple[Kinds, Kinds]]
 
 
 def _backward(stats: Any, device: torch.device) -> list[tuple[Kinds, Kinds]]:
-    """Before backward and at its peak, of each call, the last call first."""
+    """Return the snapshots before backward and at its peak of each call, the last call first."""
     return list(zip(_kinds(stats, "PRE_BW", device), _kinds(stats, "PEAK_BW", device), strict=True))
 
 

@@ -240,7 +240,7 @@ def parse_module_info(module_info: ModuleInfo) -> Graph:
 
 
 def get_peak_memory_runtime_baseline(graph: Graph) -> tuple[int, float]:
-    """Peak bytes and compute milliseconds without sharding or checkpointing, as the modules' statistics give them.
+    """Return peak bytes and compute milliseconds without sharding or checkpointing, from the modules' statistics.
 
     Parameters, gradients, activations and their gradients count; buffers, the batch and optimizer state do not.
     `Timeline.peak_bytes` of a trace is the exact peak of everything.

@@ -92,7 +92,7 @@ def assemble(
     times: Mapping[str, ModRuntime],
     sac: Mapping[str, SACTradeOffStats],
 ) -> ModuleInfo:
-    """Statistics of the modules in forward pre-order, all given by the names in the orders."""
+    """Assemble the statistics of the modules in forward pre-order, all given by the names in the orders."""
     names = dict.fromkeys(order["fw_pre_order"])
     return {"mod_order": order, "mod_stats": [_stats(name, sizes[name], times[name], sac.get(name)) for name in names]}
 
@@ -248,12 +248,12 @@ class _Levels:
         self._forward_temporary: list[int] = np.cumsum(change).tolist()
 
     def left_of_forward(self, call: CallMemory) -> int:
-        """At the peak of the call's backward."""
+        """Return what the forward left that is there at the peak of the call's backward."""
         peak = call.backward_peak
         return _of(peak, Category.ACTIVATION) + self._forward_temporary[peak.op] if peak else 0
 
     def added_by_backward(self, call: CallMemory) -> int:
-        """At the peak of the call's backward, over what there was before it (Note [Fresh gradients])."""
+        """Return what the call's backward added by its peak (Note [Fresh gradients])."""
         peak, before = call.backward_peak, call.before_backward
         if peak is None or before is None:
             return 0

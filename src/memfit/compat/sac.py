@@ -132,7 +132,7 @@ class SACTable:
         )
 
     def _packet(self, name: str) -> str:
-        """`aten.add.Tensor` without namespace and overload."""
+        """Strip namespace and overload: `aten.add.Tensor` is `add`."""
         packet = self.names.get(name)
         if packet is None:
             packet = self.names[name] = name.split(".")[1]

@@ -208,7 +208,7 @@ def _units(tree: Graph, ac_units: Collection[str], fsdp_units: Collection[str]) 
 
 
 def _steps(tree: Graph, units: Sequence[_Unit], budget_bytes: float, world_size: int) -> list[_Step]:
-    """Before the first unit, and after each; modules of which nothing runs in backward are no moments of it."""
+    """Return the moments before the first unit and after each; modules without backward ops are none."""
     parameter_bytes = sum(node["param_per_module"] for node in tree.roots)
     steps = [_Step() for _ in range(len(units) + 1)]
     passed = 0
@@ -329,7 +329,7 @@ def _fill(units: Sequence[_Unit], steps: Sequence[_Step], freed: list[float | No
 
 
 def _peak_bytes(steps: Sequence[_Step], freed: Sequence[float]) -> int:
-    """Whole bytes that hold the highest level; what floats lose in 100 GiB is far below the part taken off."""
+    """Return the highest level in whole bytes; what floats lose in 100 GiB is far below the part taken off."""
     freed_before = [0.0, *itertools.accumulate(freed)] if freed else [0.0] * len(steps)
     return math.ceil(max(step.level_bytes - before for step, before in zip(steps, freed_before, strict=True)) - 1e-3)
 
@@ -397,7 +397,7 @@ def get_optimal_checkpointing_policy_per_module(sac_stats: ModuleStats, memory_b
 
 
 def _forced(stats: ModuleStats) -> set[int]:
-    """Random ops that cannot be replayed, and ops that write to what is not the module's own."""
+    """Return random ops that cannot be replayed, and ops that write to what is not the module's own."""
     saved = {op for op, parent in stats.inplace_ops if op == parent}
     return saved.union(stats.rand_ops) if stats.force_store_random else saved
 

@@ -151,7 +151,7 @@ def _best_break(x: Floats, y: Floats, others: tuple[float, ...] = ()) -> float:
 
 
 def _gains(x: Floats, rest: Floats, fixed: Floats, edges: Floats) -> tuple[Floats, Floats]:
-    """Places for a break, at the edges and between them, and what each takes from the squared error."""
+    """Return places for a break, at the edges and between them, and how far each lowers the squared error."""
     step = (x[:, None] > edges[:-1]).astype(np.float64)
     ramp = step * (x[:, None] - edges[:-1])
     step -= fixed @ (fixed.T @ step)
@@ -169,7 +169,7 @@ def _gains(x: Floats, rest: Floats, fixed: Floats, edges: Floats) -> tuple[Float
 
 
 def _several_breaks(x: Floats, y: Floats, inner: Floats, count: int) -> tuple[float, ...]:
-    """More than one break, from several beginnings."""
+    """Find more than one break, from several starting points."""
     settled = {_settled(x, y, start) for start in _starts(x, y, inner, count)}
     return min(sorted(settled), key=lambda breaks: _error(x, y, breaks))
 

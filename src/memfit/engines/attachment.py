@@ -44,7 +44,7 @@ _COPYING_IF_DEFINED = ("__deepcopy__", "__copy__", "__reduce_ex__", "__reduce__"
 
 
 def attach(module: nn.Module, handler: Handler) -> None:
-    """Send calls of this module to the handler, with what its forward was."""
+    """Route calls of this module to the handler, which is given the original forward."""
     _forwards[module] = forward = PlannedForward(module, handler)
     module.__dict__["forward"] = forward
     kind = type(module)
@@ -59,7 +59,7 @@ def attach(module: nn.Module, handler: Handler) -> None:
 
 
 def detach(module: nn.Module) -> None:
-    """Call the module as before `attach`."""
+    """Restore the module's calls to what they were before `attach`."""
     forward = _forwards.pop(module, None)
     if forward is None:
         return
@@ -132,7 +132,7 @@ class PlannedForward:
         return self.original(module)(*args, **kwargs)
 
     def without_module(self, args: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...]]:
-        """Take the module off, where this has been bound once more: `unwrap_model(model, keep_fp32_wrapper=False)`."""
+        """Unbind the module where this was bound once more, as `unwrap_model(model, keep_fp32_wrapper=False)` does."""
         module = self._module()
         assert module is not None
         return module, args[1:] if args and args[0] is module else args

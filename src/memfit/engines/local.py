@@ -81,7 +81,7 @@ class Applied:
         return known
 
     def _watch_all_optimizers(self) -> None:
-        """Hear of the steps of optimizers that were not given, as `Trainer` makes its own."""
+        """Watch the steps of optimizers that were not given: `Trainer` makes its own."""
         applied = weakref.ref(self)
 
         def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -146,7 +146,7 @@ class Applied:
             node.register_prehook(lambda _: self._warn_once("eval mode", text))
 
     def attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Hand the modules of the plan over; everything is given back when one of them cannot be."""
+        """Attach the plan to its modules; all are detached when one of them cannot be attached."""
         try:
             for module, handler in self._watched(self._handlers()):
                 attach(module, handler)
@@ -170,7 +170,7 @@ class Applied:
             self._paths = {}  # modules are held weakly from here on
 
     def detach(self) -> None:
-        """Give all modules back."""
+        """Detach the plan from all modules."""
         self.reset()
         for region in self._losses:
             region.close()
@@ -229,17 +229,17 @@ class Applied:
         )
 
     def leave_inputs(self) -> None:
-        """Let a guard, which measures what larger inputs take, be the one that tells of them."""
+        """Leave warnings about larger inputs to a guard, which measures what they take."""
         if self._watch is not None:
             self._watch.leave_inputs()
 
     def leave_wrappers(self) -> None:
-        """Let `apply` be the one that tells of what the model is in."""
+        """Leave warnings about wrappers to `apply`."""
         if self._watch is not None:
             self._watch.leave_wrappers()
 
     def _watched(self, found: list[tuple[nn.Module, Handler]]) -> list[tuple[nn.Module, Handler]]:
-        """Put what compares the loop with the plan around the calls of the model itself, or of those in a container."""
+        """Wrap the calls of the model, or of those in a container, in a watch that compares the loop with the plan."""
         loop = self.plan.trace.loop
         names = dict.fromkeys("" if entry.is_loss else entry.module for entry in self.plan.checkpoint)
         if not found or loop is None or self.plan.shard is not None or self.plan.predicted is None:
@@ -261,7 +261,7 @@ class Applied:
         return watched
 
     def see_checkpointing(self, unit: nn.Module) -> None:
-        """Look, when a unit is called, whether the model checkpoints by itself."""
+        """Check, when a unit is called, whether the model checkpoints by itself."""
         if self._watch is not None:
             self._watch.see_checkpointing(unit)
 
@@ -277,7 +277,7 @@ def apply(
     optimizer: OptimizerLike = None,
     mesh: DeviceMesh | None = None,
 ) -> tuple[nn.Module, OptimizerLike]:
-    """Make a model run a plan, from its next step on. Refused, with what is wrong, before anything is changed.
+    """Make a model run a plan from its next step on; a refusal comes before anything is changed.
 
     A model that something wraps or shards already (DDP, FSDP, `fully_shard`) runs the checkpoint policies of the plan.
     """
@@ -301,7 +301,7 @@ def apply(
 
 
 def remove(plan: Plan, model: nn.Module) -> nn.Module:
-    """Make the model what it was before `apply`."""
+    """Restore the model to what it was before `apply`."""
     applied = plan_of_model(model)
     if applied is None:
         raise StateError("this model has no plan to be removed; give the model that apply was called with")

@@ -77,13 +77,13 @@ class LoopWatch:
         self._release = weakref.finalize(model, self._hook.remove)
 
     def follow(self, other: LoopWatch) -> None:
-        """Be one of several models of a step: calls are compared and nothing else, and each thing is told once."""
+        """Watch as one of several models of a step: only calls are compared, and each warning is given once."""
         self.stop()
         other.stop()
         self._told = other._told
 
     def stop(self) -> None:
-        """Look no more at what the loop holds."""
+        """Stop watching what the loop holds."""
         self._mode = False
         self._release()
 
@@ -112,7 +112,7 @@ class LoopWatch:
         return self._mode and self._calls == 1
 
     def _see_units(self) -> None:
-        """Say which units are no longer there: what was put in their place has no plan."""
+        """Warn of units that are no longer in the model: what replaced them has no plan."""
         model = self._model()
         here = set() if model is None else {id(each) for each in model.modules()}
         gone = [unit.name for unit in self._units if id(unit.module()) not in here]
@@ -125,7 +125,7 @@ class LoopWatch:
             )
 
     def _see_wrappers(self) -> None:
-        """Say that the model has been wrapped or sharded since the plan was applied."""
+        """Warn that the model has been wrapped or sharded since the plan was applied."""
         model = self._model()
         found = [] if model is None else [each for each in wrappers_of(model) if each in _SHARDS]
         replicas = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)  # while its forward runs
@@ -139,7 +139,7 @@ class LoopWatch:
             )
 
     def leave_wrappers(self) -> None:
-        """Say nothing of wrappers: it has been said."""
+        """Give no warning about wrappers: it has been given."""
         self._told.add("wrapped")
 
     # -- what the loop holds ----------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ class LoopWatch:
             )
 
     def _compare_output(self, output: Any) -> None:
-        """Ask, when backward comes to the output, which of its tensors are still held."""
+        """Check, when backward reaches the output, which of its tensors are still held."""
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         made = [leaf.untyped_storage() for leaf in leaves if leaf.grad_fn is not None and _is_plain(leaf)]
         self._last_output = [(StorageWeakRef(each), each.nbytes()) for each in made]
@@ -225,7 +225,7 @@ class LoopWatch:
                 leaf.grad_fn.register_prehook(ask)
 
     def _compare_last_output(self) -> None:
-        """Ask, in the forward of the second step, whether the output of the first is still held."""
+        """Check, in the forward of the second step, whether the output of the first is still held."""
         held = sum({ref.cdata: size for ref, size in self._last_output if not ref.expired()}.values())
         self._last_output = []
         if len(self._loop.calls) > 1 or self._peak_bytes + held <= self._plan.budget_bytes:
@@ -288,11 +288,11 @@ class LoopWatch:
         )
 
     def leave_inputs(self) -> None:
-        """Say nothing of larger inputs: somebody else does."""
+        """Give no warning about larger inputs: somebody else does."""
         self._told.add("inputs")
 
     def warn(self, kind: str, text: str) -> None:
-        """Give a warning of this kind, the first time."""
+        """Give a warning of this kind, once."""
         if kind not in self._told:
             self._told.add(kind)
             warnings.warn(text, PlanDrift, stacklevel=user_level())

@@ -133,11 +133,11 @@ class LossRegion:
         _regions.add(self)
 
     def end(self) -> None:
-        """Forget the policy of a loss that did not come."""
+        """Drop the policy of a loss that did not come."""
         self.armed = None
 
     def close(self) -> None:
-        """Take part in no loss any more."""
+        """Detach from all further losses."""
         self.end()
         _regions.discard(self)
 
@@ -179,7 +179,7 @@ class LossRegion:
             self._applied.warn_loss(differs)
 
     def _watch_backward(self, result: Any, armed: _Armed) -> None:
-        """Note when a backward comes to the model's output, and whether its loss went through `plan.loss`."""
+        """Note when a backward reaches the model's output, and whether its loss went through `plan.loss`."""
 
         def begun(_: Any) -> None:
             self._applied.position.leave()
@@ -228,7 +228,7 @@ def _begin_recording(tape: Tape, recording: contextlib.ExitStack) -> None:
 
 @contextlib.contextmanager
 def _after_call(module: nn.Module, call: int, function: Callable[[], None]) -> Any:
-    """Inside the block, call the function when this call of the module, counted from 0, has ended."""
+    """Call the function when this call of the module inside the block, counted from 0, has ended."""
     before = module.__dict__.get("forward")
     forward = module.forward
     count = 0
@@ -268,7 +268,7 @@ def chunked_cross_entropy(
     *,
     chunks: int = CHUNKS,
 ) -> torch.Tensor:
-    """`F.cross_entropy` of logits (rows, classes) and classes (rows,), a chunk of rows at a time.
+    """Compute `F.cross_entropy` of logits (rows, classes) and classes (rows,), a chunk of rows at a time.
 
     Each chunk is computed in float32, and again in the backward; nothing but its sum is kept. Give logits as the model
     makes them, without `.float()`. What cannot be done in chunks (weights, probabilities, no sum) is done at once.

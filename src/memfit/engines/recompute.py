@@ -140,7 +140,7 @@ class RecomputedCall:
         return [(each, version_of(each)) for each in tensors if not each.is_inference()]
 
     def note(self, index: int, tensor: torch.Tensor) -> None:
-        """Take some values of a tensor that is dropped, to compare them (Note [Samples])."""
+        """Sample values of a dropped tensor, to compare them after the recompute (Note [Samples])."""
         found = sample(tensor)
         if found is not None:
             self.samples[index] = found
@@ -151,7 +151,7 @@ class RecomputedCall:
         return SavedTensor(self, index, None)
 
     def drop(self, saved: SavedTensor, shape: torch.Size) -> None:
-        """Let go of a tensor that was held for backward."""
+        """Free a tensor that was held for backward."""
         self._shapes[saved.index] = shape
         saved.tensor = None
 
@@ -314,7 +314,7 @@ class RecomputedCall:
             self._forward(*args, **kwargs)
 
     def take(self, index: int) -> torch.Tensor:
-        """Hand out a dropped tensor that has been recomputed."""
+        """Return a dropped tensor that has been recomputed, and forget it."""
         assert self._recomputed is not None
         return self._recomputed.pop(index)
 
@@ -328,7 +328,7 @@ class RecomputedCall:
 
 
 def unpack(saved: SavedTensor) -> torch.Tensor:
-    """Hook for what backward asks for; the unit is recomputed when it asks for the first time."""
+    """Unpack what backward asks for; the first request recomputes the unit."""
     run, saved.run = saved.run, None
     if run is not None:
         run.ensure_recomputed()

@@ -44,7 +44,7 @@ class StepPosition:
         self._watched: weakref.ref[nn.Module] | None = None
 
     def watch(self, module: nn.Module) -> None:
-        """Look at the gradients of this module to see whether a new step begins."""
+        """Watch the gradients of this module to see whether a new step begins."""
         self._watched = weakref.ref(module)
 
     def enter(self) -> None:
@@ -76,7 +76,7 @@ class StepPosition:
         self._begun = False
 
     def leave_after(self, result: Any) -> Any:
-        """Note the backward of a call that has no policy, by which it would be noted."""
+        """Hook the output of a call without a policy, so that its backward is noted too."""
         made = (each for each in tree_leaves(result) if isinstance(each, torch.Tensor) and each.grad_fn is not None)
         for tensor in made:
             tensor.register_hook(self._left)
@@ -109,7 +109,7 @@ class StepPosition:
         self.reset()
 
     def lose(self, why: str) -> None:
-        """Give up telling calls apart."""
+        """Stop telling calls apart."""
         if not self.lost and any(each.by_step for each in self.calls):
             self.lost = True
             self.warn(

@@ -177,7 +177,7 @@ class Tape(TorchDispatchMode):
                 self.followed = False
 
     def pack(self, tensor: torch.Tensor) -> TapedTensor:
-        """Hook for what autograd saves."""
+        """Pack what autograd saves."""
         guard = DisableTorchDispatch()
         try:
             number = self._numbers.get(storage_key(tensor), -1) if plain(tensor) else -1
@@ -210,7 +210,7 @@ class Tape(TorchDispatchMode):
 
     @staticmethod
     def unpack(saved: TapedTensor) -> torch.Tensor:
-        """Hook for what backward asks for. The region is replayed when it asks for the first time."""
+        """Unpack what backward asks for; the first request replays the region."""
         tape, saved.tape = saved.tape, None
         if tape is not None:
             tape.end()

@@ -228,7 +228,7 @@ class _Nesting:
         self.maker = np.where(named & ~within, self.innermost[alloc_at], self.maker)
 
     def outlived(self, storages: Bytes, until: Bytes) -> Iterable[tuple[Bytes, Bytes]]:
-        """Pairs (item, call) of the calls that made `storages[item]` and end by op `until[item]`."""
+        """Yield pairs (item, call) of the calls that made `storages[item]` and end by op `until[item]`."""
         item = np.arange(len(storages))
         call = self.maker[storages]
         while True:
@@ -299,7 +299,7 @@ def _outputs(timeline: Timeline, nesting: _Nesting, reads: tuple[Bytes, Bytes]) 
 
 
 def _left_by_last_op(timeline: Timeline, without: set[int]) -> Bytes:
-    """Pairs of the other calls and the storages that their last ops made and that outlive them."""
+    """Return pairs of the other calls and the storages that their last ops made and that outlive them."""
     trace = timeline.trace
     alloc_at, free_after = timeline.alloc_at, timeline.free_after
     left = [

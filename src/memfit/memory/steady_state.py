@@ -115,7 +115,7 @@ def _peak_bytes(table: AllocationTable, rounding_bytes: int) -> int:
 
 
 def _run(allocator: CachingAllocator, stream: Iterable[Row]) -> int | None:
-    """Feed the allocator; return the instant whose malloc did not fit."""
+    """Run the allocator on the events; return the instant whose malloc did not fit, None when all did."""
     for instant, key, requested_bytes in stream:
         if requested_bytes == FREE:
             allocator.free(key)

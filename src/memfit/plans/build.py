@@ -157,7 +157,7 @@ def _result_bytes(trace: Trace, op: int) -> int:
 
 
 def _call_number(trace: Trace, unit: Unit) -> int:
-    """`layers.0#2` is call 2 of `layers.0`; a module that has several paths is counted under all of them."""
+    """Return 2 for `layers.0#2`; a module that has several paths is counted under all of them."""
     if unit.call == NO_INDEX:
         suffix = unit.name[len(LOSS) :]
         return int(suffix[1:]) if suffix else 0

@@ -121,7 +121,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         *,
         mesh: DeviceMesh | None = None,
     ) -> tuple[nn.Module, Any]:
-        """Make a model run the plan from its next step on; both come back as they are.
+        """Make a model run the plan from its next step on; return model and optimizer.
 
         Where several optimizers step the model, give a list of them. A plan that does not belong to the model is
         refused with what differs, before anything is changed. A plan for several ranks shards the model over those of
@@ -132,7 +132,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return apply(self, model, optimizer, mesh)
 
     def remove(self, model: nn.Module) -> nn.Module:
-        """Make a model that runs the plan what it was before `apply`."""
+        """Restore a model that runs the plan to what it was before `apply`."""
         from memfit.engines import remove
 
         return remove(self, model)

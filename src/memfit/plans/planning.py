@@ -95,7 +95,7 @@ def plan_problem(
 
 
 def curve(model: Model, batch: Any = None, *, points: int = 16, **inputs: Unpack[StepInputs]) -> Curve:
-    """Budget against step time, from the smallest budget that can be met to the one that needs nothing.
+    """Trace budget against step time, from the smallest budget that can be met to the one that needs nothing.
 
     The keywords are those of `plan`.
     """

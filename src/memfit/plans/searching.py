@@ -311,7 +311,7 @@ def _baseline_peak(point: SearchPoint) -> float | None:
 
 
 def _without_care(tries: _Tries, grid: int) -> None:
-    """Narrow the gap between the largest value that needs no care and the next that does."""
+    """Narrow the gap between the largest value that the allocator has room for and the next."""
     while len(tries.points) < _TRIES:
         fit = {value: point.with_care for value, point in tries.points.items() if point.fits}
         low = max((value for value, care in fit.items() if not care), default=0)
@@ -342,7 +342,7 @@ def _fastest(tries: _Tries, largest: int) -> None:
 
 
 def _may_be_fast(tries: _Tries, value: int) -> bool:
-    """False where the line through the step times of its neighbours makes a value much slower than the best."""
+    """Return False where the line through the step times of its neighbours makes a value much slower than the best."""
     times = {each: point.step_ms for each, point in tries.points.items() if point.step_ms and point.throughput_per_s}
     below = max((each for each in times if each < value), default=None)
     above = min((each for each in times if each > value), default=None)

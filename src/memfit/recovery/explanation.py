@@ -293,7 +293,7 @@ def _of_module(trace: Trace, ops: Iterable[int], module: str | None) -> np.ndarr
 
 
 def _between_gradients(trace: Trace, graded: frozenset[str]) -> tuple[int, int]:
-    """Backward came past the gradients that are there, and not to those that are not."""
+    """Return the range of ops after the gradients that are there and before those that are not."""
     first, last = BEFORE_STEP, len(trace.ops)
     for each in trace.parameters:
         if each.gradient == NO_INDEX:

@@ -178,7 +178,7 @@ class Guard:
         return any(each is first for each in self._model.parameters())
 
     def _judge(self, there_bytes: int) -> None:
-        """Tell what differs. Pages that malloc keeps hide what a step takes: low growth of a process says nothing."""
+        """Compare the step with the plan. Low growth of a process says nothing, since malloc keeps pages."""
         assert self.plan.predicted is not None
         planned, inputs = self.plan.predicted.peak_bytes, different(self._seen, self.plan.trace.inputs)
         allowed = self._tolerance * planned
@@ -258,7 +258,7 @@ class Guard:
         return found
 
     def _take_back(self, before: Before, explanation: Explanation, history: list[str]) -> bool:
-        """Make everything as it was before the step that failed. False when something could not be."""
+        """Roll back to before the failed step; return False when something could not be restored."""
         lost = before.restore()
         gc.collect()
         if self._device.type == "cuda":
@@ -274,7 +274,7 @@ class Guard:
         return False
 
     def _tighten(self, explanation: Explanation, history: list[str]) -> bool:
-        """Make the next run of the step take less. False when that is not possible."""
+        """Apply a tighter plan for the next run of the step; return False when there is none."""
         if self._replanner is None:
             return False
         assert self._optimizer is not None
@@ -320,7 +320,7 @@ class Guard:
         return self._replanner.tighter(self.plan, failed, last=last)
 
     def _gave_up(self) -> str:
-        """Why there is nothing left to try: the step ran with the plan with the lowest peak."""
+        """Say why nothing is left to try: the step ran with the plan of the lowest peak."""
         assert self._replanner is not None
         least = self._replanner.least(self.plan)
         if least is None or least.predicted is None:
@@ -341,7 +341,7 @@ class Guard:
         self._sizes = None
 
     def _needed(self, optimizer: torch.optim.Optimizer) -> list[int]:
-        """Sizes of what the optimizer's step allocates; with its state made, always the same."""
+        """Return the sizes that the optimizer's step allocates; with its state made, always the same."""
         has_state = bool(optimizer.state)
         if self._sizes is None or self._sizes[0] != has_state:
             known = self._replanner is not None and not self._switched
@@ -352,7 +352,7 @@ class Guard:
     # -- explaining -------------------------------------------------------------------------------------------------
 
     def _explain(self, error: BaseException) -> Explanation:
-        """Explaining takes memory too: when there is none, the frames of the failed step are let go first."""
+        """Explain the failure; where that needs memory too, the frames of the failed step are released first."""
         at = failed_at(error, self._model, in_step=self._in_step, in_optimizer=self._in_optimizer)
         total = self._meter.now_bytes() if self._in_step else None
         try:

@@ -155,7 +155,7 @@ def in_use_bytes() -> int | None:
 
 @functools.cache
 def _counter() -> Callable[[], int] | None:
-    """glibc's count, tried on a tensor: another malloc may have taken its place."""
+    """Return glibc's counter of bytes in use if it counts a trial tensor: another malloc may have taken its place."""
     try:
         info = ctypes.CDLL(None).mallinfo2
     except (OSError, AttributeError, TypeError):

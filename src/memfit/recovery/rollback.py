@@ -90,7 +90,7 @@ class Before:
     copied: bool = False
 
     def rehearse(self, sizes_bytes: list[int], device: torch.device) -> None:
-        """Allocate what the optimizer's step will, and let it go: it fails here or not at all."""
+        """Allocate what the optimizer's step will, and free it: it fails here or not at all."""
         held = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes_bytes]
         held.clear()
 
@@ -101,7 +101,7 @@ class Before:
         self.copied = True
 
     def restore(self) -> list[str]:
-        """Take the step back. What could not be is named; empty when all is as it was."""
+        """Roll the step back; return the names of what could not be restored."""
         applied = plan_of_model(self.model)
         if applied is not None:
             applied.reset()

@@ -18,7 +18,7 @@ from memfit.units import display_bytes, display_ms
 
 
 def assumed(report: Report) -> dict[str, Any]:
-    """Under which conditions the answer holds, and the device's figures each with its source and date."""
+    """Return the conditions under which the answer holds, and the device's figures with their sources and dates."""
     return {"facts": _conditions(report), "figures": _figures(report.target.device), "notes": list(_notes(report))}
 
 

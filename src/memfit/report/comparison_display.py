@@ -116,7 +116,7 @@ def _ops(found: Comparison) -> Table | None:
 
 
 def _cells(first: float | None, second: float | None, shown: Callable[[float], str]) -> list[str]:
-    """Both sides and by how much they differ: in their own unit, and as a part where there is one."""
+    """Display both sides and their difference, in their own unit and as a part where there is one."""
     cells = [_NOTHING if side is None else shown(side) for side in (first, second)]
     if first is None or second is None or first == second:
         return [*cells, ""]
@@ -130,7 +130,7 @@ def _signed(difference: float, shown: Callable[[float], str]) -> str:
 
 
 def _flops(count: float) -> str:
-    """FLOPs in the unit that a person would choose."""
+    """Display FLOPs in the unit that a person would choose."""
     for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if abs(count) >= size:
             return f"{count / size:.2f} {unit}"

@@ -229,7 +229,7 @@ def _checkpointing(found: Checkpointing) -> Iterable[RenderableType]:
 
 
 def _alike_words(text: str) -> str:
-    """Module paths inside a sentence, with stars for their numbers."""
+    """Replace numbers in module paths inside a sentence by stars."""
     return " ".join(alike(word) if "." in word and word[:1].isalpha() else word for word in text.split(" "))
 
 
@@ -312,7 +312,7 @@ def _label(modules: Iterable[str]) -> Text:
 
 
 def _line(source: str) -> str:
-    """`file:line` without folders and the name of the function."""
+    """Shorten to `file:line`, without folders and the function's name."""
     return os.path.basename(source.partition(" ")[0])
 
 

@@ -145,7 +145,7 @@ def _ms(value: float) -> float | None:
 
 
 def _finite(value: Any) -> Any:
-    """Plain values with None for numbers that JSON has no word for."""
+    """Replace numbers that JSON cannot write by None."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -49,7 +49,7 @@ def to_markdown(report: Report, levers: Sequence[Lever] = ()) -> str:
 
 
 def _before_and_after(report: Report) -> str:
-    """Peak, reserved, time and categories, each without the plan and with it."""
+    """Write peak, reserved, time and categories, each without the plan and with it."""
     plan = report.plan
     without = without_plan_of(report)
     if plan is None:

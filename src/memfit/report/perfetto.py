@@ -149,7 +149,7 @@ class _Process:
                 yield self._instant(tid, name, sending.begin_ns, args, what)
 
     def _modules(self, clock: Clock) -> Iterator[_Event]:
-        """Phases, module calls in them and second runs, each as long as its ops follow one another.
+        """Yield phases, the module calls in them and recomputes, each as long as its ops follow one another.
 
         Calls nest, so the calls around an op are a path; a slice ends where the path leaves it. Viewers want the outer
         of two slices that begin together first.
@@ -220,7 +220,7 @@ class _Paths:
         self._calls: dict[int, tuple[int, ...]] = {NO_INDEX: ()}
 
     def of(self, op: int, run: int) -> tuple[Hashable, ...]:
-        """Places from outside in; none at the end of the step."""
+        """Return the slices of an op from outside in; none at the end of the step."""
         ops = self.trace.ops
         if op == len(ops):
             return ()
@@ -240,7 +240,7 @@ class _Paths:
         return self._calls[op.call]
 
     def shown(self, place: Any) -> tuple[str, dict[str, Any], str]:
-        """Name, arguments and category of a place."""
+        """Return name, arguments and category of a slice."""
         if isinstance(place, Phase):
             return place.value, {}, "phase"
         if isinstance(place, int):

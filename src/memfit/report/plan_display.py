@@ -222,7 +222,7 @@ def units_label(members: Sequence[Checkpoint]) -> str:
 
 
 def _runs(members: Sequence[Checkpoint]) -> str:
-    """`, each of 4 runs`, or `#1-3` where only these have this policy; nothing for modules that run once."""
+    """Return `, each of 4 runs`, or `#1-3` where only these have this policy; empty for modules that run once."""
     calls = {entry.call for entry in members}
     total = max(entry.calls for entry in members)
     if members[0].is_loss:

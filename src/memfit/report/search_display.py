@@ -60,7 +60,7 @@ def _answer(point: SearchPoint, words: str) -> tuple[str, str]:
 
 
 def _care(search: Search, largest: SearchPoint) -> str:
-    """Up to where the caching allocator has room, when that is less."""
+    """Say up to where the caching allocator has room, when that is less."""
     if not largest.with_care:
         return ""
     safe = search.largest_without_care
@@ -151,5 +151,5 @@ def _legend(search: Search) -> str:
 
 
 def display_rate(rate: float) -> str:
-    """Three digits, or all before the point."""
+    """Display a rate with three digits, or all before the point."""
     return f"{rate:,.{max(0, 2 - math.floor(math.log10(rate)))}f}"

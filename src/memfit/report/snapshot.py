@@ -100,7 +100,7 @@ class _RecordingAllocator(CachingAllocator):
         self._instant = NO_INDEX
 
     def run(self, stream: Iterable[Row]) -> _Recorded:
-        """Feed it a step; its peaks are then those of the step."""
+        """Run a step; the peaks are then those of the step."""
         before, self._acts = self.segments(), []
         self.reset_peaks()
         for self._instant, key, requested_bytes in stream:
@@ -159,7 +159,7 @@ class _Apart:
         self._live: dict[int, BlockSnapshot] = {}
 
     def run(self, stream: Iterable[Row]) -> None:
-        """Feed it a step."""
+        """Run a step."""
         for instant, key, requested_bytes in stream:
             if requested_bytes == FREE:
                 block = self._live.pop(key, None)

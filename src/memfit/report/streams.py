@@ -173,7 +173,7 @@ class _Sent:
         return len(self.begins_ms) == len(self.transfers)
 
     def waits(self, resumes_ms: Ms, ready_ns: Ns) -> tuple[Wait, ...]:
-        """Waits before each op, one after another from the end of the op before until what comes next is ready."""
+        """Return the waits before each op, one after another from the end of the op before until the next is ready."""
         if not self.exact:
             begin_ns = int(_whole_ns(resumes_ms[-1]))
             return (Wait(transfer=None, begin_ns=begin_ns, end_ns=int(ready_ns[-1])),)
@@ -192,7 +192,7 @@ class _Sent:
         return tuple(found)
 
     def sendings(self, again_ms: Ms, resumes_ns: Ns, ready_ns: Ns) -> tuple[Sending, ...]:
-        """Collectives on the clock of a step in which `again_ms` is spent on second runs until each op."""
+        """Return collectives on the clock of a step in which `again_ms` is spent on recomputes until each op."""
         if not self.exact:
             return tuple(
                 Sending(

@@ -86,7 +86,7 @@ def save(
     extra: Any = None,
     keep: int = 2,
 ) -> Path:
-    """Save a model, sharded or plain, and its optimizer; gives the folder of the save. All ranks must call it.
+    """Save a model, sharded or plain, and its optimizer; return the folder of the save. All ranks must call it.
 
     `extra` is saved as JSON, for example the step. Of the saves in `folder`, the newest `keep` stay.
     """
@@ -217,7 +217,7 @@ def _chosen(folder: Path, save: str | None) -> str:
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Further names of parameters, with the first."""
+    """Map further names of tied parameters to the first."""
     first: dict[nn.Parameter, str] = {}
     found: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -154,7 +154,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Sync the names in a folder to the disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -181,7 +181,7 @@ def latest_name(folder: Path) -> str | None:
 
 
 def begin_save(folder: Path) -> str:
-    """Make the folder of a new save under a name that nobody reads; remove what a failed save left. Gives its name."""
+    """Make the folder of a new save under a temporary name, remove what a failed save left, and return the name."""
     folder.mkdir(parents=True, exist_ok=True)
     for each in list(folder.iterdir()):
         if _UNFINISHED.fullmatch(each.name):
@@ -210,7 +210,7 @@ def finish_save(folder: Path, name: str) -> None:
 
 
 def remove_old(folder: Path, keep: int) -> None:
-    """Keep the newest saves. What goes is first renamed, so that no half of a save has the name of one."""
+    """Remove all but the newest saves; each is renamed first, so that no partial save has the name of one."""
     names = save_names(folder)
     for name in names[: max(len(names) - keep, 0)]:
         if name != latest_name(folder):

@@ -154,7 +154,7 @@ class FlatShard:
             return link.gather(whole.buffer, tag, about)
 
     def to_unsharded(self, whole: Whole) -> None:
-        """Make the modules hold the gathered parameters."""
+        """Set the gathered parameters on the modules."""
         for number, (places, parameter) in enumerate(zip(self.places, whole.parameters, strict=True)):
             for place in places:
                 held = parameter_table(place.module).get(place.attribute)
@@ -167,7 +167,7 @@ class FlatShard:
                 place.put(parameter)
 
     def to_sharded(self) -> None:
-        """Make the modules hold the shards."""
+        """Set the shards on the modules."""
         for places, parameter in zip(self.places, self.parameters, strict=True):
             for place in places:
                 place.put(parameter)
@@ -177,7 +177,7 @@ class FlatShard:
         return any(held is whole.parameters[number] for whole in self._wholes.values())
 
     def free(self) -> None:
-        """Free everything that is gathered or kept of it."""
+        """Free the buffer's memory; the parameters stay valid objects."""
         self._kept = None
         for whole in self._wholes.values():
             whole.free()
@@ -263,7 +263,7 @@ class Layout:
 
     @classmethod
     def of(cls, shapes: Iterable[tuple[tuple[str, ...], Sequence[int]]], ranks: int) -> Layout:
-        """Put parameters one after another; what follows the last of them is padding."""
+        """Lay parameters out one after another; what follows the last of them is padding."""
         slots: list[Slot] = []
         end = 0
         for names, shape in shapes:
@@ -381,18 +381,18 @@ class Whole:
         return not self._owned or self.buffer.untyped_storage().nbytes() > 0
 
     def allocate(self) -> None:
-        """Give the buffer memory."""
+        """Allocate the buffer's memory."""
         if not self.allocated:
             self.buffer.untyped_storage().resize_(self._bytes)
 
     def free(self) -> None:
-        """Take the buffer's memory; the parameters stay valid objects."""
+        """Free the buffer's memory; the parameters stay valid objects."""
         if self._owned:
             self.buffer.untyped_storage().resize_(0)
             self.hide()
 
     def hide(self) -> None:
-        """Make autograd refuse to read the parameters."""
+        """Make autograd refuse to read the parameters, by raising their version counters."""
         set_version_counters(self._tensors, tuple(version + 1 for version in self._versions))
 
     def reveal(self) -> None:

@@ -162,7 +162,7 @@ def _check(model: nn.Module) -> None:
 
 
 def _alike(members: Sequence[Member]) -> list[list[Member]]:
-    """Members by dtype, those that train apart from those that do not: a frozen parameter has no gradient to sum."""
+    """Group members by dtype and by whether they train: a frozen parameter has no gradient to reduce."""
     found: dict[tuple[torch.dtype, bool], list[Member]] = defaultdict(list)
     for member in members:
         found[member.parameter.dtype, member.parameter.requires_grad].append(member)
@@ -248,7 +248,7 @@ def attach(runtime: Runtime, unit: Unit) -> None:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Keep the whole gradients of backwards in here on each rank; the first one after it sums them all.
+    """Keep unreduced gradients inside the block; the first backward after it reduces them all.
 
     It saves communication and takes the memory of whole gradients. Without it every pass adds to the gradients of the
     shards, which takes no more memory than one pass does.

@@ -120,7 +120,7 @@ class Gradients:
                     self._held[number] = self._held[number].to(self._dtype).add_(gradient)
 
     def begin(self, tag: int, about: str) -> None:
-        """Begin to sum over ranks what was collected; a gradient that never came counts as zeros."""
+        """Begin to reduce what was collected; a gradient that never came counts as zeros."""
         link = self.flat.link
         with torch.no_grad():
             for number, slot in enumerate(self.flat.layout.slots):
@@ -141,7 +141,7 @@ class Gradients:
         self._about, self._tag = about, tag
 
     def advance(self) -> bool:
-        """Go on from the sum over shard ranks to that over replicas, or finish; whether nothing is under way any more.
+        """Go on from the reduce-scatter to the all-reduce over replicas, or finish; return whether all is done.
 
         Each of both runs beside the backward of another unit.
         """
@@ -168,7 +168,7 @@ class Gradients:
                 self._event = streams.event(streams.all_reduce)
 
     def finish(self) -> None:
-        """Wait for the sum and make it, or add it to, the gradients of the shards."""
+        """Wait for the reduction, and set or accumulate the gradients of the shards."""
         with record_function("memfit::sum"), torch.no_grad():
             self._exchange()
             if self._total is None:
@@ -206,7 +206,7 @@ class Gradients:
         return [number in self._came or number not in self._missing for number in numbers]
 
     def drop(self) -> None:
-        """Give up what was collected, and wait for a sum that other ranks take part in."""
+        """Drop what was collected, and wait for a reduction that other ranks take part in."""
         self._came.clear()
         self._missing.clear()
         try:
@@ -325,5 +325,5 @@ def divisors(ranks: int, dtype: torch.dtype, divisor: float | None) -> tuple[flo
 
 
 def _floating(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Mixed precision is for floating point only."""
+    """Return the wanted dtype for a floating point one, else its own: mixed precision is for floating point only."""
     return wanted if wanted is not None and own.is_floating_point else own

@@ -91,7 +91,7 @@ class Runtime:
     def before_forward(
         self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Gather a unit's parameters, begin to gather those of the next, and prepare its inputs."""
+        """Unshard a unit, prefetch the next ones, and prepare its inputs."""
         self.settle()
         if self._active and unit is self._active[0]:  # what was left by an interrupt
             self.recover()
@@ -118,7 +118,7 @@ class Runtime:
     def mark_inputs(
         self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Make inputs that need gradients views which see when these are there."""
+        """Replace inputs that need gradients by views whose hook tells when these are there."""
         hook = RunHook(self.after_backward, run)
 
         def mark(tensor: torch.Tensor) -> torch.Tensor:
@@ -134,7 +134,7 @@ class Runtime:
         return mapped((args, kwargs), mark)
 
     def after_forward(self, unit: Unit, run: Run | None, inputs: Any, output: Any) -> Any:
-        """Watch the outputs' gradients and give up what the backward gathers again."""
+        """Hook the outputs' gradients, and reshard what the backward gathers again."""
         self._leave(unit)
         output = mapped(output, lambda tensor: self._own(unit, tensor))
         watched = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if run is not None else []
@@ -179,7 +179,7 @@ class Runtime:
             self.recover()
 
     def before_backward(self, run: Run) -> None:
-        """Gather a unit's parameters again, and begin to gather those of the unit whose backward comes next."""
+        """Unshard a unit again, and prefetch the unit whose backward comes next."""
         if not self._in_backward:
             if torch.is_grad_enabled():
                 raise StateError(
@@ -214,7 +214,7 @@ class Runtime:
             self.after_backward(run)
 
     def after_backward(self, run: Run) -> None:
-        """Begin to sum a unit's gradients, and give up its parameters."""
+        """Begin to reduce a unit's gradients, and reshard it."""
         if run.ended:
             return
         if not run.began:
@@ -238,14 +238,14 @@ class Runtime:
             self._gather_before(run)
 
     def settle(self) -> None:
-        """Forget a backward that an exception ended, or a forward that an interrupt did."""
+        """Reset state after an interrupted forward or backward."""
         in_vain = self._in_backward and not in_backward()
         interrupted = bool(self._active) and self._caller is not None and not _runs(self._caller)
         if in_vain or interrupted:
             self.recover()
 
     def recover(self) -> None:
-        """Forget a pass that an exception ended; collectives that other ranks take part in are waited for.
+        """Reset state after a failed pass; collectives that other ranks take part in are waited for.
 
         Gradients of earlier passes that were not to be sent stay, unless the exception was in a backward. A collective
         that fails here is not told: its group is given up, which the next pass tells.
@@ -281,17 +281,17 @@ class Runtime:
         self._in_backward = False
 
     def _end_runs(self) -> None:
-        """Forget which backwards there were; a graph that was retained may have another."""
+        """Forget the backwards of this pass; a retained graph may have another."""
         for run in self._began:
             run.began = run.ended = run.counted = False
         self._began.clear()
 
     def _advance_sums(self) -> None:
-        """Take the sums of earlier units one stage on; each stage runs beside the backward of another unit."""
+        """Advance the reductions of earlier units by one stage, which overlaps another unit's backward."""
         self._summing = [unit for unit in self._summing if not unit.advance_sums()]
 
     def _ask_which_came(self) -> tuple[torch.Tensor, Transfer]:
-        """Begin to count on how many ranks each parameter had a gradient, while gradients are still being summed."""
+        """Begin to count on how many ranks each parameter had a gradient, while gradients are still being reduced."""
         flags = [each for unit in self.units for gradients in unit.gradients for each in gradients.came()]
         came = self._all_came.clone()
         if not all(flags):
@@ -370,7 +370,7 @@ class Runtime:
         self._gather_ahead(run.unit, [each for each in run.before if each.options.backward_gather], "backward")
 
     def _gather_ahead(self, now: Unit, ahead: Sequence[Unit], phase: str) -> None:
-        """Begin to gather units that come after the one that runs now, as far as the bound allows."""
+        """Prefetch units that come after the one that runs now, as far as the bound allows."""
         limit = self.schedule.in_flight_bytes
         taken = 0 if limit is None else sum(unit.bytes for unit in self.units if unit.in_flight and unit is not now)
         for unit in ahead:

@@ -21,7 +21,7 @@ from memfit.sharded.sharded_value import ShardedValue
 def sharded_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, to_load: bool = False
 ) -> dict[str, Any]:
-    """`model` and, where one is given, `optimizer`: the state of both by names, without a gather.
+    """Return the state of `model` and, where one is given, `optimizer` by names, without a gather.
 
     The tensors are those of the model and the optimizer. `torch.distributed.checkpoint` saves them and loads into them;
     `to_load` makes the state that an optimizer has only after its first step.
@@ -38,7 +38,7 @@ def sharded_state_dict(
 def full_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, rank_0_only: bool = False, cpu: bool = True
 ) -> dict[str, Any]:
-    """`model` and, where one is given, `optimizer`: the whole state by names, as of one process without sharding.
+    """Return the whole state of `model` and, where one is given, `optimizer`, as of one process without sharding.
 
     All ranks must call it. One unit at a time is gathered, and copied to the host unless `cpu` is False. With
     `rank_0_only` the others get an empty dict.

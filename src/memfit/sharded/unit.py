@@ -89,7 +89,7 @@ class Unit:
         return sum(flat.whole(self.gather_dtype(flat)).bytes for flat in self.flats)
 
     def go(self, state: State) -> None:
-        """Take the next state, or refuse."""
+        """Enter the next state, or refuse."""
         check_transition(self.title, self.state, state)
         self.state = state
 
@@ -133,12 +133,12 @@ class Unit:
         self.gathered, self.stale = True, False
 
     def to_unsharded(self) -> None:
-        """Make the module hold gathered parameters."""
+        """Set the gathered parameters on the module."""
         for flat, whole in zip(self.flats, self._wholes, strict=True):
             flat.to_unsharded(whole)
 
     def to_sharded(self) -> None:
-        """Make the module hold shards."""
+        """Set the sharded parameters on the module."""
         for flat in self.flats:
             flat.to_sharded()
 
@@ -156,14 +156,14 @@ class Unit:
         return any(whole.bytes and whole.buffer.untyped_storage().data_ptr() == address for whole in self._wholes)
 
     def free(self) -> None:
-        """Give up the gathered parameters."""
+        """Free the gathered parameters."""
         self.wait()
         self.gathered = self._resharded = False
         for flat in self.flats:
             flat.free()
 
     def end_forward(self, *, backward: bool) -> None:
-        """Give up what is not used between the forward and the backward, all of it where there is no backward."""
+        """Reshard after the forward what its backward does not need, all of it where there is no backward."""
         if not backward:
             self.free()
             return
@@ -178,7 +178,7 @@ class Unit:
         self.gathered, self._resharded = False, True
 
     def rest(self) -> None:
-        """Be idle, whatever the unit was doing: the module holds shards, and nothing is gathered."""
+        """Reset to idle from any state: the module holds shards, and nothing is gathered."""
         if self.state is State.SUMMONED:
             return
         self.state = State.IDLE
@@ -188,7 +188,7 @@ class Unit:
         self.free()
 
     def begin_sum(self, *, everything: bool = False) -> bool:
-        """Begin to sum gradients over ranks: of all flat shards that train, or of those that have any.
+        """Begin to reduce gradients over ranks: of all flat shards that train, or of those that have any.
 
         Whether there are any.
         """
@@ -201,7 +201,7 @@ class Unit:
         return begun
 
     def advance_sums(self) -> bool:
-        """Take sums under way one stage on; whether all are finished."""
+        """Advance reductions under way by one stage; return whether all are finished."""
         finished = [gradients.advance() for gradients in self.gradients]
         return all(finished)
 

@@ -59,7 +59,7 @@ def find_units(
 
 
 def default_units(model: nn.Module) -> tuple[str, ...]:
-    """Blocks that are alike and numbered, and have parameters."""
+    """Return blocks that are alike and numbered, and have parameters."""
     return repeated_blocks(
         {
             path: type(module).__name__

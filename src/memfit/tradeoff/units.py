@@ -32,7 +32,7 @@ def units(trace: Trace) -> tuple[Unit, ...]:
 
 
 def _unpacking_ops(trace: Trace) -> list[tuple[int, int]]:
-    """Backward ops that ask for a tensor that autograd saved, each with the forward op that saved it."""
+    """Return backward ops that ask for a tensor that autograd saved, each with the forward op that saved it."""
     packing: set[int] = set()
     for number, storage in enumerate(trace.storages):
         packing.update(op for op in storage.saved_by if not _is_number(trace, number, op))

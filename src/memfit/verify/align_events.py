@@ -82,7 +82,7 @@ class Places:
         return "::".join(ops[op].name.split(".")[:2]) if op < len(ops) else ""
 
     def written_over(self, number: int) -> Iterator[int]:
-        """Inputs of the op that makes this one, of the same size, that go with the op."""
+        """Yield inputs of the op that makes this one, of the same size, that are freed with the op."""
         timeline, instant = self.timeline, self._alloc_at[number]
         size, storage = timeline.allocations.size_bytes, timeline.allocations.storage
         op = int(timeline.op[instant])
@@ -158,7 +158,7 @@ _NOBODY = _Aligned(None, (Category.TEMPORARY, ""))
 
 
 def _still_to_come(places: Places, rise: Rise, own: Sequence[_Aligned]) -> Iterator[tuple[_Aligned, int]]:
-    """Results that the op at the peak allocates after it."""
+    """Yield results that the op at the peak allocates after it."""
     within = rise.events[rise.peak_event].ops
     for event, each in zip(rise.events[rise.peak_event + 1 :], own[rise.peak_event + 1 :], strict=True):
         if event.bytes <= 0 or each.number is None:

@@ -64,7 +64,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def recorded(model: nn.Module) -> Iterator[Outcome]:
-    """Note the losses and the last gradients of the steps that run in the block."""
+    """Record the losses and the last gradients of the steps that run in the block."""
     outcome = Outcome()
     with contextlib.ExitStack() as stack:
         for name, parameter in model.named_parameters():
@@ -91,7 +91,7 @@ def _watched(name: str, parameter: nn.Parameter, outcome: Outcome) -> Iterator[N
 
 
 def _noting(backward: Callable[..., Any], outcome: Outcome) -> Callable[..., Any]:
-    """Backward, with the numbers that it begins from written down; those inside another backward are none."""
+    """Wrap backward to record the losses that it starts from; backwards inside another one do not count."""
 
     def noting(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if not in_backward():
@@ -114,7 +114,7 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def outcome_differences(planned: Outcome, plain: Outcome, step: int) -> list[Difference]:
-    """Losses and gradients of one step that are not the same."""
+    """Return losses and gradients of one step that are not the same."""
     names = [f"{number}" for number in range(max(len(planned.losses), len(plain.losses)))]
     losses = [dict(zip(names, each.losses, strict=False)) for each in (planned, plain)]
     return [

@@ -105,7 +105,7 @@ def failed_at(error: BaseException, model: nn.Module, *, in_step: bool, in_optim
 
 
 def release(error: BaseException | None) -> None:
-    """Let go of the frames of an error, which hold the tensors of the failed step; their lines become a note of it.
+    """Release the frames of an error, which hold the tensors of the failed step; their lines become a note of it.
 
     Clearing the frames is not enough: frames whose locals were looked at keep them.
     """

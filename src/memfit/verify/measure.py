@@ -76,7 +76,7 @@ def _by_events(first: Callable[[], None], run: Callable[[], None], _: torch.devi
 
 
 def _by_statistics(first: Callable[[], None], run: Callable[[], None], device: torch.device) -> Rise:
-    """As torch's caching allocator counts on the device of the model."""
+    """Measure with the statistics of torch's caching allocator on the model's device."""
     first()
     torch.cuda.synchronize(device)
     start = torch.cuda.memory_allocated(device)
@@ -118,7 +118,7 @@ def predicted_forward_ms(trace: Trace, step_ms: float) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _timed_modules(model: nn.Module, device: torch.device) -> Iterator[dict[str, float]]:
-    """Own times by path. What runs inside a backward is a second run and does not count."""
+    """Time modules' own forwards by path; what runs inside a backward is a recompute and does not count."""
     paths = {id(module): path for path, module in model.named_modules()}
     spent: dict[str, float] = defaultdict(float)
     stack: list[tuple[int, float, float]] = []  # module, when it began, what the modules inside it took

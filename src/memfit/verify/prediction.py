@@ -47,7 +47,7 @@ def replayed(plan: Plan, captured: Trace, *, planned: bool = True) -> Timeline:
 
 @contextlib.contextmanager
 def without_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Take an optimizer's state away inside the block."""
+    """Clear an optimizer's state inside the block, and restore it."""
     kept = dict(optimizer.state)
     optimizer.state.clear()
     try:
@@ -59,7 +59,7 @@ def without_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _with_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """State as a step makes it, from gradients that are zero; who keeps the optimizer's parameters puts them back."""
+    """Give an optimizer the state that a step with zero gradients makes; parameters are restored by the caller."""
     parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)

@@ -44,7 +44,7 @@ class Found:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Inside the block gradients are None at first; after it everything is as it was found."""
+        """Restore everything after the block; inside it gradients are None at first."""
         gradients = [(leaf, leaf.grad) for leaf in self._leaves]
         with (
             preserve_version_counters(self._counted),
@@ -93,7 +93,7 @@ def generators() -> tuple[Any, ...]:
 
 
 def set_generators(states: tuple[Any, ...]) -> None:
-    """Put them back to these states."""
+    """Restore all generators to these states."""
     cpu, cuda, python, numpy = states
     torch.set_rng_state(cpu)
     if cuda:
@@ -104,7 +104,7 @@ def set_generators(states: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def same_generators() -> Iterator[None]:
-    """After the block they are as they were before it."""
+    """Restore all generators after the block."""
     states = generators()
     try:
         yield

@@ -94,7 +94,7 @@ class Case:
 
     @cached_property
     def step_ms(self) -> float:
-        """The time of the step, communication that nothing hides and second runs included."""
+        """The time of the step, with communication that nothing hides and with recomputes."""
         return _step_ms(self.report.problem, sum(policy.recompute_ms for _, policy in self.chosen))
 
     @cached_property

@@ -32,7 +32,7 @@ _WAYS: dict[Implementation, tuple[str, str]] = {
 
 
 def optimizer(case: Case) -> Iterator[Lever]:
-    """Ways that need less at once. They change nothing before the optimizer's step, which limits what they save."""
+    """Yield levers that lower the peak of the optimizer's step; what is before that step limits what they save."""
     if not case.matters(case.peak_bytes - case.peak_elsewhere_bytes):
         return
     named = case.trace.optimizer.split(", ")[0] or "AdamW"
@@ -253,7 +253,7 @@ def precision(case: Case) -> Iterator[Lever]:
 
 
 def _sums(case: Case) -> Iterator[Lever]:
-    """Gradients summed over the ranks in bfloat16; parameters are gathered in the dtype that they were."""
+    """Yield the lever of reducing gradients in bfloat16; parameters are gathered in the dtype that they were."""
     shard, name = case.report.problem.options.shard, "gradients summed in bfloat16"
     if shard.reduce_dtype == "bfloat16":
         return

@@ -122,7 +122,7 @@ _HOW = "optimizer.zero_grad(set_to_none=True)"
 
 
 def gradients(case: Case) -> Iterator[Lever]:
-    """`set_to_none`, where gradients are there before the step begins."""
+    """Yield the lever of `set_to_none`, where gradients are there before the step begins."""
     kept = [
         each.gradient
         for each in case.trace.parameters
@@ -140,7 +140,7 @@ def gradients(case: Case) -> Iterator[Lever]:
 
 
 def _freed(trace: Trace, kept: list[int]) -> Trace:
-    """Gradients from the backward op that first writes to each until the optimizer's last op that reads it."""
+    """Return the trace in which gradients live from their first write in backward to the optimizer's last read."""
     wanted = set(kept)
     first: dict[int, int] = {}
     last: dict[int, int] = {}

@@ -19,7 +19,7 @@ from memfit.units import display_bytes, display_ms
 
 
 def offload(case: Case) -> Iterator[Lever]:
-    """Both kinds, where the device has memory of its own."""
+    """Yield the levers of offloading, where the device has memory of its own."""
     if case.target.device.type == "cpu":
         return
     if case.target.ranks == 1:

@@ -117,7 +117,7 @@ def drawn_instants(levels: Ints, edges: Iterable[int], points: int = POINTS) -> 
 
 
 def _phases(timeline: Timeline) -> list[tuple[int, int, int]]:
-    """Phase, first instant and the one after the last; a second run belongs to the phase that it interrupts."""
+    """Return phase, first instant and end of each phase; a recompute belongs to the phase that it interrupts."""
     of_op = np.array([_PHASES.index(op.phase) for op in timeline.trace.ops], np.int64)
     if not len(of_op):
         return []
@@ -138,7 +138,7 @@ def _phases(timeline: Timeline) -> list[tuple[int, int, int]]:
 
 
 def _second_runs(timeline: Timeline) -> list[tuple[int, int, int]]:
-    """Unit, first instant and the one after the last of every second run."""
+    """Return unit, first instant and end of every recompute."""
     found = []
     for run in range(len(timeline.units)):
         instants = timeline.recompute_instants(run)
@@ -148,7 +148,7 @@ def _second_runs(timeline: Timeline) -> list[tuple[int, int, int]]:
 
 
 def _alive(timeline: Timeline, instants: Ints, strings: Strings) -> tuple[list[list[int]], list[list[int]]]:
-    """Kinds of allocations, and for each instant the kinds that hold most there: number, count, number, count, …
+    """Return kinds of allocations, and for each instant those that hold most there: number, count, number, count, …
 
     Allocations are of one kind when they differ in numbers in their paths only, and are equally large.
     """

@@ -52,7 +52,7 @@ def page_text(report: Report, *, levers: Sequence[Lever] = ()) -> str:
 
 
 def safe_json(data: object) -> str:
-    """JSON that can stand in a script element: nothing in it ends the element or begins a comment."""
+    """Return JSON that can stand in a script element: nothing in it ends the element or begins a comment."""
     text = msgspec.json.encode(data).decode()
     return re.sub("[<>&\u2028\u2029]", lambda match: _UNSAFE[match[0]], text)
 
