@@ -28,7 +28,7 @@ from memfit.capture.rules import RuleContext, Rules
 from memfit.capture.storages import BATCH, HOST, StorageDraft, StorageTable
 from memfit.capture.trace_types import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Op, Phase, Storage, TensorRef
 from memfit.torch_private.autograd import current_autograd_node, next_sequence_number, sequence_number
-from memfit.torch_private.dispatch import DisableTorchFunction, TorchDispatchMode, disable_current_modes, schema_of
+from memfit.torch_private.dispatch import DisableTorchFunction, DispatchMode, disable_current_modes, schema_of
 from memfit.torch_private.storages import storage_key
 
 _aten = torch.ops.aten
@@ -38,7 +38,7 @@ _PLACE = "_memfit_place"
 _COPIES = (_aten._to_copy.default, _aten.copy_.default, _aten.index.Tensor, _aten.index_put_.default)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Runs every op through the executor and keeps the record."""
 
     def __init__(
@@ -71,11 +71,6 @@ class Recorder(TorchDispatchMode):
         self._arguments = ArgumentTable()
         self._inexact = inexact() if context.device_type == "cpu" else {}
         self._generators: dict[torch.Generator, torch.Tensor] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: Dynamo is never near a capture, and its guard would cost every op some microseconds."""
-        return False
 
     @property
     def phase(self) -> Phase:

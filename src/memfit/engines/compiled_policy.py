@@ -18,7 +18,7 @@ from torch import nn
 
 from memfit.engines.tensors import StridedView
 from memfit.plans import Checkpoint
-from memfit.torch_private.dispatch import TorchDispatchMode
+from memfit.torch_private.dispatch import DispatchMode
 
 _DETACH = "aten.detach.default"
 
@@ -81,7 +81,7 @@ def not_counted(func: Any, planned: str | None) -> bool:
 # in their own dictionary that is there for the time of a run only, and only where a gap is looked at.
 
 
-MakeMode = Callable[[Any], TorchDispatchMode | None]
+MakeMode = Callable[[Any], DispatchMode | None]
 """Returns the dispatch mode of a gap, None where it needs none."""
 
 
@@ -130,7 +130,7 @@ class SubmoduleTracker:
         self._make_mode = make_mode
         self._here: CallNode | None = root
         self._gap = 0
-        self._mode: TorchDispatchMode | None = None
+        self._mode: DispatchMode | None = None
 
     def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the unit's forward."""

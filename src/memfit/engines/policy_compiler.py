@@ -30,22 +30,18 @@ from memfit.engines.compiled_policy import (
 from memfit.engines.recompute import RecomputedCall, SavedTensor, unpack
 from memfit.engines.tape import EMPTY
 from memfit.engines.tensors import StridedView, gathered_parameters, is_strided, plain, strided_view_of, written
-from memfit.torch_private.dispatch import DisableTorchDispatch, TorchDispatchMode
+from memfit.torch_private.dispatch import DisableTorchDispatch, DispatchMode
 from memfit.torch_private.pytree import tree_flatten, tree_map_only
 from memfit.torch_private.storages import storage_key
 
 Maker = tuple[int, int]
 
 
-class PolicyCompiler(TorchDispatchMode):
+class PolicyCompiler(DispatchMode):
     """Runs a unit and compiles its policy. `followed` says whether the ops are those that the plan knows.
 
     `writes_older` says whether the unit writes to anything that was there before it, and so cannot be recomputed whole.
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __init__(self, policy: RunPolicy, unit: nn.Module, run: RecomputedCall, *, tried_before: bool = False) -> None:
         super().__init__()

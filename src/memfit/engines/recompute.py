@@ -31,7 +31,7 @@ from memfit.engines.forward_context import Bindings, ForwardContext, generators_
 from memfit.engines.tensors import StridedView, is_strided, plain, strided_view_of
 from memfit.errors import StateError
 from memfit.torch_private.autograd import version_of
-from memfit.torch_private.dispatch import DisableTorchDispatch, TorchDispatchMode
+from memfit.torch_private.dispatch import DisableTorchDispatch, DispatchMode
 from memfit.torch_private.pytree import PyTree, TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 from memfit.torch_private.storages import storage_key
 
@@ -338,12 +338,8 @@ def unpack(saved: SavedTensor) -> torch.Tensor:
     return saved.tensor
 
 
-class _GapMode(TorchDispatchMode):
+class _GapMode(DispatchMode):
     """Dispatch mode that identifies each op of a gap by its kind and its number among ops of that kind."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __init__(self, gap: Gap, run: RecomputedCall) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memfit.engines.compiled_policy import RunPolicy, not_counted, same_op
 from memfit.engines.forward_context import Generators, generators_of, with_generators
 from memfit.engines.tensors import StridedView, is_strided, plain, strided_view_of, written
-from memfit.torch_private.dispatch import DisableAutocast, DisableTorchDispatch, TorchDispatchMode
+from memfit.torch_private.dispatch import DisableAutocast, DisableTorchDispatch, DispatchMode
 from memfit.torch_private.pytree import tree_flatten, tree_unflatten
 from memfit.torch_private.storages import storage_key
 
@@ -68,12 +68,8 @@ class TapedTensor:
         self.view = view
 
 
-class Tape(TorchDispatchMode):
+class Tape(DispatchMode):
     """One run of a region under a policy."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __init__(self, policy: RunPolicy, device_type: str, on_backward: Callable[[], None] | None = None) -> None:
         super().__init__()

@@ -141,39 +141,24 @@ def _document(
         notes.append("the smallest budget is the lowest found in the time limit, not proven to be the lowest there is")
     if solved.tightened:
         notes.append(f"the replay sent the solver back {solved.tightened} times")
-    if solved.status in (Status.INFEASIBLE, Status.UNKNOWN):
-        if solved.minimum_budget_bytes is None:
-            raise InputError(
-                "no plan was found within the time limit; give more: SolveOptions(limits=...), or --time-limit"
-            )
-        return build_plan(
-            captured,
-            target=target,
-            budget_bytes=solved.budget_bytes,
-            status="infeasible",
-            gap=None,
-            bound_ms=None,
-            minimum_budget_bytes=solved.minimum_budget_bytes,
-            checkpoint=(),
-            baseline=baseline,
-            predicted=None,
-            blocker=_why(problem),
-            ddp=_ddp_plan(problem),
-            optimizer=answer.implementation,
-            notes=notes,
+    fits = solved.status not in (Status.INFEASIBLE, Status.UNKNOWN)
+    if not fits and solved.minimum_budget_bytes is None:
+        raise InputError(
+            "no plan was found within the time limit; give more: SolveOptions(limits=...), or --time-limit"
         )
     return build_plan(
         captured,
         target=target,
         budget_bytes=solved.budget_bytes,
-        status="optimal" if solved.status is Status.OPTIMAL else "feasible",
-        gap=solved.gap,
-        bound_ms=base_ms + solved.bound_ms,
+        status="infeasible" if not fits else "optimal" if solved.status is Status.OPTIMAL else "feasible",
+        gap=solved.gap if fits else None,
+        bound_ms=base_ms + solved.bound_ms if fits else None,
         minimum_budget_bytes=solved.minimum_budget_bytes,
-        checkpoint=[(candidate.unit, policy) for candidate, policy in solved.chosen],
+        checkpoint=[(candidate.unit, policy) for candidate, policy in solved.chosen] if fits else (),
         baseline=baseline,
-        predicted=predicted,
-        shard=_shard_plan(problem),
+        predicted=predicted if fits else None,
+        blocker=None if fits else _why(problem),
+        shard=_shard_plan(problem) if fits else None,
         ddp=_ddp_plan(problem),
         optimizer=answer.implementation,
         notes=notes,
