@@ -83,7 +83,7 @@ class ShardedValue(torch.Tensor):
         parts = [buffer[rank * longest : rank * longest + length] for rank, length in enumerate(lengths)]
         return torch.cat(parts).view(self.slot.shape)
 
-    def of_whole(self, whole: torch.Tensor) -> torch.Tensor:
+    def local_of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's elements of a whole tensor."""
         return whole.reshape(-1)[self.begin : self.end]
 
@@ -139,7 +139,7 @@ class ShardedValue(torch.Tensor):
                 return value
             if func is _aten.copy_.default and args[1].shape == value.shape:
                 source = args[1]
-                value.local.copy_(source.local if isinstance(source, ShardedValue) else value.of_whole(source))
+                value.local.copy_(source.local if isinstance(source, ShardedValue) else value.local_of(source))
                 return value
         raise StateError(
             f"{func} would see the elements of this rank only: {next(_sharded(args), value)!r}. Gather first: "
@@ -236,7 +236,7 @@ def _attach(module: nn.Module, parameters: list[_Held]) -> None:
             elif isinstance(given, ShardedValue):
                 state[key] = given.local
             else:
-                state[key] = own.of_whole(given.full_tensor() if isinstance(given, DTensor) else given)
+                state[key] = own.local_of(given.full_tensor() if isinstance(given, DTensor) else given)
 
     module.register_state_dict_post_hook(give)
     module.register_load_state_dict_pre_hook(take)

@@ -11,7 +11,7 @@ from torch.profiler import record_function
 
 from memfit.errors import StateError
 from memfit.sharded.comm import ShardComm, Transfer, wait_all
-from memfit.sharded.flat_param import FlatShard, Whole
+from memfit.sharded.flat_param import FlatShard, UnshardedParams
 from memfit.sharded.gradients import Gradients
 from memfit.sharded.mesh import Streams
 from memfit.sharded.options import Precision, UnitOptions
@@ -60,8 +60,8 @@ class Unit:
         self._streams = streams
         self._nearby = nearby
         self._resharded = False
-        self._wholes: list[Whole] = []
-        self._wholes_of_forward: list[Whole] | None = None
+        self._unsharded: list[UnshardedParams] = []
+        self._unsharded_in_forward: list[UnshardedParams] | None = None
         self._transfers: list[Transfer] | None = None
         self._event: torch.cuda.Event | None = None
 
@@ -86,7 +86,7 @@ class Unit:
     @property
     def bytes(self) -> int:
         """What its gathered parameters take."""
-        return sum(flat.whole(self.gather_dtype(flat)).bytes for flat in self.flats)
+        return sum(flat.unsharded(self.gather_dtype(flat)).bytes for flat in self.flats)
 
     def go(self, state: State) -> None:
         """Enter the next state, or refuse."""
@@ -102,20 +102,20 @@ class Unit:
         if self.in_flight or (self.gathered and not (self.stale and forward)):
             return
         about = f"gather of {self.title} in {phase}"
-        if forward or self._wholes_of_forward is None:
-            self._wholes = [flat.whole(self.gather_dtype(flat)) for flat in self.flats]
-            for flat, whole in zip(self.flats, self._wholes, strict=True):
-                whole.changes = flat.changes
+        if forward or self._unsharded_in_forward is None:
+            self._unsharded = [flat.unsharded(self.gather_dtype(flat)) for flat in self.flats]
+            for flat, unsharded in zip(self.flats, self._unsharded, strict=True):
+                unsharded.changes = flat.changes
         else:
-            self._wholes = self._wholes_of_forward
+            self._unsharded = self._unsharded_in_forward
         self._transfers = []
-        for number, (flat, whole) in enumerate(zip(self.flats, self._wholes, strict=True)):
+        for number, (flat, unsharded) in enumerate(zip(self.flats, self._unsharded, strict=True)):
             tag = self._tag(number, 0)
             with record_function("memfit::gather"):
                 if self._resharded and self._nearby is not None and not forward:
-                    transfer = flat.begin_regather(whole, self._nearby, tag, about)
+                    transfer = flat.begin_regather(unsharded, self._nearby, tag, about)
                 else:
-                    transfer = flat.unshard(whole, tag, about)
+                    transfer = flat.unshard(unsharded, tag, about)
             if transfer is not None:
                 self._transfers.append(transfer)
         self._event = self._streams.event(self._streams.gather)
@@ -127,15 +127,15 @@ class Unit:
         transfers, self._transfers = self._transfers, None
         wait_all(transfers)
         self._streams.wait(self._event)
-        for whole in self._wholes:
-            whole.reveal()
+        for unsharded in self._unsharded:
+            unsharded.reveal()
         self._resharded = False
         self.gathered, self.stale = True, False
 
     def to_unsharded(self) -> None:
         """Set the gathered parameters on the module."""
-        for flat, whole in zip(self.flats, self._wholes, strict=True):
-            flat.to_unsharded(whole)
+        for flat, unsharded in zip(self.flats, self._unsharded, strict=True):
+            flat.to_unsharded(unsharded)
 
     def to_sharded(self) -> None:
         """Set the sharded parameters on the module."""
@@ -144,16 +144,19 @@ class Unit:
 
     def check_unchanged(self) -> None:
         """Let autograd refuse parameters that were changed since the forward, as it does those of a plain model."""
-        for flat, whole in zip(self.flats, self._wholes, strict=True):
-            if whole.bytes and whole.changes != flat.changes:
-                whole.hide()
+        for flat, unsharded in zip(self.flats, self._unsharded, strict=True):
+            if unsharded.bytes and unsharded.changes != flat.changes:
+                unsharded.hide()
 
     def lends(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is in the memory of gathered parameters, which is going to be freed."""
         if tensor.layout is not torch.strided:
             return False
         address = tensor.untyped_storage().data_ptr()
-        return any(whole.bytes and whole.buffer.untyped_storage().data_ptr() == address for whole in self._wholes)
+        return any(
+            unsharded.bytes and unsharded.buffer.untyped_storage().data_ptr() == address
+            for unsharded in self._unsharded
+        )
 
     def free(self) -> None:
         """Free the gathered parameters."""
@@ -167,14 +170,14 @@ class Unit:
         if not backward:
             self.free()
             return
-        self._wholes_of_forward = self._wholes
+        self._unsharded_in_forward = self._unsharded
         if self.options.keep or self.outermost:
             return
         if self._nearby is None:
             self.free()
             return
-        for flat, whole in zip(self.flats, self._wholes, strict=True):
-            flat.keep_part(whole, self._nearby)
+        for flat, unsharded in zip(self.flats, self._unsharded, strict=True):
+            flat.keep_part(unsharded, self._nearby)
         self.gathered, self._resharded = False, True
 
     def rest(self) -> None:
@@ -183,7 +186,7 @@ class Unit:
             return
         self.state = State.IDLE
         self.pending = self.running = 0
-        self._wholes_of_forward = None
+        self._unsharded_in_forward = None
         self.to_sharded()
         self.free()
 
