@@ -28,7 +28,7 @@ from memfit.plans import PlanMismatch
 from memfit.solve import SolveOptions
 from memfit.verify import Verification
 from memfit.verify import verifying as verifying_module
-from memfit.verify.align_events import align_sizes, outlived
+from memfit.verify.align_events import align_sizes, find_outlived_ops
 from memfit.verify.exactness import host_copy
 from memfit.verify.verification import BytesCheck, MsCheck
 
@@ -320,7 +320,7 @@ def test_what_is_freed_within_an_op_is_no_result_of_it() -> None:
         event(-8, 1, "node", "aten::conv"),
         event(-8, 2, "node"),
     ]
-    assert outlived(events) == [("aten::empty",), ("aten::conv",), ()]
+    assert find_outlived_ops(events) == [("aten::empty",), ("aten::conv",), ()]
 
 
 def test_a_plan_that_changes_the_optimizers_step_is_compared_with_the_step_as_it_was_given() -> None:

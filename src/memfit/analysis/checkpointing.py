@@ -32,14 +32,14 @@ INPUT = "input of the unit"
 RUNNING = "the unit runs at the peak"
 
 
-def checkpointing_of(report: Report, timeline: Timeline) -> Checkpointing | None:
+def explain_checkpointing(report: Report, timeline: Timeline) -> Checkpointing | None:
     """Return what checkpointed units hold at the peak; None when neither a plan nor the model checkpoints anything."""
     if report.plan is not None and report.plan.predicted is not None and report.plan.checkpoint:
         return _of_plan(report, timeline)
     return _of_model(timeline)
 
 
-def kept_by_plan(report: Report, timeline: Timeline) -> dict[int, str]:
+def find_kept_by_plan(report: Report, timeline: Timeline) -> dict[int, str]:
     """Return storages that are there because of a plan, each with what it is kept for."""
     found: dict[int, str] = {}
     for unit, policy in _chosen(report):
@@ -107,7 +107,7 @@ def _reasons(report: Report, unit: Unit, policy: Policy, holders: Holders) -> It
     trace_columns = report.problem.trace_columns
     problem, own = _cut(report, unit)
     running = _runs(unit, holders.now)
-    saved, forced = np.isin(problem.alloc_at, policy.saved), forced_ops(trace_columns, unit)
+    saved, forced = np.isin(problem.alloc_at, policy.saved), find_forced_ops(trace_columns, unit)
     for place, storage in enumerate(own.tolist()):
         role, op = problem.role[place], int(problem.alloc_at[place])
         if running:
@@ -244,7 +244,7 @@ def _place(trace: Trace, op: int) -> str:
 # Why ops of a checkpointed unit cannot run again
 
 
-def forced_ops(trace_columns: TraceColumns, unit: Unit) -> dict[int, str]:
+def find_forced_ops(trace_columns: TraceColumns, unit: Unit) -> dict[int, str]:
     """Return why ops must not be recomputed, by offset in the unit (Note [Rules] of tradeoff/policy.py, 4)."""
     offsets = np.flatnonzero(UnitColumns.of(trace_columns, unit).forced).tolist()
     return {offset: _why(trace_columns, unit, unit.begin + offset) for offset in offsets}

@@ -15,20 +15,20 @@ from memfit.analysis.step_differences import (
     Changed,
     CountChange,
     ModuleChange,
-    changed_modules,
-    changed_ops,
-    changed_records,
-    changed_work,
-    rows_of,
+    compare_memory,
+    compare_modules,
+    compare_ops,
+    compare_records,
+    compare_work,
+    keep_changed,
     total_flops,
-    traced_memory,
 )
 from memfit.capture import Category, Trace
 from memfit.errors import InputError
 from memfit.paths import alike, folded, module_label
 from memfit.plans import Plan
 from memfit.plans.record import Checkpoint, Estimate, ShardPlan
-from memfit.plans.trace_record import peak_place
+from memfit.plans.trace_record import describe_peak
 from memfit.text import json_text, render_text
 from memfit.units import display_bytes
 
@@ -134,20 +134,20 @@ def compare(first: Plan | Trace, second: Plan | Trace) -> Comparison:
 
 
 def _traces(first: Trace, second: Trace) -> Comparison:
-    memory, places = traced_memory(first, second)
+    memory, places = compare_memory(first, second)
     flops = CountChange(name="FLOPs", first=total_flops(first), second=total_flops(second))
     return Comparison(
         kind="traces",
         first=f"{_model(first)} on {first.hardware.title}",
         second=f"{_model(second)} on {second.hardware.title}",
-        changed=tuple(dict.fromkeys((*changed_records(first, second), *changed_modules(first, second)))),
+        changed=tuple(dict.fromkeys((*compare_records(first, second), *compare_modules(first, second)))),
         memory=memory,
         times=(),
         first_peak_at=places[0],
         second_peak_at=places[1],
         decisions=(),
-        modules=changed_work(first, second),
-        ops=changed_ops(first, second),
+        modules=compare_work(first, second),
+        ops=compare_ops(first, second),
         flops=flops,
     )
 
@@ -158,7 +158,7 @@ def _model(trace: Trace) -> str:
 
 def _plans(first: Plan, second: Plan) -> Comparison:
     ends = [each.predicted or each.blocker or each.baseline for each in (first, second)]
-    changed = (*_changed_setting(first, second), *changed_records(first, second))
+    changed = (*_changed_setting(first, second), *compare_records(first, second))
     return Comparison(
         kind="plans",
         first=_title(first),
@@ -166,8 +166,8 @@ def _plans(first: Plan, second: Plan) -> Comparison:
         changed=changed,
         memory=tuple(_memory(first, second)),
         times=tuple(_times(first, second)),
-        first_peak_at=peak_place(ends[0].peak_at),
-        second_peak_at=peak_place(ends[1].peak_at),
+        first_peak_at=describe_peak(ends[0].peak_at),
+        second_peak_at=describe_peak(ends[1].peak_at),
         decisions=_decisions(first, second),
         modules=(),
         ops=(),
@@ -190,7 +190,7 @@ def _title(plan: Plan) -> str:
 
 def _changed_setting(first: Plan, second: Plan) -> Iterator[Changed]:
     """Yield what the plans were asked for, and what they decided for the whole step."""
-    yield from rows_of(
+    yield from keep_changed(
         ("device", first.target.title, second.target.title),
         ("ranks", str(first.ranks), str(second.ranks)),
         ("ranks to a node", str(first.target.ranks_per_node), str(second.target.ranks_per_node)),
@@ -201,19 +201,19 @@ def _changed_setting(first: Plan, second: Plan) -> Iterator[Changed]:
         ("optimizer's step", first.optimizer or "as given", second.optimizer or "as given"),
         ("memfit", first.memfit, second.memfit),
     )
-    yield from rows_of(
+    yield from keep_changed(
         ("forced units", _forced(first), _forced(second)),
         ("sharded units", _sharded(first.shard), _sharded(second.shard)),
     )
     if first.shard is not None and second.shard is not None:
-        yield from rows_of(
+        yield from keep_changed(
             ("gathered from forward to backward", _gathered(first.shard), _gathered(second.shard)),
             ("units gathered ahead", str(first.shard.prefetch), str(second.shard.prefetch)),
         )
     for name in ("shard_dtype", "param_dtype", "reduce_dtype"):
         sides = _dtype(first.shard, name), _dtype(second.shard, name)
         if {*sides} - {None, _OWN}:
-            yield from rows_of((name, *sides))
+            yield from keep_changed((name, *sides))
 
 
 def _shown_bytes(first: int, second: int) -> tuple[str, str]:

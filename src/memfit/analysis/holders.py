@@ -187,7 +187,7 @@ def _until(op: int) -> str:
 # Bytes as the allocator rounds them
 
 
-def rounded(n_bytes: int, rounding_bytes: int) -> int:
+def round_to_block(n_bytes: int, rounding_bytes: int) -> int:
     """Round bytes up to whole allocator blocks."""
     return -(-n_bytes // rounding_bytes) * rounding_bytes
 

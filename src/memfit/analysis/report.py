@@ -18,7 +18,7 @@ from memfit.solve import Curve, Problem, SolveOptions
 from memfit.solve.curve import build_curve
 from memfit.tradeoff import Policy, Unit
 from memfit.verify import Verification
-from memfit.verify.prediction import captured_for
+from memfit.verify.prediction import capture_for_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Report:
         `options` are those that the plan was made with, of which its document knows only what it decided.
         """
         if isinstance(step, Step):
-            trace = captured_for(plan, step)
+            trace = capture_for_plan(plan, step)
         elif isinstance(step, Trace):
             trace = step
             plan.check(trace)

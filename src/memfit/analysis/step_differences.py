@@ -13,7 +13,7 @@ from memfit.paths import alike, folded, module_label, named_differences
 from memfit.plans import Plan, peak_at
 from memfit.plans.mismatch import describe_input, describe_parameter
 from memfit.plans.record import InputRecord, ParameterRecord, TraceRecord
-from memfit.plans.trace_record import build_trace_record, peak_place
+from memfit.plans.trace_record import build_trace_record, describe_peak
 
 Row = tuple[str, str | None, str | None]
 
@@ -27,21 +27,21 @@ class Changed:
     second: str | None
 
 
-def rows_of(*rows: Row) -> Iterator[Changed]:
+def keep_changed(*rows: Row) -> Iterator[Changed]:
     """Yield the rows whose sides differ."""
     for name, first, second in rows:
         if first != second:
             yield Changed(name=name, first=first, second=second)
 
 
-def changed_records(first: Plan | Trace, second: Plan | Trace) -> Iterator[Changed]:
+def compare_records(first: Plan | Trace, second: Plan | Trace) -> Iterator[Changed]:
     """Yield what tells two steps apart, what explains most first."""
     one, other = _trace_record(first), _trace_record(second)
     found = list(_differences(one, other))
     if not found and one.ops == other.ops and first.fingerprint != second.fingerprint:
-        found += rows_of(("fingerprint of the step", first.fingerprint[:12], second.fingerprint[:12]))
+        found += keep_changed(("fingerprint of the step", first.fingerprint[:12], second.fingerprint[:12]))
     yield from found
-    yield from rows_of(("ops", f"{one.ops:,}", f"{other.ops:,}"))
+    yield from keep_changed(("ops", f"{one.ops:,}", f"{other.ops:,}"))
 
 
 def _trace_record(each: Plan | Trace) -> TraceRecord:
@@ -51,14 +51,14 @@ def _trace_record(each: Plan | Trace) -> TraceRecord:
 def _differences(one: TraceRecord, other: TraceRecord) -> Iterator[Changed]:
     if one.device_type != other.device_type or one.device != other.device:
         yield Changed(name="captured for", first=one.device, second=other.device)
-    yield from rows_of(
+    yield from keep_changed(
         ("torch", one.torch, other.torch),
         ("threads", str(one.threads or "any"), str(other.threads or "any")),
         ("autocast", one.autocast or "off", other.autocast or "off"),
         ("optimizer", one.optimizer or "none", other.optimizer or "none"),
     )
     yield from _inputs(one.inputs, other.inputs)
-    yield from rows_of(("parameters", _counted(one.parameters), _counted(other.parameters)))
+    yield from keep_changed(("parameters", _counted(one.parameters), _counted(other.parameters)))
     yield from _parameters(one.parameters, other.parameters)
 
 
@@ -66,7 +66,7 @@ def _inputs(one: Sequence[InputRecord], other: Sequence[InputRecord]) -> Iterato
     """Yield the tensors of the batch that differ, by their place in it."""
     for place in range(max(len(one), len(other))):
         sides = [describe_input(side[place]) if place < len(side) else None for side in (one, other)]
-        yield from rows_of((f"batch tensor {place}", sides[0], sides[1]))
+        yield from keep_changed((f"batch tensor {place}", sides[0], sides[1]))
 
 
 def _counted(parameters: Sequence[ParameterRecord]) -> str:
@@ -79,7 +79,7 @@ def _parameters(one: Sequence[ParameterRecord], other: Sequence[ParameterRecord]
     return _named_rows("parameter", "parameters", sides[0], sides[1])
 
 
-def changed_modules(first: Trace, second: Trace) -> Iterator[Changed]:
+def compare_modules(first: Trace, second: Trace) -> Iterator[Changed]:
     """Yield modules of another kind, or that only one side has."""
     sides = [{module_label(each.path): each.kind for each in trace.modules} for trace in (first, second)]
     return _named_rows("module", "modules", sides[0], sides[1])
@@ -129,7 +129,7 @@ class ModuleChange:
     second_flops: int
 
 
-def traced_memory(first: Trace, second: Trace) -> tuple[tuple[BytesChange, ...], tuple[str, str]]:
+def compare_memory(first: Trace, second: Trace) -> tuple[tuple[BytesChange, ...], tuple[str, str]]:
     """Return the peaks of both sides by category, and where they are."""
     sides = [Timeline.of(trace, trace.hardware.allocator.rounding_bytes) for trace in (first, second)]
     held = [reserved(trace, trace.hardware).peak_reserved_bytes for trace in (first, second)]
@@ -145,7 +145,7 @@ def traced_memory(first: Trace, second: Trace) -> tuple[tuple[BytesChange, ...],
         if any(category in part for part in parts):
             sizes = [part.get(category, 0) for part in parts]
             rows.append(BytesChange(name=f"{category.value} at the peak", first_bytes=sizes[0], second_bytes=sizes[1]))
-    places = [peak_place(peak_at(side.trace, side.peak_op)) for side in sides]
+    places = [describe_peak(peak_at(side.trace, side.peak_op)) for side in sides]
     return tuple(rows), (places[0], places[1])
 
 
@@ -163,7 +163,7 @@ class _Work:
     flops: int = 0
 
 
-def changed_work(first: Trace, second: Trace) -> tuple[ModuleChange, ...]:
+def compare_work(first: Trace, second: Trace) -> tuple[ModuleChange, ...]:
     """Return modules that hold or compute something else, those whose bytes change most first."""
     one, other = _work(first), _work(second)
     found = []
@@ -212,7 +212,7 @@ def _work(trace: Trace) -> dict[str, _Work]:
     return found
 
 
-def changed_ops(first: Trace, second: Trace) -> tuple[CountChange, ...]:
+def compare_ops(first: Trace, second: Trace) -> tuple[CountChange, ...]:
     """Return ops that run another number of times, those that change most first."""
     one, other = (Counter(op.name for op in trace.ops) for trace in (first, second))
     rows = [CountChange(name=name, first=one[name], second=other[name]) for name in sorted({*one, *other})]

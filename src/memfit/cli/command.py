@@ -94,7 +94,7 @@ def _run(arguments: list[str], *, program: bool) -> int:
         hint = did_you_mean(near, f"there are {_listed(list(COMMANDS))}; memfit --help says more")
         raise UsageError(f"there is no {what} {name!r}; {hint}")
     check_options(name, command_class(name), arguments[1:])
-    command = parsed(name, arguments[1:])
+    command = parse_command(name, arguments[1:])
     with only_results(to_the_end=program):
         return command.run()
 
@@ -106,7 +106,7 @@ def command_class(name: str) -> type[Command]:
     return CLASSES[name]
 
 
-def parsed(name: str, arguments: list[str]) -> Command:
+def parse_command(name: str, arguments: list[str]) -> Command:
     """Parse the command that its arguments ask for; wrong ones end the program with code 2."""
     import tyro
 

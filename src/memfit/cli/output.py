@@ -46,7 +46,7 @@ def result_console() -> Console:
 def show(result: RenderableType, *, soft_wrap: bool = False) -> None:
     """Print a result for people."""
     with writing_results():
-        result_console().print(printable(result), soft_wrap=soft_wrap)
+        result_console().print(make_printable(result), soft_wrap=soft_wrap)
 
 
 def show_result(result: Any, *, json: bool) -> None:
@@ -59,7 +59,7 @@ def show_result(result: Any, *, json: bool) -> None:
 
 def show_text(text: str) -> None:
     """Print a result that is text for people."""
-    _write(escaped(text))
+    _write(escape(text))
 
 
 def show_json(result: Any) -> None:
@@ -93,7 +93,7 @@ def plain(result: Any) -> Any:
 
 def say(text: str, *, style: str = "dim") -> None:
     """Tell the user something that is no result."""
-    Console(stderr=True).print(escaped(text), style=style, highlight=False, markup=False, soft_wrap=True)
+    Console(stderr=True).print(escape(text), style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def say_problem(problem: str) -> None:
@@ -206,32 +206,32 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2
 _IN_A_ROW = re.compile(rf"[\t\n]|{_CONTROL.pattern}")
 
 
-def escaped(text: str, *, row: bool = False) -> str:
+def escape(text: str, *, row: bool = False) -> str:
     r"""Return the text with `\x1b` for an escape; in a row of a table also with `\n` for a newline."""
     return (_IN_A_ROW if row else _CONTROL).sub(lambda found: _written(found[0]), text)
 
 
-def printable(result: Any, *, row: bool = False) -> Any:
+def make_printable(result: Any, *, row: bool = False) -> Any:
     """Return a result without control characters: the one place where names from other code reach a terminal.
 
     In a row of a table a newline is a name's, and written out; memfit's own lines there are the parts of a group.
     """
     result = result.__rich__() if hasattr(result, "__rich__") else result
     if isinstance(result, str):
-        return escaped(result, row=row)
+        return escape(result, row=row)
     if isinstance(result, Text):
         return _text(result, row=row)
     if isinstance(result, Group):
-        return Group(*(printable(part, row=row) for part in result.renderables), fit=result.fit)
+        return Group(*(make_printable(part, row=row) for part in result.renderables), fit=result.fit)
     if isinstance(result, Table):
-        result.title, result.caption = printable(result.title), printable(result.caption)
+        result.title, result.caption = make_printable(result.title), make_printable(result.caption)
         for column in result.columns:
-            column._cells[:] = [printable(cell, row=True) for cell in column.cells]
+            column._cells[:] = [make_printable(cell, row=True) for cell in column.cells]
     return result
 
 
 def _text(text: Text, *, row: bool) -> Text:
-    shown = escaped(text.plain, row=row)
+    shown = escape(text.plain, row=row)
     if shown == text.plain:
         return text
     copy = text.copy()

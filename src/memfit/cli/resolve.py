@@ -212,7 +212,7 @@ def _gpu_here() -> str:
         ) from error
 
 
-def captured(step: Step | Trace, target: Target) -> Trace:
+def capture_step(step: Step | Trace, target: Target) -> Trace:
     """Return the trace of a step for the target's device."""
     from memfit.capture import Trace, trace
 

@@ -15,7 +15,15 @@ from torch import nn
 
 from memfit.compat.graph import ModOrder, ModRuntime, ModuleInfo
 from memfit.compat.memory_tracker import MemTracker
-from memfit.compat.module_stats import ModuleBytes, assemble, by_module, fitted, module_bytes, only, over_calls
+from memfit.compat.module_stats import (
+    ModuleBytes,
+    assemble,
+    by_module,
+    collect_fits,
+    module_bytes,
+    over_calls,
+    restrict_orders,
+)
 from memfit.compat.runtime_estimator import RuntimeEstimator
 from memfit.compat.sac import SACTradeOffStats
 from memfit.compat.sac_estimator import SACEstimator
@@ -44,7 +52,7 @@ def aggregate_stats(
         "fw_post_order": list(runtime_estimator.mod_fw_post_order),
         "bw_post_order": list(runtime_estimator.mod_bw_post_order),
     }
-    order = only(order, set(names))
+    order = restrict_orders(order, set(names))
     if not order["fw_pre_order"]:
         raise InputError(
             f"the runtime estimator has seen no module of this {type(model).__name__}; "
@@ -138,9 +146,9 @@ def _parent(name: str, names: Container[str]) -> str | None:
 def _tradeoffs(estimator: Any, model: nn.Module) -> dict[str, SACTradeOffStats]:
     """Return the fitted trade-offs by path."""
     if isinstance(estimator, SACEstimator):
-        return by_module(estimator._captured(), fitted(estimator))
+        return by_module(estimator._captured(), collect_fits(estimator))
     names = _names(estimator, model)
-    return {names[name]: each for name, each in fitted(estimator).items() if name in names}
+    return {names[name]: each for name, each in collect_fits(estimator).items() if name in names}
 
 
 # -- What PyTorch's `MemTracker` knows about each module, read from its snapshots -------------------------------------

@@ -49,7 +49,7 @@ def module_info(
     elif timeline.trace is not trace:
         raise InputError("the timeline and the times are of different traces; make both from one")
     if sac is None:
-        sac = fitted(SACEstimator.of(trace, runtime.op_ms))
+        sac = collect_fits(SACEstimator.of(trace, runtime.op_ms))
     modules, calls = module_bytes(timeline)
     if each_call:
         names = _call_names(trace)
@@ -73,10 +73,10 @@ def module_info(
         "fw_post_order": [names[call] for call in orders.fw_post_order],
         "bw_post_order": [names[call] for call in orders.bw_post_order],
     }
-    return assemble(only(order, part_of_model), sizes, times, tradeoffs)
+    return assemble(restrict_orders(order, part_of_model), sizes, times, tradeoffs)
 
 
-def only(order: ModOrder, names: set[str]) -> ModOrder:
+def restrict_orders(order: ModOrder, names: set[str]) -> ModOrder:
     """Return the orders without the modules that are not named, such as a loss."""
     return {
         "fw_pre_order": [name for name in order["fw_pre_order"] if name in names],
@@ -319,7 +319,7 @@ def _inside_itself(trace: Trace, call: CallMemory) -> bool:
 # -- The trade-offs of checkpointing that module statistics hold: fitted, by call, and by module over its calls -------
 
 
-def fitted(estimator: Any) -> dict[str, SACTradeOffStats]:
+def collect_fits(estimator: Any) -> dict[str, SACTradeOffStats]:
     """Return what a SAC estimator, PyTorch's or memfit's, has fitted, and fits of the rest, by its module names.
 
     Equal layers are fitted once. PyTorch's own fit needs another package.

@@ -26,8 +26,8 @@ from memfit.engines.sharded import check_ranks, shard_as_planned
 from memfit.engines.step_position import Calls, Mode, StepPosition, needs_step
 from memfit.engines.unit import PlannedUnit
 from memfit.errors import InputError, PlanDrift, StateError
-from memfit.plans import Checkpoint, DdpPlan, Plan, PlanMismatch, model_differences
-from memfit.plans.mismatch import optimizer_differences
+from memfit.plans import Checkpoint, DdpPlan, Plan, PlanMismatch, find_model_differences
+from memfit.plans.mismatch import find_optimizer_differences
 from memfit.plans.wrappers import named_modules, unwrap, wrappers_of
 from memfit.torch_private.pytree import tree_leaves
 from memfit.units import display_bytes
@@ -373,9 +373,9 @@ def _check(plan: Plan, model: nn.Module, optimizers: Sequence[torch.optim.Optimi
             "parameters of this model are DTensors that fully_shard did not make (tensor parallel): plans do not know "
             "their memory; apply the plan to a model without them"
         )
-    found = model_differences(plan, model)
+    found = find_model_differences(plan, model)
     for optimizer in optimizers:
-        found += optimizer_differences(plan, model, optimizer)
+        found += find_optimizer_differences(plan, model, optimizer)
     if found:
         raise PlanMismatch(found)
     _check_units(plan, model)

@@ -2,7 +2,7 @@
 
 from memfit.plans.build import build_plan
 from memfit.plans.document import Plan, load
-from memfit.plans.mismatch import PlanMismatch, model_differences
+from memfit.plans.mismatch import PlanMismatch, find_model_differences
 from memfit.plans.planning import curve, plan
 from memfit.plans.record import (
     Blocker,
@@ -36,8 +36,8 @@ __all__ = [
     "UnitOp",
     "build_plan",
     "curve",
+    "find_model_differences",
     "load",
-    "model_differences",
     "peak_at",
     "plan",
     "search",

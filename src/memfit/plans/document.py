@@ -20,7 +20,7 @@ from memfit.capture.optimizers import Implementation, step_with
 from memfit.capture.step import find_step
 from memfit.errors import InputError
 from memfit.files import write_whole
-from memfit.plans.mismatch import PlanMismatch, differences
+from memfit.plans.mismatch import PlanMismatch, find_differences
 from memfit.plans.record import (
     SCHEMA,
     Blocker,
@@ -103,7 +103,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 f"check takes the step that the plan is to be used for, not a {type(trace).__name__}: a memfit.Trace, "
                 "or a memfit.Step or a function that runs the step, which is captured"
             )
-        found = differences(self, trace)
+        found = find_differences(self, trace)
         if found:
             raise PlanMismatch(found)
 

@@ -14,7 +14,7 @@ from memfit.capture import NO_INDEX, Trace
 from memfit.errors import InputError
 from memfit.paths import folded, module_label, named_differences
 from memfit.plans.record import InputRecord, ParameterRecord, TraceRecord
-from memfit.plans.trace_record import build_trace_record, release
+from memfit.plans.trace_record import build_trace_record, strip_build
 from memfit.plans.wrappers import named_modules, named_parameters
 from memfit.torch_private.wrappers import is_wrapped_by_fsdp1, own_class
 
@@ -39,10 +39,10 @@ class PlanMismatch(InputError):
         return "\n".join(["the plan was made for another step:", *shown, f"what to do: {advice}"])
 
 
-def differences(plan: Plan, trace: Trace) -> list[str]:
+def find_differences(plan: Plan, trace: Trace) -> list[str]:
     """List in which ways a trace is not the one that the plan was made for; empty when it is."""
     here = build_trace_record(trace)
-    found = list(record_differences(here, plan.trace))
+    found = list(find_record_differences(here, plan.trace))
     if len(found) == 1 and here.ops != plan.trace.ops:
         found += _first_other_op(plan, trace)
     if not found:
@@ -57,11 +57,11 @@ def differences(plan: Plan, trace: Trace) -> list[str]:
     return found
 
 
-def model_differences(plan: Plan, model: nn.Module) -> list[str]:
+def find_model_differences(plan: Plan, model: nn.Module) -> list[str]:
     """List in which ways a model is not the one that the plan was made for; its batch is not known here."""
     found = []
-    if release(torch.__version__) != plan.trace.torch:
-        found.append(f"torch is {release(torch.__version__)} here and {plan.trace.torch} in the plan")
+    if strip_build(torch.__version__) != plan.trace.torch:
+        found.append(f"torch is {strip_build(torch.__version__)} here and {plan.trace.torch} in the plan")
     kinds = sorted({parameter.device.type for parameter in model.parameters()} - {plan.trace.device_type})
     if kinds:
         found.append(
@@ -72,7 +72,7 @@ def model_differences(plan: Plan, model: nn.Module) -> list[str]:
         part = _part_of_several(here, plan.trace.parameters)
         if part is not None:
             return [*found, part]
-        found += parameter_differences(here, plan.trace.parameters)
+        found += find_parameter_differences(here, plan.trace.parameters)
     modules = dict(named_modules(model))
     for entry in plan.checkpoint:
         module = modules.get(entry.module)
@@ -85,7 +85,7 @@ def model_differences(plan: Plan, model: nn.Module) -> list[str]:
     return found
 
 
-def optimizer_differences(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+def find_optimizer_differences(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """List in which ways an optimizer is not the one that the plan was made for; it may step a part of the model."""
     found = []
     name, planned = type(optimizer).__name__, plan.trace.optimizer
@@ -149,7 +149,7 @@ def _part_of_several(here: Sequence[ParameterRecord], there: Sequence[ParameterR
     return None
 
 
-def record_differences(here: TraceRecord, there: TraceRecord) -> Iterator[str]:
+def find_record_differences(here: TraceRecord, there: TraceRecord) -> Iterator[str]:
     """Yield what is not the same in two records of traces, what explains most first."""
     for name, label in (
         ("torch", "torch"),
@@ -161,13 +161,13 @@ def record_differences(here: TraceRecord, there: TraceRecord) -> Iterator[str]:
         mine, planned = getattr(here, name), getattr(there, name)
         if mine != planned:
             yield f"{label} is {_shown(mine)} here and {_shown(planned)} in the plan"
-    yield from parameter_differences(here.parameters, there.parameters)
+    yield from find_parameter_differences(here.parameters, there.parameters)
     yield from _input_differences(here.inputs, there.inputs)
     if here.ops != there.ops:
         yield f"the step has {here.ops} ops here and {there.ops} in the plan"
 
 
-def parameter_differences(here: Sequence[ParameterRecord], there: Sequence[ParameterRecord]) -> Iterator[str]:
+def find_parameter_differences(here: Sequence[ParameterRecord], there: Sequence[ParameterRecord]) -> Iterator[str]:
     """Yield parameters that differ; of layers that are not there at all, only how many there are."""
     mine = {parameter.names[0]: describe_parameter(parameter) for parameter in here}
     planned = {parameter.names[0]: describe_parameter(parameter) for parameter in there}

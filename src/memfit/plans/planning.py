@@ -25,8 +25,8 @@ from memfit.solve import (
     Solved,
     Status,
     build_curve,
+    choose_nothing,
     find_blocker,
-    nothing,
     solve,
 )
 from memfit.solve.curve import check_points
@@ -113,7 +113,7 @@ def curve(model: Model, batch: Any = None, *, points: int = 16, **inputs: Unpack
 def _choice(problem: Problem, start: Plan) -> Choice:
     """Return the choice that a plan made, with the nearest policies where its own are not among the candidates'."""
     dropped = {entry.unit: entry.discarded_bytes for entry in start.checkpoint}
-    choice = nothing(problem)
+    choice = choose_nothing(problem)
     for index, candidate in enumerate(problem.candidates):
         if candidate.unit.name in dropped:
             distances = [abs(policy.discarded_bytes - dropped[candidate.unit.name]) for policy in candidate.policies]

@@ -21,7 +21,7 @@ from memfit.solve.micro_batches import count_micro_batches
 def build_trace_record(trace: Trace) -> TraceRecord:
     """Return what a plan keeps of a trace, which tells one step from another."""
     return TraceRecord(
-        torch=release(trace.torch),
+        torch=strip_build(trace.torch),
         device=trace.device,
         device_type=trace.device_type,
         threads=trace.threads,
@@ -79,7 +79,7 @@ def _output_record(trace: Trace, after: int, number: int) -> OutputRecord:
     return OutputRecord(bytes=storage.bytes, held=held)
 
 
-def release(version: str) -> str:
+def strip_build(version: str) -> str:
     """Strip the build from a version of torch: `2.13.0+cpu` and `2.13.0+cu130` are both `2.13.0`."""
     return version.partition("+")[0]
 
@@ -115,7 +115,7 @@ def _inputs(trace: Trace) -> tuple[InputRecord, ...]:
     return tuple(found)
 
 
-def peak_place(at: PeakAt) -> str:
+def describe_peak(at: PeakAt) -> str:
     """Return where a peak is, in words."""
     if at.second_run_of is not None:
         return f"the second run of {module_label(at.second_run_of)}"

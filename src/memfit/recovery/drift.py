@@ -59,7 +59,7 @@ class Seen(NamedTuple):
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
-def seen(call: Any) -> tuple[Seen, ...]:
+def list_tensors(call: Any) -> tuple[Seen, ...]:
     """Return the tensors of a call, each once."""
     tensors = {
         id(each): each for each in tree_leaves(call) if isinstance(each, torch.Tensor) and each.layout is torch.strided
@@ -67,7 +67,7 @@ def seen(call: Any) -> tuple[Seen, ...]:
     return tuple(_seen(each) for each in tensors.values())
 
 
-def different(here: Sequence[Seen], planned: Sequence[InputRecord]) -> tuple[str, ...]:
+def find_different(here: Sequence[Seen], planned: Sequence[InputRecord]) -> tuple[str, ...]:
     """Name tensors of the plan that are not there, each with the one that is there in its place.
 
     Only what is certain is told: a tensor more, or one less, says nothing, because a trace has each storage once and

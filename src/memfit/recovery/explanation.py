@@ -77,7 +77,7 @@ class Explanation:
 
     def _headline(self) -> str:
         asked = "an allocation" if self.asked_bytes is None else f"an allocation of {display_bytes(self.asked_bytes)}"
-        return f"out of memory: {asked} failed {place(self.at)}{self._op()}"
+        return f"out of memory: {asked} failed {describe_place(self.at)}{self._op()}"
 
     def _op(self) -> str:
         return f", by all appearances in {self.expected.op}" if self.expected.at_failure and self.expected.op else ""
@@ -109,7 +109,7 @@ class Explanation:
         return lines
 
 
-def place(at: FailedAt) -> str:
+def describe_place(at: FailedAt) -> str:
     """Return where a step failed, in words."""
     if at.phase is None:
         return "outside the training step"
@@ -124,7 +124,7 @@ def place(at: FailedAt) -> str:
     )
 
 
-def expected(
+def find_expected(
     plan: Plan, timeline: Timeline | None, at: FailedAt, asked_bytes: int | None, graded: frozenset[str]
 ) -> Expected:
     """Return what the plan expected where a step failed; `graded` are the parameters that have gradients.
@@ -162,7 +162,7 @@ def expected(
     )
 
 
-def counted(
+def count_tensors(
     model: nn.Module,
     optimizers: Iterable[torch.optim.Optimizer],
     *,

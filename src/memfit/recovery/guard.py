@@ -24,8 +24,16 @@ from memfit.cost import Cost
 from memfit.engines import plan_of_model
 from memfit.errors import InputError, MissingFeatureError, StateError
 from memfit.plans import Plan
-from memfit.recovery.drift import Drift, PlanDrift, Seen, different, seen
-from memfit.recovery.explanation import REST, Explanation, OutOfMemory, counted, expected, find_levers, place
+from memfit.recovery.drift import Drift, PlanDrift, Seen, find_different, list_tensors
+from memfit.recovery.explanation import (
+    REST,
+    Explanation,
+    OutOfMemory,
+    count_tensors,
+    describe_place,
+    find_expected,
+    find_levers,
+)
 from memfit.recovery.meter import NOISE_BYTES, find_limit, make_meter
 from memfit.recovery.replan import Replanner, optimizer_bytes, single_tensor, swap
 from memfit.recovery.rollback import Before, Keeper
@@ -33,7 +41,7 @@ from memfit.solve import SolveOptions
 from memfit.torch_private.modules import forward_pre_hooks
 from memfit.torch_private.pytree import tree_map_only
 from memfit.units import display_bytes
-from memfit.verify.faults import FailedAt, asked_bytes, failed_at, is_out_of_memory, release
+from memfit.verify.faults import FailedAt, is_out_of_memory, locate_failure, parse_asked_bytes, release
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -143,9 +151,9 @@ class Guard:
             return
         self._in_step, self._in_optimizer = True, False
         call = (args, kwargs)
-        self._seen = seen(call)
+        self._seen = list_tensors(call)
         self._call = None
-        if different(self._seen, self.plan.trace.inputs):
+        if find_different(self._seen, self.plan.trace.inputs):
             self._call = tree_map_only(torch.Tensor, lambda each: each.detach().to("meta"), call)
         self._meter.begin()
 
@@ -180,7 +188,7 @@ class Guard:
     def _judge(self, there_bytes: int) -> None:
         """Compare the step with the plan. Low growth of a process says nothing, since malloc keeps pages."""
         assert self.plan.predicted is not None
-        planned, inputs = self.plan.predicted.peak_bytes, different(self._seen, self.plan.trace.inputs)
+        planned, inputs = self.plan.predicted.peak_bytes, find_different(self._seen, self.plan.trace.inputs)
         allowed = self._tolerance * planned
         first = self.steps == 1  # libraries make their buffers, the optimizer its state
         if self.peak_bytes is not None:
@@ -208,7 +216,7 @@ class Guard:
         states = sum(len(each.state) for each in self._optimizers)
         key = states, first is not None and first.grad is not None
         if self._resident is None or self._resident[0] != key:
-            self._resident = key, sum(counted(self._model, self._optimizers)[0].values())
+            self._resident = key, sum(count_tensors(self._model, self._optimizers)[0].values())
         return self._resident[1] + self._input_bytes
 
     @property
@@ -264,7 +272,7 @@ class Guard:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         if not lost:
-            history.append(f"the step failed {place(explanation.at)} and was taken back")
+            history.append(f"the step failed {describe_place(explanation.at)} and was taken back")
             return True
         names = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
         history.append(
@@ -353,7 +361,7 @@ class Guard:
 
     def _explain(self, error: BaseException) -> Explanation:
         """Explain the failure; where that needs memory too, the frames of the failed step are released first."""
-        at = failed_at(error, self._model, in_step=self._in_step, in_optimizer=self._in_optimizer)
+        at = locate_failure(error, self._model, in_step=self._in_step, in_optimizer=self._in_optimizer)
         total = self._meter.now_bytes() if self._in_step else None
         try:
             return self._explained(error, at, total)
@@ -366,9 +374,9 @@ class Guard:
 
     def _explained(self, error: BaseException, at: FailedAt, total_bytes: int | None) -> Explanation:
         assert self.plan.predicted is not None
-        asked = asked_bytes(error)
+        asked = parse_asked_bytes(error)
         input_bytes = self._input_bytes if self._in_step else 0
-        by_category, by_module = counted(
+        by_category, by_module = count_tensors(
             self._model, self._optimizers, input_bytes=input_bytes, total_bytes=total_bytes
         )
         uncounted = []
@@ -379,8 +387,8 @@ class Guard:
         if self._in_step and total_bytes is None:
             uncounted.append("activations and temporaries, which nothing counts on this system")
         graded = frozenset(name for name, each in self._model.named_parameters() if each.grad is not None)
-        found = expected(self.plan, self._timeline, at, asked, graded)
-        inputs = different(self._seen, self.plan.trace.inputs)
+        found = find_expected(self.plan, self._timeline, at, asked, graded)
+        inputs = find_different(self._seen, self.plan.trace.inputs)
         return Explanation(
             at=at,
             asked_bytes=asked,

@@ -21,7 +21,7 @@ from memfit.plans import plan as make_plan
 from memfit.solve import SolveOptions
 from memfit.tradeoff import LOSS, units
 from memfit.verify.faults import is_out_of_memory
-from memfit.verify.prediction import replayed, without_state
+from memfit.verify.prediction import replay_plan, without_state
 from memfit.verify.resolve import resolve_step
 
 LOWER = 0.1
@@ -57,7 +57,7 @@ class Replanner:
 
     def timeline(self, plan: Plan) -> Timeline:
         """Return the timeline of the step under a plan."""
-        return replayed(plan, self.trace)
+        return replay_plan(plan, self.trace)
 
     def for_inputs(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Capture the step for other inputs of the model. False when it cannot be.

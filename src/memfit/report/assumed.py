@@ -17,7 +17,7 @@ from memfit.plans.trace_record import build_trace_record
 from memfit.units import display_bytes, display_ms
 
 
-def assumed(report: Report) -> dict[str, Any]:
+def list_assumptions(report: Report) -> dict[str, Any]:
     """Return the conditions under which the answer holds, and the device's figures with their sources and dates."""
     return {"facts": _conditions(report), "figures": _figures(report.target.device), "notes": list(_notes(report))}
 

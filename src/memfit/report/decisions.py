@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from memfit.analysis.checkpointing import forced_ops
+from memfit.analysis.checkpointing import find_forced_ops
 from memfit.analysis.report import Report
 from memfit.capture.trace_types import short
 from memfit.paths import alike, folded, module_label
@@ -19,7 +19,7 @@ from memfit.units import display_bytes, display_ms
 _OPS = 4
 
 
-def decisions(report: Report) -> list[dict[str, Any]]:
+def list_decisions(report: Report) -> list[dict[str, Any]]:
     """Return one row for units that are alike and get the same policy, then those that are kept as they are."""
     plan = report.plan
     if plan is None or plan.predicted is None:
@@ -28,7 +28,7 @@ def decisions(report: Report) -> list[dict[str, Any]]:
     for entry in plan.checkpoint:
         groups[same_policy(entry)].append(entry)
     columns, units = report.problem.trace_columns, {unit.name: unit for unit in report.problem.units}
-    rows = [_checkpointed(members, forced_ops(columns, units[members[0].unit])) for members in groups.values()]
+    rows = [_checkpointed(members, find_forced_ops(columns, units[members[0].unit])) for members in groups.values()]
     rows.sort(key=lambda row: -row["rate"])
     return [*rows, *_kept(report, plan)]
 
@@ -39,7 +39,7 @@ def _checkpointed(members: Sequence[Checkpoint], forced: Mapping[int, str]) -> d
     took = sum(entry.recompute_ms for entry in members)
     rate = dropped / took if took else float(dropped)
     return {
-        "unit": label(members),
+        "unit": label_units(members),
         "kind": first.kind,
         "units": len(members),
         "decision": "partly saved" if first.saved_ops else "runs again in full",
@@ -56,7 +56,7 @@ def _checkpointed(members: Sequence[Checkpoint], forced: Mapping[int, str]) -> d
     }
 
 
-def label(members: Sequence[Checkpoint]) -> str:
+def label_units(members: Sequence[Checkpoint]) -> str:
     """Return the name of units that are alike: `layers.0-15.feed_forward`."""
     return module_label(members[0].unit) if len(members) == 1 else units_label(members)
 

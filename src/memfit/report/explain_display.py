@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.analysis.explanation import Checkpointing, HeldStorage, ModuleAtPeak, StepExplanation, StillHeld
-from memfit.analysis.levers import Lever, enough
+from memfit.analysis.levers import Lever, describe_shortfall
 from memfit.capture import Category
 from memfit.capture.trace_types import short
 from memfit.paths import alike, folded, module_label
@@ -336,7 +336,7 @@ def levers_in_short(levers: Sequence[Lever], plan: Plan, explain: str) -> Render
         if lever.option:
             name.append(f" ({lever.option})", style="dim")
         cells = [display_bytes(lever.saves_bytes), display_bytes(lever.peak_bytes), _longer(lever.costs_ms)]
-        table.add_row(name, *cells, *([enough(lever, plan.budget_bytes)] if hopeless else []))
+        table.add_row(name, *cells, *([describe_shortfall(lever, plan.budget_bytes)] if hopeless else []))
     more = len(levers) - len(shown)
     rest = f"{more} more, and how each is done" if more > 0 else "how each is done"
     other = "" if all(lever.same_numbers for lever in shown) else "*: computes other numbers\n"

@@ -10,7 +10,7 @@ from memfit.errors import InputError
 from memfit.hardware import load_device
 from memfit.paths import alike, folded, module_label
 from memfit.plans import Plan
-from memfit.plans.trace_record import peak_place
+from memfit.plans.trace_record import describe_peak
 from memfit.text import counted
 from memfit.units import display_bytes, display_ms
 
@@ -80,7 +80,7 @@ def _infeasible(plan: Plan) -> list[str]:
     if plan.blocker is not None:
         lowest = display_bytes(plan.blocker.peak_bytes)
         sentences.append(
-            f"What stands in the way: {peak_place(plan.blocker.peak_at)}, where no plan gets below {lowest}."
+            f"What stands in the way: {describe_peak(plan.blocker.peak_at)}, where no plan gets below {lowest}."
         )
     return [*sentences, _before(plan)]
 

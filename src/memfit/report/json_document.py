@@ -14,7 +14,7 @@ from memfit.analysis.report import Report
 from memfit.memory import CATEGORIES, Timeline
 from memfit.paths import MODEL_LABEL
 from memfit.plans.trace_record import build_trace_record
-from memfit.report.assumed import assumed
+from memfit.report.assumed import list_assumptions
 from memfit.report.streams import build_clock
 from memfit.report.tree import Strings, module_tree
 from memfit.solve import Curve
@@ -34,7 +34,7 @@ def to_json(report: Report) -> str:
     timelines = {"baseline": report.baseline}
     if report.planned is not None:
         timelines["planned"] = report.planned
-    assumptions = assumed(report)
+    assumptions = list_assumptions(report)
     notes = report.plan.notes if report.plan is not None else report.trace.notes
     document = {
         "schema": SCHEMA,

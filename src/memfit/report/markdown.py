@@ -11,15 +11,15 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from memfit.analysis.comparison import reserves_more
-from memfit.analysis.levers import Lever, enough
+from memfit.analysis.levers import Lever, describe_shortfall
 from memfit.analysis.report import Report
 from memfit.capture import Category
 from memfit.plans import Plan
 from memfit.plans.record import Blocker, Estimate
-from memfit.plans.trace_record import peak_place
-from memfit.report.assumed import assumed
+from memfit.plans.trace_record import describe_peak
+from memfit.report.assumed import list_assumptions
 from memfit.report.curve_display import headline as curve_headline
-from memfit.report.decisions import decisions
+from memfit.report.decisions import list_decisions
 from memfit.report.headline import headline, without_plan_of
 from memfit.text import counted
 from memfit.units import display_bytes, display_ms
@@ -105,9 +105,9 @@ def _highest(report: Report) -> Iterator[str]:
     if plan is None:
         return
     without = without_plan_of(report) if plan.ranks == 1 else f"when {without_plan_of(report)}"
-    lines = [f"Highest {without}: {_prose(peak_place(plan.baseline.peak_at))}."]
+    lines = [f"Highest {without}: {_prose(describe_peak(plan.baseline.peak_at))}."]
     if plan.predicted is not None:
-        lines.append(f"Highest with the plan: {_prose(peak_place(plan.predicted.peak_at))}.")
+        lines.append(f"Highest with the plan: {_prose(describe_peak(plan.predicted.peak_at))}.")
     yield " ".join(lines)
 
 
@@ -116,7 +116,7 @@ def _decisions(report: Report) -> Iterator[str]:
     plan = report.plan
     if plan is None or not plan.checkpoint:
         return
-    found = [row for row in decisions(report) if row["decision"] != "kept"]
+    found = [row for row in list_decisions(report) if row["decision"] != "kept"]
     found.sort(key=lambda row: -row["all_bytes"])
     rows = [
         [
@@ -146,7 +146,7 @@ def _levers(report: Report, levers: Sequence[Lever]) -> Iterator[str]:
             display_bytes(lever.saves_bytes),
             display_bytes(lever.peak_bytes),
             "not known" if lever.costs_ms is None else f"{lever.costs_ms:+.1f} ms",
-            *([enough(lever, budget_bytes)] if hopeless else []),
+            *([describe_shortfall(lever, budget_bytes)] if hopeless else []),
             _prose(lever.how),
         ]
         for lever in levers
@@ -191,7 +191,7 @@ def _beside(name: str, each: BytesCheck | MsCheck | None) -> Iterator[list[str]]
 
 
 def _assumed(report: Report) -> Iterator[str]:
-    items = [f"- {_prose(name)}: {_prose(value)}" for name, value in assumed(report)["facts"]]
+    items = [f"- {_prose(name)}: {_prose(value)}" for name, value in list_assumptions(report)["facts"]]
     notes = report.plan.notes if report.plan is not None else report.trace.notes
     items += [f"- note: {_prose(note)}" for note in notes]
     yield _folded("What was assumed", "\n".join(items))

@@ -14,7 +14,7 @@ from memfit.capture.trace_types import short
 from memfit.paths import alike, folded, module_label, ranges
 from memfit.plans.document import Plan
 from memfit.plans.record import Blocker, Checkpoint, DdpPlan, Estimate, ShardPlan
-from memfit.plans.trace_record import peak_place
+from memfit.plans.trace_record import describe_peak
 from memfit.report.headline import STEP_WAYS, Tone, changes_nothing, verdict_of, without_plan
 from memfit.text import counted, number_table
 from memfit.units import display_bytes, display_ms
@@ -132,14 +132,14 @@ def _before_and_after(plan: Plan) -> Table:
 def _highest(plan: Plan) -> Text:
     """Say where the peaks are."""
     if changes_nothing(plan):
-        return Text(f"highest: {peak_place(plan.baseline.peak_at)}")
+        return Text(f"highest: {describe_peak(plan.baseline.peak_at)}")
     text = Text("highest without a plan: " if plan.ranks == 1 else f"highest when {_without(plan)}: ")
-    text.append(peak_place(plan.baseline.peak_at))
+    text.append(describe_peak(plan.baseline.peak_at))
     if plan.predicted is not None:
-        text.append(f"\nhighest with the plan: {peak_place(plan.predicted.peak_at)}")
+        text.append(f"\nhighest with the plan: {describe_peak(plan.predicted.peak_at)}")
     if plan.blocker is not None:
         lowest = display_bytes(plan.blocker.peak_bytes)
-        text.append(f"\nnothing gets below {lowest} here: {peak_place(plan.blocker.peak_at)}")
+        text.append(f"\nnothing gets below {lowest} here: {describe_peak(plan.blocker.peak_at)}")
     return text
 
 

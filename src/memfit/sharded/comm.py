@@ -126,7 +126,7 @@ class ReplicaSum(Transfer):
                 own.copy_(total)
 
 
-def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def join_parts(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Join parts into a flat tensor, without a copy where they are views of one."""
     first = parts[0]
     base = base_of(first)
@@ -192,7 +192,7 @@ class ShardComm:
             received = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.ranks)]
             works = self._exchange(lambda rank: parts[rank], received, tag, about)
             return SumTransfer(Transfer(self, about, works), own, [received[rank] for rank in self._others])
-        total, whole = torch.empty_like(own), joined(parts)
+        total, whole = torch.empty_like(own), join_parts(parts)
         work = self._begin(about, lambda: _reduce_native(total, whole, group=self.group, async_op=True))
         return SumTransfer(Transfer(self, about, [(work, None)]), None, [total])
 

@@ -267,10 +267,10 @@ class Layout:
         slots: list[Slot] = []
         end = 0
         for names, shape in shapes:
-            begin = aligned(end)
+            begin = align_up(end)
             end = begin + math.prod(shape)
             slots.append(Slot(names=names, shape=tuple(shape), begin=begin, end=end))
-        shard = aligned(-(-end // ranks))
+        shard = align_up(-(-end // ranks))
         return cls(slots=tuple(slots), elements=shard * ranks, ranks=ranks)
 
     @property
@@ -303,12 +303,12 @@ class Box:
     sizes: tuple[int, ...]
 
 
-def aligned(elements: int) -> int:
+def align_up(elements: int) -> int:
     """Round up to the next multiple of the alignment."""
     return -(-elements // ALIGNED_ELEMENTS) * ALIGNED_ELEMENTS
 
 
-def boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
+def split_into_boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
     """Return the blocks, in order, that elements `begin` up to `end` of a flattened tensor consist of.
 
     At most two for every dimension but the last, and one more: the rest of a row, whole rows, the start of a row.
@@ -334,7 +334,7 @@ def boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
 
 
 def _in_row(shape: Sequence[int], number: int, begin: int, end: int) -> list[Box]:
-    return [Box(offsets=(number, *box.offsets), sizes=(1, *box.sizes)) for box in boxes(shape, begin, end)]
+    return [Box(offsets=(number, *box.offsets), sizes=(1, *box.sizes)) for box in split_into_boxes(shape, begin, end)]
 
 
 # -- The gathered parameters of a unit: views of one flat buffer whose memory comes and goes --------------------------

@@ -20,7 +20,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from memfit.errors import InputError
-from memfit.sharded.comm import ShardComm, SumTransfer, Transfer, joined
+from memfit.sharded.comm import ShardComm, SumTransfer, Transfer, join_parts
 from memfit.sharded.flat_param import FlatShard, Slot
 from memfit.sharded.mesh import Streams
 from memfit.sharded.options import Precision, Reduction
@@ -134,7 +134,7 @@ class Gradients:
         streams.after_current(streams.reduce)
         with torch.no_grad(), streams.on(streams.reduce):
             if self._reduction.hook is not None:
-                self._total = self._reduction.hook(joined(parts), link.group)
+                self._total = self._reduction.hook(join_parts(parts), link.group)
             else:
                 self._sum = link.sum_parts(parts, tag, about)
             self._event = streams.event(streams.reduce)

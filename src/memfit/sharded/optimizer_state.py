@@ -25,7 +25,7 @@ NamedState = dict[str, Any]
 """`state` by parameter names, and `param_groups` whose `params` are names."""
 
 
-def named_state(model: nn.Module, runtime: Runtime | None, optimizer: torch.optim.Optimizer) -> NamedState:
+def get_named_state(model: nn.Module, runtime: Runtime | None, optimizer: torch.optim.Optimizer) -> NamedState:
     """Return an optimizer's state by names; sharded values as ShardedValue on the optimizer's own tensors."""
     names = parameter_names(model, optimizer)
     places = flat_places(runtime)
@@ -78,7 +78,7 @@ def load_named_state(
         for parameter, every in names.items()
         for name in every
     }
-    named = by_names(given, [[names[each] for each in group["params"]] for group in optimizer.param_groups])
+    named = name_state(given, [[names[each] for each in group["params"]] for group in optimizer.param_groups])
     elementwise = _elementwise(named["state"], shapes)
     settings = _settings(named["param_groups"])
     state: dict[int, dict[str, Any]] = {}
@@ -126,7 +126,7 @@ def plain_optimizer_state(named: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": {numbers[name]: dict(each) for name, each in named["state"].items()}, "param_groups": groups}
 
 
-def by_names(given: Mapping[str, Any], names: Sequence[Sequence[Sequence[str]]]) -> NamedState:
+def name_state(given: Mapping[str, Any], names: Sequence[Sequence[Sequence[str]]]) -> NamedState:
     """Name a numbered optimizer state; numbers count through groups of parameters with these names."""
     if not {"state", "param_groups"} <= given.keys():
         raise InputError(

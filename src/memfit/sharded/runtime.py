@@ -34,7 +34,7 @@ from memfit.sharded.comm import CollectiveError, RankMismatch, ShardComm, Transf
 from memfit.sharded.options import Precision, Schedule
 from memfit.sharded.order import Order
 from memfit.sharded.unit import Run, RunHook, State, Unit
-from memfit.sharded.values import mapped, tensors_in
+from memfit.sharded.values import map_values, tensors_in
 from memfit.torch_private.autograd import base_of, current_graph_task_id, in_backward, queue_callback
 from memfit.torch_private.frames import frame_above
 from memfit.torch_private.modules import CALL_CODE
@@ -131,12 +131,12 @@ class Runtime:
                     each.register_hook(hook)
             return marked
 
-        return mapped((args, kwargs), mark)
+        return map_values((args, kwargs), mark)
 
     def after_forward(self, unit: Unit, run: Run | None, inputs: Any, output: Any) -> Any:
         """Hook the outputs' gradients, and reshard what the backward gathers again."""
         self._leave(unit)
-        output = mapped(output, lambda tensor: self._own(unit, tensor))
+        output = map_values(output, lambda tensor: self._own(unit, tensor))
         watched = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if run is not None else []
         if run is not None and watched:
             self._watch(run, inputs, watched)
@@ -392,7 +392,7 @@ class Runtime:
             return args, kwargs
         if precision.full_in_eval and not unit.module.training:
             return args, kwargs
-        return mapped((args, kwargs), lambda tensor: _cast(tensor, wanted))
+        return map_values((args, kwargs), lambda tensor: _cast(tensor, wanted))
 
 
 def _module_call() -> FrameType | None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from memfit.errors import StateError
 from memfit.sharded.comm import ShardComm
-from memfit.sharded.flat_param import Box, FlatShard, Layout, Slot, boxes
+from memfit.sharded.flat_param import Box, FlatShard, Layout, Slot, split_into_boxes
 from memfit.sharded.runtime import Runtime
 from memfit.sharded.unit import State, Unit
 from memfit.torch_private.dispatch import disabled_torch_function
@@ -93,7 +93,7 @@ class ShardedValue(torch.Tensor):
     def _boxes(self) -> list[Box]:
         if not self.slot.elements:  # a tensor without elements has one box, on every rank
             return [Box(offsets=(0,) * len(self.slot.shape), sizes=self.slot.shape)]
-        return boxes(self.slot.shape, self.begin, self.end)
+        return split_into_boxes(self.slot.shape, self.begin, self.end)
 
     def __create_write_items__(self, fqn: str, value: ShardedValue) -> list[WriteItem]:
         return [

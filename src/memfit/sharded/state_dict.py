@@ -13,7 +13,7 @@ from memfit.errors import InputError, StateError
 from memfit.sharded.flat_param import FlatShard
 from memfit.sharded.full_parameters import gather_alike, gather_shard
 from memfit.sharded.fully_shard import get_runtime
-from memfit.sharded.optimizer_state import NamedState, flat_places, load_named_state, named_state, parameter_names
+from memfit.sharded.optimizer_state import NamedState, flat_places, get_named_state, load_named_state, parameter_names
 from memfit.sharded.runtime import Runtime
 from memfit.sharded.sharded_value import ShardedValue
 
@@ -31,7 +31,7 @@ def sharded_state_dict(
     if optimizer is not None:
         if to_load:
             make_optimizer_state(optimizer)
-        found["optimizer"] = named_state(model, runtime, optimizer)
+        found["optimizer"] = get_named_state(model, runtime, optimizer)
     return found
 
 
@@ -124,7 +124,7 @@ def _full_model(model: nn.Module, runtime: Runtime, keeps: bool, cpu: bool) -> d
 def _full_optimizer(
     model: nn.Module, runtime: Runtime, optimizer: torch.optim.Optimizer, keeps: bool, cpu: bool
 ) -> NamedState:
-    named = named_state(model, runtime, optimizer)
+    named = get_named_state(model, runtime, optimizer)
     names = {every[0]: parameter for parameter, every in parameter_names(model, optimizer).items()}
     places = flat_places(runtime)
     sharded: dict[tuple[FlatShard, str, torch.dtype], list[tuple[str, int, ShardedValue]]] = defaultdict(list)

@@ -72,7 +72,9 @@ def search(
     nothing = np.full(len(program.candidates), NO_INDEX, np.int64)
     if not any(candidate.forced for candidate in program.candidates) and program.fits(nothing):
         return _result(program, nothing, Status.OPTIMAL, 0.0, began, 0, 0)
-    known = [choice for choice in (start, most_freed(program)) if choice is not None and usable(program, choice)]
+    known = [
+        choice for choice in (start, choose_most_freed(program)) if choice is not None and is_usable(program, choice)
+    ]
     best = min(known, key=program.recompute_ms, default=None)
     best_ms = math.inf if best is None else program.recompute_ms(best)
 
@@ -146,7 +148,7 @@ def _by_dp(
     choice = found.choice
     raised: dict[int, int] = {}
     for _ in range(_REPAIRS):
-        if choice is None or usable(program, choice):
+        if choice is None or is_usable(program, choice):
             break
         for index, needed in violated_requirements(program, choice).items():
             raised[index] = max(needed, raised.get(index, needed))
@@ -154,7 +156,7 @@ def _by_dp(
         choice = None
         if stricter is not None:
             choice = stricter.solve(gap=limits.gap, deadline=deadline, widths=WIDTHS[:2]).choice
-    return found.bound_ms, choice if choice is not None and usable(program, choice) else None
+    return found.bound_ms, choice if choice is not None and is_usable(program, choice) else None
 
 
 def _by_classes(
@@ -178,13 +180,13 @@ def _by_classes(
         if not relaxed.values:
             break
         assigned = [model.assign(relaxed.values, largest_first=order) for order in (True, False)]
-        plans += [choice for choice in assigned if usable(program, choice)]
+        plans += [choice for choice in assigned if is_usable(program, choice)]
         if plans or not model.add_broken_rows(assigned[0]):
             break
     return bound, plans, model.milp.rows, model.milp.columns
 
 
-def most_freed(program: Program) -> Choice:
+def choose_most_freed(program: Program) -> Choice:
     """Return the choice that drops the most: a first answer, so that there is one however short the time is."""
     count = len(program.candidates)
     inside: list[list[int]] = [[] for _ in range(count)]
@@ -212,7 +214,7 @@ def most_freed(program: Program) -> Choice:
     return choice
 
 
-def usable(program: Program, choice: Choice) -> bool:
+def is_usable(program: Program, choice: Choice) -> bool:
     """Return whether a choice holds every row of the full program."""
     forced = all(choice[index] != NO_INDEX for index, candidate in enumerate(program.candidates) if candidate.forced)
     return forced and not program.nested(choice) and program.fits(choice)
@@ -232,7 +234,7 @@ def _by_milp(
     bound = max(bound_ms, solved.bound) if math.isfinite(solved.bound) else bound_ms
     if solved.values:
         found = [choice for choice in (best, full.choice_of(solved.values)) if choice is not None]
-        best = min((choice for choice in found if usable(program, choice)), key=program.recompute_ms, default=None)
+        best = min((choice for choice in found if is_usable(program, choice)), key=program.recompute_ms, default=None)
     if best is None:
         return _result(program, None, Status.UNKNOWN, bound, began, rows, columns)
     proven = solved.status is Status.OPTIMAL or program.recompute_ms(best) <= bound + SAME_MS

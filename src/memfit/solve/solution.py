@@ -317,6 +317,6 @@ def _check_forced(options: SolveOptions, candidates: Sequence[Candidate], units:
             raise InputError(f"{candidate.unit.name!r} lies inside {outer!r}, and both are forced; leave one out")
 
 
-def nothing(problem: Problem) -> Choice:
+def choose_nothing(problem: Problem) -> Choice:
     """Return the choice that checkpoints nothing."""
     return np.full(len(problem.candidates), NO_INDEX, np.int64)

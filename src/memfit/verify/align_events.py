@@ -114,7 +114,7 @@ class Places:
         return filling
 
 
-def filled(places: Places, rise: Rise, resident: Filling) -> Filling:
+def find_filling(places: Places, rise: Rise, resident: Filling) -> Filling:
     """Return what fills the measured peak, given what is there when the step begins.
 
     As in a prediction, results of the op that runs there count as such, also when at its highest point it has scratch
@@ -174,7 +174,9 @@ def _align_events(places: Places, made: Sequence[tuple[int, int]], events: Seque
     kept = [
         (index, within)
         for (index, event), within in zip(
-            ((index, event) for index, event in enumerate(events) if event.bytes > 0), outlived(events), strict=True
+            ((index, event) for index, event in enumerate(events) if event.bytes > 0),
+            find_outlived_ops(events),
+            strict=True,
         )
         if within or not event.ops
     ]
@@ -211,7 +213,7 @@ def _results(places: Places, made: Sequence[tuple[int, int]], numbers: dict[int,
     }
 
 
-def outlived(events: Sequence[AllocatorEvent]) -> list[tuple[str, ...]]:
+def find_outlived_ops(events: Sequence[AllocatorEvent]) -> list[tuple[str, ...]]:
     """Return, for each allocation among the events, the ops that it happened in and outlived.
 
     What is freed within an op is scratch of it, not its result.
@@ -237,7 +239,7 @@ def align_sizes(
 ) -> list[int]:
     """Return the index of the predicted size that each measured one is aligned with, or -1 (Note [Alignment]).
 
-    `within` are the ops that each measured one may be a result of (`outlived`), `ops` the op of each predicted one.
+    `within` are the ops that each measured one may be a result of (`find_outlived_ops`), `ops` the op of each predicted one.
     """
     found = [-1] * len(measured)
     here, there = np.asarray(measured, np.int64), np.asarray(predicted, np.int64)

@@ -63,7 +63,7 @@ class Outcome:
 
 
 @contextlib.contextmanager
-def recorded(model: nn.Module) -> Iterator[Outcome]:
+def record_outcome(model: nn.Module) -> Iterator[Outcome]:
     """Record the losses and the last gradients of the steps that run in the block."""
     outcome = Outcome()
     with contextlib.ExitStack() as stack:
@@ -113,17 +113,17 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     return memory.view(dense.shape).copy_(dense)
 
 
-def outcome_differences(planned: Outcome, plain: Outcome, step: int) -> list[Difference]:
+def compare_outcomes(planned: Outcome, plain: Outcome, step: int) -> list[Difference]:
     """Return losses and gradients of one step that are not the same."""
     names = [f"{number}" for number in range(max(len(planned.losses), len(plain.losses)))]
     losses = [dict(zip(names, each.losses, strict=False)) for each in (planned, plain)]
     return [
-        *differences("loss", losses[0], losses[1], step),
-        *differences("gradient", planned.gradients, plain.gradients, step),
+        *compare_tensors("loss", losses[0], losses[1], step),
+        *compare_tensors("gradient", planned.gradients, plain.gradients, step),
     ]
 
 
-def differences(
+def compare_tensors(
     kind: str, planned: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor], step: int
 ) -> list[Difference]:
     """Return the tensors of one kind that are not the same bit for bit, the largest difference first."""

@@ -70,7 +70,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def asked_bytes(error: BaseException) -> int | None:
+def parse_asked_bytes(error: BaseException) -> int | None:
     """Return how much the failed allocation asked for; CUDA's allocator says it with three digits only."""
     for pattern, unit in _ASKED:
         found = pattern.search(str(error))
@@ -79,7 +79,7 @@ def asked_bytes(error: BaseException) -> int | None:
     return None
 
 
-def failed_at(error: BaseException, model: nn.Module, *, in_step: bool, in_optimizer: bool) -> FailedAt:
+def locate_failure(error: BaseException, model: nn.Module, *, in_step: bool, in_optimizer: bool) -> FailedAt:
     """Locate the failure by the traceback (Note [Where it failed])."""
     paths = {id(module): path for path, module in model.named_modules()}
     phase = Phase.LOSS if in_step else None

@@ -45,7 +45,7 @@ class Rise:
     peak_event: int = -1
 
 
-def measured_rise(run: Callable[[], None], device: torch.device, first: Callable[[], None] | None = None) -> Rise:
+def measure_rise(run: Callable[[], None], device: torch.device, first: Callable[[], None] | None = None) -> Rise:
     """Run a step twice and measure the second time; `first` is what runs it the first time, `run` itself by default.
 
     The garbage collector is off meanwhile, or cycles would be freed at other ops each time.
@@ -98,14 +98,14 @@ def step_ms(run: Callable[[], None], device: torch.device) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def module_forward_ms(run: Callable[[], None], model: nn.Module, device: torch.device) -> dict[str, float]:
+def measure_forward_ms(run: Callable[[], None], model: nn.Module, device: torch.device) -> dict[str, float]:
     """Run a step and return the milliseconds each module spends in its own forward, without the modules inside it."""
     with _timed_modules(model, device) as spent:
         run()
     return spent
 
 
-def predicted_forward_ms(trace: Trace, step_ms: float) -> dict[str, float]:
+def predict_forward_ms(trace: Trace, step_ms: float) -> dict[str, float]:
     """Scale the modules' forward times in the roofline to a step that takes `step_ms`."""
     runtime = Runtime.of(trace, Roofline())
     scale = step_ms / runtime.total_ms if runtime.total_ms else 0.0

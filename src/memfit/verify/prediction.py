@@ -16,7 +16,7 @@ from memfit.solve import replay
 from memfit.tradeoff import TraceColumns, units
 
 
-def captured_for(plan: Plan, step: Step) -> Trace:
+def capture_for_plan(plan: Plan, step: Step) -> Trace:
     """Capture the step; raise `PlanMismatch` when the plan is for another step.
 
     A trace tells whether its optimizer had state when it was captured. A plan for either is a plan for both.
@@ -37,7 +37,7 @@ def captured_for(plan: Plan, step: Step) -> Trace:
     return found
 
 
-def replayed(plan: Plan, captured: Trace, *, planned: bool = True) -> Timeline:
+def replay_plan(plan: Plan, captured: Trace, *, planned: bool = True) -> Timeline:
     """Return the timeline of the step with the plan's units checkpointed, or with none."""
     trace_columns = TraceColumns.of(captured, np.zeros(len(captured.ops)))
     found = {unit.name: unit for unit in units(captured)}

@@ -29,19 +29,19 @@ from memfit.errors import InputError
 from memfit.plans import Plan
 from memfit.torch_private.storages import storage_key
 from memfit.units import display_bytes
-from memfit.verify.align_events import Filling, Places, filled
+from memfit.verify.align_events import Filling, Places, find_filling
 from memfit.verify.exactness import (
     Difference,
     Exactness,
     Outcome,
-    differences,
+    compare_outcomes,
+    compare_tensors,
     host_copy,
-    outcome_differences,
-    recorded,
+    record_outcome,
 )
 from memfit.verify.faults import is_out_of_memory
-from memfit.verify.measure import Rise, free_bytes, measured_rise, module_forward_ms, predicted_forward_ms, step_ms
-from memfit.verify.prediction import captured_for, replayed
+from memfit.verify.measure import Rise, free_bytes, measure_forward_ms, measure_rise, predict_forward_ms, step_ms
+from memfit.verify.prediction import capture_for_plan, replay_plan
 from memfit.verify.resolve import check_plan, real_step, resolve_step
 from memfit.verify.state import Found, same_generators, tensors_in
 from memfit.verify.verification import MEMORY_TOLERANCE, TIME_TOLERANCE, BytesCheck, MsCheck, Verification
@@ -98,8 +98,8 @@ class _Verifier:
         self.found = Found(step, model)
         self._own_flags = _flags(step.optimizer)
         with self.found.kept(), unplanned(model):
-            self.trace: Trace = captured_for(plan, step)
-        self.places = Places(replayed(plan, self.trace))
+            self.trace: Trace = capture_for_plan(plan, step)
+        self.places = Places(replay_plan(plan, self.trace))
         self.planned_step = step if step.loss is None else replace(step, loss=plan.loss(step.loss))
 
     def run(self) -> None:
@@ -123,7 +123,7 @@ class _Verifier:
         by_category: tuple[BytesCheck, ...] = ()
         by_module: tuple[BytesCheck, ...] = ()
         if planned.rise.events:
-            at_peak = filled(self.places, planned.rise, planned.resident)
+            at_peak = find_filling(self.places, planned.rise, planned.resident)
             categories = self.predicted.peak_by_category or predicted.by_category
             by_category = _beside({c.value: n for c, n in categories.items()}, _values(at_peak))
             by_module = _beside(predicted.by_module, at_peak.by_module)
@@ -185,7 +185,7 @@ class _Verifier:
         left: dict[str, dict[str, torch.Tensor]] = {}
 
         def compared() -> None:
-            with recorded(self.model) as outcome:
+            with record_outcome(self.model) as outcome:
                 self.run()
             outcomes.append(outcome)
 
@@ -202,9 +202,9 @@ class _Verifier:
             elif plain and self.plan.optimizer is not None:
                 last_compared()
                 with self._own_optimizer():
-                    rise = measured_rise(self.run, self.device)
+                    rise = measure_rise(self.run, self.device)
             else:
-                rise = measured_rise(self.run, self.device, first=last_compared)
+                rise = measure_rise(self.run, self.device, first=last_compared)
             return _Observed(outcomes, left, rise, self._resident())
 
     def _left(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -281,10 +281,10 @@ class _Verifier:
 
     def _module_ms(self, *, without: bool) -> dict[str, float]:
         with unplanned(self.model) if without else contextlib.nullcontext():
-            return module_forward_ms(self.run, self.model, self.device)
+            return measure_forward_ms(self.run, self.model, self.device)
 
     def _forwards(self, measured: dict[str, float]) -> tuple[MsCheck, ...]:
-        predicted = predicted_forward_ms(self.trace, self.plan.baseline.step_ms)
+        predicted = predict_forward_ms(self.trace, self.plan.baseline.step_ms)
         return tuple(
             MsCheck(name=name, predicted_ms=predicted.get(name, 0.0), measured_ms=measured[name])
             for name in sorted(measured, key=lambda name: -measured[name])
@@ -302,10 +302,10 @@ def _differences(planned: _Observed, plain: _Observed) -> list[Difference]:
     found = [
         each
         for number, (one, other) in enumerate(zip(planned.outcomes, plain.outcomes, strict=True))
-        for each in outcome_differences(one, other, number)
+        for each in compare_outcomes(one, other, number)
     ]
     for kind, tensors in planned.left.items():
-        found += differences(kind, tensors, plain.left[kind], len(planned.outcomes) - 1)
+        found += compare_tensors(kind, tensors, plain.left[kind], len(planned.outcomes) - 1)
     return sorted(found, key=lambda each: -each.largest)
 
 

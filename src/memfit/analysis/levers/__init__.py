@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from memfit.analysis.levers.case import Basis, Case, Lever, enough, in_order
+from memfit.analysis.levers.case import Basis, Case, Lever, describe_shortfall, sort_levers
 from memfit.analysis.levers.changed_steps import loss, micro_batch, optimizer, precision
 from memfit.analysis.levers.lifetimes import gradients, holding
 from memfit.analysis.levers.offload import offload
 from memfit.analysis.levers.replanned import checkpointing, sharding
 
-__all__ = ["LEVERS", "Basis", "Case", "Lever", "enough", "find_levers"]
+__all__ = ["LEVERS", "Basis", "Case", "Lever", "describe_shortfall", "find_levers"]
 
 LEVERS: dict[str, Callable[[Case], Iterator[Lever]]] = {
     "results that are held": holding,
@@ -33,4 +33,4 @@ def find_levers(case: Case, watch: Callable[[str], None] | None = None) -> tuple
         if watch is not None:
             watch(what)
         found += [lever for lever in family(case) if case.matters(lever.saves_bytes)]
-    return in_order(found)
+    return sort_levers(found)

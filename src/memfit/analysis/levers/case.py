@@ -260,13 +260,13 @@ class Lever:
         return None if self.costs_ms is None or self.costs_ms <= 0 else self.saves_bytes / self.costs_ms
 
 
-def enough(lever: Lever, budget_bytes: int) -> str:
+def describe_shortfall(lever: Lever, budget_bytes: int) -> str:
     """Say whether a step that does not fit a budget does with this lever alone, or what is still missing."""
     missing = lever.peak_bytes - budget_bytes
     return "enough by itself" if missing <= 0 else f"{display_bytes(missing)} missing"
 
 
-def in_order(levers: list[Lever]) -> tuple[Lever, ...]:
+def sort_levers(levers: list[Lever]) -> tuple[Lever, ...]:
     """Sort levers: free ones first, then by bytes saved per millisecond, then those of unknown time.
 
     What saves next to nothing comes last.

@@ -188,7 +188,7 @@ def micro_batch(case: Case) -> Iterator[Lever]:
         case.left_out.append(f"{what}: a batch of {found} cannot be halved")
         return
     times = 2 * step.accumulation_steps
-    changed = replace(step.with_batch(halved(step.batch)), accumulation_steps=times)
+    changed = replace(step.with_batch(halve_batch(step.batch)), accumulation_steps=times)
     captured = case.captured(changed, what=what, advice=_ADVICE)
     if captured is not None:
         yield case.lever(
@@ -209,7 +209,7 @@ def batch_rows(batch: Any) -> int | None:
     return sizes.pop() if len(sizes) == 1 and not strange else None
 
 
-def halved(batch: Any) -> Any:
+def halve_batch(batch: Any) -> Any:
     """Return the batch with half as many rows and no data; a tensor that is in two places stays one."""
     leaves, shape = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
     halves = {id(leaf): _half(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
@@ -244,7 +244,7 @@ def precision(case: Case) -> Iterator[Lever]:
                 option = "--autocast bfloat16"
                 yield case.lever(name, how, case.effect(captured), "captured", same_numbers=False, option=option)
         name = "bfloat16 parameters, gradients and state"
-        captured = case.captured(in_bfloat16(case.step), what=name)
+        captured = case.captured(cast_to_bfloat16(case.step), what=name)
         if captured is not None:
             how = "model.to(torch.bfloat16) before the optimizer is made, and inputs that are float32"
             yield case.lever(name, how, case.effect(captured), "captured", same_numbers=False)
@@ -274,7 +274,7 @@ def _sums(case: Case) -> Iterator[Lever]:
     yield case.lever(name, how, effect, "captured", same_numbers=False, option="--reduce-dtype bfloat16")
 
 
-def in_bfloat16(step: Step) -> Step:
+def cast_to_bfloat16(step: Step) -> Step:
     """Return the step with model and inputs in bfloat16. What exists is copied without its data and left as it was."""
     given = step.model
     if isinstance(given, nn.Module):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from memfit.cli.options import Count, HardwareOptions, Json, SolverOptions, StepOptions, TimedStepOptions, arg
 from memfit.cli.output import say, show_result
 from memfit.cli.problems import STOPPED, UsageError
-from memfit.cli.resolve import ResolvedStep, captured, resolve_steps, resolve_target, solve_options
+from memfit.cli.resolve import ResolvedStep, capture_step, resolve_steps, resolve_target, solve_options
 
 if TYPE_CHECKING:
     from memfit.capture import Step, Trace
@@ -64,7 +64,7 @@ class Search:
         if self.over == "ranks" or any(names):
             first = self._step_at(steps, min(values) if values else _FIRST[self.over])
         target = resolve_target(self.hardware, first)
-        trace = None if first is None or not any(names) else captured(first, target)
+        trace = None if first is None or not any(names) else capture_step(first, target)
         options = solve_options(self.solver, trace, several_ranks=self.over == "ranks" or target.ranks > 1)
         code = 0
         try:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.holders import allocation_bytes, rounded
+from memfit.analysis.holders import allocation_bytes, round_to_block
 from memfit.analysis.report import Report
 from memfit.capture import NO_INDEX, Category, Phase
 from memfit.capture.trace_types import short
@@ -44,11 +44,11 @@ _Kind = tuple[str, str, Category, bool, int]
 """Name and module without their numbers, category, whether a second run makes it, bytes."""
 
 
-def drawn(report: Report, timeline: Timeline, strings: Strings) -> dict[str, Any]:
+def draw_timeline(report: Report, timeline: Timeline, strings: Strings) -> dict[str, Any]:
     """Return one timeline for the page; texts are indices into `strings`."""
     trace, ops = timeline.trace, len(timeline.trace.ops)
     phases, runs = _phases(timeline), _second_runs(timeline)
-    instants = drawn_instants(timeline.during_bytes, (edge for span in (*phases, *runs) for edge in span[1:]))
+    instants = choose_instants(timeline.during_bytes, (edge for span in (*phases, *runs) for edge in span[1:]))
     starts_ms = build_clock(report, timeline).begins_ns / 1e6
     phase_at = np.zeros(len(timeline.op), np.int64)
     for phase, begin, end in phases:
@@ -66,7 +66,7 @@ def drawn(report: Report, timeline: Timeline, strings: Strings) -> dict[str, Any
         op.append(strings[short(found.name)])
         module.append(NO_INDEX if found.call == NO_INDEX else strings[module_label(trace.calls[found.call].module)])
         source.append(strings[trace.source_of(number)] if trace.source_of(number) else NO_INDEX)
-        work.append(rounded(found.workspace_bytes, timeline.rounding_bytes))
+        work.append(round_to_block(found.workspace_bytes, timeline.rounding_bytes))
     groups, alive = _alive(timeline, instants, strings)
     edges_ms = np.append(starts_ms, starts_ms[-1])
     return {
@@ -100,7 +100,7 @@ def drawn(report: Report, timeline: Timeline, strings: Strings) -> dict[str, Any
     }
 
 
-def drawn_instants(levels: Ints, edges: Iterable[int], points: int = POINTS) -> Ints:
+def choose_instants(levels: Ints, edges: Iterable[int], points: int = POINTS) -> Ints:
     """Return the instants to draw (Note [Points])."""
     count = len(levels)
     if count <= points:
