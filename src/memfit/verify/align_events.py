@@ -239,7 +239,8 @@ def align_sizes(
 ) -> list[int]:
     """Return the index of the predicted size that each measured one is aligned with, or -1 (Note [Alignment]).
 
-    `within` are the ops that each measured one may be a result of (`find_outlived_ops`), `ops` the op of each predicted one.
+    `within` are the ops that each measured one may be a result of (`find_outlived_ops`), `ops` the op of each predicted
+    one.
     """
     found = [-1] * len(measured)
     here, there = np.asarray(measured, np.int64), np.asarray(predicted, np.int64)
