@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from memfit.cli import main
-from memfit.cli.command import command_class, parsed
+from memfit.cli.command import command_class, parse_command
 from memfit.presets import Shape, load_shape
 from memfit.presets.models.llama import LlamaSizes
 
@@ -87,7 +87,7 @@ def test_every_command_can_be_written_so() -> None:
     in_table = [line for row in rows().values() for line in re.findall(r"`memfit ([^`]+)`", row[1])]
     for line in [*commands(), *in_table]:
         name, *arguments = shlex.split(line)
-        assert isinstance(parsed(name, arguments), command_class(name)), line
+        assert isinstance(parse_command(name, arguments), command_class(name)), line
 
 
 @pytest.mark.usefixtures("narrow")

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from memfit import Step
-from memfit.verify.measure import measured_rise
+from memfit.verify.measure import measure_rise
 
 from .models import Case
 
@@ -43,7 +43,7 @@ class Run:
         """Absolute: what is resident when a step begins, and the highest rise above it by the allocator's events."""
         for _ in range(2):
             self.step()
-        self.peak_bytes = self.resident_bytes + measured_rise(self.step, torch.device("cpu")).rise_bytes
+        self.peak_bytes = self.resident_bytes + measure_rise(self.step, torch.device("cpu")).rise_bytes
 
     def measure_time(self) -> None:
         """One step; cycles are collected before it and not in it."""

@@ -58,7 +58,7 @@ def _target(path: str | os.PathLike[str], example: str) -> Path:
 
 
 def _is_special(target: Path) -> bool:
-    """Whether it is there and no file, such as /dev/null or a pipe, which must not be replaced by one."""
+    """Return whether a path is an existing non-regular file (a pipe, a device), which must not be replaced."""
     return target.exists() and not target.is_file()
 
 

@@ -6,7 +6,7 @@ from rich.console import Console
 
 
 class Progress:
-    """Shows what is being done while its block runs; shows nothing without `show`, or where no terminal is."""
+    """Spinner that shows what is being done inside its block; silent without `show` or a terminal."""
 
     def __init__(self, doing: str, *, show: bool = True) -> None:
         self._doing = doing
@@ -14,7 +14,7 @@ class Progress:
         self._spinner = console.status(f"{doing} …") if show and console.is_terminal else None
 
     def add(self, more: str) -> None:
-        """Show more of it, after what is being done."""
+        """Append details to the spinner's text."""
         self.update(f"{self._doing}: {more}")
 
     def update(self, doing: str) -> None:

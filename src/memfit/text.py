@@ -1,11 +1,11 @@
-"""Text of results: JSON that people compare line by line, tables without a terminal, counted things."""
+"""Text of results: JSON to compare line by line, tables, counts, and guesses at misspelt names."""
 
 from __future__ import annotations
 
 import difflib
 import io
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,17 +52,32 @@ def render_text(report: RenderableType) -> str:
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
-def number_table(*names: str, title: str | None = None, left: int = 1) -> Table:
-    """Return a table without edges: `left` columns of text, which fold, then columns of numbers, which do not."""
+def edgeless_table(title: str | None = None) -> Table:
+    """Return a table without edges; its columns are still to be added."""
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+    return Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
+
+
+def number_table(*names: str, title: str | None = None, left: int = 1, words: Collection[str] = ()) -> Table:
+    """Return a table without edges: `left` columns of text, which fold, then columns of numbers, which do not.
+
+    Columns whose names are in `words` are text too.
+    """
+    table = edgeless_table(title)
     for place, name in enumerate(names):
-        if place < left:
+        if place < left or name in words:
             table.add_column(name, overflow="fold")
         else:
             table.add_column(name, justify="right", no_wrap=True)
     return table
+
+
+def caption_more(table: Table, rows: int, shown: int) -> None:
+    """Say below a table how many rows are not shown."""
+    if rows > shown:
+        table.caption = f"and {rows - shown} more"
+        table.caption_justify = "left"
 
 
 def counted(number: int, name: str) -> str:
@@ -70,6 +85,12 @@ def counted(number: int, name: str) -> str:
     return f"{number} {name}" if number == 1 else f"{number} {name}s"
 
 
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the name that may have been meant, None when none is near."""
-    return next(iter(difflib.get_close_matches(name, list(names), n=1)), None)
+def close_names(name: str, names: Iterable[str], *, most: int = 1, cutoff: float = 0.6) -> list[str]:
+    """Return the names that may have been meant, the closest first."""
+    return difflib.get_close_matches(name, list(names), n=most, cutoff=cutoff) if most else []
+
+
+def did_you_mean(close: Iterable[str], otherwise: str) -> str:
+    """Ask whether one of these was meant; say something else where there is none."""
+    shown = " or ".join(dict.fromkeys(close))
+    return f"did you mean {shown}?" if shown else otherwise

@@ -105,7 +105,7 @@ def _fraction_of(fraction: float | Fraction, total_bytes: int | None, written: o
 
 
 def _with_unit(number: str) -> str:
-    """What to write for a number that may be GiB, MiB or a part of the device."""
+    """Say what to write for a number that may be GiB, MiB or a part of the device."""
     amount = Fraction(number.replace("_", ""))
     if amount <= 0:
         return _HOW
@@ -116,7 +116,7 @@ def _with_unit(number: str) -> str:
 
 
 def _instead(size: float) -> str:
-    """What to write for a number above 1: few must be GiB, many bytes."""
+    """Say what to write for a number above 1: few must be GiB, many bytes."""
     if size < KiB:
         return f"for GiB write '{size:g}GiB'"
     return f"for bytes write {math.floor(size)}, or '{size / 1e9:g}GB'"

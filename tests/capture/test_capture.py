@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memfit
-from memfit.capture import NEVER, Category, Phase, Step, check_trace
+from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Phase, Step, check_trace
 
 
 class Block(nn.Module):
@@ -92,7 +92,9 @@ def test_categories_of_a_linear_layer() -> None:
     assert total[Category.GRADIENT] == parameters
     assert total[Category.OPTIMIZER_STATE] == 2 * parameters + 2 * 4, "two moments and a counter for each parameter"
     assert total[Category.INPUT] == 4 * 2 * 8
-    assert all(storage.alloc_at == NEVER for storage in trace.storages if storage.category is Category.OPTIMIZER_STATE)
+    assert all(
+        storage.alloc_at == BEFORE_STEP for storage in trace.storages if storage.category is Category.OPTIMIZER_STATE
+    )
 
 
 def test_what_autograd_saves_is_marked() -> None:
@@ -154,8 +156,8 @@ def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
     model[0].requires_grad_(False)
     trace = traced(model, torch.randn(2, 8), loss=lambda output, _: output.sum())
     by_name = {parameter.names[0]: parameter for parameter in trace.parameters}
-    assert by_name["0.weight"].gradient == NEVER and by_name["0.weight"].state == ()
-    assert by_name["1.weight"].gradient != NEVER and len(by_name["1.weight"].state) == 3
+    assert by_name["0.weight"].gradient == NO_INDEX and by_name["0.weight"].state == ()
+    assert by_name["1.weight"].gradient != NO_INDEX and len(by_name["1.weight"].state) == 3
 
 
 def test_accumulation_repeats_forward_and_backward() -> None:
@@ -174,9 +176,9 @@ def test_clipping_is_captured() -> None:
 def test_gradients_may_outlive_the_step() -> None:
     options = {"loss": lambda output, _: output.sum(), "optimizer": None}
     kept = traced(nn.Linear(4, 4), torch.randn(2, 4), zero_grad=False, **options)
-    assert all(s.free_after == NEVER for s in kept.storages if s.category is Category.GRADIENT)
+    assert all(s.free_after == AFTER_STEP for s in kept.storages if s.category is Category.GRADIENT)
     freed = traced(nn.Linear(4, 4), torch.randn(2, 4), **options)
-    assert all(s.free_after != NEVER for s in freed.storages if s.category is Category.GRADIENT)
+    assert all(s.free_after != AFTER_STEP for s in freed.storages if s.category is Category.GRADIENT)
 
 
 def test_recomputation_of_a_checkpointed_block_is_in_backward() -> None:
@@ -313,6 +315,6 @@ def test_every_allocation_has_a_size(target: str) -> None:
     check_trace(trace)
     for op in trace.ops:
         for ref in op.outputs:
-            if ref.storage != NEVER and ref.shape:
+            if ref.storage != NO_INDEX and ref.shape:
                 itemsize = getattr(torch, ref.dtype).itemsize
                 assert trace.storages[ref.storage].bytes >= itemsize * (math.prod(ref.shape) > 0)

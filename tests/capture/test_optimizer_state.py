@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.capture import NEVER, Category, Step, check_trace
+from memfit.capture import BEFORE_STEP, Category, Step, check_trace
 from memfit.memory import Timeline, measured
 
 GPU = "h100-sxm"
@@ -42,7 +42,7 @@ def traced(step: Step, target: str) -> memfit.Trace:
 
 def state_bytes(trace: memfit.Trace) -> int:
     """The optimizer state that the step begins with."""
-    kept = (s for s in trace.storages if s.category is Category.OPTIMIZER_STATE and s.alloc_at == NEVER)
+    kept = (s for s in trace.storages if s.category is Category.OPTIMIZER_STATE and s.alloc_at == BEFORE_STEP)
     return sum(storage.bytes for storage in kept)
 
 
@@ -172,7 +172,7 @@ def test_a_step_that_gives_parameters_new_data_keeps_their_record() -> None:
     trace = traced(a_step(build(), cases.NewData), "cpu")
     for parameter in trace.parameters:
         assert trace.storages[parameter.storage].category is Category.PARAMETER
-        assert trace.storages[parameter.storage].alloc_at == NEVER
+        assert trace.storages[parameter.storage].alloc_at == BEFORE_STEP
 
 
 SINGLE, LISTS, FUSED_STEP = {"foreach": False}, {"foreach": True}, {"fused": True}

@@ -12,7 +12,7 @@ from rich.text import Text
 from torch import nn
 
 import memfit
-from memfit.cli.output import escaped, printable
+from memfit.cli.output import escape, make_printable
 
 STRANGE = "a\nb\x1b[31m\x9b2J\r\u202e"
 
@@ -54,7 +54,7 @@ def test_a_row_of_a_table_stays_a_row() -> None:
     table = Table("module", title="two\nlines")
     table.add_row(STRANGE)
     table.add_row(Text(STRANGE, style="bold"))
-    plain = printable(Group(table, Text("two\nlines")))
+    plain = make_printable(Group(table, Text("two\nlines")))
     cells = list(plain.renderables[0].columns[0].cells)
     assert cells[0] == r"a\nb\x1b[31m\x9b2J\r\u202e" and r"a\nb\x1b[31m\x9b2J" in cells[1].plain
     assert plain.renderables[0].title == plain.renderables[1].plain == "two\nlines"
@@ -74,4 +74,4 @@ def test_how_a_lever_is_done_is_in_lines_and_names_stay_in_theirs(run: Runner, t
 
 def test_what_is_fit_to_print_stays_as_it_is() -> None:
     for text in ("layers.0-31", "été, 層, 🙂", "two\nlines", "a\tb"):
-        assert escaped(text) == text
+        assert escape(text) == text

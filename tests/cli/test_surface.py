@@ -14,7 +14,7 @@ import surface
 from command_runner import Runner
 
 import memfit.cli
-from memfit.cli.command import COMMANDS, command_class, parsed
+from memfit.cli.command import COMMANDS, command_class, parse_command
 from memfit.plans import Plan
 from memfit.solve import Limits, SolveOptions
 from memfit.verify.verification import MEMORY_TOLERANCE, TIME_TOLERANCE
@@ -64,4 +64,4 @@ def test_every_command_that_help_and_docs_show_can_be_written_so() -> None:
     assert {line.split()[0] for line in shown} == set(COMMANDS)
     for line in shown:
         name, *arguments = shlex.split(line)
-        assert isinstance(parsed(name, arguments), command_class(name)), line
+        assert isinstance(parse_command(name, arguments), command_class(name)), line

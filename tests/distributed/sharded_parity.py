@@ -116,9 +116,9 @@ def check_freed(model: nn.Module) -> None:
     """Fail if gathered memory is left, or gradients are not those of the shards."""
     for unit in get_runtime(model).units:
         for flat in unit.flats:
-            left = [whole for whole in flat._wholes.values() if whole.bytes and whole.allocated]
+            left = [whole for whole in flat._unsharded.values() if whole.bytes and whole.allocated]
             assert not left, f"{unit} is still gathered"
-            for whole in flat._wholes.values():
+            for whole in flat._unsharded.values():
                 assert all(parameter.grad is None for parameter in whole.parameters), unit
             assert flat._kept is None, unit
         assert not unit.in_flight, unit

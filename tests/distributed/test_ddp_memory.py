@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 
 import memfit
 from memfit import spec
-from memfit.capture import NEVER, Trace
+from memfit.capture import BEFORE_STEP, Trace
 from memfit.cost import Roofline, Runtime
 from memfit.hardware import Target
 from memfit.memory import Timeline
@@ -54,8 +54,8 @@ def predicted(case: Any) -> tuple[Trace, Sharding]:
 
 
 def resident_bytes(trace: Trace, sharding: Sharding) -> int:
-    kept = sum(s.bytes for n, s in enumerate(trace.storages) if s.alloc_at == NEVER and n not in sharding.removed)
-    return kept + sum(each.size_bytes for each in sharding.allocations if each.begin == NEVER)
+    kept = sum(s.bytes for n, s in enumerate(trace.storages) if s.alloc_at == BEFORE_STEP and n not in sharding.removed)
+    return kept + sum(each.size_bytes for each in sharding.allocations if each.begin == BEFORE_STEP)
 
 
 @pytest.mark.parametrize("name", CASES)

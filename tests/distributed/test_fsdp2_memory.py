@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 
 import memfit
 from memfit import spec
-from memfit.capture import NEVER, Category, Phase, Trace
+from memfit.capture import BEFORE_STEP, Category, Phase, Trace
 from memfit.cost import Roofline, Runtime
 from memfit.hardware import Target
 from memfit.memory import Timeline
@@ -70,12 +70,12 @@ def predicted(case: Any) -> tuple[Trace, Sharding]:
 
 def resident_bytes(trace: Trace, sharding: Sharding) -> int:
     """What is there before the step, the batch included."""
-    kept = sum(s.bytes for n, s in enumerate(trace.storages) if s.alloc_at == NEVER and n not in sharding.removed)
-    return kept + sum(each.size_bytes for each in sharding.allocations if each.begin == NEVER)
+    kept = sum(s.bytes for n, s in enumerate(trace.storages) if s.alloc_at == BEFORE_STEP and n not in sharding.removed)
+    return kept + sum(each.size_bytes for each in sharding.allocations if each.begin == BEFORE_STEP)
 
 
 def made_by_sharding(sharding: Sharding) -> list[int]:
-    return [each.size_bytes for each in sharding.allocations if each.ahead and each.begin != NEVER]
+    return [each.size_bytes for each in sharding.allocations if each.ahead and each.begin != BEFORE_STEP]
 
 
 def within(n_bytes: int, measured: list[int]) -> bool:

@@ -16,7 +16,7 @@ from torch import nn
 import memfit
 from memfit.capture import Step
 from memfit.engines import plan_of_model
-from memfit.engines.phase import needs_step
+from memfit.engines.step_position import needs_step
 from memfit.memory import measured
 from memfit.plans import Plan
 from memfit.solve import SolveOptions

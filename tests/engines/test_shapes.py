@@ -14,7 +14,7 @@ from torch import nn
 from memfit.capture import Step
 from memfit.cost import Runtime
 from memfit.engines import unit as engine
-from memfit.engines.shapes import Family, dense_stride, order_of
+from memfit.engines.shapes import InputFamily, dense_stride, order_of
 from memfit.hardware import Target
 from memfit.solve import Problem, SolveOptions, minimum_budget_bytes
 
@@ -155,4 +155,4 @@ def test_strides_of_dense_tensors_are_known_by_their_order() -> None:
 
 
 def test_a_family_with_one_member_or_none_predicts_nothing() -> None:
-    assert Family().predict((2, 3)) is None
+    assert InputFamily().predict((2, 3)) is None

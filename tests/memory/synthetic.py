@@ -7,7 +7,20 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 
-from memfit.capture import NEVER, Category, Module, ModuleCall, Op, Parameter, Phase, Storage, TensorRef, Trace
+from memfit.capture import (
+    AFTER_STEP,
+    BEFORE_STEP,
+    NO_INDEX,
+    Category,
+    Module,
+    ModuleCall,
+    Op,
+    Parameter,
+    Phase,
+    Storage,
+    TensorRef,
+    Trace,
+)
 from memfit.hardware import load_device
 
 
@@ -20,7 +33,7 @@ def op(
     *,
     reads: tuple[int, ...] = (),
     makes: tuple[int, ...] = (),
-    call: int = NEVER,
+    call: int = NO_INDEX,
     workspace: int = 0,
     source: int = 0,
     name: str = "aten.op.default",
@@ -40,19 +53,19 @@ def op(
         random=False,
         saved=False,
         mutates=(),
-        mutated_op=NEVER,
-        forward_op=NEVER,
+        mutated_op=NO_INDEX,
+        forward_op=NO_INDEX,
         source=source,
     )
 
 
 def storage(
     size: int,
-    alloc_at: int = NEVER,
-    free_after: int = NEVER,
+    alloc_at: int = BEFORE_STEP,
+    free_after: int = AFTER_STEP,
     category: Category = Category.ACTIVATION,
     *,
-    call: int = NEVER,
+    call: int = NO_INDEX,
     name: str = "",
     module: str = "",
 ) -> Storage:
@@ -73,9 +86,9 @@ def call(
     module: str,
     begin: int,
     end: int,
-    backward: tuple[int, int] = (NEVER, NEVER),
+    backward: tuple[int, int] = (NO_INDEX, NO_INDEX),
     *,
-    parent: int = NEVER,
+    parent: int = NO_INDEX,
     index: int = 0,
     phase: Phase = Phase.FORWARD,
 ) -> ModuleCall:
@@ -96,7 +109,7 @@ def module(path: str, parameters: tuple[int, ...] = (), buffers: tuple[int, ...]
     return Module(path=path, kind="Kind", parameters=parameters, buffers=buffers)
 
 
-def parameter(name: str, storage: int, gradient: int = NEVER, state: tuple[int, ...] = ()) -> Parameter:
+def parameter(name: str, storage: int, gradient: int = NO_INDEX, state: tuple[int, ...] = ()) -> Parameter:
     return Parameter(
         names=(name,),
         storage=storage,
@@ -135,22 +148,22 @@ def traces(draw: st.DrawFn) -> Trace:
     backward_from = draw(st.integers(0, count))
     storages = []
     for _ in range(draw(st.integers(0, 16))):
-        alloc_at = draw(st.integers(NEVER, count))
+        alloc_at = draw(st.integers(BEFORE_STEP, count))
         # From birth - 1 on: a storage may be noted after the op before its birth and die at once.
-        free_after = draw(st.one_of(st.just(NEVER), st.integers(max(alloc_at - 1, 0), max(count - 1, 0))))
-        free_after = free_after if free_after < count else NEVER
+        free_after = draw(st.one_of(st.just(AFTER_STEP), st.integers(max(alloc_at - 1, 0), max(count - 1, 0))))
+        free_after = free_after if free_after < count else AFTER_STEP
         category = draw(st.sampled_from(list(Category)))
         storages.append(storage(draw(st.integers(0, 2000)), alloc_at, free_after, category))
     calls: list[ModuleCall] = []
     if count:
-        _draw_calls(draw, calls, NEVER, "", 0, backward_from, depth=0)
-        _draw_calls(draw, calls, NEVER, "again", backward_from, count, depth=2)
-    innermost = [NEVER] * count
+        _draw_calls(draw, calls, NO_INDEX, "", 0, backward_from, depth=0)
+        _draw_calls(draw, calls, NO_INDEX, "again", backward_from, count, depth=2)
+    innermost = [NO_INDEX] * count
     for number, each in enumerate(calls):
         for index in range(each.begin, each.end):
             innermost[index] = number
     for number, each in enumerate(storages):
-        if 0 <= each.alloc_at < count and innermost[each.alloc_at] != NEVER:
+        if 0 <= each.alloc_at < count and innermost[each.alloc_at] != NO_INDEX:
             maker = innermost[each.alloc_at]
             if calls[maker].begin == each.alloc_at and draw(st.booleans()):
                 maker = calls[maker].parent  # made just before the call began
@@ -160,7 +173,7 @@ def traces(draw: st.DrawFn) -> Trace:
         alive = [
             number
             for number, each in enumerate(storages)
-            if each.alloc_at < index and (each.free_after == NEVER or each.free_after >= index)
+            if each.alloc_at < index and (each.free_after == AFTER_STEP or each.free_after >= index)
         ]
         ops.append(
             op(
@@ -178,7 +191,7 @@ def _draw_calls(
     draw: st.DrawFn, calls: list[ModuleCall], parent: int, path: str, begin: int, end: int, depth: int
 ) -> None:
     last = max((each.begin for each in calls), default=0)
-    backward = draw(st.one_of(st.just((NEVER, NEVER)), st.just((last, max(end, last)))))
+    backward = draw(st.one_of(st.just((NO_INDEX, NO_INDEX)), st.just((last, max(end, last)))))
     number = len(calls)
     index = sum(each.module == path for each in calls)
     calls.append(call(path, begin, end, backward, parent=parent, index=index))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memfit import Step, trace
-from memfit.capture import NEVER, Category, Phase, Trace
+from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Phase, Trace
 from memfit.memory import Snapshot, Timeline, call_memory, module_memory
 from memfit.memory.modules import RangePeak
 
@@ -62,17 +62,11 @@ def by_hand() -> Trace:
 def test_what_modules_own_counts_children_and_shared_storages_once() -> None:
     modules = module_memory(Timeline.of(by_hand()))
     model, a, b, tied = modules[""], modules["a"], modules["b"], modules["list.tied"]
-    assert (model.own_parameter_bytes, model.parameter_bytes) == (0, 3000)
+    assert model.parameter_bytes == 3000
     assert (model.buffer_bytes, model.gradient_bytes, model.optimizer_state_bytes) == (40, 3000, 4000)
-    assert (a.parameter_bytes, a.own_buffer_bytes, a.gradient_bytes, a.optimizer_state_bytes) == (
-        1000,
-        40,
-        1000,
-        0,
-    )
-    assert (b.own_parameter_bytes, b.own_gradient_bytes, b.own_optimizer_state_bytes) == (2000, 2000, 4000)
+    assert (a.parameter_bytes, a.buffer_bytes, a.gradient_bytes, a.optimizer_state_bytes) == (1000, 40, 1000, 0)
+    assert (b.parameter_bytes, b.gradient_bytes, b.optimizer_state_bytes) == (2000, 2000, 4000)
     assert tied.parameter_bytes == modules["list"].parameter_bytes == 1000
-    assert modules["list"].own_parameter_bytes == 0
     assert not tied.calls
 
 
@@ -118,10 +112,10 @@ def test_calls_equal_a_brute_force_computation(trace: Trace) -> None:
         outlives = [
             n
             for n, s in enumerate(trace.storages)
-            if s.alloc_at != NEVER
+            if s.alloc_at != BEFORE_STEP
             and number in trace.ancestors(s.call)
-            and (s.free_after == NEVER or s.free_after >= each.end)
-            if s.free_after == NEVER or s.free_after >= s.alloc_at
+            and (s.free_after == AFTER_STEP or s.free_after >= each.end)
+            if s.free_after == AFTER_STEP or s.free_after >= s.alloc_at
         ]
         held = [n for n in outlives if trace.storages[n].category is Category.ACTIVATION]
         assert got.activation_bytes == _sum(trace, held)
@@ -131,21 +125,23 @@ def test_calls_equal_a_brute_force_computation(trace: Trace) -> None:
         later = {
             ref.storage
             for k in range(each.end, len(trace.ops))
-            if trace.ops[k].phase is Phase.FORWARD or trace.ops[k].call != NEVER
+            if trace.ops[k].phase is Phase.FORWARD or trace.ops[k].call != NO_INDEX
             for ref in trace.ops[k].inputs
         }
         outputs = {n for n in outlives if n in later}
         if not outputs and inside:
             last = {ref.storage for ref in trace.ops[each.end - 1].outputs}
             outputs = {
-                n for n in last if trace.storages[n].free_after == NEVER or trace.storages[n].free_after >= each.end
+                n
+                for n in last
+                if trace.storages[n].free_after == AFTER_STEP or trace.storages[n].free_after >= each.end
             }
         assert got.output_bytes == _sum(trace, outputs)
         assert got.before_forward.total_bytes == timeline.before_bytes[each.begin]
         assert got.after_forward.total_bytes == timeline.before_bytes[each.end]
         assert got.forward_peak.total_bytes == _peak(timeline, each.begin, each.end)
         assert sum(got.forward_peak.by_category.values()) == got.forward_peak.total_bytes
-        if each.backward_begin == NEVER:
+        if each.backward_begin == NO_INDEX:
             assert got.backward_peak is got.before_backward is got.after_backward is None
         else:
             assert got.backward_peak is not None

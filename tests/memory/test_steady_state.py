@@ -12,7 +12,7 @@ from synthetic import make, op, storage, traces
 from torch import nn
 
 from memfit import Step, spec, trace
-from memfit.capture import NEVER, Category, Phase, Trace
+from memfit.capture import AFTER_STEP, BEFORE_STEP, Category, Phase, Trace
 from memfit.hardware import Target
 from memfit.memory import AllocationTable, Timeline, allocator_config, events, reserved
 from memfit.memory.allocator import FREE, AllocatorConfig, simulate
@@ -97,8 +97,8 @@ def test_any_step_can_be_repeated_until_it_settles(trace: Trace) -> None:
 @given(traces())
 def test_every_step_of_a_process_leaves_what_the_first_left(trace: Trace) -> None:
     table = AllocationTable.of(trace)
-    resident = set(np.flatnonzero(table.alloc_at == NEVER).tolist())
-    lost = set(np.flatnonzero((table.alloc_at == NEVER) & (table.free_after != NEVER)).tolist())
+    resident = set(np.flatnonzero(table.alloc_at == BEFORE_STEP).tolist())
+    lost = set(np.flatnonzero((table.alloc_at == BEFORE_STEP) & (table.free_after != AFTER_STEP)).tolist())
     there: set[int] = set()
     after = []
     for stream in ProcessEvents(table).steps():

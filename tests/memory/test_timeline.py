@@ -14,7 +14,7 @@ from synthetic import call, make, op, storage, traces
 from torch import nn
 
 from memfit import Step, trace
-from memfit.capture import NEVER, Category, Phase, Trace
+from memfit.capture import AFTER_STEP, Category, Phase, Trace
 from memfit.errors import InputError
 from memfit.memory import Timeline, measured
 
@@ -114,7 +114,7 @@ def test_timeline_is_a_replay_of_births_and_deaths(trace: Trace, rounding: int) 
         expected = dict.fromkeys(Category, 0)
         alive = []
         for number, each in enumerate(trace.storages):
-            if each.alloc_at <= index and (each.free_after == NEVER or each.free_after >= index):
+            if each.alloc_at <= index and (each.free_after == AFTER_STEP or each.free_after >= index):
                 expected[each.category] += rounded(each.bytes)
                 alive.append(number)
         if index < len(trace.ops):
@@ -125,7 +125,7 @@ def test_timeline_is_a_replay_of_births_and_deaths(trace: Trace, rounding: int) 
         between = sum(
             rounded(each.bytes)
             for each in trace.storages
-            if each.alloc_at < index and (each.free_after == NEVER or each.free_after >= index)
+            if each.alloc_at < index and (each.free_after == AFTER_STEP or each.free_after >= index)
         )
         assert timeline.before_bytes[index] == between
     assert timeline.peak_bytes == timeline.during_bytes.max()
@@ -175,4 +175,4 @@ def test_captured_step_ends_with_what_it_began_with(target: str) -> None:
     """Parameters, optimizer state and the batch outlive the step; gradients were set to None."""
     step = Step(mlp(), torch.randn(4, 16, 64), loss=lambda output, _: output.square().mean())
     timeline = Timeline.of(trace(step, target=target))
-    assert timeline.by_category_before(len(timeline.trace.ops)) == timeline.by_category_before(0)
+    assert (timeline.before_by_row[:, len(timeline.trace.ops)] == timeline.before_by_row[:, 0]).all()

@@ -12,7 +12,7 @@ import memfit
 from memfit.capture import Step, Trace
 from memfit.cost import Roofline, Runtime
 from memfit.hardware import Device, Target, load_device
-from memfit.plans.allocator import Room, held_under, with_room
+from memfit.plans.allocator import Room, reservation_under, with_room
 from memfit.plans.searching import search
 from memfit.solve import Problem, solve
 from memfit.units import display_bytes
@@ -50,7 +50,7 @@ def devices(trace: Trace) -> dict[tuple[Room, Room], Device]:
         device = device_with(low + (high - low) * place // PLACES)
         problem = problem_on(trace, device)
         first = solve(problem, device.usable_bytes)
-        held, most = held_under(problem, first), with_room(problem, first)[1]
+        held, most = reservation_under(problem, first), with_room(problem, first)[1]
         if held is not None and most is not None:
             found.setdefault((held.room, most.room), device)
     return found

@@ -39,7 +39,7 @@ def test_memory_and_time_before_and_after(case: Case) -> None:
         assert display_bytes(estimate.peak_reserved_bytes) in line_of(shown, "reserved")
         assert display_ms(estimate.step_ms) in line_of(shown, "step")
     assert display_ms(plan.predicted.recompute_ms) in line_of(shown, "  recomputing")
-    assert "highest with the plan: second run of layers.1" in shown
+    assert "highest with the plan: the second run of layers.1" in shown
     at = plan.baseline.peak_at
     assert f"highest without a plan: {at.phase}, {at.name.split('.')[1]}" in shown
     for category, n_bytes in plan.baseline.peak_by_category.items():

@@ -32,7 +32,7 @@ def small(name: str) -> Shape:
 
 def captured(name: str, *, target: str = "h100-sxm", seq: int | None = 64) -> Trace:
     shape = small(name)
-    return memfit.trace(shape_step(shape, batch=2, seq=None if shape.takes_images else seq).step, target=target)
+    return memfit.trace(shape_step(shape, batch=2, seq=seq if shape.seq else None).step, target=target)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=NAMES)

@@ -10,7 +10,7 @@ import memfit
 from memfit.analysis.explain import explain
 from memfit.analysis.report import Report
 from memfit.capture import Trace
-from memfit.report.decisions import decisions
+from memfit.report.decisions import list_decisions
 from memfit.report.markdown import to_markdown
 from memfit.solve import SolveOptions
 
@@ -85,7 +85,7 @@ def report_of(kind: type[nn.Module]) -> tuple[Trace, Report]:
 )
 def test_what_cannot_run_again_says_why_it_is_kept(kind: type[nn.Module], op: str, reason: str) -> None:
     trace, report = report_of(kind)
-    kept = [row["keeps"] for row in decisions(report) if row["decision"] != "kept"]
+    kept = [row["keeps"] for row in list_decisions(report) if row["decision"] != "kept"]
     assert kept and all(f"{op} ({reason})" in each for each in kept)
     assert reason in to_markdown(report)
     assert report.plan is not None
@@ -96,5 +96,5 @@ def test_what_cannot_run_again_says_why_it_is_kept(kind: type[nn.Module], op: st
 
 def test_what_could_run_again_has_no_such_reason() -> None:
     _, report = report_of(Frozen)
-    rows = [row for row in decisions(report) if row["decision"] != "kept"]
+    rows = [row for row in list_decisions(report) if row["decision"] != "kept"]
     assert rows and not any("(" in row["keeps"] for row in rows)

@@ -9,7 +9,7 @@ from torch import nn
 import memfit
 from memfit.analysis.holders import Holders
 from memfit.analysis.report import Report
-from memfit.capture import NEVER, Phase, Step, Trace
+from memfit.capture import AFTER_STEP, NO_INDEX, Phase, Step, Trace
 from memfit.memory import Timeline
 from memfit.solve import SolveOptions
 
@@ -71,7 +71,7 @@ def test_what_python_keeps_longer_than_autograd_is_held_by_both(keeps: bool) -> 
     trace = timeline.trace
     tanh = op_of(trace, "aten.tanh.default")
     storage = made_by(trace, tanh)
-    assert (trace.storages[storage].released == NEVER) == keeps
+    assert (trace.storages[storage].released == AFTER_STEP) == keeps
     kind, held_by = Holders(timeline, backward_of(trace, tanh)[0]).of_storage(storage)
     assert kind == "autograd" and held_by.startswith("saved for the backward of tanh")
     assert ("held by Python" in held_by) == keeps and ("beyond the step" in held_by) == keeps
@@ -134,12 +134,12 @@ def test_in_a_second_run_what_is_over_in_the_step_is_over() -> None:
     holders = Holders(timeline, instant)
     assert holders.now == timeline.units[1].backward_begin
     there = [timeline.allocation(number) for number in timeline.alive_at(instant).tolist()]
-    results = [each for each in there if each.storage != NEVER and trace.storages[each.storage].alloc_at >= 0]
+    results = [each for each in there if each.storage != NO_INDEX and trace.storages[each.storage].alloc_at >= 0]
     first_made = [each.storage for each in results if each.remade is None]
     assert first_made
     for storage in first_made:
         saved_by = trace.storages[storage].saved_by
-        over = all(max(backward_of(trace, saver), default=NEVER) < holders.now for saver in saved_by)
+        over = all(max(backward_of(trace, saver), default=NO_INDEX) < holders.now for saver in saved_by)
         kind, held_by = holders.of_storage(storage)
         assert (kind == "autograd" and not over) or kind != "autograd", held_by
         assert "which runs" not in held_by

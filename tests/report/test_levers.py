@@ -19,7 +19,7 @@ import memfit
 from memfit.analysis.explain import explain
 from memfit.analysis.explanation import StepExplanation
 from memfit.analysis.levers import Case, Lever
-from memfit.analysis.levers.case import LEAST_PART, in_order
+from memfit.analysis.levers.case import LEAST_PART, sort_levers
 from memfit.analysis.levers.changed_steps import loss, micro_batch, optimizer, precision
 from memfit.analysis.levers.lifetimes import gradients, holding
 from memfit.analysis.levers.replanned import checkpointing, sharding
@@ -357,7 +357,7 @@ def test_levers_come_free_first_and_then_by_bytes_for_a_millisecond() -> None:
         return Lever(name="", how="", peak_bytes=0, saves_bytes=saves_bytes, costs_ms=costs_ms, basis="captured")
 
     levers = [made(10, None), made(10, 5.0), made(9, 3.0), made(1, 0.0), made(2, -1.0)]
-    assert [(each.saves_bytes, each.costs_ms) for each in in_order(levers)] == [
+    assert [(each.saves_bytes, each.costs_ms) for each in sort_levers(levers)] == [
         (2, -1.0),
         (1, 0.0),
         (9, 3.0),
@@ -374,7 +374,7 @@ def test_what_saves_little_comes_after_what_costs_time() -> None:
         )
 
     levers = [made(9, 0.0), made(500, 1.0), made(400, None), made(10, -1.0)]
-    assert [each.saves_bytes for each in in_order(levers)] == [10, 500, 400, 9]
+    assert [each.saves_bytes for each in sort_levers(levers)] == [10, 500, 400, 9]
 
 
 def test_what_saves_next_to_nothing_is_left_out() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.analysis.levers import Case, Lever, enough, find_levers
+from memfit.analysis.levers import Case, Lever, describe_shortfall, find_levers
 from memfit.analysis.report import Report
 from memfit.capture import Step
 from memfit.cost import Roofline
@@ -81,8 +81,8 @@ def test_half_the_micro_batch_on_top_of_the_smallest_plan_needs_no_less_than_a_p
 def test_a_lever_says_whether_it_is_enough_or_what_is_missing() -> None:
     case = hopeless(least_of(deep()) - (1 << 20))
     halved = named(find_levers(case), "micro-batch")
-    assert enough(halved, case.budget_bytes) == "enough by itself"
-    assert enough(halved, halved.peak_bytes - 3 * 2**20) == "3.00 MiB missing"
+    assert describe_shortfall(halved, case.budget_bytes) == "enough by itself"
+    assert describe_shortfall(halved, halved.peak_bytes - 3 * 2**20) == "3.00 MiB missing"
 
 
 def test_what_a_plan_may_not_checkpoint_levers_do_not_either() -> None:

@@ -26,7 +26,7 @@ from memfit.memory import CATEGORIES
 from memfit.report.headline import headline
 from memfit.report.page import page_text, write_page
 from memfit.report.page.data import page_data
-from memfit.report.page.drawn import POINTS, drawn_instants
+from memfit.report.page.drawn import POINTS, choose_instants
 from memfit.report.page.writing import safe_json
 from memfit.report.tree import AGAIN
 from memfit.units import display_bytes
@@ -81,7 +81,7 @@ def test_what_is_alive_at_the_peak_is_what_a_replay_finds(ranks: int) -> None:
 def test_points_keep_the_peak_every_bucket_and_the_edges(seed: int) -> None:
     levels = np.random.default_rng(seed).integers(0, 1 << 40, 31_000)
     edges = [17, 9_999, 30_998]
-    chosen = drawn_instants(levels, edges)
+    chosen = choose_instants(levels, edges)
     assert int(levels[chosen].max()) == int(levels.max())
     assert {0, 30_999, *edges, *(edge - 1 for edge in edges)} <= set(chosen.tolist())
     assert len(chosen) <= POINTS + 3 + 2 * len(edges)
@@ -93,7 +93,7 @@ def test_points_keep_the_peak_every_bucket_and_the_edges(seed: int) -> None:
 
 
 def test_a_short_step_is_drawn_whole() -> None:
-    assert drawn_instants(np.arange(POINTS), []).tolist() == list(range(POINTS))
+    assert choose_instants(np.arange(POINTS), []).tolist() == list(range(POINTS))
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

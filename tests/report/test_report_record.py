@@ -8,9 +8,9 @@ import pytest
 from llama import Shape, training_step
 
 import memfit
-from memfit.analysis.holders import allocation_bytes, rounded
+from memfit.analysis.holders import allocation_bytes, round_to_block
 from memfit.analysis.report import Report
-from memfit.capture import NEVER
+from memfit.capture import BEFORE_STEP
 from memfit.plans import PlanMismatch
 from memfit.report.streams import build_clock
 
@@ -41,9 +41,9 @@ def test_what_is_alive_adds_up_to_the_level_of_every_instant(ranks: int) -> None
     sizes, workspace = allocation_bytes(timeline), timeline.allocations.workspace_bytes
     for instant in range(len(timeline.op)):
         held = int(sizes[timeline.alive_at(instant)].sum())
-        beside = rounded(int(workspace[instant]), timeline.rounding_bytes) if instant < len(workspace) else 0
+        beside = round_to_block(int(workspace[instant]), timeline.rounding_bytes) if instant < len(workspace) else 0
         assert held + beside == timeline.during_bytes[instant]
-    assert int(sizes[timeline.alive_at(NEVER)].sum()) == timeline.before_bytes[0]
+    assert int(sizes[timeline.alive_at(BEFORE_STEP)].sum()) == timeline.before_bytes[0]
 
 
 def test_a_report_of_another_step_is_refused() -> None:

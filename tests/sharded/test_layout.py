@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.sharded.flat_param import boxes
+from memfit.sharded.flat_param import split_into_boxes
 from memfit.sharding.flat_layout import ALIGNED_ELEMENTS, FlatLayout
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
@@ -45,11 +45,11 @@ def test_boxes_are_the_interval_row_by_row(shape: tuple[int, ...], data: st.Data
     numbers = torch.arange(elements).view(shape)
     found: list[int] = []
     offsets = set()
-    for box in boxes(shape, begin, end):
+    for box in split_into_boxes(shape, begin, end):
         assert len(box.offsets) == len(box.sizes) == len(shape)
         assert math.prod(box.sizes) > 0
         block = numbers[tuple(slice(at, at + size) for at, size in zip(box.offsets, box.sizes, strict=True))]
         found += block.reshape(-1).tolist()
         offsets.add(box.offsets)
     assert found == list(range(begin, end))
-    assert len(offsets) == len(boxes(shape, begin, end)) <= max(2 * len(shape) - 1, 1)
+    assert len(offsets) == len(split_into_boxes(shape, begin, end)) <= max(2 * len(shape) - 1, 1)

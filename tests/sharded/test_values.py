@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memfit.sharded.values import mapped, tensors_in
+from memfit.sharded.values import map_values, tensors_in
 
 
 class Pair(NamedTuple):
@@ -33,7 +33,7 @@ class Named(OrderedDict):
 def test_tensors_are_changed_wherever_they_are() -> None:
     one = torch.ones(1)
     value = {"a": [one, (one, None)], "b": Pair(one, {"c": 3}), "d": Result(one), "e": Named(x=one), "f": "text"}
-    changed = mapped(value, lambda tensor: tensor + 1)
+    changed = map_values(value, lambda tensor: tensor + 1)
     assert len(tensors_in(changed)) == 5
     assert all(tensor.item() == 2 for tensor in tensors_in(changed))
     assert isinstance(changed["b"], Pair) and changed["b"].right == {"c": 3}
@@ -43,15 +43,15 @@ def test_tensors_are_changed_wherever_they_are() -> None:
 def test_what_does_not_change_is_the_same_object() -> None:
     one = torch.ones(1)
     value = {"a": [one], "b": (one, [], torch.Size([2])), "c": Result(one), "d": Pair(one, None)}
-    assert mapped(value, lambda tensor: tensor) is value
+    assert map_values(value, lambda tensor: tensor) is value
 
 
 def test_a_dataclass_is_copied_without_its_constructor() -> None:
-    changed = mapped(Result(torch.ones(1)), lambda tensor: tensor + 1)
+    changed = map_values(Result(torch.ones(1)), lambda tensor: tensor + 1)
     assert changed.made == 1 and changed.hidden.item() == 2
 
 
 def test_what_several_functions_return_keeps_its_kind() -> None:
     found = torch.max(torch.tensor([[1.0, 2.0]]), dim=1)
-    changed = mapped(found, lambda tensor: tensor * 2)
+    changed = map_values(found, lambda tensor: tensor * 2)
     assert type(changed) is type(found) and changed.values.item() == 4

@@ -56,13 +56,13 @@ class Replay:
         return rerun.before_op if rerun is not None else int(self.during_bytes.argmax())
 
 
-def replay_levels(program: Program, facts: TraceColumns, chosen: Sequence[tuple[Candidate, Policy]]) -> Replay:
+def replay_levels(program: Program, trace_columns: TraceColumns, chosen: Sequence[tuple[Candidate, Policy]]) -> Replay:
     """Run the step's memory again under these policies."""
     ops = len(program.during)
     change = np.zeros(ops + 1, np.int64)
     parts = []
     for candidate, policy in chosen:
-        problem = UnitColumns.of(facts, candidate.unit)
+        problem = UnitColumns.of(trace_columns, candidate.unit)
         saved = np.zeros(len(problem.view), bool)
         saved[list(policy.saved)] = True
         runs = np.zeros(len(problem.view), bool)
@@ -70,9 +70,11 @@ def replay_levels(program: Program, facts: TraceColumns, chosen: Sequence[tuple[
         own = saved[problem.alloc_at]
         dropped = (problem.role == Role.DISCARDABLE) & ~own
         begin, end, again = candidate.unit.begin, candidate.unit.end, candidate.recompute_at
-        low, high = np.searchsorted(facts.forward_alloc_at, (begin, end))
-        gone = facts.forward_storages[low:high][dropped]
-        np.subtract.at(change, np.maximum(facts.released[gone], facts.alloc_at[gone]) + 1, problem.size[dropped])
+        low, high = np.searchsorted(trace_columns.forward_alloc_at, (begin, end))
+        gone = trace_columns.forward_storages[low:high][dropped]
+        np.subtract.at(
+            change, np.maximum(trace_columns.released[gone], trace_columns.alloc_at[gone]) + 1, problem.size[dropped]
+        )
         change[again] += int(problem.size[dropped].sum())
         newly = (problem.role == Role.FRESH) & own & (problem.alloc_at <= policy.stop)
         for size, gone in zip(problem.size[newly].tolist(), problem.ends[newly].tolist(), strict=True):

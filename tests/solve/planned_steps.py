@@ -8,7 +8,18 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from memfit.capture import NEVER, Category, Op, Phase, Storage, TensorRef, Trace, check_trace
+from memfit.capture import (
+    AFTER_STEP,
+    BEFORE_STEP,
+    NO_INDEX,
+    Category,
+    Op,
+    Phase,
+    Storage,
+    TensorRef,
+    Trace,
+    check_trace,
+)
 from memfit.capture.trace_types import SCHEMA
 from memfit.hardware import load_device
 from memfit.tradeoff import Policy, Unit
@@ -24,7 +35,7 @@ def op(phase: Phase, reads: Any = (), makes: Any = (), *, workspace: int = 0, vi
     return Op(
         name="aten.op.default",
         phase=phase,
-        call=NEVER,
+        call=NO_INDEX,
         inputs=tuple(map(ref, reads)),
         outputs=tuple(map(ref, makes)),
         arguments="[[],{}]",
@@ -36,8 +47,8 @@ def op(phase: Phase, reads: Any = (), makes: Any = (), *, workspace: int = 0, vi
         random=False,
         saved=False,
         mutates=(),
-        mutated_op=NEVER,
-        forward_op=NEVER,
+        mutated_op=NO_INDEX,
+        forward_op=NO_INDEX,
         source=0,
     )
 
@@ -59,7 +70,7 @@ def storage(
         alloc_at=alloc_at,
         free_after=free_after,
         released=released,
-        call=NEVER,
+        call=NO_INDEX,
         module="",
         name="",
         saved_by=tuple(saved_by),
@@ -71,7 +82,7 @@ def unit(name: str, begin: int, end: int, backward_begin: int, backward_end: int
         name=name,
         module=name,
         kind="Kind",
-        call=NEVER,
+        call=NO_INDEX,
         begin=begin,
         end=end,
         backward_begin=backward_begin,
@@ -133,10 +144,10 @@ def planned_steps(draw: st.DrawFn) -> tuple[TraceColumns, list[tuple[Unit, Polic
     for place, (begin, end) in enumerate(reversed(spans)):
         first = forward + 1 + place * (length + 1)
         units.append(unit(f"unit{begin}", begin, end, first, first + length))
-    drafts = [Draft(draw(st.integers(1, 9)), NEVER, NEVER)]
+    drafts = [Draft(draw(st.integers(1, 9)), BEFORE_STEP, NO_INDEX)]
     ops = []
     for index in range(forward):
-        home = next((number for number, (begin, end) in enumerate(spans) if begin <= index < end), NEVER)
+        home = next((number for number, (begin, end) in enumerate(spans) if begin <= index < end), NO_INDEX)
         known = range(max(0, len(drafts) - 6), len(drafts))
         reads = draw(st.lists(st.sampled_from(known), max_size=3, unique=True))
         view = bool(reads) and draw(st.integers(0, 7)) == 0
@@ -149,15 +160,15 @@ def planned_steps(draw: st.DrawFn) -> tuple[TraceColumns, list[tuple[Unit, Polic
     ops += [op(Phase.BACKWARD, workspace=draw(st.sampled_from((0, 5)))) for _ in range(total - forward - 1)]
     ops.append(op(Phase.OPTIMIZER))
     storages = [_fate(draw, each, ops, units[::-1], forward, total) for each in drafts]
-    facts = facts_of(make(ops, storages))
+    trace_columns = facts_of(make(ops, storages))
     chosen = []
     for each in units:
-        problem = UnitColumns.of(facts, each)
+        problem = UnitColumns.of(trace_columns, each)
         groups = st.integers(0, max(0, problem.groups - 1))
         policy = build_policy(problem, saving(problem, draw(st.lists(groups, max_size=3))))
         if policy.stop >= 0 and draw(st.integers(0, 4)):
             chosen.append((each, policy))
-    return facts, chosen
+    return trace_columns, chosen
 
 
 def saving(problem: UnitColumns, groups: Any) -> np.ndarray:
@@ -168,9 +179,9 @@ def saving(problem: UnitColumns, groups: Any) -> np.ndarray:
     return dropped
 
 
-def policy_saving(facts: TraceColumns, each: Unit, *ops: int) -> Policy:
+def policy_saving(trace_columns: TraceColumns, each: Unit, *ops: int) -> Policy:
     """The policy of a unit that saves these of its ops and drops all else; without views, ops are groups."""
-    problem = UnitColumns.of(facts, each)
+    problem = UnitColumns.of(trace_columns, each)
     return build_policy(problem, saving(problem, ops))
 
 
@@ -183,15 +194,15 @@ def _fate(draw: st.DrawFn, each: Draft, ops: list[Op], units: list[Unit], forwar
     if fate == "dies" or not savers:
         return storage(each.size, each.alloc_at, draw(st.integers(last, total - 1)))
     if fate == "stays":
-        return storage(each.size, each.alloc_at, NEVER)
+        return storage(each.size, each.alloc_at, AFTER_STEP)
     saved_by = sorted(set(draw(st.lists(st.sampled_from(savers), min_size=1, max_size=2))))
-    if fate == "own" and each.home != NEVER:
+    if fate == "own" and each.home != NO_INDEX:
         home = units[each.home]
         saved_by = [index for index in saved_by if home.begin <= index < home.end] or [each.alloc_at]
         free_after = draw(st.integers(home.backward_begin, home.backward_end - 1))
     else:
         free_after = draw(st.integers(forward, total - 1))
     most = draw(
-        st.sampled_from((last, max(last, units[each.home].end - 1) if each.home != NEVER else last, free_after))
+        st.sampled_from((last, max(last, units[each.home].end - 1) if each.home != NO_INDEX else last, free_after))
     )
     return storage(each.size, each.alloc_at, free_after, saved_by, released=draw(st.integers(last, max(last, most))))

@@ -16,7 +16,7 @@ from torch import nn
 
 import memfit
 from memfit import Step, spec
-from memfit.capture import NEVER, Category, Phase, Trace
+from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Phase, Trace
 from memfit.cost import Roofline, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
@@ -52,8 +52,8 @@ def small_step(scale: int = 1, device: str = "cpu") -> TraceColumns:
         op(Phase.OPTIMIZER, reads=(0, 1)),
     )
     storages = (
-        storage(100 * scale, NEVER, NEVER, category=Category.PARAMETER),
-        storage(50 * scale, NEVER, NEVER, category=Category.OPTIMIZER_STATE),
+        storage(100 * scale, BEFORE_STEP, AFTER_STEP, category=Category.PARAMETER),
+        storage(50 * scale, BEFORE_STEP, AFTER_STEP, category=Category.OPTIMIZER_STATE),
         storage(10 * scale, 0, 1),
         storage(20 * scale, 1, 6, saved_by=(2,), released=3),
         storage(30 * scale, 2, 3, category=Category.TEMPORARY),
@@ -64,10 +64,10 @@ def small_step(scale: int = 1, device: str = "cpu") -> TraceColumns:
 
 
 def test_a_unit_without_saved_results_is_made_again_in_full() -> None:
-    facts = small_step()
-    found = replay(facts, [(UNIT, policy_saving(facts, UNIT))])
+    trace_columns = small_step()
+    found = replay(trace_columns, [(UNIT, policy_saving(trace_columns, UNIT))])
     assert found.op.tolist() == [0, 1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 8, 9]
-    assert found.run.tolist() == [NEVER] * 6 + [0] * 3 + [NEVER] * 4
+    assert found.run.tolist() == [NO_INDEX] * 6 + [0] * 3 + [NO_INDEX] * 4
     assert found.during_bytes.tolist() == [160, 180, 215, 257, 200, 160, 180, 215, 257, 177, 157, 150, 150]
     assert found.before_bytes.tolist() == [150, 160, 180, 210, 200, 160, 160, 180, 210, 177, 157, 150, 150]
     again = (7, 8, 9, 10)  # in place of storages 3 to 6
@@ -88,8 +88,8 @@ def test_a_unit_without_saved_results_is_made_again_in_full() -> None:
 
 def test_a_result_that_is_saved_stays_until_the_second_run_is_over() -> None:
     """Op 2 returns storage 4 again: no second workspace, and 4 is there once, held for backward and not temporary."""
-    facts = small_step()
-    found = replay(facts, [(UNIT, policy_saving(facts, UNIT, 1))])
+    trace_columns = small_step()
+    found = replay(trace_columns, [(UNIT, policy_saving(trace_columns, UNIT, 1))])
     assert found.op.tolist() == [0, 1, 2, 3, 4, 5, 1, 3, 6, 7, 8, 9]
     assert found.during_bytes.tolist() == [160, 180, 215, 257, 230, 190, 210, 257, 177, 157, 150, 150]
     assert found.by_category[Category.TEMPORARY].tolist() == [0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 0, 0]
@@ -97,15 +97,15 @@ def test_a_result_that_is_saved_stays_until_the_second_run_is_over() -> None:
 
 def test_what_the_second_run_does_not_reach_is_not_held_for_it() -> None:
     """Op 3 is saved and only op 1 runs again: of what op 3 made, 6 stays for backward and 5 goes with the loss."""
-    facts = small_step()
-    found = replay(facts, [(UNIT, policy_saving(facts, UNIT, 2))])
+    trace_columns = small_step()
+    found = replay(trace_columns, [(UNIT, policy_saving(trace_columns, UNIT, 2))])
     assert found.op.tolist() == [0, 1, 2, 3, 4, 5, 1, 6, 7, 8, 9]
     assert found.during_bytes.tolist() == [160, 180, 215, 257, 207, 167, 187, 177, 157, 150, 150]
 
 
 def test_what_a_second_run_makes_is_told_from_what_it_replaces() -> None:
-    facts = small_step()
-    found = replay(facts, [(UNIT, policy_saving(facts, UNIT))])
+    trace_columns = small_step()
+    found = replay(trace_columns, [(UNIT, policy_saving(trace_columns, UNIT))])
     assert found.peak_instant == 3 and found.recomputed_unit(3) is None and found.recomputed_unit(8) == "unit"
     largest = found.largest_at(8, 3)
     assert [(each.size_bytes, each.storage, each.remade) for each in largest] == [
@@ -124,9 +124,15 @@ def test_what_a_second_run_makes_is_told_from_what_it_replaces() -> None:
 def test_a_unit_that_runs_again_right_after_its_forward_lacks_what_it_dropped() -> None:
     """As a loss may: its results go, and come again before the next op."""
     ops = (op(Phase.FORWARD, makes=(0,)), op(Phase.FORWARD, reads=(0,)), op(Phase.BACKWARD))
-    facts = facts_of(make(ops, (storage(10, 0, 2, saved_by=(1,)),)))
+    trace_columns = facts_of(make(ops, (storage(10, 0, 2, saved_by=(1,)),)))
     loss = unit("loss", 0, 2, 2, 3)
-    assert replay(facts, [(loss, policy_saving(facts, loss))]).during_bytes.tolist() == [10, 10, 10, 10, 0]
+    assert replay(trace_columns, [(loss, policy_saving(trace_columns, loss))]).during_bytes.tolist() == [
+        10,
+        10,
+        10,
+        10,
+        0,
+    ]
 
 
 def test_an_input_that_two_units_need_is_there_once_until_the_last_has_run_again() -> None:
@@ -139,10 +145,10 @@ def test_an_input_that_two_units_need_is_there_once_until_the_last_has_run_again
         op(Phase.BACKWARD),
     )
     storages = (storage(100, 0, 2), storage(10, 1, 5, saved_by=(1,)), storage(20, 2, 4, saved_by=(2,)))
-    facts = facts_of(make(ops, storages))
+    trace_columns = facts_of(make(ops, storages))
     units = (unit("first", 1, 2, 5, 6), unit("second", 2, 3, 4, 5))
-    chosen = [(each, policy_saving(facts, each)) for each in units]
-    found = replay(facts, chosen)
+    chosen = [(each, policy_saving(trace_columns, each)) for each in units]
+    found = replay(trace_columns, chosen)
     assert [each.name for each in found.units] == ["second", "first"]
     assert found.op.tolist() == [0, 1, 2, 3, 2, 4, 1, 5, 6]
     assert found.during_bytes.tolist() == [100, 110, 120, 100, 120, 120, 110, 10, 0]
@@ -153,8 +159,8 @@ def test_events_are_well_formed_and_their_level_is_the_timeline(step: tuple[Trac
     found = replay(*step)
     lives = found.allocations
     live: dict[int, int] = {}
-    during = np.full(lives.instants + 1, NEVER)
-    instant = NEVER
+    during = np.full(lives.instants + 1, NO_INDEX)
+    instant = NO_INDEX
     for key, n_bytes in events(found.allocations):
         own = key < len(lives.alloc_at)
         here = int((lives.free_after if n_bytes == FREE else lives.alloc_at)[key]) if own else key - len(lives.alloc_at)
@@ -172,7 +178,7 @@ def test_events_are_well_formed_and_their_level_is_the_timeline(step: tuple[Trac
     for passed in range(max(0, instant), lives.instants + 1):
         during[passed] = max(during[passed], sum(live.values()))
     assert during.tolist() == found.during_bytes.tolist()
-    assert set(live) == {number for number in range(len(lives.alloc_at)) if lives.free_after[number] == NEVER}, (
+    assert set(live) == {number for number in range(len(lives.alloc_at)) if lives.free_after[number] == AFTER_STEP}, (
         "what stays after the step, and nothing else"
     )
     assert simulate(events(found.allocations)).peak_requested_bytes == found.peak_bytes
@@ -180,10 +186,10 @@ def test_events_are_well_formed_and_their_level_is_the_timeline(step: tuple[Trac
 
 @given(planned_steps())
 def test_levels_are_those_of_the_replay_but_for_what_it_counts_again(step: tuple[TraceColumns, Chosen]) -> None:
-    facts, chosen = step
-    timeline = Timeline.of(facts.trace)
-    judged = replay_levels(program_of(timeline), facts, candidates(chosen))
-    compare(facts, chosen, judged, replay(facts, chosen))
+    trace_columns, chosen = step
+    timeline = Timeline.of(trace_columns.trace)
+    judged = replay_levels(program_of(timeline), trace_columns, candidates(chosen))
+    compare(trace_columns, chosen, judged, replay(trace_columns, chosen))
 
 
 def program_of(timeline: Timeline) -> Program:
@@ -192,12 +198,12 @@ def program_of(timeline: Timeline) -> Program:
 
 def candidates(chosen: Chosen) -> list[tuple[Candidate, Policy]]:
     empty = Frontier(policies=(), exact=True, discardable_bytes=0)
-    return [(Candidate(unit=u, policies=(), frontier=empty, outer=NEVER), policy) for u, policy in chosen]
+    return [(Candidate(unit=u, policies=(), frontier=empty, outer=NO_INDEX), policy) for u, policy in chosen]
 
 
-def compare(facts: TraceColumns, chosen: Chosen, judged: Replay, found: Timeline) -> None:
+def compare(trace_columns: TraceColumns, chosen: Chosen, judged: Replay, found: Timeline) -> None:
     """The replay's levels, less `counted_again`, are those of the timeline: while ops run and run again."""
-    again, in_runs = counted_again(facts, chosen)
+    again, in_runs = counted_again(trace_columns, chosen)
     assert (judged.during_bytes - again).tolist() == found.during_bytes[found.step_instants].tolist()
     policies = {each.name: policy for each, policy in chosen}
     reruns = {each.unit: each.during_bytes for each in judged.reruns}
@@ -206,28 +212,28 @@ def compare(facts: TraceColumns, chosen: Chosen, judged: Replay, found: Timeline
         assert levels.tolist() == found.during_bytes[found.recompute_instants(number)].tolist()
 
 
-def counted_again(facts: TraceColumns, chosen: Chosen) -> tuple[np.ndarray, dict[str, int]]:
+def counted_again(trace_columns: TraceColumns, chosen: Chosen) -> tuple[np.ndarray, dict[str, int]]:
     """What the replay counts beyond one life of each storage that units newly hold, by op and by second run.
 
     It counts an input from the end of each unit that needs it, a saved result from its end in the unit.
     """
     held: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for each, policy in chosen:
-        problem = UnitColumns.of(facts, each)
-        for number in lost_inputs(facts, each).tolist():
+        problem = UnitColumns.of(trace_columns, each)
+        for number in lost_inputs(trace_columns, each).tolist():
             held[number].append((each.end, each.backward_begin))
-        low, high = np.searchsorted(facts.forward_alloc_at, (each.begin, each.end))
-        for place, number in enumerate(facts.forward_storages[low:high].tolist()):
+        low, high = np.searchsorted(trace_columns.forward_alloc_at, (each.begin, each.end))
+        for place, number in enumerate(trace_columns.forward_storages[low:high].tolist()):
             alloc_at, ends = int(problem.alloc_at[place]), int(problem.ends[place])
             if problem.role[place] == Role.FRESH and alloc_at in policy.saved and alloc_at <= policy.stop:
                 held[number].append((min(each.begin + ends + 1, each.end), each.backward_begin))
-    moments = np.arange(len(facts.trace.ops) + 1)
+    moments = np.arange(len(trace_columns.trace.ops) + 1)
     by_op = np.zeros(len(moments), np.int64)
     in_runs = dict.fromkeys((each.name for each, _ in chosen), 0)
     for number, spans in held.items():
         size, free_after, until = (
-            int(facts.size[number]),
-            int(facts.free_after[number]),
+            int(trace_columns.size[number]),
+            int(trace_columns.free_after[number]),
             max(again for _, again in spans),
         )
         by_op -= size * ((free_after < moments) & (moments < until))
@@ -295,9 +301,14 @@ def test_plans_of_real_models_have_the_levels_that_judged_them(problem: Problem)
         solved = solve(problem, budget)
         chosen = find_units(solved.chosen)
         some |= bool(chosen)
-        found = replay(problem.facts, chosen)
+        found = replay(problem.trace_columns, chosen)
         assert solved.replay is not None
-        compare(problem.facts, chosen, replay_levels(problem.program(budget), problem.facts, solved.chosen), found)
+        compare(
+            problem.trace_columns,
+            chosen,
+            replay_levels(problem.program(budget), problem.trace_columns, solved.chosen),
+            found,
+        )
         assert found.peak_bytes == solved.replay.peak_bytes
         taken_ms = found.instant_ms(problem.runtime.op_ms)
         assert taken_ms.sum() == pytest.approx(problem.runtime.total_ms + solved.recompute_ms)
@@ -310,15 +321,15 @@ def test_plans_of_real_models_have_the_levels_that_judged_them(problem: Problem)
 
 
 def test_held_inputs_are_those_that_the_frontier_counts(problem: Problem) -> None:
-    facts = problem.facts
+    trace_columns = problem.trace_columns
     for candidate in problem.candidates:
-        held = int(facts.size[lost_inputs(facts, candidate.unit)].sum())
-        assert held == UnitColumns.of(facts, candidate.unit).input_bytes
+        held = int(trace_columns.size[lost_inputs(trace_columns, candidate.unit)].sum())
+        assert held == UnitColumns.of(trace_columns, candidate.unit).input_bytes
 
 
 def test_without_a_plan_everything_is_as_captured(problem: Problem) -> None:
-    trace = problem.facts.trace
-    found = replay(problem.facts, ())
+    trace = problem.trace_columns.trace
+    found = replay(problem.trace_columns, ())
     assert np.array_equal(found.during_by_row, problem.timeline.during_by_row)
     assert np.array_equal(found.before_by_row, problem.timeline.before_by_row)
     assert reserved(found.allocations, H100) == reserved(trace, H100)
@@ -326,19 +337,19 @@ def test_without_a_plan_everything_is_as_captured(problem: Problem) -> None:
 
 def test_a_tight_plan_reserves_no_more_than_no_plan_and_no_less_than_its_peak(problem: Problem) -> None:
     solved = solve(problem, budgets(problem)[0])
-    found = replay(problem.facts, find_units(solved.chosen))
+    found = replay(problem.trace_columns, find_units(solved.chosen))
     settled = reserved(found.allocations, H100)
     assert settled.peak_requested_bytes == int(found.allocations.levels()[1].sum(axis=0).max())
     assert found.peak_bytes <= settled.peak_allocated_bytes <= settled.peak_reserved_bytes
-    whole = reserved(problem.facts.trace, H100)
+    whole = reserved(problem.trace_columns.trace, H100)
     assert settled.peak_allocated_bytes < whole.peak_allocated_bytes
     assert settled.peak_reserved_bytes <= whole.peak_reserved_bytes
 
 
 def test_reserved_memory_of_the_small_step_by_hand() -> None:
     """In MiB: segments are as large as what they are made for, 20 below 10."""
-    facts = small_step(MIB, "h100-sxm")
-    found = replay(facts, [(UNIT, policy_saving(facts, UNIT))])
+    trace_columns = small_step(MIB, "h100-sxm")
+    found = replay(trace_columns, [(UNIT, policy_saving(trace_columns, UNIT))])
     result = reserved(found.allocations, H100)
     assert found.peak_bytes == result.peak_allocated_bytes == 257 * MIB
     # The parameter, the input (held to the end of the second run), storages 3, 4 and 5, and a segment of 20 for the
@@ -353,17 +364,17 @@ def test_the_op_that_fails_in_a_second_run_is_named_as_in_the_trace() -> None:
     In the second step the cache is given back for the buffer: 10 of the input, 100 of the parameter and two of 100
     are left. Storages 3 and 4 fill the half, a workspace takes 20, and 40 for storage 5 would be 370.
     """
-    facts = small_step(MIB, "h100-sxm")
+    trace_columns = small_step(MIB, "h100-sxm")
     buffer = Interval(category=Category.COMMUNICATION, size_bytes=100 * MIB, begin=6, end=8)
-    found = replay(facts, [(UNIT, policy_saving(facts, UNIT))], intervals=(buffer,))
+    found = replay(trace_columns, [(UNIT, policy_saving(trace_columns, UNIT))], intervals=(buffer,))
     failed = reserved(found.allocations, H100, limit_bytes=340 * MIB)
     assert (failed.out_of_memory_op, failed.steps, failed.retries) == (3, 2, 2)
     assert reserved(found.allocations, H100, limit_bytes=420 * MIB).out_of_memory_op is None
 
 
 def test_without_a_cache_reserved_is_the_peak() -> None:
-    facts = small_step()
-    found = replay(facts, [(UNIT, policy_saving(facts, UNIT))])
+    trace_columns = small_step()
+    found = replay(trace_columns, [(UNIT, policy_saving(trace_columns, UNIT))])
     result = reserved(found.allocations, CPU)
     assert result.peak_reserved_bytes == result.peak_allocated_bytes == found.peak_bytes == 257
 
@@ -371,28 +382,30 @@ def test_without_a_cache_reserved_is_the_peak() -> None:
 def test_intervals_of_sharding_stand_for_the_storages_they_replace() -> None:
     """A shard of 25 for the parameter; it is gathered (100) ahead of the forward and, before the second run, ahead
     of the backward; a gradient (9) is made by op 6 itself and stays."""
-    facts = small_step()
+    trace_columns = small_step()
     intervals = (
-        Interval(category=Category.PARAMETER, size_bytes=25, begin=NEVER, end=NEVER),
+        Interval(category=Category.PARAMETER, size_bytes=25, begin=BEFORE_STEP, end=AFTER_STEP),
         Interval(category=Category.GATHERED_PARAMETER, size_bytes=100, begin=1, end=4, module="unit"),
         Interval(category=Category.GATHERED_PARAMETER, size_bytes=100, begin=6, end=8, module="unit"),
-        Interval(category=Category.GRADIENT, size_bytes=9, begin=6, end=NEVER, ahead=False),
+        Interval(category=Category.GRADIENT, size_bytes=9, begin=6, end=AFTER_STEP, ahead=False),
         Interval(category=Category.COMMUNICATION, size_bytes=3, begin=5, end=5),
     )
-    found = replay(facts, [(UNIT, policy_saving(facts, UNIT))], intervals=intervals, removed=frozenset({0}))
-    plain = replay(facts, [(UNIT, policy_saving(facts, UNIT))])
+    found = replay(
+        trace_columns, [(UNIT, policy_saving(trace_columns, UNIT))], intervals=intervals, removed=frozenset({0})
+    )
+    plain = replay(trace_columns, [(UNIT, policy_saving(trace_columns, UNIT))])
     added = found.during_bytes - plain.during_bytes
     assert added.tolist() == [-75, 25, 25, 25, -75, -75, 25, 25, 25, 34, 34, -66, -66]
     assert found.by_category[Category.GATHERED_PARAMETER].tolist() == [0, *[100] * 3, 0, 0, *[100] * 5, 0, 0]
     assert {(each.module, each.storage, each.category) for each in found.largest_at(7, 1)} == {
-        ("unit", NEVER, Category.GATHERED_PARAMETER)
+        ("unit", NO_INDEX, Category.GATHERED_PARAMETER)
     }
     assert simulate(events(found.allocations)).peak_requested_bytes == found.peak_bytes
 
 
 def test_what_sharding_makes_before_it_frees_between_two_ops_is_an_instant() -> None:
     """Before op 6 it makes 20 while 10 of before are still there, then 5 that go at once, then 1 that stays longer."""
-    facts = small_step()
+    trace_columns = small_step()
     moved = Category.COMMUNICATION
     intervals = (
         Interval(category=moved, size_bytes=10, begin=1, end=6, freed_order=1),
@@ -400,9 +413,9 @@ def test_what_sharding_makes_before_it_frees_between_two_ops_is_an_instant() -> 
         Interval(category=moved, size_bytes=5, begin=6, end=6, made_order=2, freed_order=3),
         Interval(category=moved, size_bytes=1, begin=6, end=7, made_order=4),
     )
-    found = replay(facts, [(UNIT, policy_saving(facts, UNIT))], intervals=intervals)
+    found = replay(trace_columns, [(UNIT, policy_saving(trace_columns, UNIT))], intervals=intervals)
     assert found.op.tolist() == [0, 1, 2, 3, 4, 5, 6, 6, 1, 2, 3, 6, 7, 8, 9]
-    assert found.run.tolist() == [NEVER] * 6 + [BETWEEN] * 2 + [0] * 3 + [NEVER] * 4
+    assert found.run.tolist() == [NO_INDEX] * 6 + [BETWEEN] * 2 + [0] * 3 + [NO_INDEX] * 4
     levels = found.by_category[moved].tolist()
     assert levels == [0, 10, 10, 10, 10, 10, 30, 25, 21, 21, 21, 21, 20, 0, 0]
     assert found.during_bytes[5:8].tolist() == [170, 190, 185]
@@ -413,9 +426,9 @@ def test_what_sharding_makes_before_it_frees_between_two_ops_is_an_instant() -> 
 
 def test_state_that_is_sharded_is_made_by_the_first_optimizer_step() -> None:
     """It takes the block of storage 4 (30 MiB); from then on 4 takes that of 5 (40), and 5 needs another."""
-    facts = small_step(MIB, "h100-sxm")
-    shard = Interval(category=Category.OPTIMIZER_STATE, size_bytes=30 * MIB, begin=NEVER, end=NEVER)
-    found = replay(facts, (), intervals=(shard,), removed=frozenset({1}))
+    trace_columns = small_step(MIB, "h100-sxm")
+    shard = Interval(category=Category.OPTIMIZER_STATE, size_bytes=30 * MIB, begin=BEFORE_STEP, end=AFTER_STEP)
+    found = replay(trace_columns, (), intervals=(shard,), removed=frozenset({1}))
     result = reserved(found.allocations, H100)
     assert result.first_step_reserved_bytes == (100 + 10 + 20 + 30 + 40) * MIB
     assert result.peak_reserved_bytes == result.first_step_reserved_bytes + 40 * MIB
@@ -423,13 +436,13 @@ def test_state_that_is_sharded_is_made_by_the_first_optimizer_step() -> None:
 
 def test_intervals_add_up_over_a_real_plan(problem: Problem) -> None:
     chosen = find_units(solve(problem, budgets(problem)[1]).chosen)
-    plain = replay(problem.facts, chosen)
-    ops = len(problem.facts.trace.ops)
+    plain = replay(problem.trace_columns, chosen)
+    ops = len(problem.trace_columns.trace.ops)
     intervals = [
         Interval(category=Category.COMMUNICATION, size_bytes=512 * (1 + i), begin=i, end=min(2 * i + 3, ops))
         for i in range(0, ops // 2, 7)
     ]
-    found = replay(problem.facts, chosen, intervals=intervals)
+    found = replay(problem.trace_columns, chosen, intervals=intervals)
     added = (found.during_by_row - plain.during_by_row)[CATEGORIES.index(Category.COMMUNICATION)]
     expected = np.zeros(ops + 1, np.int64)
     for each in intervals:
@@ -441,14 +454,14 @@ def test_intervals_add_up_over_a_real_plan(problem: Problem) -> None:
 
 
 def test_units_inside_one_another_are_refused() -> None:
-    facts = small_step()
-    policy = policy_saving(facts, UNIT)
+    trace_columns = small_step()
+    policy = policy_saving(trace_columns, UNIT)
     inner = (unit("inner", 2, 3, 6, 7), replace(policy, recomputed=(0,)))
     with pytest.raises(InputError, match="'inner' lies inside 'unit'"):
-        replay(facts, [(UNIT, policy), inner])
+        replay(trace_columns, [(UNIT, policy), inner])
 
 
-@pytest.mark.parametrize(("begin", "end"), [(10, NEVER), (-2, 3), (0, -5)])
+@pytest.mark.parametrize(("begin", "end"), [(10, NO_INDEX), (-2, 3), (0, -5)])
 def test_an_interval_outside_of_the_step_is_refused(begin: int, end: int) -> None:
     interval = Interval(category=Category.PARAMETER, size_bytes=1, begin=begin, end=end)
     with pytest.raises(InputError, match="9 ops"):

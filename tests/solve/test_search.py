@@ -24,7 +24,7 @@ from memfit.solve.dp import WIDTHS, DpSolution, DynamicProgram
 from memfit.solve.milp import Limits, Status
 from memfit.solve.min_budget import min_budget
 from memfit.solve.program import Program
-from memfit.solve.search import most_freed, search, usable
+from memfit.solve.search import choose_most_freed, is_usable, search
 
 RELAXED = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -137,7 +137,7 @@ def test_the_full_program_alone_finds_the_optimum_too(program: Program) -> None:
         assert solved.status is Status.INFEASIBLE
     else:
         assert math.isclose(solved.objective, expected, abs_tol=1e-6)
-        assert usable(program, model.choice_of(solved.values))
+        assert is_usable(program, model.choice_of(solved.values))
 
 
 @RELAXED
@@ -148,7 +148,7 @@ def test_a_level_is_the_same_whether_a_plan_is_judged_by_row_or_by_op(program: P
         policies = [random.integers(-1, len(each.policies)) for each in program.candidates]
         choice = np.array(policies, np.int64)
         if not program.nested(choice):
-            assert usable(program, choice) == holds(program, choice)
+            assert is_usable(program, choice) == holds(program, choice)
 
 
 @RELAXED
@@ -188,7 +188,7 @@ def test_a_first_answer_that_is_the_best_stays(program: Program) -> None:
 def test_the_choice_that_drops_most_is_a_plan(program: Program) -> None:
     plans = every_plan(program)
     if plans:
-        choice = most_freed(program)
+        choice = choose_most_freed(program)
         assert not program.nested(choice)
         most = max(sum(policy.discarded_bytes for _, policy in program.chosen(plan)) for plan in plans)
         assert sum(policy.discarded_bytes for _, policy in program.chosen(choice)) == most

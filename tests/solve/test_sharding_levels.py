@@ -10,7 +10,7 @@ from torch import nn
 
 import memfit
 from memfit import Step, spec
-from memfit.capture import NEVER, Category, Trace
+from memfit.capture import AFTER_STEP, Category, Trace
 from memfit.memory import CATEGORIES, Timeline
 from memfit.sharding.allocations import Levels
 
@@ -33,7 +33,7 @@ def test_a_storage_that_is_taken_is_missed_only_where_it_was(captured: Trace) ->
         before, during = levels.levels()
         less_before = timeline.before_bytes - before.sum(axis=0)
         less_during = timeline.during_bytes - during.sum(axis=0)
-        last = len(captured.ops) if storage.free_after == NEVER else storage.free_after
+        last = len(captured.ops) if storage.free_after == AFTER_STEP else storage.free_after
         alive = np.arange(len(captured.ops) + 1)
         assert np.array_equal(less_during, storage.bytes * ((alive >= storage.alloc_at) & (alive <= last)))
         assert np.array_equal(less_before, storage.bytes * ((alive > storage.alloc_at) & (alive <= last)))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
-from memfit.capture import NEVER, Category, Phase, Trace
+from memfit.capture import AFTER_STEP, NO_INDEX, Category, Phase, Trace
 from memfit.tradeoff import Policy, Unit
 
 OWNED = {Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE}
@@ -37,7 +37,7 @@ class Literal:
         self.all_discardable = [storage for storage in self.alloc_at if self.discardable(storage)]
         self.all_forced = {op for op in self.inside if self.forced(op) and not self.view(op)}
         self.all_fixed = {op for op in self.inside if self.fixed(op)}
-        given = trace.calls[unit.call].inputs if unit.call != NEVER else ()
+        given = trace.calls[unit.call].inputs if unit.call != NO_INDEX else ()
         self.lost_inputs = {
             storage
             for storage in (*given, *(ref.storage for op in self.inside for ref in trace.ops[op].inputs))
@@ -65,16 +65,16 @@ class Literal:
 
     def held(self, storage: int) -> bool:
         free_after = self.trace.storages[storage].free_after
-        return free_after == NEVER or free_after >= self.unit.backward_begin
+        return free_after == AFTER_STEP or free_after >= self.unit.backward_begin
 
     def discardable(self, storage: int) -> bool:
         record = self.trace.storages[storage]
         return (
             self.made(storage)
             and self.held(storage)
-            and record.free_after != NEVER
+            and record.free_after != AFTER_STEP
             and record.free_after < self.unit.backward_end
-            and NEVER < record.released < self.unit.end
+            and AFTER_STEP < record.released < self.unit.end
             and len(record.saved_by) > 0
             and all(op in self.inside for op in record.saved_by)
             and self.need(storage) in self.inside
@@ -200,4 +200,4 @@ class Literal:
         if not self.held(storage):
             return op >= self.trace.storages[storage].free_after
         released = self.trace.storages[storage].released
-        return released != NEVER and op >= released
+        return released != AFTER_STEP and op >= released

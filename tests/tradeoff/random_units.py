@@ -8,7 +8,19 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from memfit.capture import NEVER, Category, ModuleCall, Op, Phase, Storage, TensorRef, Trace, check_trace
+from memfit.capture import (
+    AFTER_STEP,
+    BEFORE_STEP,
+    NO_INDEX,
+    Category,
+    ModuleCall,
+    Op,
+    Phase,
+    Storage,
+    TensorRef,
+    Trace,
+    check_trace,
+)
 from memfit.capture.trace_types import SCHEMA
 from memfit.hardware import load_device
 from memfit.tradeoff import Unit
@@ -26,12 +38,12 @@ class OpDraft:
     phase: Phase
     reads: list[int] = field(default_factory=list)
     makes: list[int] = field(default_factory=list)
-    call: int = NEVER
+    call: int = NO_INDEX
     view: bool = False
     random: bool = False
     writes: list[int] = field(default_factory=list)
     workspace: int = 0
-    forward_op: int = NEVER
+    forward_op: int = NO_INDEX
 
     def op(self) -> Op:
         return Op(
@@ -49,7 +61,7 @@ class OpDraft:
             random=self.random,
             saved=False,
             mutates=tuple(self.writes),
-            mutated_op=NEVER,
+            mutated_op=NO_INDEX,
             forward_op=self.forward_op,
             source=0,
         )
@@ -59,7 +71,7 @@ class OpDraft:
 class StorageDraft:
     size: int
     alloc_at: int
-    free_after: int = NEVER
+    free_after: int = AFTER_STEP
     released: int | None = None
     category: Category = Category.ACTIVATION
     savers: set[int] = field(default_factory=set)
@@ -71,7 +83,7 @@ class StorageDraft:
             alloc_at=self.alloc_at,
             free_after=self.free_after,
             released=self.free_after if self.released is None else self.released,
-            call=NEVER,
+            call=NO_INDEX,
             module="",
             name="",
             saved_by=tuple(sorted(self.savers)),
@@ -99,7 +111,7 @@ def make_trace(ops: list[Op], storages: list[Storage], calls: list[ModuleCall], 
     return made
 
 
-def call_of(module: str, begin: int, end: int, backward: tuple[int, int], parent: int = NEVER) -> ModuleCall:
+def call_of(module: str, begin: int, end: int, backward: tuple[int, int], parent: int = NO_INDEX) -> ModuleCall:
     return ModuleCall(
         module=module,
         kind="Kind",
@@ -123,7 +135,7 @@ def units_in_traces(draw: st.DrawFn, most_ops: int = 10) -> tuple[Trace, Unit, n
     backward, backward_end = forward + 2, forward + 4
     total = backward_end + 2
     storages: list[StorageDraft] = [
-        StorageDraft(draw(st.sampled_from(SIZES)), NEVER, category=category)
+        StorageDraft(draw(st.sampled_from(SIZES)), BEFORE_STEP, category=category)
         for category in draw(
             st.lists(st.sampled_from((Category.PARAMETER, Category.BUFFER, Category.INPUT)), max_size=3)
         )
@@ -136,7 +148,7 @@ def units_in_traces(draw: st.DrawFn, most_ops: int = 10) -> tuple[Trace, Unit, n
             op.forward_op = function
     for index in range(forward, total):
         inside = backward <= index < backward_end
-        ops.append(OpDraft(Phase.BACKWARD, forward_op=draw(st.integers(begin, end - 1)) if inside else NEVER))
+        ops.append(OpDraft(Phase.BACKWARD, forward_op=draw(st.integers(begin, end - 1)) if inside else NO_INDEX))
     for number, storage in enumerate(storages):
         _draw_fate(draw, number, storage, ops, begin, end, forward, backward, backward_end)
     trace = make_trace(
@@ -211,7 +223,7 @@ def _draw_fate(
         storage.free_after = draw(st.integers(forward, backward_end))
     elif fate == "held":
         storage.savers = set(draw(st.lists(st.sampled_from(inside), max_size=2))) if inside else set()
-        storage.free_after = draw(st.sampled_from((backward_end, backward_end + 1, NEVER)))
-    if storage.savers and storage.free_after != NEVER:
+        storage.free_after = draw(st.sampled_from((backward_end, backward_end + 1, AFTER_STEP)))
+    if storage.savers and storage.free_after != AFTER_STEP:
         storage.released = draw(st.integers(last, draw(st.sampled_from((max(last, end - 1), storage.free_after)))))
-    storage.savers = {op if ops[op].forward_op == NEVER else ops[op].forward_op for op in storage.savers}
+    storage.savers = {op if ops[op].forward_op == NO_INDEX else ops[op].forward_op for op in storage.savers}

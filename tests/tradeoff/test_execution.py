@@ -191,10 +191,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-def discardable(facts: TraceColumns, unit: Unit) -> set[int]:
+def discardable(trace_columns: TraceColumns, unit: Unit) -> set[int]:
     """The storages of a unit that may be dropped."""
-    low, high = np.searchsorted(facts.forward_alloc_at, (unit.begin, unit.end))
-    return set(facts.forward_storages[low:high][UnitColumns.of(facts, unit).role == Role.DISCARDABLE].tolist())
+    low, high = np.searchsorted(trace_columns.forward_alloc_at, (unit.begin, unit.end))
+    return set(
+        trace_columns.forward_storages[low:high][UnitColumns.of(trace_columns, unit).role == Role.DISCARDABLE].tolist()
+    )
 
 
 def run(model: nn.Module, batch: torch.Tensor) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -212,13 +214,15 @@ def test_every_policy_can_be_executed(name: str) -> None:
     model, batch = build(), torch.randn(shape)
     trace = memfit.trace(Step(copy.deepcopy(model), (batch,), optimizer=torch.optim.SGD), target="cpu")
     op_ms = np.array([0.0 if op.view else 1.0 for op in trace.ops])
-    facts, found = TraceColumns.of(trace, op_ms), build_frontiers(trace, op_ms)
+    trace_columns, found = TraceColumns.of(trace, op_ms), build_frontiers(trace, op_ms)
     gradients, buffers = run(copy.deepcopy(model), batch)
     executed = 0
     for unit in (each for each in found.units if each.kind != "loss" and "#" not in each.name):
         for policy in found.of(unit).policies[1:]:
             again = copy.deepcopy(model)
-            execution = Execution(again.get_submodule(unit.module), trace, unit, policy, discardable(facts, unit))
+            execution = Execution(
+                again.get_submodule(unit.module), trace, unit, policy, discardable(trace_columns, unit)
+            )
             found_gradients, found_buffers = run(again, batch)
             where = f"{unit.name}: {policy}"
             assert execution.names == [op.name for op in trace.ops[unit.begin : unit.end]], where
@@ -249,7 +253,7 @@ def test_what_draws_from_a_generator_of_its_own_never_runs_again() -> None:
     model, batch, generator = Between(OwnGenerator(torch.Generator())), torch.randn(4, 8), torch.Generator()
     trace = memfit.trace(Step(model, (batch,), optimizer=torch.optim.SGD), target="cpu")
     op_ms = np.array([0.0 if op.view else 1.0 for op in trace.ops])
-    facts, found = TraceColumns.of(trace, op_ms), build_frontiers(trace, op_ms)
+    trace_columns, found = TraceColumns.of(trace, op_ms), build_frontiers(trace, op_ms)
     generators = {i for i, op in enumerate(trace.ops) if op.random and "generator" in op.arguments}
     dropout = {i for i, op in enumerate(trace.ops) if op.random} - generators
     assert len(generators) == 2 and dropout
@@ -264,7 +268,7 @@ def test_what_draws_from_a_generator_of_its_own_never_runs_again() -> None:
         assert found.of(unit).policies[1:]
         for policy in found.of(unit).policies[1:]:
             again = copy.deepcopy(model)
-            Execution(again.get_submodule(unit.module), trace, unit, policy, discardable(facts, unit))
+            Execution(again.get_submodule(unit.module), trace, unit, policy, discardable(trace_columns, unit))
             found_gradients, found_state = drawn(again)
             recomputed = {unit.begin + op for op in policy.recomputed}
             assert not recomputed & generators
@@ -291,7 +295,10 @@ class Rebinds(nn.Module):
 def test_a_buffer_that_is_bound_anew_is_held_for_the_second_run() -> None:
     model, batch = Between(nn.Sequential(Rebinds(), nn.Linear(8, 8))), torch.randn(4, 8)
     trace = memfit.trace(Step(model, (batch,), optimizer=torch.optim.SGD), target="cpu")
-    facts, found = TraceColumns.of(trace, np.ones(len(trace.ops))), build_frontiers(trace, np.ones(len(trace.ops)))
-    inputs = {unit.name: UnitColumns.of(facts, unit).input_bytes for unit in found.units}
+    trace_columns, found = (
+        TraceColumns.of(trace, np.ones(len(trace.ops))),
+        build_frontiers(trace, np.ones(len(trace.ops))),
+    )
+    inputs = {unit.name: UnitColumns.of(trace_columns, unit).input_bytes for unit in found.units}
     buffer_bytes = 64 * 32 * 4
     assert inputs["inner.0"] == inputs["inner.0.second"] + buffer_bytes

@@ -11,7 +11,7 @@ from literal_rules import Literal
 from torch import nn
 
 import memfit
-from memfit.capture import NEVER, Op, Step, Trace
+from memfit.capture import NO_INDEX, Op, Step, Trace
 from memfit.tradeoff import Frontier, Policy, Unit, build_frontiers, units
 
 
@@ -249,6 +249,6 @@ def test_doing_nothing_keeps_what_autograd_keeps() -> None:
     for unit in units(trace):
         frontier, _ = frontier_and_unit(trace, unit.name)
         nothing = frontier.policies[0]
-        assert (nothing.discarded_bytes, nothing.recompute_ms, nothing.stop) == (0, 0.0, NEVER)
+        assert (nothing.discarded_bytes, nothing.recompute_ms, nothing.stop) == (0, 0.0, NO_INDEX)
         assert nothing.recomputed == () and nothing.recompute_peak_bytes == 0
         assert nothing.cached_bytes == frontier.discardable_bytes

@@ -10,7 +10,7 @@ from llama import Shape, training_step
 from torch import nn
 
 import memfit
-from memfit.capture import NEVER, Phase, Step, Trace
+from memfit.capture import NO_INDEX, Phase, Step, Trace
 from memfit.tradeoff import LOSS, Unit, units
 
 SMALL = Shape(layers=2, hidden=32, heads=4, key_value_heads=2, feed_forward=64, vocabulary=128)
@@ -40,7 +40,7 @@ def test_units_are_calls_with_a_backward_outer_ones_first() -> None:
 def test_a_loss_function_is_the_loss_region() -> None:
     trace = memfit.trace(training_step(SMALL, length=16), target="h100-sxm")
     loss = by_name(trace)[LOSS]
-    assert loss.call == NEVER
+    assert loss.call == NO_INDEX
     assert loss.begin == trace.calls[0].end
     assert trace.ops[loss.end].phase is Phase.BACKWARD
     assert names_of(trace, loss)[-2:] == ["_log_softmax", "nll_loss_forward"]

@@ -11,10 +11,10 @@ from torch import nn
 
 import memfit
 from memfit.engines import plan_of_model
-from memfit.plans.record import InputFacts
+from memfit.plans.record import InputRecord
 from memfit.recovery import Drift, OutOfMemory
-from memfit.recovery.drift import different, seen
-from memfit.verify.faults import asked_bytes, is_out_of_memory
+from memfit.recovery.drift import find_different, list_tensors
+from memfit.verify.faults import is_out_of_memory, parse_asked_bytes
 
 
 class Stack(nn.Module):
@@ -361,34 +361,34 @@ def test_drift_in_words() -> None:
 
 def test_inputs_are_matched_with_those_of_the_plan() -> None:
     planned = (
-        InputFacts(shape=(4, 8), dtype="int64", bytes=256),
-        InputFacts(shape=None, dtype=None, bytes=16),
+        InputRecord(shape=(4, 8), dtype="int64", bytes=256),
+        InputRecord(shape=None, dtype=None, bytes=16),
     )
     same = {"tokens": torch.zeros(4, 8, dtype=torch.int64), "unread": torch.zeros(4), "flag": True}
     longer = {"tokens": torch.zeros(4, 9, dtype=torch.int64), "mask": torch.zeros(3)}
-    assert different(seen(same), planned) == ()
-    assert different(seen(longer), planned) == ("int64[4, 9] in place of int64[4, 8]",)
+    assert find_different(list_tensors(same), planned) == ()
+    assert find_different(list_tensors(longer), planned) == ("int64[4, 9] in place of int64[4, 8]",)
 
 
 def test_tensors_that_no_trace_has_are_not_other_inputs() -> None:
     """One that is given twice, the number of tokens that a trainer adds, and all where a function was planned."""
     x = torch.zeros(4, 8, dtype=torch.int64)
-    planned = (InputFacts(shape=(4, 8), dtype="int64", bytes=256),)
+    planned = (InputRecord(shape=(4, 8), dtype="int64", bytes=256),)
     count = torch.tensor(32)
-    assert different(seen({"input_ids": x, "labels": x, "num_items_in_batch": count}), planned) == ()
-    assert different(seen({"input_ids": x, "labels": x.clone()}), planned) == ()
-    assert different(seen({"input_ids": x, "labels": x}), ()) == ()
+    assert find_different(list_tensors({"input_ids": x, "labels": x, "num_items_in_batch": count}), planned) == ()
+    assert find_different(list_tensors({"input_ids": x, "labels": x.clone()}), planned) == ()
+    assert find_different(list_tensors({"input_ids": x, "labels": x}), ()) == ()
     longer = torch.zeros(4, 9, dtype=torch.int64)
-    assert len(different(seen({"input_ids": longer, "labels": longer, "count": count}), planned)) == 1
+    assert len(find_different(list_tensors({"input_ids": longer, "labels": longer, "count": count}), planned)) == 1
 
 
 def test_rows_of_a_tensor_that_was_planned_whole_are_not_other_inputs() -> None:
     table = torch.zeros(100, 8)
-    whole = (InputFacts(shape=(100, 8), dtype="float32", bytes=3200),)
-    rows = (InputFacts(shape=(10, 8), dtype="float32", bytes=3200),)
-    assert different(seen(table[:10]), whole) == ()
-    assert different(seen(table[:10]), rows) == ()
-    assert different(seen(table[:20]), rows) == ("float32[20, 8] in place of float32[10, 8]",)
+    whole = (InputRecord(shape=(100, 8), dtype="float32", bytes=3200),)
+    rows = (InputRecord(shape=(10, 8), dtype="float32", bytes=3200),)
+    assert find_different(list_tensors(table[:10]), whole) == ()
+    assert find_different(list_tensors(table[:10]), rows) == ()
+    assert find_different(list_tensors(table[:20]), rows) == ("float32[20, 8] in place of float32[10, 8]",)
 
 
 def test_a_guard_is_refused_for_a_model_without_the_plan() -> None:
@@ -415,6 +415,6 @@ def test_a_guard_is_refused_for_a_model_without_the_plan() -> None:
     ],
 )
 def test_errors_of_allocators_are_recognised_with_what_was_asked_for(message: str, size: int | None) -> None:
-    assert is_out_of_memory(RuntimeError(message)) and asked_bytes(RuntimeError(message)) == size
+    assert is_out_of_memory(RuntimeError(message)) and parse_asked_bytes(RuntimeError(message)) == size
     assert not is_out_of_memory(ValueError(message))
     assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError(message))

@@ -28,9 +28,9 @@ from memfit.plans import PlanMismatch
 from memfit.solve import SolveOptions
 from memfit.verify import Verification
 from memfit.verify import verifying as verifying_module
-from memfit.verify.align_events import beside, outlived
+from memfit.verify.align_events import align_sizes, find_outlived_ops
 from memfit.verify.exactness import host_copy
-from memfit.verify.verification import BytesBeside, MsBeside
+from memfit.verify.verification import BytesCheck, MsCheck
 
 
 def state_of(step: memfit.Step) -> dict:
@@ -288,13 +288,13 @@ def test_a_verification_is_json() -> None:
 
 def test_sequences_are_walked_side_by_side() -> None:
     predicted = [8, 16, 24, 32, 40, 48, 56, 64, 72, 80]
-    assert beside(predicted, predicted) == list(range(10))
+    assert align_sizes(predicted, predicted) == list(range(10))
     with_more = [8, 16, 1, 2, *predicted[2:]]
-    assert beside(with_more, predicted) == [0, 1, -1, -1, *range(2, 10)]
+    assert align_sizes(with_more, predicted) == [0, 1, -1, -1, *range(2, 10)]
     with_less = [8, 16, *predicted[4:]]
-    assert beside(with_less, predicted) == [0, 1, *range(4, 10)]
-    assert beside([16, 8, *predicted[2:]], predicted) == [1, 0, *range(2, 10)]
-    assert beside([3, 3], predicted) == [-1, -1]
+    assert align_sizes(with_less, predicted) == [0, 1, *range(4, 10)]
+    assert align_sizes([16, 8, *predicted[2:]], predicted) == [1, 0, *range(2, 10)]
+    assert align_sizes([3, 3], predicted) == [-1, -1]
 
 
 def test_allocations_stand_beside_those_of_the_same_op_and_past_many_that_nobody_predicted() -> None:
@@ -302,7 +302,7 @@ def test_allocations_stand_beside_those_of_the_same_op_and_past_many_that_nobody
     ops = ["aten::bmm", "aten::add", "aten::mm"] * 1500
     measured = [8, 64, 64, 4, 64, 256, 8, 4] * 1500
     within = [(), ("aten::isneginf",), ("aten::matmul", "aten::bmm"), (), ("aten::add",), ("aten::mm",), (), ()] * 1500
-    found = beside(measured, predicted, within, ops)
+    found = align_sizes(measured, predicted, within, ops)
     assert found == [
         pair for layer in range(1500) for pair in (-1, -1, 3 * layer, -1, 3 * layer + 1, 3 * layer + 2, -1, -1)
     ]
@@ -320,7 +320,7 @@ def test_what_is_freed_within_an_op_is_no_result_of_it() -> None:
         event(-8, 1, "node", "aten::conv"),
         event(-8, 2, "node"),
     ]
-    assert outlived(events) == [("aten::empty",), ("aten::conv",), ()]
+    assert find_outlived_ops(events) == [("aten::empty",), ("aten::conv",), ()]
 
 
 def test_a_plan_that_changes_the_optimizers_step_is_compared_with_the_step_as_it_was_given() -> None:
@@ -345,12 +345,12 @@ def test_dropout_is_part_of_what_is_compared() -> None:
 
 
 def test_differences_are_parts_of_what_was_predicted() -> None:
-    step = MsBeside(name="step", predicted_ms=15.6, measured_ms=89.4)
+    step = MsCheck(name="step", predicted_ms=15.6, measured_ms=89.4)
     assert step.error == pytest.approx(73.8 / 15.6)
-    peak = BytesBeside(name="peak", predicted_bytes=100, measured_bytes=150)
+    peak = BytesCheck(name="peak", predicted_bytes=100, measured_bytes=150)
     assert peak.error == 0.5
-    assert BytesBeside(name="new", predicted_bytes=0, measured_bytes=1).error == float("inf")
-    assert BytesBeside(name="none", predicted_bytes=0, measured_bytes=0).error == 0.0
+    assert BytesCheck(name="new", predicted_bytes=0, measured_bytes=1).error == float("inf")
+    assert BytesCheck(name="none", predicted_bytes=0, measured_bytes=0).error == 0.0
 
 
 def test_verifying_runs_few_steps_and_parses_no_events(monkeypatch: pytest.MonkeyPatch) -> None:

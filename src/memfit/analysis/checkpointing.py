@@ -1,4 +1,4 @@
-"""What units that are checkpointed hold at the peak all the same, and why some of their ops cannot run again."""
+"""What checkpointed units still hold at the peak, and why some of their ops cannot be recomputed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import numpy as np
 from memfit.analysis.explanation import Checkpointing, StillHeld
 from memfit.analysis.holders import Holders
 from memfit.analysis.report import Report
-from memfit.capture import NEVER, Category, Phase, Trace
+from memfit.capture import BEFORE_STEP, NO_INDEX, Category, Phase, Trace
 from memfit.capture.arguments import GENERATOR
 from memfit.capture.trace_types import short
 from memfit.cost.runtime import repeats
 from memfit.memory import Timeline
+from memfit.paths import module_label
 from memfit.plans.build import build_policy
 from memfit.tradeoff import UPDATES, Policy, Role, TraceColumns, Unit, UnitColumns, lost_inputs
 from memfit.units import display_bytes, display_ms
@@ -31,15 +32,15 @@ INPUT = "input of the unit"
 RUNNING = "the unit runs at the peak"
 
 
-def checkpointing_of(report: Report, timeline: Timeline) -> Checkpointing | None:
-    """What checkpointed units hold at the peak; None when nothing is checkpointed, by a plan or by the model itself."""
+def explain_checkpointing(report: Report, timeline: Timeline) -> Checkpointing | None:
+    """Return what checkpointed units hold at the peak; None when neither a plan nor the model checkpoints anything."""
     if report.plan is not None and report.plan.predicted is not None and report.plan.checkpoint:
         return _of_plan(report, timeline)
     return _of_model(timeline)
 
 
-def kept_by_plan(report: Report, timeline: Timeline) -> dict[int, str]:
-    """Storages that are there because of a plan, each with what it is kept for."""
+def find_kept_by_plan(report: Report, timeline: Timeline) -> dict[int, str]:
+    """Return storages that are there because of a plan, each with what it is kept for."""
     found: dict[int, str] = {}
     for unit, policy in _chosen(report):
         problem, own = _cut(report, unit)
@@ -47,9 +48,9 @@ def kept_by_plan(report: Report, timeline: Timeline) -> dict[int, str]:
             (problem.role == Role.FRESH) & np.isin(problem.alloc_at, policy.saved) & (problem.alloc_at <= policy.stop)
         )
         for storage in own[fresh].tolist():
-            found[storage] = f"kept by the plan, so that the second run of {unit.name or '(model)'} need not make it"
-        for storage in lost_inputs(report.problem.facts, unit).tolist():
-            found[storage] = f"kept as an input of {unit.name or '(model)'}, for its second run"
+            found[storage] = f"kept by the plan, so that the second run of {module_label(unit.name)} need not make it"
+        for storage in lost_inputs(report.problem.trace_columns, unit).tolist():
+            found[storage] = f"kept as an input of {module_label(unit.name)}, for its second run"
     return found
 
 
@@ -61,10 +62,10 @@ def _chosen(report: Report) -> list[tuple[Unit, Policy]]:
 
 
 def _cut(report: Report, unit: Unit) -> tuple[UnitColumns, np.ndarray]:
-    """A unit as the frontiers see it, and its storages."""
-    facts = report.problem.facts
-    low, high = np.searchsorted(facts.forward_alloc_at, (unit.begin, unit.end))
-    return UnitColumns.of(facts, unit), facts.forward_storages[low:high]
+    """Return a unit as the frontiers see it, and its storages."""
+    trace_columns = report.problem.trace_columns
+    low, high = np.searchsorted(trace_columns.forward_alloc_at, (unit.begin, unit.end))
+    return UnitColumns.of(trace_columns, unit), trace_columns.forward_storages[low:high]
 
 
 def _of_plan(report: Report, timeline: Timeline) -> Checkpointing:
@@ -93,7 +94,7 @@ def _of_plan(report: Report, timeline: Timeline) -> Checkpointing:
 
 
 def _running(report: Report, holders: Holders) -> bool:
-    """Whether a unit that is checkpointed runs at the peak."""
+    """Return whether a unit that is checkpointed runs at the peak."""
     return any(_runs(unit, holders.now) for unit, _ in _chosen(report))
 
 
@@ -102,11 +103,11 @@ def _runs(unit: Unit, op: int) -> bool:
 
 
 def _reasons(report: Report, unit: Unit, policy: Policy, holders: Holders) -> Iterator[tuple[int, str, str]]:
-    """Every storage that a unit makes or is given and does not drop, with the reason."""
-    facts = report.problem.facts
+    """Yield every storage that a unit makes or is given and does not drop, with the reason."""
+    trace_columns = report.problem.trace_columns
     problem, own = _cut(report, unit)
     running = _runs(unit, holders.now)
-    saved, forced = np.isin(problem.alloc_at, policy.saved), forced_ops(facts, unit)
+    saved, forced = np.isin(problem.alloc_at, policy.saved), find_forced_ops(trace_columns, unit)
     for place, storage in enumerate(own.tolist()):
         role, op = problem.role[place], int(problem.alloc_at[place])
         if running:
@@ -118,21 +119,21 @@ def _reasons(report: Report, unit: Unit, policy: Policy, holders: Holders) -> It
             yield storage, SAVED, f"to make it again takes {takes}, and the budget has room"
         elif role == Role.DISCARDABLE:
             continue
-        elif facts.cached[storage]:
+        elif trace_columns.cached[storage]:
             yield storage, CAST, "autocast holds it until its block ends"
-        elif facts.last_read[storage] >= unit.end or facts.last_saver[storage] >= unit.end:
-            user = max(int(facts.last_read[storage]), int(facts.last_saver[storage]))
+        elif trace_columns.last_read[storage] >= unit.end or trace_columns.last_saver[storage] >= unit.end:
+            user = max(int(trace_columns.last_read[storage]), int(trace_columns.last_saver[storage]))
             yield storage, OUTPUT, f"used by {holders.op_in(user)}"
-        elif not 0 <= facts.released[storage] < unit.end:
+        elif not 0 <= trace_columns.released[storage] < unit.end:
             yield storage, PYTHON, "a list, a hook or an attribute keeps it beyond the unit"
         else:
             yield storage, OUTPUT, holders.of_storage(storage)[1]
-    for storage in lost_inputs(facts, unit).tolist():
+    for storage in lost_inputs(trace_columns, unit).tolist():
         yield storage, INPUT, "the second run begins with it"
 
 
 def _of_model(timeline: Timeline) -> Checkpointing | None:
-    """Modules that the user's own `torch.utils.checkpoint` runs again, and what of them is there at the peak."""
+    """Return what modules under the user's own `torch.utils.checkpoint` hold at the peak; None when there are none."""
     trace = timeline.trace
     found = repeats(trace)
     first = sorted(
@@ -167,20 +168,20 @@ def _of_model(timeline: Timeline) -> Checkpointing | None:
 
 
 def _within(trace: Trace, op: int, calls: set[int]) -> bool:
-    """Whether an op is part of one of these calls or of one inside them."""
+    """Return whether an op is part of one of these calls or of one inside them."""
     call = trace.ops[min(op, len(trace.ops) - 1)].call
-    return call != NEVER and not calls.isdisjoint(trace.ancestors(call))
+    return call != NO_INDEX and not calls.isdisjoint(trace.ancestors(call))
 
 
 def _there(timeline: Timeline, instant: int) -> set[int]:
-    """Storages as they were first made that are there at an instant."""
+    """Return storages as they were first made that are there at an instant."""
     table, alive = timeline.allocations, timeline.alive_at(instant)
-    return set(table.storage[alive[table.remade[alive] == NEVER]].tolist()) - {NEVER}
+    return set(table.storage[alive[table.remade[alive] == NO_INDEX]].tolist()) - {NO_INDEX}
 
 
 def _still(timeline: Timeline, holders: Holders, unit: str, storage: int, reason: str, why: str) -> StillHeld:
     found = timeline.trace.storages[storage]
-    name = found.name or (timeline.trace.ops[found.alloc_at].name if found.alloc_at != NEVER else "")
+    name = found.name or (timeline.trace.ops[found.alloc_at].name if found.alloc_at != BEFORE_STEP else "")
     return StillHeld(
         unit=unit,
         size_bytes=found.bytes,
@@ -193,7 +194,7 @@ def _still(timeline: Timeline, holders: Holders, unit: str, storage: int, reason
 
 
 def _findings(timeline: Timeline, still: list[StillHeld], without: int | None, running: bool) -> Iterator[str]:
-    """What can be said in a sentence each; `running` says whether a checkpointed unit runs at the peak."""
+    """Yield what can be said in a sentence each; `running` says whether a checkpointed unit runs at the peak."""
     trace, instant = timeline.trace, timeline.peak_instant
     op = min(int(timeline.op[instant]), len(trace.ops) - 1)
     phase = trace.ops[op].phase
@@ -205,7 +206,7 @@ def _findings(timeline: Timeline, still: list[StillHeld], without: int | None, r
             if each.remade is not None
         )
         yield (
-            f"the peak is in the second run of {again or '(model)'}, which has made {display_bytes(made)} again: "
+            f"the peak is in the second run of {module_label(again)}, which has made {display_bytes(made)} again: "
             "smaller units, or one that saves more, would lower it"
         )
     elif phase is Phase.OPTIMIZER:
@@ -226,13 +227,13 @@ def _findings(timeline: Timeline, still: list[StillHeld], without: int | None, r
 
 
 def _place(trace: Trace, op: int) -> str:
-    """The loss, be it a function, a module or the end of the model's forward; else the module."""
+    """Return the loss, be it a function, a module or the end of the model's forward; else the module."""
     call = trace.ops[op].call
-    if call == NEVER:
+    if call == NO_INDEX:
         return "the loss"
     module = trace.calls[call].module
-    last = max((index for index, each in enumerate(trace.ops) if each.phase in _FORWARD), default=NEVER)
-    makes_loss = last != NEVER and trace.ops[last].call == call
+    last = max((index for index, each in enumerate(trace.ops) if each.phase in _FORWARD), default=NO_INDEX)
+    makes_loss = last != NO_INDEX and trace.ops[last].call == call
     if makes_loss and not module:
         inner = max((each.end for each in trace.calls if each.parent == call and each.phase in _FORWARD), default=0)
         made = trace.ops[op].forward_op if trace.ops[op].phase is Phase.BACKWARD else op
@@ -243,21 +244,21 @@ def _place(trace: Trace, op: int) -> str:
 # Why ops of a checkpointed unit cannot run again
 
 
-def forced_ops(facts: TraceColumns, unit: Unit) -> dict[int, str]:
-    """The reason of each such op, by its offset from the unit's first op (Note [Rules] of the unit's problem, 4)."""
-    offsets = np.flatnonzero(UnitColumns.of(facts, unit).forced).tolist()
-    return {offset: _why(facts, unit, unit.begin + offset) for offset in offsets}
+def find_forced_ops(trace_columns: TraceColumns, unit: Unit) -> dict[int, str]:
+    """Return why ops must not be recomputed, by offset in the unit (Note [Rules] of tradeoff/policy.py, 4)."""
+    offsets = np.flatnonzero(UnitColumns.of(trace_columns, unit).forced).tolist()
+    return {offset: _why(trace_columns, unit, unit.begin + offset) for offset in offsets}
 
 
-def _why(facts: TraceColumns, unit: Unit, op: int) -> str:
-    found = facts.trace.ops[op]
+def _why(trace_columns: TraceColumns, unit: Unit, op: int) -> str:
+    found = trace_columns.trace.ops[op]
     if found.name in UPDATES:
         return "updates running statistics"
     if GENERATOR in found.arguments:
         return "draws from a generator of its own"
-    if facts.pinned[op]:
+    if trace_columns.pinned[op]:
         return "writes in place to host memory"
-    written = facts.write_storage[facts.write_op == op]
-    if (facts.alloc_at[written] < unit.begin).any():
+    written = trace_columns.write_storage[trace_columns.write_op == op]
+    if (trace_columns.alloc_at[written] < unit.begin).any():
         return "writes in place to what is older than the unit"
     return "reads what is overwritten before its backward"

@@ -15,20 +15,20 @@ from memfit.analysis.step_differences import (
     Changed,
     CountChange,
     ModuleChange,
-    changed_facts,
-    changed_modules,
-    changed_ops,
-    changed_work,
-    rows_of,
+    compare_memory,
+    compare_modules,
+    compare_ops,
+    compare_records,
+    compare_work,
+    keep_changed,
     total_flops,
-    traced_memory,
 )
 from memfit.capture import Category, Trace
 from memfit.errors import InputError
 from memfit.paths import alike, folded, module_label
 from memfit.plans import Plan
-from memfit.plans.facts import peak_place
 from memfit.plans.record import Checkpoint, Estimate, ShardPlan
+from memfit.plans.trace_record import describe_peak
 from memfit.text import json_text, render_text
 from memfit.units import display_bytes
 
@@ -104,11 +104,11 @@ class Comparison:
         return (*memory, *(each for each in self.times if each.first_ms != each.second_ms))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
+        """Return everything as plain values, for JSON."""
         return {"same": self.same, **msgspec.to_builtins(dataclasses.asdict(self))}
 
     def to_json(self) -> str:
-        """The same as text."""
+        """Return `to_dict` as JSON text."""
         return json_text(self.to_dict())
 
     def __rich__(self) -> RenderableType:
@@ -134,20 +134,20 @@ def compare(first: Plan | Trace, second: Plan | Trace) -> Comparison:
 
 
 def _traces(first: Trace, second: Trace) -> Comparison:
-    memory, places = traced_memory(first, second)
+    memory, places = compare_memory(first, second)
     flops = CountChange(name="FLOPs", first=total_flops(first), second=total_flops(second))
     return Comparison(
         kind="traces",
         first=f"{_model(first)} on {first.hardware.title}",
         second=f"{_model(second)} on {second.hardware.title}",
-        changed=tuple(dict.fromkeys((*changed_facts(first, second), *changed_modules(first, second)))),
+        changed=tuple(dict.fromkeys((*compare_records(first, second), *compare_modules(first, second)))),
         memory=memory,
         times=(),
         first_peak_at=places[0],
         second_peak_at=places[1],
         decisions=(),
-        modules=changed_work(first, second),
-        ops=changed_ops(first, second),
+        modules=compare_work(first, second),
+        ops=compare_ops(first, second),
         flops=flops,
     )
 
@@ -158,7 +158,7 @@ def _model(trace: Trace) -> str:
 
 def _plans(first: Plan, second: Plan) -> Comparison:
     ends = [each.predicted or each.blocker or each.baseline for each in (first, second)]
-    changed = (*_changed_setting(first, second), *changed_facts(first, second))
+    changed = (*_changed_setting(first, second), *compare_records(first, second))
     return Comparison(
         kind="plans",
         first=_title(first),
@@ -166,8 +166,8 @@ def _plans(first: Plan, second: Plan) -> Comparison:
         changed=changed,
         memory=tuple(_memory(first, second)),
         times=tuple(_times(first, second)),
-        first_peak_at=peak_place(ends[0].peak_at),
-        second_peak_at=peak_place(ends[1].peak_at),
+        first_peak_at=describe_peak(ends[0].peak_at),
+        second_peak_at=describe_peak(ends[1].peak_at),
         decisions=_decisions(first, second),
         modules=(),
         ops=(),
@@ -177,7 +177,7 @@ def _plans(first: Plan, second: Plan) -> Comparison:
 
 
 def _unrecorded(first: Plan, second: Plan) -> str | None:
-    """Why plans for the same step, hardware and budget are not the same; None when they are."""
+    """Say why plans for the same step, hardware and budget differ; None when they do not."""
     if first.baseline.step_ms != second.baseline.step_ms:
         return _TIMED
     sides = [(plan.status, plan.minimum_budget_bytes, plan.predicted, plan.checkpoint) for plan in (first, second)]
@@ -189,8 +189,8 @@ def _title(plan: Plan) -> str:
 
 
 def _changed_setting(first: Plan, second: Plan) -> Iterator[Changed]:
-    """What the plans were asked for, and what they decided for the whole step."""
-    yield from rows_of(
+    """Yield what the plans were asked for, and what they decided for the whole step."""
+    yield from keep_changed(
         ("device", first.target.title, second.target.title),
         ("ranks", str(first.ranks), str(second.ranks)),
         ("ranks to a node", str(first.target.ranks_per_node), str(second.target.ranks_per_node)),
@@ -201,23 +201,23 @@ def _changed_setting(first: Plan, second: Plan) -> Iterator[Changed]:
         ("optimizer's step", first.optimizer or "as given", second.optimizer or "as given"),
         ("memfit", first.memfit, second.memfit),
     )
-    yield from rows_of(
+    yield from keep_changed(
         ("forced units", _forced(first), _forced(second)),
         ("sharded units", _sharded(first.shard), _sharded(second.shard)),
     )
     if first.shard is not None and second.shard is not None:
-        yield from rows_of(
+        yield from keep_changed(
             ("gathered from forward to backward", _gathered(first.shard), _gathered(second.shard)),
             ("units gathered ahead", str(first.shard.prefetch), str(second.shard.prefetch)),
         )
     for name in ("shard_dtype", "param_dtype", "reduce_dtype"):
         sides = _dtype(first.shard, name), _dtype(second.shard, name)
         if {*sides} - {None, _OWN}:
-            yield from rows_of((name, *sides))
+            yield from keep_changed((name, *sides))
 
 
 def _shown_bytes(first: int, second: int) -> tuple[str, str]:
-    """Two sizes; as bytes where they would look the same and are not."""
+    """Display two sizes; as plain bytes where rounded ones would look the same and are not."""
     shown = display_bytes(first), display_bytes(second)
     return shown if first == second or shown[0] != shown[1] else (f"{first} bytes", f"{second} bytes")
 
@@ -233,13 +233,13 @@ def _gathered(shard: ShardPlan) -> str:
 
 
 def _forced(plan: Plan) -> str | None:
-    """What is checkpointed though the fastest plan would not, as the step fits without: it was asked for."""
+    """Return what is checkpointed on request though the step fits without it; None when nothing is."""
     fits = plan.baseline.peak_bytes <= plan.budget_bytes
     return _names(entry.unit for entry in plan.checkpoint) if fits and plan.checkpoint else None
 
 
 def _names(modules: Iterable[str]) -> str:
-    """Those whose paths differ in numbers only as one name."""
+    """Join unit names; those whose paths differ in numbers only become one."""
     groups: dict[str, list[str]] = {}
     for module in modules:
         groups.setdefault(alike(module), []).append(module)
@@ -251,7 +251,7 @@ def _dtype(shard: ShardPlan | None, name: str) -> str | None:
 
 
 def _memory(first: Plan, second: Plan) -> Iterator[BytesChange]:
-    """Peaks; a side without a prediction has none with the plan."""
+    """Yield the peaks of both sides; one without a prediction has none with the plan."""
     yield _bytes("peak without a plan", first.baseline, second.baseline, "peak_bytes")
     yield _bytes("peak", first.predicted, second.predicted, "peak_bytes")
     if reserves_more(first) or reserves_more(second):
@@ -287,7 +287,7 @@ def _times(first: Plan, second: Plan) -> Iterator[MsChange]:
 
 
 def _decisions(first: Plan, second: Plan) -> tuple[DecisionChange, ...]:
-    """Units that are not treated alike, those that change most bytes first."""
+    """Return units that are not treated alike, those that change most bytes first."""
     before, after = ({entry.unit: entry for entry in plan.checkpoint} for plan in (first, second))
     groups: dict[tuple[object, ...], list[tuple[Checkpoint | None, Checkpoint | None]]] = {}
     for unit in dict.fromkeys((*before, *after)):
@@ -312,7 +312,7 @@ def _decision(pairs: Sequence[tuple[Checkpoint | None, Checkpoint | None]]) -> D
     dropped = [None if side[0] is None else side[0].discarded_bytes for side in sides]
     took = [None if side[0] is None else sum(each.recompute_ms for each in side if each) for side in sides]
     return DecisionChange(
-        units=(folded(units) if "#" not in units[0] else ", ".join(units)) or "(model)",
+        units=module_label(folded(units) if "#" not in units[0] else ", ".join(units)),
         count=len(pairs),
         kind=entries[0].kind,
         first_bytes=dropped[0],
@@ -323,6 +323,6 @@ def _decision(pairs: Sequence[tuple[Checkpoint | None, Checkpoint | None]]) -> D
 
 
 def reserves_more(plan: Plan) -> bool:
-    """Whether the allocator takes more than the tensors that are alive; on a CPU there is none that does."""
+    """Return whether the allocator reserves more than the live tensors; a CPU has no caching allocator."""
     estimates = [each for each in (plan.baseline, plan.predicted) if each is not None]
     return any(each.peak_reserved_bytes != each.peak_bytes for each in estimates)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from memfit.analysis.checkpointing import checkpointing_of, kept_by_plan
+from memfit.analysis.checkpointing import explain_checkpointing, find_kept_by_plan
 from memfit.analysis.explanation import (
     GatheredUnit,
     LineAtPeak,
@@ -17,7 +17,7 @@ from memfit.analysis.explanation import (
     PeakPlace,
     StepExplanation,
 )
-from memfit.analysis.holders import Holders, rounded
+from memfit.analysis.holders import Holders, round_to_block
 from memfit.analysis.levers import find_levers
 from memfit.analysis.levers.case import Case, Lever
 from memfit.analysis.report import Report
@@ -26,9 +26,9 @@ from memfit.errors import InputError
 from memfit.memory import CATEGORIES, Timeline
 from memfit.paths import around
 from memfit.plans import Plan
-from memfit.plans.facts import peak_at
 from memfit.plans.record import PeakAt
 from memfit.plans.resolve import Inputs, Model, StepInputs, check_nothing_beside, resolve_cost, resolve_options
+from memfit.plans.trace_record import peak_at
 from memfit.progress import Progress
 from memfit.solve.min_budget import MinBudget
 
@@ -50,7 +50,7 @@ def explain(
     levers: bool = True,
     **inputs: Unpack[StepInputs],
 ) -> StepExplanation:
-    """What fills the peak of a training step and what holds it, and the levers that would lower it, cheapest first.
+    """Explain what fills the peak of a training step, what holds it, and which levers would lower it, cheapest first.
 
     Takes what `plan` takes, all but `start`: a model and a batch, a `Step`, a `Trace`, or a function that runs the
     step. Also a plan with its step, `explain(plan, step)`, which is explained as it runs under the plan; a plan alone
@@ -90,7 +90,7 @@ def explain(
 def _explanation(case: Case, levers: tuple[Lever, ...], least: MinBudget | None) -> StepExplanation:
     report, timeline = case.report, case.timeline
     instant = timeline.peak_instant
-    holders = Holders(timeline, instant, kept_by_plan(report, timeline))
+    holders = Holders(timeline, instant, find_kept_by_plan(report, timeline))
     there = timeline.alive_at(instant)
     size = timeline.allocations.size_bytes[there]
     largest = there[np.lexsort((there, timeline.allocations.alloc_at[there], -size))][:_LARGEST]
@@ -116,7 +116,7 @@ def _explanation(case: Case, levers: tuple[Lever, ...], least: MinBudget | None)
         largest=tuple(holders.of(number) for number in largest.tolist()),
         activations=_activations(timeline),
         gathered=_gathered(report, timeline, there),
-        checkpointing=checkpointing_of(report, timeline),
+        checkpointing=explain_checkpointing(report, timeline),
         levers=levers,
         least_bytes=None if least is None else least.peak_bytes,
         left_out=tuple(case.left_out),
@@ -125,7 +125,7 @@ def _explanation(case: Case, levers: tuple[Lever, ...], least: MinBudget | None)
 
 
 def _of_document(plan: Plan) -> StepExplanation:
-    """What a plan knows of its step by itself."""
+    """Explain a step from the plan document alone."""
     estimate = plan.predicted or plan.baseline
     return StepExplanation(
         device=plan.target.device,
@@ -156,18 +156,18 @@ def _place(at: PeakAt, captured: Trace | None) -> PeakPlace:
 
 
 def _by_module(timeline: Timeline, instant: int, there: np.ndarray, holders: Holders) -> tuple[ModuleAtPeak, ...]:
-    """Every module that has something at the peak, with the ends of blocks that the allocator rounds up to."""
+    """Return every module that has something at the peak; sizes are rounded up as the allocator rounds them."""
     categories: dict[str, Counter[Category]] = defaultdict(Counter)
     lines: dict[str, Counter[str]] = defaultdict(Counter)
     for number in there.tolist():
         found = timeline.allocation(number)
         module = holders.place(found.storage) or found.module
-        size_bytes = rounded(found.size_bytes, timeline.rounding_bytes)
+        size_bytes = round_to_block(found.size_bytes, timeline.rounding_bytes)
         categories[module][found.category] += size_bytes
         lines[module][holders.source(found.storage)] += size_bytes
     workspace = int(timeline.allocations.workspace_bytes[instant]) if instant < timeline.allocations.instants else 0
     if workspace:
-        size_bytes = rounded(workspace, timeline.rounding_bytes)
+        size_bytes = round_to_block(workspace, timeline.rounding_bytes)
         op = int(timeline.op[instant])
         categories[holders.place_of_op(op) or timeline.module_of(instant)][Category.TEMPORARY] += size_bytes
     rows = []
@@ -190,7 +190,7 @@ def _by_line(timeline: Timeline, there: np.ndarray, holders: Holders) -> tuple[L
     for number in there.tolist():
         source = holders.source(int(timeline.allocations.storage[number]))
         if source:
-            size[source] += rounded(int(timeline.allocations.size_bytes[number]), timeline.rounding_bytes)
+            size[source] += round_to_block(int(timeline.allocations.size_bytes[number]), timeline.rounding_bytes)
             count[source] += 1
     return tuple(
         LineAtPeak(source=source, size_bytes=size_bytes, allocations=count[source])
@@ -199,12 +199,12 @@ def _by_line(timeline: Timeline, there: np.ndarray, holders: Holders) -> tuple[L
 
 
 def _activations(timeline: Timeline) -> tuple[ModuleActivations, ...]:
-    """Modules by what they hold for the backward at the instant when most is held, children included."""
+    """Return modules by what they hold for the backward at the instant when most is held, children included."""
     instant = int(timeline.during_by_row[_ACTIVATION].argmax())
     own: Counter[str] = Counter()
     for number in timeline.alive_at(instant).tolist():
         if int(timeline.allocations.row[number]) == _ACTIVATION:
-            size_bytes = rounded(int(timeline.allocations.size_bytes[number]), timeline.rounding_bytes)
+            size_bytes = round_to_block(int(timeline.allocations.size_bytes[number]), timeline.rounding_bytes)
             own[timeline.allocation(number).module] += size_bytes
     called = {call.module for call in timeline.trace.calls}
     whole: Counter[str] = Counter(own)
@@ -220,7 +220,7 @@ def _activations(timeline: Timeline) -> tuple[ModuleActivations, ...]:
 
 
 def _gathered(report: Report, timeline: Timeline, there: np.ndarray) -> tuple[GatheredUnit, ...]:
-    """Sharded units, those with most gathered first."""
+    """Return the sharded units, those with most gathered first."""
     if report.problem.sharding is None:
         return ()
     now: Counter[str] = Counter()

@@ -11,18 +11,14 @@ from rich.console import RenderableType
 
 from memfit.analysis.levers.case import Lever
 from memfit.capture import Category
+from memfit.memory.summary import OpLocation
 from memfit.text import json_text, render_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PeakPlace:
-    """Where the peak is. `module` is None outside any module; `second_run_of` is the unit that runs again there."""
+class PeakPlace(OpLocation):
+    """Where the peak is; `second_run_of` is the unit that is recomputed there, None when none is."""
 
-    op: int
-    name: str
-    phase: str
-    module: str | None
-    source: str
     second_run_of: str | None = None
 
 
@@ -82,8 +78,7 @@ class ModuleActivations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredUnit:
-    """A sharded unit: what it has when its parameters are gathered, its whole gradient, what a rank keeps of it, and
-    how much of it is gathered at the peak of the step."""
+    """Bytes of a sharded unit: its parameters and gradient unsharded, one rank's shard, and what the peak has of it."""
 
     module: str
     gathered_bytes: int
@@ -94,7 +89,7 @@ class GatheredUnit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StillHeld:
-    """A storage made inside a checkpointed unit, or given to it, that is there at the peak all the same, and why."""
+    """A storage made in or passed to a checkpointed unit that is still alive at the peak, and why."""
 
     unit: str
     size_bytes: int
@@ -159,11 +154,11 @@ class StepExplanation:
         return self.peak_bytes <= self.budget_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
+        """Return everything as plain values, for JSON."""
         return {"measured": False, "fits": self.fits, **msgspec.to_builtins(dataclasses.asdict(self))}
 
     def to_json(self) -> str:
-        """The same as text."""
+        """Return `to_dict` as JSON text."""
         return json_text(self.to_dict())
 
     def __rich__(self) -> RenderableType:

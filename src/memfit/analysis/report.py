@@ -1,4 +1,4 @@
-"""What every way of showing a step begins with: its times, and memory at every instant with and without a plan."""
+"""`Report`: the record that every output starts from, times and memory of a step with and without a plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from memfit.solve import Curve, Problem, SolveOptions
 from memfit.solve.curve import build_curve
 from memfit.tradeoff import Policy, Unit
 from memfit.verify import Verification
-from memfit.verify.prediction import captured_for
+from memfit.verify.prediction import capture_for_plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +47,12 @@ class Report:
         title: str = "",
         options: SolveOptions | None = None,
     ) -> Report:
-        """The report of a plan on the step that it was made for; another step is refused (`PlanMismatch`).
+        """Build the report of a plan on the step that it was made for; another step is refused (`PlanMismatch`).
 
         `options` are those that the plan was made with, of which its document knows only what it decided.
         """
         if isinstance(step, Step):
-            trace = captured_for(plan, step)
+            trace = capture_for_plan(plan, step)
         elif isinstance(step, Trace):
             trace = step
             plan.check(trace)
@@ -71,7 +71,7 @@ class Report:
 
     @classmethod
     def of_trace(cls, trace: Trace, *, target: Target | None = None, cost: Cost | str | None = None) -> Report:
-        """The report of a step without a plan."""
+        """Build the report of a step without a plan."""
         aim = target or Target.parse(trace.hardware)
         return cls(problem=Problem.of(Runtime.of(trace, resolve_cost(cost, aim)), aim), plan=None)
 
@@ -110,7 +110,7 @@ class Report:
         return self.problem.replay(self.chosen)
 
     def with_curve(self, points: int = 16) -> Report:
-        """The same report with the whole trade-off."""
+        """Return the same report with the whole trade-off."""
         return replace(self, curve=build_curve(self.problem, points=points))
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from memfit.capture import NEVER, Category, Trace
+from memfit.capture import NO_INDEX, Category, Trace
 from memfit.memory import Timeline, module_memory, reserved
-from memfit.paths import alike, folded, numbered
+from memfit.paths import alike, folded, module_label, named_differences
 from memfit.plans import Plan, peak_at
-from memfit.plans.facts import peak_place, trace_facts
-from memfit.plans.mismatch import describe_parameter
-from memfit.plans.record import InputFacts, ParameterFacts, TraceFacts
+from memfit.plans.mismatch import describe_input, describe_parameter
+from memfit.plans.record import InputRecord, ParameterRecord, TraceRecord
+from memfit.plans.trace_record import build_trace_record, describe_peak
 
 Row = tuple[str, str | None, str | None]
 
@@ -27,105 +27,72 @@ class Changed:
     second: str | None
 
 
-def rows_of(*rows: Row) -> Iterator[Changed]:
-    """Those of the rows whose sides differ."""
+def keep_changed(*rows: Row) -> Iterator[Changed]:
+    """Yield the rows whose sides differ."""
     for name, first, second in rows:
         if first != second:
             yield Changed(name=name, first=first, second=second)
 
 
-def changed_facts(first: Plan | Trace, second: Plan | Trace) -> Iterator[Changed]:
-    """What tells two steps apart, that which explains most first."""
-    one, other = _facts(first), _facts(second)
+def compare_records(first: Plan | Trace, second: Plan | Trace) -> Iterator[Changed]:
+    """Yield what tells two steps apart, what explains most first."""
+    one, other = _trace_record(first), _trace_record(second)
     found = list(_differences(one, other))
     if not found and one.ops == other.ops and first.fingerprint != second.fingerprint:
-        found += rows_of(("fingerprint of the step", first.fingerprint[:12], second.fingerprint[:12]))
+        found += keep_changed(("fingerprint of the step", first.fingerprint[:12], second.fingerprint[:12]))
     yield from found
-    yield from rows_of(("ops", f"{one.ops:,}", f"{other.ops:,}"))
+    yield from keep_changed(("ops", f"{one.ops:,}", f"{other.ops:,}"))
 
 
-def _facts(each: Plan | Trace) -> TraceFacts:
-    return each.trace if isinstance(each, Plan) else trace_facts(each)
+def _trace_record(each: Plan | Trace) -> TraceRecord:
+    return each.trace if isinstance(each, Plan) else build_trace_record(each)
 
 
-def _differences(one: TraceFacts, other: TraceFacts) -> Iterator[Changed]:
+def _differences(one: TraceRecord, other: TraceRecord) -> Iterator[Changed]:
     if one.device_type != other.device_type or one.device != other.device:
         yield Changed(name="captured for", first=one.device, second=other.device)
-    yield from rows_of(
+    yield from keep_changed(
         ("torch", one.torch, other.torch),
         ("threads", str(one.threads or "any"), str(other.threads or "any")),
         ("autocast", one.autocast or "off", other.autocast or "off"),
         ("optimizer", one.optimizer or "none", other.optimizer or "none"),
     )
     yield from _inputs(one.inputs, other.inputs)
-    yield from rows_of(("parameters", _counted(one.parameters), _counted(other.parameters)))
+    yield from keep_changed(("parameters", _counted(one.parameters), _counted(other.parameters)))
     yield from _parameters(one.parameters, other.parameters)
 
 
-def _inputs(one: Sequence[InputFacts], other: Sequence[InputFacts]) -> Iterator[Changed]:
-    """Tensors of the batch by their place in it."""
+def _inputs(one: Sequence[InputRecord], other: Sequence[InputRecord]) -> Iterator[Changed]:
+    """Yield the tensors of the batch that differ, by their place in it."""
     for place in range(max(len(one), len(other))):
-        sides = [_input(side[place]) if place < len(side) else None for side in (one, other)]
-        yield from rows_of((f"batch tensor {place}", sides[0], sides[1]))
+        sides = [describe_input(side[place]) if place < len(side) else None for side in (one, other)]
+        yield from keep_changed((f"batch tensor {place}", sides[0], sides[1]))
 
 
-def _input(fact: InputFacts) -> str:
-    if fact.shape is None or fact.dtype is None:
-        return f"{fact.bytes} bytes that no op reads"
-    return _tensor(fact.shape, fact.dtype)
-
-
-def _counted(parameters: Sequence[ParameterFacts]) -> str:
+def _counted(parameters: Sequence[ParameterRecord]) -> str:
     return f"{sum(math.prod(each.shape) for each in parameters):,} in {len(parameters):,} tensors"
 
 
-def _parameters(one: Sequence[ParameterFacts], other: Sequence[ParameterFacts]) -> Iterator[Changed]:
-    """Parameters that are not the same; of layers that only one side has, how many there are."""
+def _parameters(one: Sequence[ParameterRecord], other: Sequence[ParameterRecord]) -> Iterator[Changed]:
+    """Yield parameters that differ; of layers that only one side has, how many there are."""
     sides = [{each.names[0]: describe_parameter(each) for each in parameters} for parameters in (one, other)]
     return _named_rows("parameter", "parameters", sides[0], sides[1])
 
 
-def changed_modules(first: Trace, second: Trace) -> Iterator[Changed]:
-    """Modules that are not the same kind, or that only one side has."""
-    sides = [{each.path or "(model)": each.kind for each in trace.modules} for trace in (first, second)]
+def compare_modules(first: Trace, second: Trace) -> Iterator[Changed]:
+    """Yield modules of another kind, or that only one side has."""
+    sides = [{module_label(each.path): each.kind for each in trace.modules} for trace in (first, second)]
     return _named_rows("module", "modules", sides[0], sides[1])
 
 
 def _named_rows(what: str, several: str, one: dict[str, str], other: dict[str, str]) -> Iterator[Changed]:
-    """Things by name; names that differ in numbers only and change in the same way are one row."""
-    uneven = _uneven(one, other)
-    counts = {(alike(prefix), first, second): None for prefix, (_, first, second) in uneven.items()}
-    for prefix, first, second in counts:
-        yield Changed(name=f"numbered parts of {prefix or 'the model'}", first=str(first), second=str(second))
-    groups: dict[tuple[str, str | None, str | None], list[str]] = defaultdict(list)
-    for name in dict.fromkeys((*one, *other)):
-        then, now = one.get(name), other.get(name)
-        if then != now and not (None in (then, now) and _in_uneven(name, uneven)):
-            groups[alike(name), then, now].append(name)
-    for (_, then, now), names in groups.items():
+    """Yield rows by name; names that differ in numbers only and change in the same way are one row."""
+    found = named_differences(one, other)
+    for path, first, second in found.counts:
+        yield Changed(name=f"numbered parts of {path or 'the model'}", first=str(first), second=str(second))
+    for then, now, names in found.groups:
         label = f"{what} {names[0]}" if len(names) == 1 else f"{several} {folded(names)} ({len(names)})"
         yield Changed(name=label, first=then, second=now)
-
-
-def _uneven(one: Iterable[str], other: Iterable[str]) -> dict[str, tuple[set[str], int, int]]:
-    """Paths that have another number of numbered parts on each side: which are not on both, and how many there are."""
-    sides = [numbered(one), numbered(other)]
-    return {
-        prefix: (sides[0][prefix] ^ sides[1][prefix], len(sides[0][prefix]), len(sides[1][prefix]))
-        for prefix in sides[0]
-        if prefix in sides[1] and len(sides[0][prefix]) != len(sides[1][prefix])
-    }
-
-
-def _in_uneven(name: str, uneven: dict[str, tuple[set[str], int, int]]) -> bool:
-    """Whether a name belongs to a numbered part that only one side has."""
-    parts = name.split(".")
-    prefixes = (".".join(parts[:index]) for index in range(len(parts)))
-    return any(prefix in uneven and part in uneven[prefix][0] for prefix, part in zip(prefixes, parts, strict=True))
-
-
-def _tensor(shape: Sequence[int], dtype: str) -> str:
-    return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
 # What two traces do, where that differs
@@ -142,7 +109,7 @@ class BytesChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountChange:
-    """How often, or how many, on both sides."""
+    """A count on both sides."""
 
     name: str
     first: int
@@ -151,8 +118,7 @@ class CountChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleChange:
-    """Modules whose paths differ in numbers only, with the modules inside them, added up: what they leave for
-    backward, and FLOPs of forward and backward."""
+    """Bytes left for backward and FLOPs of modules whose paths differ in numbers only, their children included."""
 
     module: str
     first_modules: int
@@ -163,8 +129,8 @@ class ModuleChange:
     second_flops: int
 
 
-def traced_memory(first: Trace, second: Trace) -> tuple[tuple[BytesChange, ...], tuple[str, str]]:
-    """The peaks of both, taken apart, and where they are."""
+def compare_memory(first: Trace, second: Trace) -> tuple[tuple[BytesChange, ...], tuple[str, str]]:
+    """Return the peaks of both sides by category, and where they are."""
     sides = [Timeline.of(trace, trace.hardware.allocator.rounding_bytes) for trace in (first, second)]
     held = [reserved(trace, trace.hardware).peak_reserved_bytes for trace in (first, second)]
     one, other = sides
@@ -179,12 +145,12 @@ def traced_memory(first: Trace, second: Trace) -> tuple[tuple[BytesChange, ...],
         if any(category in part for part in parts):
             sizes = [part.get(category, 0) for part in parts]
             rows.append(BytesChange(name=f"{category.value} at the peak", first_bytes=sizes[0], second_bytes=sizes[1]))
-    places = [peak_place(peak_at(side.trace, side.peak_op)) for side in sides]
+    places = [describe_peak(peak_at(side.trace, side.peak_op)) for side in sides]
     return tuple(rows), (places[0], places[1])
 
 
 def total_flops(trace: Trace) -> int:
-    """FLOPs of the whole step."""
+    """Return the FLOPs of the whole step."""
     return sum(op.flops for op in trace.ops)
 
 
@@ -197,8 +163,8 @@ class _Work:
     flops: int = 0
 
 
-def changed_work(first: Trace, second: Trace) -> tuple[ModuleChange, ...]:
-    """Modules that hold or compute something else, those whose bytes change most first."""
+def compare_work(first: Trace, second: Trace) -> tuple[ModuleChange, ...]:
+    """Return modules that hold or compute something else, those whose bytes change most first."""
     one, other = _work(first), _work(second)
     found = []
     for pattern in dict.fromkeys((*one, *other)):
@@ -209,7 +175,7 @@ def changed_work(first: Trace, second: Trace) -> tuple[ModuleChange, ...]:
         alone = len(names) == 1 or before.modules == after.modules
         found.append(
             ModuleChange(
-                module=(folded(names) if alone else pattern) or "(model)",
+                module=module_label(folded(names) if alone else pattern),
                 first_modules=len(before.modules),
                 second_modules=len(after.modules),
                 first_activation_bytes=before.activation_bytes,
@@ -227,11 +193,11 @@ def _by_change(each: ModuleChange) -> tuple[int, int]:
 
 
 def _work(trace: Trace) -> dict[str, _Work]:
-    """By pattern of module paths, of modules that are called."""
+    """Return bytes and FLOPs of the modules that are called, by pattern of their paths."""
     flops: dict[str, int] = defaultdict(int)
     by_call: dict[int, int] = defaultdict(int)
     for op in trace.ops:
-        if op.call != NEVER:
+        if op.call != NO_INDEX:
             by_call[op.call] += op.flops
     for call, count in by_call.items():
         for path in {trace.calls[each].module for each in trace.ancestors(call)}:
@@ -246,8 +212,8 @@ def _work(trace: Trace) -> dict[str, _Work]:
     return found
 
 
-def changed_ops(first: Trace, second: Trace) -> tuple[CountChange, ...]:
-    """Kinds of ops that do not run as often, those that change most first."""
+def compare_ops(first: Trace, second: Trace) -> tuple[CountChange, ...]:
+    """Return ops that run another number of times, those that change most first."""
     one, other = (Counter(op.name for op in trace.ops) for trace in (first, second))
     rows = [CountChange(name=name, first=one[name], second=other[name]) for name in sorted({*one, *other})]
     changed = [row for row in rows if row.first != row.second]

@@ -16,7 +16,7 @@ import torch
 
 from memfit.capture.rules.base import fills_its_memory
 from memfit.torch_private.autograd import current_autograd_node
-from memfit.torch_private.dispatch import TorchDispatchMode
+from memfit.torch_private.dispatch import DispatchMode
 from memfit.torch_private.frames import frame_above
 from memfit.torch_private.storages import storage_key, storage_use_count, tensor_use_count
 
@@ -59,15 +59,11 @@ def sole_owner_counts() -> tuple[int, int]:
     return probe.counts[-1]
 
 
-class _Probe(TorchDispatchMode):
+class _Probe(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: list[tuple[int, int]] = []
         self.refs: list[Any] = []
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _add:

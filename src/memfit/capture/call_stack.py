@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.capture.trace_types import NEVER, ModuleCall, Phase
+from memfit.capture.trace_types import NO_INDEX, ModuleCall, Phase
 from memfit.torch_private.frames import frame_above
 
 
@@ -35,9 +35,9 @@ class _OpenCall:
     parent: int
     phase: Phase
     begin: int
-    end: int = NEVER
-    backward_begin: int = NEVER
-    backward_end: int = NEVER
+    end: int = NO_INDEX
+    backward_begin: int = NO_INDEX
+    backward_end: int = NO_INDEX
     inputs: tuple[int, ...] = ()
 
 
@@ -47,7 +47,7 @@ class CallTracker:
 
     root: nn.Module
     calls: list[_OpenCall] = field(default_factory=list)
-    current: int = NEVER
+    current: int = NO_INDEX
     _paths: dict[int, list[str]] = field(default_factory=dict)
     in_eval: set[str] = field(default_factory=set)
     """Paths of modules that the forward called in eval mode (`is_trained`)."""
@@ -71,7 +71,7 @@ class CallTracker:
     @property
     def path(self) -> str:
         """The path of the module that runs now."""
-        return self.calls[self.current].module if self.current != NEVER else ""
+        return self.calls[self.current].module if self.current != NO_INDEX else ""
 
     def enter(self, module: nn.Module, phase: Phase, op: int, inputs: tuple[int, ...]) -> None:
         """Open a call at op index `op`; `inputs` are the storages that it is given."""
@@ -91,11 +91,11 @@ class CallTracker:
 
     def backward(self, call: int, op: int) -> None:
         """Note that backward op `op` belongs to `call` and to those that enclose it."""
-        while call != NEVER:
+        while call != NO_INDEX:
             open_call = self.calls[call]
             if open_call.backward_end == op + 1:
                 return
-            if open_call.backward_begin == NEVER:
+            if open_call.backward_begin == NO_INDEX:
                 open_call.backward_begin = op
             open_call.backward_end = op + 1
             call = open_call.parent

@@ -37,15 +37,25 @@ from memfit.capture.errors import Advice
 from memfit.capture.meta_tensors import MetaTensors, on_meta, optimizer_on_meta
 from memfit.capture.optimizers import LeftState, OptimizerStates, optimizers_by_key
 from memfit.capture.patches import TorchPatches
-from memfit.capture.random_numbers import Held, held_generators, same_generators
+from memfit.capture.random_numbers import HostGenerator, held_generators, same_generators
 from memfit.capture.random_paths import RandomDraws, largest_path
 from memfit.capture.recorder import Recorder
-from memfit.capture.restoration import Snapshot, remove_leftovers
+from memfit.capture.restoration import ValueSnapshot, remove_leftovers
 from memfit.capture.rules import RuleContext, rules_for
 from memfit.capture.step import Companions, Step, find_step, find_variables
 from memfit.capture.step_checks import check_batch_tensors, check_model, refuse_sharded_module
 from memfit.capture.storages import HOST, StorageDraft, StorageTable
-from memfit.capture.trace_types import NEVER, SCHEMA, Category, ModelCall, Module, Parameter, Phase, Trace
+from memfit.capture.trace_types import (
+    BEFORE_STEP,
+    NO_INDEX,
+    SCHEMA,
+    Category,
+    ModelCall,
+    Module,
+    Parameter,
+    Phase,
+    Trace,
+)
 from memfit.errors import InputError, MemfitError
 from memfit.hardware import Device, Target
 from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes
@@ -73,7 +83,7 @@ def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | D
         check_model(model)
         check_batch_tensors(step.batch)
         held = held_generators(model.modules(), find_variables(step.run))
-        snapshot = Snapshot(model, (step.run, step.loss, step.optimizer, step.model))
+        snapshot = ValueSnapshot(model, (step.run, step.loss, step.optimizer, step.model))
         leftovers: list[weakref.ref[Any]] = []
 
         def captured(gradients: dict[str, torch.Tensor], state: LeftState, draws: RandomDraws) -> _Capture:
@@ -141,7 +151,7 @@ class _Capture:
         gradients: dict[str, torch.Tensor],
         state: LeftState,
         draws: RandomDraws,
-        held: list[Held],
+        held: list[HostGenerator],
     ) -> None:
         self.step = step
         self.draws = draws
@@ -346,7 +356,7 @@ class _Capture:
             return
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         n_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
-        draft = StorageDraft(n_bytes, NEVER, NEVER, Phase.FORWARD, category=Category.COMMUNICATION)
+        draft = StorageDraft(n_bytes, BEFORE_STEP, NO_INDEX, Phase.FORWARD, category=Category.COMMUNICATION)
         draft.module, draft.name = path, "buckets of DistributedDataParallel"
         self.recorder.table.drafts.append(draft)
         own = " (gradients are views of them, and are counted as well)" if module.gradient_as_bucket_view else ""
@@ -363,11 +373,11 @@ class _Capture:
             refuse_sharded_module(module, f"a {type(module).__name__} that the step calls")
         if recorder.table.paused:
             return
-        if self.calls.current == NEVER and recorder.phase is not Phase.BACKWARD:
+        if self.calls.current == NO_INDEX and recorder.phase is not Phase.BACKWARD:
             recorder.phase = Phase.FORWARD if self.calls.owns(module) else Phase.LOSS
         given = (recorder.table.number_of(unwrap(tensor)) for tensor in tensors_of((*args, *kwargs.values())))
         inputs = tuple(dict.fromkeys(number for number in given if number != HOST))
-        outermost = self.calls.current == NEVER
+        outermost = self.calls.current == NO_INDEX
         if (module is self.model or (outermost and is_container(self.model))) and recorder.phase is Phase.FORWARD:
             leaves = tensor_leaves((args, kwargs))
             self._model_inputs.append(tuple((tuple(each.shape), str(each.dtype)[6:]) for each in leaves))
@@ -380,14 +390,14 @@ class _Capture:
         recorder = self.recorder
         if recorder.table.paused:
             return
-        outermost = self.calls.calls[self.calls.current].parent == NEVER
+        outermost = self.calls.calls[self.calls.current].parent == NO_INDEX
         called = module is self.model or (outermost and is_container(self.model))
         if called and recorder.phase is Phase.FORWARD and self._model_inputs:
             numbers = (recorder.table.number_of(unwrap(each)) for each in tensor_leaves(result))
-            outputs = tuple(NEVER if number == HOST else number for number in numbers)
+            outputs = tuple(NO_INDEX if number == HOST else number for number in numbers)
             self._model_calls.append(ModelCall(inputs=self._model_inputs.pop(), outputs=outputs))
         self.calls.exit(len(recorder.ops))
-        if self.calls.current == NEVER and recorder.phase is Phase.FORWARD:
+        if self.calls.current == NO_INDEX and recorder.phase is Phase.FORWARD:
             recorder.phase = Phase.LOSS
 
     def _failed(self, error: Exception) -> None:
@@ -415,7 +425,7 @@ class _Capture:
                 shape=tuple(parameter.shape),
                 dtype=str(parameter.dtype)[6:],
                 trainable=parameter.requires_grad,
-                gradient=self.gradients.get(key, NEVER),
+                gradient=self.gradients.get(key, NO_INDEX),
                 state=self.states.numbers.get(key, ()),
             )
             for key, (parameter, names) in self.parameters.items()

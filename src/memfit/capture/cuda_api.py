@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from memfit.capture.replacements import replaced
 from memfit.hardware import Device
 
 _STREAM_NOTE = (
@@ -137,34 +138,6 @@ class _Markers:
         if threading.get_ident() != self._thread:
             return getattr(self._original, name)
         return lambda *args, **kwargs: 0
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute in the block, if there is one; a function for this thread alone."""
-    if not hasattr(owner, name):
-        yield
-        return
-    own = name in vars(owner)
-    original = vars(owner)[name] if own else None
-    here: int | None = threading.get_ident()
-    if isinstance(value, types.FunctionType | staticmethod):
-        genuine = getattr(owner, name)  # a plain function also when it is taken from a class
-        replacement = value.__func__ if isinstance(value, staticmethod) else value
-
-        def only_here(*args: Any, **kwargs: Any) -> Any:
-            return (replacement if threading.get_ident() == here else genuine)(*args, **kwargs)
-
-        value = staticmethod(only_here) if isinstance(value, staticmethod) else only_here
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        here = None
-        if own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
 
 
 @contextlib.contextmanager

@@ -264,20 +264,20 @@ def python_functions_open() -> Iterator[None]:
     `F.multi_head_attention_forward` and its like would otherwise reach the mode as one call, inside which no mode is
     active.
     """
-    undo = []
+    replaced = []
     for module_name, module in list(sys.modules.items()):
         if module_name.split(".")[0] != "torch" or module_name == "torch.overrides":
             continue
         for name in _SILENCED:
             original = vars(module).get(name)
             if original is not None:
-                undo.append((module, name, original))
+                replaced.append((module, name, original))
     try:
-        for module, name, _ in undo:
+        for module, name, _ in replaced:
             setattr(module, name, _no_override)
         yield
     finally:
-        for module, name, original in undo:
+        for module, name, original in replaced:
             setattr(module, name, original)
 
 

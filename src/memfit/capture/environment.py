@@ -15,6 +15,7 @@ import torch
 import torch.utils.checkpoint
 
 from memfit.capture.cuda_api import cuda_answers, cuda_objects
+from memfit.capture.replacements import patched
 from memfit.hardware import Device
 from memfit.torch_private import deferred_dynamo
 from memfit.torch_private.compiler import function_from_graph
@@ -87,42 +88,6 @@ def torch_threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextlib.contextmanager
-def patched(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace an attribute by what `wrap` makes of it; other threads go on with the original function.
-
-    So does whoever still holds the replacement after the block, as a module that was imported in it may.
-    """
-    own = name in vars(owner)
-    original = getattr(owner, name)
-    replacement = wrap(original)
-    here: int | None = threading.get_ident()
-
-    def only_here(*args: Any, **kwargs: Any) -> Any:
-        return (replacement if threading.get_ident() == here else original)(*args, **kwargs)
-
-    setattr(owner, name, only_here)
-    try:
-        yield
-    finally:
-        here = None
-        if own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
-
-
-@contextlib.contextmanager
-def patched_item(table: dict[Any, Any], key: Any, value: Any) -> Iterator[None]:
-    """Replace an entry of a dictionary inside the block."""
-    original = table[key]
-    table[key] = value
-    try:
-        yield
-    finally:
-        table[key] = original
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from memfit.capture.arguments import map_tensors, tensors_of
 from memfit.capture.errors import MADE_IN_STEP, UnsupportedError
-from memfit.capture.kernels import MEASURED_LIMIT_BYTES, certified_ops, measure_call, operand_kind
+from memfit.capture.kernels import MEASURED_LIMIT_BYTES, ResultGeometry, certified_ops, measure_call, operand_kind
 from memfit.capture.rules import Rule, RuleContext, Rules
 from memfit.capture.rules.flops import FLOPS
 from memfit.capture.rules.measured_kernels import DEPENDS_ON_VALUES, is_slow_decomposition
@@ -71,21 +71,9 @@ class OpInfo:
     certified: frozenset[str] | None
 
 
-@dataclass(frozen=True, slots=True)
-class _CachedResult:
-    """The geometry of a result, from which it is rebuilt."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-    storage_bytes: int
-    dense: bool
-
-
 @dataclass(slots=True)
 class OpResult:
-    """A call's result and its price."""
+    """A call's result, its FLOPs and the bytes of its workspace."""
 
     result: Any
     flops: int = 0
@@ -219,7 +207,7 @@ class Executor:
         outputs = tensors_of((outcome.result,))
         storages = [storage_key(tensor) for tensor in (*tensors, *outputs)]
         if outputs and len({*storages}) == len({*storages[: len(tensors)]}) + len(outputs):
-            self._remembered[key] = (map_tensors(outcome.result, _geometry), *price)
+            self._remembered[key] = (map_tensors(outcome.result, ResultGeometry.of), *price)
 
     def _priced(self, func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any], result: Any) -> OpResult:
         return OpResult(
@@ -363,25 +351,9 @@ def _is_small(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return all(output.numel() <= KNOWN_VALUE_LIMIT for output in outputs)
 
 
-def _geometry(tensor: torch.Tensor) -> _CachedResult:
-    return _CachedResult(
-        tuple(tensor.size()),
-        tensor.stride(),
-        int(tensor.storage_offset()),
-        tensor.dtype,
-        tensor.untyped_storage().nbytes(),
-        torch.empty_like(tensor).stride() == tensor.stride()
-        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size(),
-    )
-
-
 def _rebuild(made: Any) -> Any:
-    if isinstance(made, _CachedResult):
-        result = torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device=_META)
-        if not made.dense:
-            storage = torch.empty(made.storage_bytes, dtype=torch.uint8, device=_META).untyped_storage()
-            result.set_(storage, made.offset, made.shape, made.stride)
-        return result
+    if isinstance(made, ResultGeometry):
+        return made.empty()
     if isinstance(made, (list, tuple)):
         return type(made)(_rebuild(item) for item in made)
     return made

@@ -99,19 +99,30 @@ def _dense_image(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ResultGeometry:
-    """The geometry of a result."""
+    """The geometry of a result, from which it is rebuilt; `dense` where its elements fill its storage."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
     storage_bytes: int
+    dense: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> ResultGeometry:
+        """Return the geometry of a tensor."""
+        storage_bytes, stride = tensor.untyped_storage().nbytes(), tensor.stride()
+        fills = storage_bytes == tensor.numel() * tensor.element_size()
+        dense = fills and torch.empty_like(tensor, device=_META).stride() == stride
+        return cls(tuple(tensor.size()), stride, int(tensor.storage_offset()), tensor.dtype, storage_bytes, dense)
 
     def empty(self) -> torch.Tensor:
         """Return a meta tensor of this geometry."""
-        storage = torch.empty(self.storage_bytes, dtype=torch.uint8, device=_META).untyped_storage()
-        empty = torch.empty(0, dtype=self.dtype, device=_META)
-        return empty.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+        result = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=_META)
+        if not self.dense:
+            storage = torch.empty(self.storage_bytes, dtype=torch.uint8, device=_META).untyped_storage()
+            result.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +173,7 @@ def _measure(func: Any, args: Any, kwargs: dict[str, Any]) -> MeasuredCall | str
             pointers = [storage_key(output) for output in outputs]
             given = {storage_key(tensor) for tensor in tensors_of((*args, *kwargs.values()))}
             own = len(set(pointers)) == len(pointers) and given.isdisjoint(pointers)
-            results = tuple(map(_result_geometry, outputs)) if own else None
+            results = tuple(map(ResultGeometry.of, outputs)) if own else None
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     finally:
@@ -185,16 +196,6 @@ def _real(value: Any, writes: bool) -> Any:
     if isinstance(value, dict):
         return {key: _real(item, writes) for key, item in value.items() if key != "device"}
     return None if isinstance(value, torch.Generator) else value
-
-
-def _result_geometry(tensor: torch.Tensor) -> ResultGeometry:
-    return ResultGeometry(
-        tuple(tensor.size()),
-        tensor.stride(),
-        int(tensor.storage_offset()),
-        tensor.dtype,
-        tensor.untyped_storage().nbytes(),
-    )
 
 
 # -- The internal allocations of a CPU kernel, measured by running it once on tensors of its shapes -------------------

@@ -23,7 +23,7 @@ from memfit.capture.meta_tensors import MetaTensors
 from memfit.capture.recorder import Recorder
 from memfit.capture.step import Step
 from memfit.capture.storages import HOST
-from memfit.capture.trace_types import NEVER, Category
+from memfit.capture.trace_types import AFTER_STEP, BEFORE_STEP, Category
 from memfit.errors import InputError
 from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes
 from memfit.torch_private.storages import storage_key
@@ -221,7 +221,7 @@ class OptimizerStates:
             nonlocal made_bytes
             number = table.number_of(tensor)
             own = number != HOST and number not in parameters  # some make a tensor of the state a parameter's data
-            if own and drafts[number].alloc_at != NEVER and drafts[number].category is None:
+            if own and drafts[number].alloc_at != BEFORE_STEP and drafts[number].category is None:
                 made_bytes += drafts[number].bytes
 
         for key, optimizer in optimizers.items():
@@ -232,13 +232,15 @@ class OptimizerStates:
                 visit_tensors(entries, count)
                 if id(parameter) in self._parameters:
                     entries_of[self._parameters[id(parameter)][1][0]] = _map_entries(entries, _like)
-        replaced_bytes = sum(drafts[number].bytes for number in self._begun() if drafts[number].free_after != NEVER)
+        replaced_bytes = sum(
+            drafts[number].bytes for number in self._begun() if drafts[number].free_after != AFTER_STEP
+        )
         return state if made_bytes > replaced_bytes else {}
 
     def _begun(self) -> set[int]:
         """Return the storages of state that the step began with."""
         numbers = {number for each in self.numbers.values() for number in each}
-        return {number for number in numbers if self._recorder.table.drafts[number].alloc_at == NEVER}
+        return {number for number in numbers if self._recorder.table.drafts[number].alloc_at == BEFORE_STEP}
 
     def begin_with(self, left: LeftState, optimizers: dict[str, torch.optim.Optimizer]) -> None:
         """Let optimizers begin with the state that an earlier pass left, where they have none of their own."""

@@ -20,11 +20,10 @@ import torch
 import torch.utils.checkpoint
 from torch.nn.parallel import DistributedDataParallel
 
-from memfit.capture.cuda_api import replaced
 from memfit.capture.emulation import Emulation
-from memfit.capture.environment import patched, patched_item
 from memfit.capture.errors import Advice
 from memfit.capture.recorder import Recorder
+from memfit.capture.replacements import patched, patched_item, replaced
 from memfit.capture.trace_types import Phase
 from memfit.torch_private.autograd import (
     checkpoint_checks,

@@ -23,7 +23,7 @@ from torch import nn
 from memfit.torch_private.dispatch import schema_of
 from memfit.torch_private.storages import Generator
 
-Held = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
+HostGenerator = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
 _HELD = (random.Random, np.random.Generator, np.random.RandomState, Generator)
 _DEPTH = 3
 _MOST_VALUES = 10_000
@@ -32,12 +32,12 @@ _OWN = ("torch", "builtins", "numpy", "random")
 """Packages whose objects and functions are not looked into."""
 
 
-def held_generators(modules: Iterable[nn.Module], values: Iterable[Any] = ()) -> list[Held]:
+def held_generators(modules: Iterable[nn.Module], values: Iterable[Any] = ()) -> list[HostGenerator]:
     """Return the generators among the attributes of modules and their classes, the globals of their files, and values.
 
     Objects, containers and functions among them are looked into to a small depth.
     """
-    found: dict[int, Held] = {}
+    found: dict[int, HostGenerator] = {}
     _GeneratorSearch(found).all_of(values)
     classes: dict[type, None] = {}
     for module in modules:
@@ -54,7 +54,7 @@ def held_generators(modules: Iterable[nn.Module], values: Iterable[Any] = ()) ->
 class _GeneratorSearch:
     """Looks for generators in values, and in what these hold."""
 
-    def __init__(self, found: dict[int, Held]) -> None:
+    def __init__(self, found: dict[int, HostGenerator]) -> None:
         self._found = found
         self._seen: dict[int, Any] = {}
 
@@ -105,7 +105,7 @@ def _global_generators() -> tuple[Any, ...]:
     return (getattr(random, "_inst", None), np.random.mtrand._rand, torch.default_generator)
 
 
-def state_of(generator: Held) -> Any:
+def state_of(generator: HostGenerator) -> Any:
     """Return a generator's state."""
     if isinstance(generator, random.Random):
         return generator.getstate()
@@ -116,7 +116,7 @@ def state_of(generator: Held) -> Any:
     return generator.get_state()  # a copy of its own; another op would be part of a captured step
 
 
-def set_state(generator: Held, state: Any) -> None:
+def set_state(generator: HostGenerator, state: Any) -> None:
     """Put a generator back to a state."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
@@ -159,13 +159,13 @@ HostState = tuple[Any, Any, tuple[Any, ...]]
 """States of Python's generator, of numpy's, and of those that modules hold."""
 
 
-def host_state(held: Iterable[Held] = ()) -> HostState:
+def host_state(held: Iterable[HostGenerator] = ()) -> HostState:
     """Return the states of the generators that are not torch's own, in 10 microseconds when modules hold none."""
     return random.getstate(), _numpy_state.read(), tuple(map(state_of, held))
 
 
-def set_host_state(state: HostState, held: Iterable[Held] = ()) -> None:
-    """Put them back."""
+def set_host_state(state: HostState, held: Iterable[HostGenerator] = ()) -> None:
+    """Restore the host's generators to a state."""
     python, numpy, others = state
     random.setstate(python)
     if _numpy_state.read() is not numpy:
@@ -175,7 +175,7 @@ def set_host_state(state: HostState, held: Iterable[Held] = ()) -> None:
 
 
 @contextlib.contextmanager
-def same_generators(held: list[Held]) -> Iterator[None]:
+def same_generators(held: list[HostGenerator]) -> Iterator[None]:
     """Restore the states of these generators after the block."""
     states = list(map(state_of, held))
     try:
@@ -186,7 +186,7 @@ def same_generators(held: list[Held]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def with_host_state(state: HostState, held: list[Held]) -> Iterator[None]:
+def with_host_state(state: HostState, held: list[HostGenerator]) -> Iterator[None]:
     """Draw from this state inside the block; afterwards generators are as if nothing had been drawn."""
     now = host_state(held)
     set_host_state(state, held)

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from memfit.capture.errors import CaptureError
-from memfit.capture.random_numbers import Distribution, Held, HostState, host_state, set_state
-from memfit.capture.trace_types import NEVER, Category, Trace
+from memfit.capture.random_numbers import Distribution, HostGenerator, HostState, host_state, set_state
+from memfit.capture.trace_types import AFTER_STEP, BEFORE_STEP, Category, Trace
 from memfit.paths import alike, folded
 from memfit.units import display_bytes
 
@@ -107,7 +107,7 @@ class RandomDraws:
                 count = distribution.count if distribution is not None and result.numel() == 1 else None
                 calls.append(DrawnValues(distribution is not None, count, result.item() if count is not None else None))
 
-    def force_host(self, held: list[Held]) -> None:
+    def force_host(self, held: list[HostGenerator]) -> None:
         """Give Python's and numpy's generators the state from which the wanted numbers come next."""
         draw = self.draw_of(HOST_LINE)
         if draw.quantile is None:
@@ -123,7 +123,7 @@ class RandomDraws:
             else:
                 generator.setstate((3, (*map(int, words), 0), None))
 
-    def seed(self, held: list[Held]) -> HostState:
+    def seed(self, held: list[HostGenerator]) -> HostState:
         """Start every generator of the host from a fixed state; return it, for `note_host`."""
         self.drawn.clear()
         torch.default_generator.manual_seed(self.draw.seed)
@@ -133,7 +133,7 @@ class RandomDraws:
         self.force_host(held)
         return state
 
-    def note_host(self, seeded: HostState, held: list[Held]) -> None:
+    def note_host(self, seeded: HostState, held: list[HostGenerator]) -> None:
         """Remember that numbers were drawn by generators of the host since `seed`."""
         if self.draw_of(HOST_LINE).quantile is None:  # otherwise they are given a state again and again
             python, numpy, others = host_state(held)
@@ -354,8 +354,8 @@ def peak_bytes(trace: Trace) -> int:
     """Return the highest point of a trace's memory."""
     change = np.zeros(len(trace.ops) + 2, dtype=np.int64)
     for storage in trace.storages:
-        change[0 if storage.alloc_at == NEVER else storage.alloc_at] += storage.bytes
-        if storage.free_after != NEVER:
+        change[0 if storage.alloc_at == BEFORE_STEP else storage.alloc_at] += storage.bytes
+        if storage.free_after != AFTER_STEP:
             change[storage.free_after + 1] -= storage.bytes
     level = np.cumsum(change)[: len(trace.ops)]
     work = np.array([op.workspace_bytes for op in trace.ops], dtype=np.int64)

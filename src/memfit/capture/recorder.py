@@ -26,9 +26,9 @@ from memfit.capture.kernels import inexact
 from memfit.capture.random_paths import RandomDraws
 from memfit.capture.rules import RuleContext, Rules
 from memfit.capture.storages import BATCH, HOST, StorageDraft, StorageTable
-from memfit.capture.trace_types import NEVER, Category, Op, Phase, Storage, TensorRef
+from memfit.capture.trace_types import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Op, Phase, Storage, TensorRef
 from memfit.torch_private.autograd import current_autograd_node, next_sequence_number, sequence_number
-from memfit.torch_private.dispatch import DisableTorchFunction, TorchDispatchMode, disable_current_modes, schema_of
+from memfit.torch_private.dispatch import DisableTorchFunction, DispatchMode, disable_current_modes, schema_of
 from memfit.torch_private.storages import storage_key
 
 _aten = torch.ops.aten
@@ -38,7 +38,7 @@ _PLACE = "_memfit_place"
 _COPIES = (_aten._to_copy.default, _aten.copy_.default, _aten.index.Tensor, _aten.index_put_.default)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Runs every op through the executor and keeps the record."""
 
     def __init__(
@@ -71,11 +71,6 @@ class Recorder(TorchDispatchMode):
         self._arguments = ArgumentTable()
         self._inexact = inexact() if context.device_type == "cpu" else {}
         self._generators: dict[torch.Generator, torch.Tensor] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: Dynamo is never near a capture, and its guard would cost every op some microseconds."""
-        return False
 
     @property
     def phase(self) -> Phase:
@@ -111,7 +106,7 @@ class Recorder(TorchDispatchMode):
 
     def _place(self) -> str:
         """Say which part of the step runs now: a module or, outside of all, the phase."""
-        if self.calls.current != NEVER:
+        if self.calls.current != NO_INDEX:
             return self.calls.path
         if self.in_optimizer:
             return "the optimizer's step"
@@ -287,7 +282,7 @@ class Recorder(TorchDispatchMode):
         on_device = self._on_device(map(self.table.on_device, tensors), kwargs, leaves)
         result = self.executor.run(func, info, args, kwargs, tensors, geometry).result
         for output in tensors_of((result,)):
-            self.table.made(output.untyped_storage(), NEVER, on_device=on_device)
+            self.table.made(output.untyped_storage(), BEFORE_STEP, on_device=on_device)
         return written[0] if len(written) == 1 and info.returns_written else result
 
     def _keep_generators(self, args: Any, kwargs: dict[str, Any]) -> None:
@@ -366,11 +361,11 @@ class Recorder(TorchDispatchMode):
             return None
         answer: float | bool | None
         if tensor.is_floating_point():
-            answer = 1.0 if self.calls.current == NEVER else None  # finite, as in any step that goes on
+            answer = 1.0 if self.calls.current == NO_INDEX else None  # finite, as in any step that goes on
         else:
             number = self.table.number_of(tensor)
-            producer = self._last_producer.get(number, NEVER)
-            if producer != NEVER and self.ops[producer].name.startswith(("aten.all.", "aten.any.")):
+            producer = self._last_producer.get(number, NO_INDEX)
+            if producer != NO_INDEX and self.ops[producer].name.startswith(("aten.all.", "aten.any.")):
                 number = self.ops[producer].inputs[0].storage
             answer = self.finite_tests.get(number)
         if answer is not None:
@@ -403,7 +398,7 @@ class Recorder(TorchDispatchMode):
         if not on_device and all(ref.storage == HOST for ref in inputs):
             return
         mutates: tuple[int, ...] = ()
-        mutated_op = NEVER
+        mutated_op = NO_INDEX
         if written:
             targets = [self._refs.ref(tensor, self.table.number_of(tensor)) for tensor in written]
             mutates = tuple(dict.fromkeys(ref.storage for ref in targets))
@@ -444,7 +439,7 @@ class Recorder(TorchDispatchMode):
 
     def _source(self, forward_op: int) -> int:
         """Return the user's line: the forward op's in backward, the call of `step` in the optimizer, else this op's."""
-        if forward_op != NEVER:
+        if forward_op != NO_INDEX:
             return self.ops[forward_op].source
         if not self.table.in_optimizer:
             return self.sources.here(4)
@@ -473,22 +468,22 @@ class Recorder(TorchDispatchMode):
         """Return the module call an op belongs to and, in backward, the forward op whose gradient it computes."""
         current = self.calls.current
         phase = self.table.phase
-        if phase is not Phase.BACKWARD or current != NEVER:
+        if phase is not Phase.BACKWARD or current != NO_INDEX:
             if torch.is_grad_enabled() or phase is not Phase.BACKWARD:
                 self._op_of_sequence.setdefault(next_sequence_number() - 1, index)
-            return current, NEVER
-        forward_op = NEVER
+            return current, NO_INDEX
+        forward_op = NO_INDEX
         node = current_autograd_node()
         if node is not None:
             if self._inexact and (note := self._inexact.get(node.name())) is not None:
                 self.notes.add(note)
             variable = getattr(node, "variable", None)
             if variable is not None:
-                forward_op = self._first_use.get(self.table.number_of(variable), NEVER)
+                forward_op = self._first_use.get(self.table.number_of(variable), NO_INDEX)
             else:
-                forward_op = self._op_of_sequence.get(sequence_number(node), NEVER)
-        if forward_op == NEVER or forward_op >= index:
-            return (self.ops[-1].call if self.ops and self.ops[-1].phase is Phase.BACKWARD else NEVER), NEVER
+                forward_op = self._op_of_sequence.get(sequence_number(node), NO_INDEX)
+        if forward_op == NO_INDEX or forward_op >= index:
+            return (self.ops[-1].call if self.ops and self.ops[-1].phase is Phase.BACKWARD else NO_INDEX), NO_INDEX
         number = self._saved_numbers.get(forward_op)
         if number is not None:
             self.table.drafts[number].free_after = index
@@ -498,7 +493,7 @@ class Recorder(TorchDispatchMode):
 
     def _producer(self, ref: TensorRef) -> int:
         producer = self._producers.get(id(ref))
-        return self._last_producer.get(ref.storage, NEVER) if producer is None else producer
+        return self._last_producer.get(ref.storage, NO_INDEX) if producer is None else producer
 
     # -- what autograd keeps ----------------------------------------------------------------------------------------
 
@@ -515,7 +510,7 @@ class Recorder(TorchDispatchMode):
             self.table.drafts[number].save(sequence)
             self._note_node(sequence, number)
             producer = self._producer(ref)
-            if producer != NEVER:
+            if producer != NO_INDEX:
                 self.saved_ops.add(producer)
             with disable_current_modes():  # kept as it is, a node's own result would hold the node in a cycle
                 if self.table.phase is not Phase.BACKWARD:
@@ -563,24 +558,28 @@ class Recorder(TorchDispatchMode):
                 free_after=draft.free_after,
                 released=draft.released,
                 call=draft.call,
-                module=draft.module or (self.calls.calls[draft.call].module if draft.call != NEVER else ""),
+                module=draft.module or (self.calls.calls[draft.call].module if draft.call != NO_INDEX else ""),
                 name=draft.name,
                 saved_by=tuple(
-                    sorted({self._op_of_sequence.get(sequence, NEVER) for sequence in draft.saved_by or ()} - {NEVER})
+                    sorted(
+                        {self._op_of_sequence.get(sequence, NO_INDEX) for sequence in draft.saved_by or ()} - {NO_INDEX}
+                    )
                 ),
             )
             for draft in self.table.drafts
         )
 
     def _category_of(self, draft: StorageDraft) -> Category:
-        if draft.phase is Phase.BACKWARD and draft.call != NEVER:
+        if draft.phase is Phase.BACKWARD and draft.call != NO_INDEX:
             call = self.calls.calls[draft.call]
-            recomputed = call.phase is Phase.BACKWARD and (draft.free_after >= call.end or draft.free_after == NEVER)
+            recomputed = call.phase is Phase.BACKWARD and (
+                draft.free_after >= call.end or draft.free_after == AFTER_STEP
+            )
             return Category.ACTIVATION if recomputed else Category.TEMPORARY
         if draft.phase not in (Phase.FORWARD, Phase.LOSS):
             return Category.TEMPORARY
         held = any(
-            draft.alloc_at < began and (draft.free_after >= began or draft.free_after == NEVER)
+            draft.alloc_at < began and (draft.free_after >= began or draft.free_after == AFTER_STEP)
             for began in self.backward_began
         )
         return Category.ACTIVATION if held or draft.saved_by else Category.TEMPORARY

@@ -50,7 +50,7 @@ _NOT_USERS = {*sys.stdlib_module_names, "torch", "memfit", "numpy"} - {"__main__
 _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
-class Snapshot:
+class ValueSnapshot:
     """Holders of values as they are when this is made; `restore` puts the values back."""
 
     def __init__(self, model: nn.Module, functions: Iterable[Any]) -> None:
@@ -68,7 +68,7 @@ class Snapshot:
         self._collect(self._roots(modules, given))
 
     def restore(self) -> None:
-        """Put everything back.
+        """Restore every value.
 
         Changes among mere numbers stay while other threads run code of the user's: they may have made them.
         """

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memfit.capture.trace_types import NEVER, Category, Phase
+from memfit.capture.trace_types import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Phase
 from memfit.torch_private.storages import key_of, storage_key
 
 BATCH = "the batch"
@@ -33,14 +33,14 @@ class StorageDraft:
     alloc_at: int
     call: int
     phase: Phase
-    free_after: int = NEVER
+    free_after: int = AFTER_STEP
     category: Category | None = None
     module: str = ""
     name: str = ""
     saved_by: set[int] | None = None
     references: int = 1
     saved: int = 0
-    released: int = NEVER
+    released: int = AFTER_STEP
 
     def save(self, sequence: int) -> None:
         """Note the autograd node, by its sequence number, that holds the storage for its backward."""
@@ -96,7 +96,7 @@ class StorageTable:
         storage = tensor.untyped_storage()
         number = self.known.get(key_of(storage))
         if number is None:
-            number = self.new(storage, NEVER, NEVER)
+            number = self.new(storage, BEFORE_STEP, NO_INDEX)
             draft = self.drafts[number]
             draft.category, draft.module, draft.name = category, module, name
         return number
@@ -139,8 +139,8 @@ class StorageTable:
         if self.paused:  # counted if it outlives the pause
             return self._hold(storage)
         if tensor.dim() == 0 or (tensor.dtype == torch.int64 and tensor.numel() <= _LISTED):
-            return self.new(storage, self.now, NEVER)
-        number = self.new(storage, NEVER, NEVER)
+            return self.new(storage, self.now, NO_INDEX)
+        number = self.new(storage, BEFORE_STEP, NO_INDEX)
         self.drafts[number].category = Category.OPTIMIZER_STATE if self.in_optimizer else Category.BUFFER
         self.drafts[number].module = module
         return number
@@ -186,7 +186,7 @@ class StorageTable:
         """
         storage = tensor.untyped_storage()
         number = self.known[key_of(storage)]
-        if self.drafts[number].alloc_at == NEVER or tensor.is_conj() or tensor.is_neg():
+        if self.drafts[number].alloc_at == BEFORE_STEP or tensor.is_conj() or tensor.is_neg():
             return tensor.detach()
         ref = self._saved.get(number)
         twin = None if ref is None else ref()
@@ -221,7 +221,7 @@ class StorageTable:
                 storage = ref()
                 if storage is None or self.known.get(pointer) != HOST:  # freed, or the twin of one just numbered
                     continue
-                number = self.new(storage, NEVER, NEVER)
+                number = self.new(storage, BEFORE_STEP, NO_INDEX)
                 self.drafts[number].category = category
                 if pointer in self.twins:
                     self.stand_in(storage, self.twins[pointer])
@@ -232,7 +232,9 @@ class StorageTable:
         found = []
         for pointer, ref in self._refs.items():
             draft = self.drafts[ref.number] if ref.number != HOST else None
-            if pointer in self.foreign or (draft is not None and (draft.alloc_at == NEVER or draft.category in kept)):
+            if pointer in self.foreign or (
+                draft is not None and (draft.alloc_at == BEFORE_STEP or draft.category in kept)
+            ):
                 continue
             found.append(ref)
         return found
@@ -258,7 +260,7 @@ class StorageTable:
                 self._watch(storage, number)
             else:
                 draft = before.drafts[ref.number]
-                number = numbers[ref.number] = self.new(storage, NEVER, NEVER)
+                number = numbers[ref.number] = self.new(storage, BEFORE_STEP, NO_INDEX)
                 self.drafts[number].category = draft.category or Category.BUFFER
                 self.drafts[number].module, self.drafts[number].name = draft.module, draft.name
         self.twins.update({pointer: twin for pointer, twin in before.twins.items() if pointer in self.known})

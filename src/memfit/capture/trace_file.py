@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from memfit.capture.trace_types import NEVER, SCHEMA, Phase, Trace
+from memfit.capture.trace_types import AFTER_STEP, BEFORE_STEP, NO_INDEX, SCHEMA, Phase, Trace
 from memfit.errors import InputError
 from memfit.files import write_whole
 
@@ -77,11 +77,11 @@ def _storage_problems(trace: Trace) -> Iterator[str]:
     for number, storage in enumerate(trace.storages):
         if storage.bytes < 0:
             yield f"storage {number} has {storage.bytes} bytes"
-        if not NEVER <= storage.alloc_at <= ops or not NEVER <= storage.free_after <= ops:
+        if not BEFORE_STEP <= storage.alloc_at <= ops or not AFTER_STEP <= storage.free_after <= ops:
             yield f"storage {number} is alive from op {storage.alloc_at} to {storage.free_after} of {ops}"
-        if storage.free_after != NEVER and storage.free_after < storage.alloc_at:
+        if storage.free_after != AFTER_STEP and storage.free_after < storage.alloc_at:
             yield f"storage {number} is freed after op {storage.free_after}, allocated at {storage.alloc_at}"
-        if not NEVER <= storage.call < calls:
+        if not NO_INDEX <= storage.call < calls:
             yield f"storage {number} belongs to module call {storage.call} of {calls}"
         if any(not 0 <= op < ops for op in storage.saved_by):
             yield f"storage {number} is saved by ops {storage.saved_by} of {ops}"
@@ -91,28 +91,29 @@ def _op_problems(trace: Trace) -> Iterator[str]:
     storages, calls, sources = len(trace.storages), len(trace.calls), len(trace.sources)
     for index, op in enumerate(trace.ops):
         for ref in (*op.inputs, *op.outputs):
-            if not NEVER <= ref.storage < storages:
+            if not NO_INDEX <= ref.storage < storages:
                 yield f"op {index} ({op.name}) uses storage {ref.storage} of {storages}"
                 return
             if len(ref.shape) != len(ref.stride):
                 yield f"op {index} ({op.name}) has a tensor of shape {ref.shape} and strides {ref.stride}"
         if any(
-            ref.storage != NEVER and trace.storages[ref.storage].alloc_at > index for ref in (*op.inputs, *op.outputs)
+            ref.storage != NO_INDEX and trace.storages[ref.storage].alloc_at > index
+            for ref in (*op.inputs, *op.outputs)
         ):
             yield f"op {index} ({op.name}) uses a storage that is not allocated yet"
         if any(
-            ref.storage != NEVER and NEVER < trace.storages[ref.storage].free_after < index
+            ref.storage != NO_INDEX and AFTER_STEP < trace.storages[ref.storage].free_after < index
             for ref in (*op.inputs, *op.outputs)
         ):
             yield f"op {index} ({op.name}) uses a storage that is already freed"
-        if not NEVER <= op.call < calls or not 0 <= op.source < sources:
+        if not NO_INDEX <= op.call < calls or not 0 <= op.source < sources:
             yield f"op {index} ({op.name}) belongs to module call {op.call} of {calls}, line {op.source} of {sources}"
         latest = (
             index if op.phase in (Phase.FORWARD, Phase.LOSS) else index - 1
         )  # the first op of a function is its own
-        if not NEVER <= op.forward_op <= latest or not NEVER <= op.mutated_op < index:
+        if not NO_INDEX <= op.forward_op <= latest or not NO_INDEX <= op.mutated_op < index:
             yield f"op {index} ({op.name}) refers to ops {op.forward_op} and {op.mutated_op}, which come later"
-        if op.forward_op != NEVER and op.phase is Phase.OPTIMIZER:
+        if op.forward_op != NO_INDEX and op.phase is Phase.OPTIMIZER:
             yield f"op {index} ({op.name}) of the {op.phase.value} has a forward op"
         if min(op.flops, op.read_bytes, op.written_bytes, op.workspace_bytes) < 0:
             yield f"op {index} ({op.name}) has a negative price"
@@ -121,12 +122,12 @@ def _op_problems(trace: Trace) -> Iterator[str]:
 def _call_problems(trace: Trace) -> Iterator[str]:
     ops = len(trace.ops)
     for number, call in enumerate(trace.calls):
-        if not NEVER <= call.parent < number:
+        if not NO_INDEX <= call.parent < number:
             yield f"module call {number} ({call.module}) has parent {call.parent}"
             return
         if not 0 <= call.begin <= call.end <= ops:
             yield f"module call {number} ({call.module}) runs ops {call.begin} to {call.end} of {ops}"
-        if call.parent != NEVER:
+        if call.parent != NO_INDEX:
             parent = trace.calls[call.parent]
             if not parent.begin <= call.begin <= call.end <= parent.end:
                 yield f"module call {number} ({call.module}) is not inside {parent.module}"
@@ -136,8 +137,8 @@ def _parameter_problems(trace: Trace) -> Iterator[str]:
     storages = len(trace.storages)
     for parameter in trace.parameters:
         numbers = (parameter.storage, parameter.gradient, *parameter.state)
-        if not parameter.names or any(not NEVER <= number < storages for number in numbers):
+        if not parameter.names or any(not NO_INDEX <= number < storages for number in numbers):
             yield f"parameter {parameter.names} has storages {numbers} of {storages}"
     for module in trace.modules:
-        if any(not NEVER <= number < storages for number in (*module.parameters, *module.buffers)):
+        if any(not NO_INDEX <= number < storages for number in (*module.parameters, *module.buffers)):
             yield f"module {module.path} has storages {module.parameters} and {module.buffers} of {storages}"

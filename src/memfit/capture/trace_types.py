@@ -49,7 +49,7 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=Fal
 
 
 class TensorRef(_Record, frozen=True):
-    """A tensor as an op saw it: a strided view of a storage (`NEVER` for one that is not on the device)."""
+    """A tensor as an op saw it: a strided view of a storage (`NO_INDEX` for one that is not on the device)."""
 
     storage: int
     shape: tuple[int, ...]
@@ -126,7 +126,7 @@ class ModuleCall(_Record, frozen=True):
 class ModelCall(_Record, frozen=True):
     """A call of the whole model: shape and dtype of the tensors in its arguments, storages of those in its result.
 
-    A storage is `NEVER` for a tensor that is not on the device.
+    A storage is `NO_INDEX` for a tensor that is not on the device.
     """
 
     inputs: tuple[tuple[tuple[int, ...], str], ...]
@@ -216,7 +216,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def ancestors(self, call: int) -> tuple[int, ...]:
         """Return the module call and those that enclose it, innermost first."""
         chain = []
-        while call != NEVER:
+        while call != NO_INDEX:
             chain.append(call)
             call = self.calls[call].parent
         return tuple(chain)

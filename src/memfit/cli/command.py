@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from memfit.cli.output import close_quietly, only_results, say_problem
 from memfit.cli.problems import DONE, FAILED, STOPPED, USAGE, UsageError, check_options
 from memfit.errors import MemfitError
-from memfit.text import nearest
+from memfit.text import close_names, did_you_mean
 from memfit.torch_private.deferred_dynamo import defer_dynamo
 
 COMMANDS = {
@@ -92,31 +92,31 @@ def _run(arguments: list[str], *, program: bool) -> int:
         return _completion(arguments)
     if name not in COMMANDS:
         what = "option" if name.startswith("-") else "command"
-        near = nearest(name, COMMANDS)
-        hint = f"did you mean {near!r}?" if near else f"there are {_listed(list(COMMANDS))}; memfit --help says more"
+        near = map(repr, close_names(name, COMMANDS))
+        hint = did_you_mean(near, f"there are {_listed(list(COMMANDS))}; memfit --help says more")
         raise UsageError(f"there is no {what} {name!r}; {hint}")
     check_options(name, command_class(name), arguments[1:])
-    command = parsed(name, arguments[1:])
+    command = parse_command(name, arguments[1:])
     with only_results(to_the_end=program):
         return command.run()
 
 
 def command_class(name: str) -> type[Command]:
-    """The class of a command; its fields are its options."""
+    """Return the class of a command; its fields are its options."""
     from memfit.cli.commands import CLASSES
 
     return CLASSES[name]
 
 
-def parsed(name: str, arguments: list[str]) -> Command:
-    """The command that its arguments ask for; wrong ones end the program with code 2."""
+def parse_command(name: str, arguments: list[str]) -> Command:
+    """Parse the command that its arguments ask for; wrong ones end the program with code 2."""
     import tyro
 
     return tyro.cli(command_class(name), prog=f"memfit {name}", args=arguments, config=(tyro.conf.OmitArgPrefixes,))
 
 
 def _completion(arguments: list[str]) -> int:
-    """Completion scripts, which tyro writes from all commands at once."""
+    """Return completion scripts, which tyro writes from all commands at once."""
     import tyro
 
     kinds: dict[str, Callable[..., Any]] = {name: command_class(name) for name in COMMANDS}

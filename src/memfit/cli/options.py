@@ -13,13 +13,13 @@ Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 
 
 def arg(metavar: str, otherwise: str = "", *aliases: str) -> Any:
-    """How an option is shown: what its value is called, and what holds when it is not given."""
+    """Describe how an option is shown: what its value is called, and what holds when it is not given."""
     hint = f"(default: {otherwise})" if otherwise else ""
     return tyro.conf.arg(metavar=metavar, help_behavior_hint=hint, aliases=list(aliases))
 
 
 def number(kind: type[int] | type[float], example: str) -> PrimitiveConstructorSpec[Any]:
-    """How a number that may be left out is read; tyro by itself speaks of types and of None when it is none."""
+    """Build the parser of a number that may be left out; tyro's own errors speak of types and of None."""
 
     def read(given: list[str]) -> int | float:
         try:
@@ -33,7 +33,7 @@ def number(kind: type[int] | type[float], example: str) -> PrimitiveConstructorS
 
 
 def one_of(choices: tuple[str, ...]) -> PrimitiveConstructorSpec[Any]:
-    """How one of a few words that may be left out is read."""
+    """Build the parser of one of a few words that may be left out."""
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar="{" + ",".join(choices) + "}",

@@ -32,7 +32,7 @@ _WIDTH = 100
 
 
 def result_console() -> Console:
-    """The console for results, as wide as the terminal that shows them, whatever the other streams lead to."""
+    """Return the console for results, as wide as the terminal that shows them, whatever the other streams lead to."""
     stream = result_stream()
     console = Console(file=stream, highlight=False)
     if "COLUMNS" in os.environ:
@@ -46,12 +46,20 @@ def result_console() -> Console:
 def show(result: RenderableType, *, soft_wrap: bool = False) -> None:
     """Print a result for people."""
     with writing_results():
-        result_console().print(printable(result), soft_wrap=soft_wrap)
+        result_console().print(make_printable(result), soft_wrap=soft_wrap)
+
+
+def show_result(result: Any, *, json: bool) -> None:
+    """Print a result as a JSON document, or for people."""
+    if json:
+        show_json(result)
+    else:
+        show(result)
 
 
 def show_text(text: str) -> None:
     """Print a result that is text for people."""
-    _write(escaped(text))
+    _write(escape(text))
 
 
 def show_json(result: Any) -> None:
@@ -65,7 +73,7 @@ def _write(text: str) -> None:
 
 
 def to_json(result: Any) -> str:
-    """A result as JSON, with a newline at its end; no room is imported for it that is not there already."""
+    """Return a result as JSON, with a newline at its end; imports no room that is not loaded already."""
     if isinstance(result, str):
         return result if result.endswith("\n") else f"{result}\n"
     if hasattr(result, "to_json"):
@@ -76,7 +84,7 @@ def to_json(result: Any) -> str:
 
 
 def plain(result: Any) -> Any:
-    """A result as the values that JSON has."""
+    """Return a result as the values that JSON has."""
     import msgspec
 
     found = dataclasses.asdict(result) if dataclasses.is_dataclass(result) else result
@@ -85,7 +93,7 @@ def plain(result: Any) -> Any:
 
 def say(text: str, *, style: str = "dim") -> None:
     """Tell the user something that is no result."""
-    Console(stderr=True).print(escaped(text), style=style, highlight=False, markup=False, soft_wrap=True)
+    Console(stderr=True).print(escape(text), style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def say_problem(problem: str) -> None:
@@ -94,7 +102,7 @@ def say_problem(problem: str) -> None:
 
 
 def close_quietly() -> None:
-    """After the reader of a pipe has gone: write the rest to nowhere, so that Python does not complain at its end."""
+    """Discard further output once the reader of a pipe has gone, so that Python does not complain at exit."""
     with contextlib.suppress(AttributeError, OSError, ValueError), open(os.devnull, "wb") as nowhere:
         if sys.stdout.fileno() == 1:
             os.dup2(nowhere.fileno(), 1)
@@ -137,13 +145,13 @@ def only_results(*, to_the_end: bool) -> Iterator[None]:
 
 
 def result_stream() -> TextIO:
-    """The stream to write results to."""
+    """Return the stream to write results to."""
     return _kept[-1] if _kept else sys.stdout
 
 
 @contextlib.contextmanager
 def writing_results() -> Iterator[None]:
-    """Results that are written in here are all written when it ends, or it is said why not."""
+    """Flush results of the block at its end, or raise the reason why they could not be written."""
     try:
         yield
         result_stream().flush()
@@ -154,7 +162,7 @@ def writing_results() -> Iterator[None]:
 
 
 def _stream_for_results() -> tuple[TextIO, bool]:
-    """A stream to where the standard output leads now, and whether it was opened here."""
+    """Return a stream to where the standard output leads now, and whether it was opened here."""
     stdout = sys.stdout
     if stdout is None:
         return open(os.devnull, "w"), True
@@ -168,7 +176,7 @@ def _stream_for_results() -> tuple[TextIO, bool]:
 
 
 def _standard_output_to_errors() -> int | None:
-    """Lead what is written by number to the error output; a copy of where it led before, None when to nowhere."""
+    """Redirect file descriptor 1 to the error output; return a copy of where it led before, None when to nowhere."""
     try:
         before = os.dup(_STANDARD_OUTPUT)
     except OSError:
@@ -182,7 +190,7 @@ def _standard_output_to_errors() -> int | None:
 
 
 def _flush_what_others_wrote() -> None:
-    """What Python and C still hold for the standard output goes where it was meant to go when it was written."""
+    """Flush what Python and C still hold for the standard output to where it led when they wrote it."""
     import ctypes
 
     with contextlib.suppress(AttributeError, OSError, ValueError):
@@ -198,32 +206,32 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2
 _IN_A_ROW = re.compile(rf"[\t\n]|{_CONTROL.pattern}")
 
 
-def escaped(text: str, *, row: bool = False) -> str:
-    r"""The text with `\x1b` for an escape; in a row of a table also with `\n` for a newline."""
+def escape(text: str, *, row: bool = False) -> str:
+    r"""Return the text with `\x1b` for an escape; in a row of a table also with `\n` for a newline."""
     return (_IN_A_ROW if row else _CONTROL).sub(lambda found: _written(found[0]), text)
 
 
-def printable(result: Any, *, row: bool = False) -> Any:
-    """A result with nothing in it that a terminal would act on: the one place where names of others reach it.
+def make_printable(result: Any, *, row: bool = False) -> Any:
+    """Return a result without control characters: the one place where names from other code reach a terminal.
 
     In a row of a table a newline is a name's, and written out; memfit's own lines there are the parts of a group.
     """
     result = result.__rich__() if hasattr(result, "__rich__") else result
     if isinstance(result, str):
-        return escaped(result, row=row)
+        return escape(result, row=row)
     if isinstance(result, Text):
         return _text(result, row=row)
     if isinstance(result, Group):
-        return Group(*(printable(part, row=row) for part in result.renderables), fit=result.fit)
+        return Group(*(make_printable(part, row=row) for part in result.renderables), fit=result.fit)
     if isinstance(result, Table):
-        result.title, result.caption = printable(result.title), printable(result.caption)
+        result.title, result.caption = make_printable(result.title), make_printable(result.caption)
         for column in result.columns:
-            column._cells[:] = [printable(cell, row=True) for cell in column.cells]
+            column._cells[:] = [make_printable(cell, row=True) for cell in column.cells]
     return result
 
 
 def _text(text: Text, *, row: bool) -> Text:
-    shown = escaped(text.plain, row=row)
+    shown = escape(text.plain, row=row)
     if shown == text.plain:
         return text
     copy = text.copy()

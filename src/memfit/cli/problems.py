@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from memfit.errors import InputError
+from memfit.text import close_names
 
 DONE, FAILED, USAGE, INFEASIBLE, STOPPED = 0, 1, 2, 3, 130
 """Exit codes."""
@@ -30,7 +30,7 @@ class UsageError(InputError):
 
 @contextlib.contextmanager
 def about(option: str) -> Iterator[None]:
-    """What is wrong in here came from this option."""
+    """Raise an `InputError` of the block as a usage error of this option."""
     try:
         yield
     except UsageError:
@@ -57,7 +57,7 @@ def check_files(files: dict[str, Path | None]) -> None:
 
 @contextlib.contextmanager
 def for_file(option: str) -> Iterator[None]:
-    """What goes wrong with writing in here is an error of the file that this option names, and no wrong usage."""
+    """Raise a failed write in the block as an error of the file that this option names."""
     try:
         yield
     except InputError as error:
@@ -118,12 +118,12 @@ def check_options(name: str, kind: type[Any], arguments: list[str]) -> None:
         for instead, words in _INSTEAD.items():
             if word in words.split() and instead.partition(" ")[0] in known:
                 raise UsageError(f"there is no option {option!r}; write {_example(instead)}")
-        if not difflib.get_close_matches(word, [each.lstrip("-") for each in known], n=1):
+        if not close_names(word, (each.lstrip("-") for each in known)):
             raise UsageError(f"there is no option {option!r}; `memfit {name} --help` lists those that there are")
 
 
 def _example(option: str) -> str:
-    """An option with a value that could be meant."""
+    """Return an option with a value that could be meant."""
     values = {
         "--ranks": "8, which shards the model over 8 ranks",
         "--target": "h100-sxm",
@@ -138,7 +138,7 @@ def _example(option: str) -> str:
 
 
 def _option_names(kind: type[Any]) -> Iterator[str]:
-    """The options of a command as they are written, other names included."""
+    """Yield the options of a command as they are written, other names included."""
     hints = get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]

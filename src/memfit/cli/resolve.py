@@ -30,8 +30,8 @@ _EXAMPLES = "--target h100-sxm, --target a100-sxm-80gb, --target rtx-4090 or --t
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
-    """What STEP names, what it is in words, and what was chosen for want of an option."""
+class ResolvedStep:
+    """The step or trace that STEP names, its title, and notes on the defaults that were chosen."""
 
     step: Step | Trace
     title: str
@@ -42,21 +42,21 @@ class Given:
         say("; ".join((self.title, *self.notes)))
 
 
-def step_and_target(step: StepOptions, hardware: HardwareOptions) -> tuple[Given, Target]:
-    """Both; a target that is named is looked at first, for a step may take its time."""
+def step_and_target(step: StepOptions, hardware: HardwareOptions) -> tuple[ResolvedStep, Target]:
+    """Resolve the step and the target; a named target is checked first, since loading a step may take long."""
     if hardware.target is not None:
         resolve_target(hardware)
     found = resolve_step(step)
     return found, resolve_target(hardware, found.step)
 
 
-def resolve_step(options: StepOptions) -> Given:
-    """The step that STEP names, or the trace when it is the file of one."""
+def resolve_step(options: StepOptions) -> ResolvedStep:
+    """Return the step that STEP names, or the trace when it is the file of one."""
     return resolve_steps(options)(options)
 
 
-def resolve_steps(options: StepOptions) -> Callable[[StepOptions], Given]:
-    """The steps that STEP names, by their --batch and --seq; what it names is loaded once."""
+def resolve_steps(options: StepOptions) -> Callable[[StepOptions], ResolvedStep]:
+    """Return a function from --batch and --seq to the step that STEP names, which is loaded once."""
     _check_counts(options)
     path = Path(options.step)
     if path.is_file() and is_trace(path):
@@ -74,24 +74,26 @@ def resolve_steps(options: StepOptions) -> Callable[[StepOptions], Given]:
         return partial(_of_name, named_steps_at(options.step))
 
 
-def _of_trace(path: Path, options: StepOptions) -> Given:
+def _of_trace(path: Path, options: StepOptions) -> ResolvedStep:
     for name in ("batch", "seq", "autocast", "accumulation_steps"):
         if getattr(options, name) is not None:
             option = f"--{name.replace('_', '-')}"
             raise UsageError(
                 f"{option}: {path} is a trace, of one batch and one step; give the step it was captured from"
             )
-    return Given(step=read_trace(path), title=f"the trace {path.name}")
+    return ResolvedStep(step=read_trace(path), title=f"the trace {path.name}")
 
 
-def _of_name(steps: NamedSteps, options: StepOptions) -> Given:
+def _of_name(steps: NamedSteps, options: StepOptions) -> ResolvedStep:
     with asked():
         found = steps(batch=options.batch, seq=options.seq)
-    return Given(step=_changed(found.step, options), title=_changed_title(found.title, options), notes=found.notes)
+    return ResolvedStep(
+        step=_changed(found.step, options), title=_changed_title(found.title, options), notes=found.notes
+    )
 
 
 def _changed(step: Step, options: StepOptions) -> Step:
-    """The step with what the options say of its compute and of its micro-batches."""
+    """Return the step with what the options say of its compute and of its micro-batches."""
     import torch
 
     changes: dict[str, Any] = {}
@@ -123,7 +125,7 @@ def _check_counts(options: StepOptions) -> None:
 
 @contextmanager
 def asked(of: str = "") -> Iterator[None]:
-    """A step that is not there, or cannot be as it was asked for, is wrong usage; what goes wrong inside it is not."""
+    """Raise it as a usage error when the step does not exist or cannot be as asked; errors inside the step pass."""
     from memfit.presets.errors import WrongRequest
 
     try:
@@ -133,7 +135,7 @@ def asked(of: str = "") -> Iterator[None]:
 
 
 def read_trace(path: Path) -> Trace:
-    """The trace in a file."""
+    """Return the trace in a file."""
     from memfit.capture import load_trace
 
     with reading(path):
@@ -141,13 +143,13 @@ def read_trace(path: Path) -> Trace:
 
 
 def is_trace(path: Path) -> bool:
-    """Whether a file begins as traces do."""
+    """Return whether a file begins as traces do."""
     with reading(path), open(path, "rb") as file:
         return file.read(len(_TRACE)) == _TRACE
 
 
 def read_plan(path: Path, option: str = "PLAN") -> Plan:
-    """The plan in a file."""
+    """Return the plan in a file."""
     from memfit.plans import load
 
     check_is_there(path, option, "a plan that `memfit plan -o` or Plan.save wrote")
@@ -163,7 +165,7 @@ def check_is_there(path: Path, option: str, what: str) -> None:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """A file that is there and cannot be read is an error."""
+    """Raise an `InputError` for a file that is there and cannot be read."""
     try:
         yield
     except OSError as error:
@@ -171,7 +173,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def resolve_target(options: HardwareOptions, step: Step | Trace | None = None) -> Target:
-    """The target: the one that is named, the one of a trace, or the GPU that is here."""
+    """Return the target: the one that is named, the one of a trace, or the GPU that is here."""
     from memfit.capture import Trace
     from memfit.hardware import Target
 
@@ -210,8 +212,8 @@ def _gpu_here() -> str:
         ) from error
 
 
-def captured(step: Step | Trace, target: Target) -> Trace:
-    """The trace of a step for the target's device."""
+def capture_step(step: Step | Trace, target: Target) -> Trace:
+    """Return the trace of a step for the target's device."""
     from memfit.capture import Trace, trace
 
     if isinstance(step, Trace):
@@ -223,7 +225,7 @@ def captured(step: Step | Trace, target: Target) -> Trace:
 def solve_options(
     options: SolverOptions, trace: Trace | None, *, several_ranks: bool, optimizer: bool = False
 ) -> SolveOptions:
-    """What the library's solver is asked; names with a star stand for all units that they fit.
+    """Return the solver's options; names with a star stand for all units that they match.
 
     Names are looked up in the trace, which may be left out when there are none.
     """
@@ -272,7 +274,7 @@ def _check_sharding(options: SolverOptions, several_ranks: bool) -> None:
 
 
 def _expanded(option: str, given: tuple[str, ...], names: list[str]) -> tuple[str, ...]:
-    """Names as they are, patterns as the names that they fit; a star stands for one part of a path."""
+    """Expand patterns to the names that they match; a star stands for one part of a path."""
     found: list[str] = []
     for each in given:
         if "*" not in each:
@@ -290,8 +292,7 @@ def _expanded(option: str, given: tuple[str, ...], names: list[str]) -> tuple[st
 
 
 def find_levers(report: Report, step: Step | Trace, cost: str) -> tuple[Lever, ...]:
-    """What would lower the peak of the step: under the plan where there is one, under the plan that needs least where
-    nothing fits."""
+    """Return what would lower the step's peak under its plan, or under the smallest budget where nothing fits."""
     from memfit.analysis.levers import Case, find_levers
     from memfit.capture import Step
     from memfit.plans.resolve import resolve_cost

@@ -15,7 +15,15 @@ from torch import nn
 
 from memfit.compat.graph import ModOrder, ModRuntime, ModuleInfo
 from memfit.compat.memory_tracker import MemTracker
-from memfit.compat.module_stats import ModuleBytes, assemble, by_module, fitted, module_bytes, only, over_calls
+from memfit.compat.module_stats import (
+    ModuleBytes,
+    assemble,
+    by_module,
+    collect_fits,
+    module_bytes,
+    over_calls,
+    restrict_orders,
+)
 from memfit.compat.runtime_estimator import RuntimeEstimator
 from memfit.compat.sac import SACTradeOffStats
 from memfit.compat.sac_estimator import SACEstimator
@@ -31,7 +39,7 @@ def aggregate_stats(
     sac_estimator: Any,
     dev: torch.device,
 ) -> ModuleInfo:
-    """The modules of a step as three trackers saw them; `module_info` gives the same from one trace.
+    """Aggregate the modules of a step as three trackers saw them; `module_info` does the same from one trace.
 
     Each tracker may be PyTorch's (`torch.distributed._tools`) or memfit's. `model` is the module that PyTorch's
     ones watched, or one of the same structure; `dev` is the device whose memory counts.
@@ -44,7 +52,7 @@ def aggregate_stats(
         "fw_post_order": list(runtime_estimator.mod_fw_post_order),
         "bw_post_order": list(runtime_estimator.mod_bw_post_order),
     }
-    order = only(order, set(names))
+    order = restrict_orders(order, set(names))
     if not order["fw_pre_order"]:
         raise InputError(
             f"the runtime estimator has seen no module of this {type(model).__name__}; "
@@ -76,7 +84,7 @@ class _Aliases:
         self._paths = {path: alike for alike in paths.values() for path in alike}
 
     def matched(self, paths: Mapping[str, str], table: Mapping[str, Value]) -> dict[str, Value]:
-        """By name what a table has by path, under that path or another one of the same module."""
+        """Look up by name what a table has by path, under that path or another one of the same module."""
         found: dict[str, Value] = {}
         for name, path in paths.items():
             for alias in (path, *self._paths[path]):
@@ -87,7 +95,7 @@ class _Aliases:
 
 
 def _names(tracker: Any, model: nn.Module) -> dict[str, str]:
-    """The path of each of the model's modules, by the name that a tracker has for it."""
+    """Return the path of each of the model's modules, by the name that a tracker has for it."""
     paths = model.named_modules(remove_duplicate=False)
     if isinstance(tracker, RuntimeEstimator):
         return {path: path for path, _ in paths}
@@ -110,7 +118,7 @@ def _sizes(tracker: Any, model: nn.Module, dev: torch.device) -> Mapping[str, Mo
 
 
 def _times(runtimes: Mapping[str, Mapping[str, float]], names: Iterable[str]) -> dict[str, ModRuntime]:
-    """Times of all modules, given in forward pre-order.
+    """Return the times of all modules, given in forward pre-order.
 
     PyTorch's estimator has none of a module in which no op runs, and no backward time of one whose output it cannot
     look into. The first has 0, the second the sum of its children's.
@@ -136,11 +144,11 @@ def _parent(name: str, names: Container[str]) -> str | None:
 
 
 def _tradeoffs(estimator: Any, model: nn.Module) -> dict[str, SACTradeOffStats]:
-    """By path."""
+    """Return the fitted trade-offs by path."""
     if isinstance(estimator, SACEstimator):
-        return by_module(estimator._captured(), fitted(estimator))
+        return by_module(estimator._captured(), collect_fits(estimator))
     names = _names(estimator, model)
-    return {names[name]: each for name, each in fitted(estimator).items() if name in names}
+    return {names[name]: each for name, each in collect_fits(estimator).items() if name in names}
 
 
 # -- What PyTorch's `MemTracker` knows about each module, read from its snapshots -------------------------------------
@@ -156,7 +164,7 @@ Kinds = Mapping[str, int]
 
 
 def tracked_bytes(tracking: Mapping[nn.Module, Any], model: nn.Module, dev: torch.device) -> dict[str, ModuleBytes]:
-    """The sizes of every module of the model that was tracked, by its first path."""
+    """Return the sizes of every module of the model that was tracked, by its first path."""
     tracked = {path: module for path, module in model.named_modules() if module in tracking}
     if not tracked:
         raise InputError(
@@ -177,7 +185,7 @@ def tracked_bytes(tracking: Mapping[nn.Module, Any], model: nn.Module, dev: torc
 
 
 def _sizes_of(module: nn.Module, stats: Any, backward: list[tuple[Kinds, Kinds]], device: torch.device) -> ModuleBytes:
-    """Inputs and outputs are known of the last call only, and are taken to be those of every call."""
+    """Return a module's sizes; its inputs and outputs are known of the last call only, and taken for all calls."""
     nothing: tuple[Kinds, Kinds] = ({}, {})
     frozen_bytes = sum(_allocated(p, device) for p in module.parameters() if not p.requires_grad)
     befores = _kinds(stats, "PRE_FW", device)
@@ -204,12 +212,12 @@ def _sizes_of(module: nn.Module, stats: Any, backward: list[tuple[Kinds, Kinds]]
 
 
 def _backward(stats: Any, device: torch.device) -> list[tuple[Kinds, Kinds]]:
-    """Before backward and at its peak, of each call, the last call first."""
+    """Return the snapshots before backward and at its peak of each call, the last call first."""
     return list(zip(_kinds(stats, "PRE_BW", device), _kinds(stats, "PEAK_BW", device), strict=True))
 
 
 def _enclosing(inner: list[tuple[Kinds, Kinds]]) -> list[tuple[Kinds, Kinds]]:
-    """The backward of a module from those of the modules inside it (Note [Missing backward])."""
+    """Derive the backward of a module from those of the modules inside it (Note [Missing backward])."""
     if not inner:
         return []
     begin, _ = min(inner, key=lambda call: call[0].get("Gradient", 0))
@@ -223,7 +231,7 @@ def _kinds(stats: Any, state: str, device: torch.device) -> list[Kinds]:
 
 
 def _device(dev: torch.device | str, statistics: Iterable[Any]) -> torch.device:
-    """The tracked device meant; a device without an index is the only one of its type."""
+    """Return the tracked device meant; a device without an index is the only one of its type."""
     dev = torch.device(dev)
     seen = {
         device: None

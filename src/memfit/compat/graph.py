@@ -84,14 +84,14 @@ class ModuleInfo(TypedDict):
 
 
 def is_submodule(name_descendant: str, name_ancestor: str) -> bool:
-    """Whether one module lies inside another and is not the same; everything lies inside the empty path."""
+    """Return whether one module lies inside another and is not the same; everything lies inside the empty path."""
     if not name_ancestor:
         return bool(name_descendant)
     return name_descendant.startswith(name_ancestor + ".")
 
 
 def is_self_or_submodule(name_descendant: str, name_ancestor: str) -> bool:
-    """Whether one module lies inside another or is the same."""
+    """Return whether one module lies inside another or is the same."""
     return name_descendant == name_ancestor or is_submodule(name_descendant, name_ancestor)
 
 
@@ -149,15 +149,15 @@ class AncestorMatrix:
         return AncestorRow(self, range(len(self))[key])
 
     def descendants(self, node: int) -> list[int]:
-        """The nodes inside a node, without itself, in forward pre-order."""
+        """Return the nodes inside a node, without itself, in forward pre-order."""
         return sorted(self._order[self._place[node] + 1 : self._end[node]])
 
     def ancestors(self, node: int) -> list[int]:
-        """The nodes around a node, without itself, in forward pre-order."""
+        """Return the nodes around a node, without itself, in forward pre-order."""
         return [outer for outer in range(len(self)) if outer != node and self[outer, node]]
 
     def toarray(self) -> NDArray[np.float64]:
-        """All of it as an array of 0 and 1."""
+        """Return all of it as an array of 0 and 1."""
         place, end = np.array(self._place, np.int64), np.array(self._end, np.int64)
         return ((place[:, None] <= place) & (place < end[:, None])).astype(np.float64)
 
@@ -222,7 +222,7 @@ class Graph:
 
 
 def parse_module_info(module_info: ModuleInfo) -> Graph:
-    """The tree of modules, in forward order whatever the order of the statistics, which are not changed.
+    """Build the tree of modules, in forward order whatever the order of the statistics, which are not changed.
 
     A module called more than once stands where its first call begins and where its last call ends.
     """
@@ -240,7 +240,7 @@ def parse_module_info(module_info: ModuleInfo) -> Graph:
 
 
 def get_peak_memory_runtime_baseline(graph: Graph) -> tuple[int, float]:
-    """Peak bytes and compute milliseconds without sharding or checkpointing, as the modules' statistics give them.
+    """Return peak bytes and compute milliseconds without sharding or checkpointing, from the modules' statistics.
 
     Parameters, gradients, activations and their gradients count; buffers, the batch and optimizer state do not.
     `Timeline.peak_bytes` of a trace is the exact peak of everything.

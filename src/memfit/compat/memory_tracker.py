@@ -20,7 +20,8 @@ from rich.table import Table
 from torch import nn
 
 from memfit.capture import Category, Phase, Step, Trace, trace
-from memfit.errors import InputError, StateError
+from memfit.compat.step_capture import StepCapture
+from memfit.errors import InputError
 from memfit.hardware import Device, Target
 from memfit.memory import Timeline
 from memfit.memory.modules import CallMemory, ModuleMemory, Snapshot, module_memory
@@ -67,7 +68,7 @@ class ModMemStats:
     snapshots: dict[ModState, list[DeviceSnapshot]] = field(default_factory=dict)
 
 
-class MemTracker:
+class MemTracker(StepCapture[Timeline]):
     """Memory of a step by kind and by module, without a GPU.
 
         with MemTracker(step, target="h100-sxm") as tracker:
@@ -78,33 +79,19 @@ class MemTracker:
     `ModMemStats` for every module that was called, by the module's path in the model.
     """
 
+    _variable = "tracker"
+
     def __init__(self, step: Step | Callable[[], Any] | None = None, *, target: str | Device | Target = "cpu") -> None:
-        self.target = target
+        super().__init__(step, target=target)
         self.memory_tracking: dict[str, ModMemStats] = {}
-        self._step = step
         self._external: list[Any] = []
-        self._timeline: Timeline | None = None
 
     @classmethod
     def of(cls, trace: Trace, *, rounding_bytes: int | None = None) -> MemTracker:
-        """The tracker of a step that was captured before; sizes are rounded as the trace's device does."""
+        """Build the tracker of a step that was captured before; sizes are rounded as the trace's device does."""
         tracker = cls(target=trace.hardware)
         tracker._take(trace, rounding_bytes)
         return tracker
-
-    def __enter__(self) -> MemTracker:
-        if self._timeline is None:
-            if self._step is None:
-                raise StateError(
-                    "MemTracker captures a whole step before it can answer, so it cannot watch the code of a"
-                    " `with` block; put that code into a function and write `MemTracker().run(function)`,"
-                    " or `with MemTracker(memfit.Step(...)) as tracker`"
-                )
-            self._take(trace(self._step, target=self.target))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def track_external(self, *external: nn.Module | torch.optim.Optimizer | torch.Tensor | None) -> None:
         """Name the model, its optimizer and the batch for a function that takes them as arguments."""
@@ -119,7 +106,7 @@ class MemTracker:
         Or by `function(model, optimizer, batch)`, or the first of these, given what `track_external` was.
         """
         if not inspect.signature(function).parameters:
-            self._take(trace(function, target=self.target))
+            self._capture(function)
             return self
         models = [each for each in self._external if isinstance(each, nn.Module)]
         optimizers = [each for each in self._external if isinstance(each, torch.optim.Optimizer)]
@@ -131,11 +118,11 @@ class MemTracker:
             )
         batch = tensors[0] if len(tensors) == 1 else tensors
         step = Step(models[0], batch, optimizer=optimizers[0] if optimizers else None, run=function)
-        self._take(trace(step, target=self.target))
+        self._capture(step)
         return self
 
     def get_tracker_snapshot(self, type: str = "current") -> DeviceSnapshot:
-        """Bytes by kind at the `"peak"` of the step, or `"current"`: when the step is over."""
+        """Return bytes by kind at the `"peak"` of the step, or `"current"`: when the step is over."""
         timeline = self._captured()
         if type == "peak":
             by_category = timeline.peak_by_category
@@ -186,16 +173,14 @@ class MemTracker:
     def _device(self) -> torch.device:
         return torch.device("cuda", 0) if self._captured().trace.device_type == "cuda" else torch.device("cpu")
 
-    def _captured(self) -> Timeline:
-        if self._timeline is None:
-            raise StateError("MemTracker has captured nothing yet; enter it with a step, or call run(function)")
-        return self._timeline
+    def _capture(self, step: Step | Callable[[], Any]) -> None:
+        self._take(trace(step, target=self.target))
 
     def _take(self, trace: Trace, rounding_bytes: int | None = None) -> None:
         if rounding_bytes is None:
             rounding_bytes = trace.hardware.allocator.rounding_bytes
-        self._timeline = Timeline.of(trace, rounding_bytes)
-        modules = module_memory(self._timeline)
+        self._found = Timeline.of(trace, rounding_bytes)
+        modules = module_memory(self._found)
         root = modules[""].kind if "" in modules else ""
         self.memory_tracking = {
             path: _stats(module, root, self._device) for path, module in modules.items() if module.calls
@@ -265,5 +250,5 @@ def _in_units(n_bytes: int, units: str) -> str:
 
 
 def _natural(path: str) -> list[tuple[int, str]]:
-    """A sort key under which `layers.10` follows `layers.9`."""
+    """Return a sort key under which `layers.10` follows `layers.9`."""
     return [(int(part), "") if part.isdigit() else (-1, part.lower()) for part in re.split("([0-9]+)", path)]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from memfit.capture import NEVER, Category, Phase, Trace
+from memfit.capture import AFTER_STEP, NO_INDEX, Category, Phase, Trace
 from memfit.capture.environment import no_garbage_collection
 from memfit.compat.graph import ModOrder, ModRuntime, ModStats, ModuleInfo
 from memfit.compat.runtime_estimator import CallOrders
@@ -26,6 +26,7 @@ from memfit.cost import Runtime
 from memfit.cost.runtime import repeats
 from memfit.errors import InputError
 from memfit.memory import CallMemory, ModuleMemory, Snapshot, Timeline, module_memory
+from memfit.tradeoff.units import call_name
 
 
 @no_garbage_collection()
@@ -36,7 +37,7 @@ def module_info(
     sac: Mapping[str, SACTradeOffStats] | None = None,
     each_call: bool = False,
 ) -> ModuleInfo:
-    """The modules of one step, by their paths, for `parse_module_info`.
+    """Build the statistics of the modules of one step, by their paths, for `parse_module_info`.
 
     `timeline` is that of the runtime's trace, by default with sizes rounded as its device does. `sac` has trade-offs
     by the names of units (`path`, `path#1` for a second call), by default all that there are. With `each_call` every
@@ -48,7 +49,7 @@ def module_info(
     elif timeline.trace is not trace:
         raise InputError("the timeline and the times are of different traces; make both from one")
     if sac is None:
-        sac = fitted(SACEstimator.of(trace, runtime.op_ms))
+        sac = collect_fits(SACEstimator.of(trace, runtime.op_ms))
     modules, calls = module_bytes(timeline)
     if each_call:
         names = _call_names(trace)
@@ -72,11 +73,11 @@ def module_info(
         "fw_post_order": [names[call] for call in orders.fw_post_order],
         "bw_post_order": [names[call] for call in orders.bw_post_order],
     }
-    return assemble(only(order, part_of_model), sizes, times, tradeoffs)
+    return assemble(restrict_orders(order, part_of_model), sizes, times, tradeoffs)
 
 
-def only(order: ModOrder, names: set[str]) -> ModOrder:
-    """The orders without the modules that are not named, such as a loss."""
+def restrict_orders(order: ModOrder, names: set[str]) -> ModOrder:
+    """Return the orders without the modules that are not named, such as a loss."""
     return {
         "fw_pre_order": [name for name in order["fw_pre_order"] if name in names],
         "bw_pre_order": [name for name in order["bw_pre_order"] if name in names],
@@ -91,7 +92,7 @@ def assemble(
     times: Mapping[str, ModRuntime],
     sac: Mapping[str, SACTradeOffStats],
 ) -> ModuleInfo:
-    """Statistics of the modules in forward pre-order, all given by the names in the orders."""
+    """Assemble the statistics of the modules in forward pre-order, all given by the names in the orders."""
     names = dict.fromkeys(order["fw_pre_order"])
     return {"mod_order": order, "mod_stats": [_stats(name, sizes[name], times[name], sac.get(name)) for name in names]}
 
@@ -122,18 +123,18 @@ def _stats(name: str, size: ModuleBytes, time: ModRuntime, tradeoff: SACTradeOff
 
 
 def _call_names(trace: Trace) -> list[str]:
-    """A name for each call: its parent's, what its path adds to that, and its number (Note [Names of calls])."""
+    """Return a name for each call: its parent's, what its path adds to that, and its number (Note [Names of calls])."""
     numbers = call_numbers(trace)
     names: list[str] = []
     for index, call in enumerate(trace.calls):
         name = call.module
-        if call.parent != NEVER:
+        if call.parent != NO_INDEX:
             outer, outer_name = trace.calls[call.parent].module, names[call.parent]
             if outer and name.startswith(outer + "."):
                 name = outer_name + name[len(outer) :]
             elif not outer and outer_name:
                 name = f"{outer_name}.{name}"
-        names.append(numbered(name, numbers.get(index, 0)))
+        names.append(call_name(name, numbers.get(index, 0)))
     return names
 
 
@@ -169,7 +170,7 @@ class ModuleBytes:
 
 
 def module_bytes(timeline: Timeline) -> tuple[dict[str, ModuleBytes], dict[int, ModuleBytes]]:
-    """Of every module that was called in forward, by path, and of every such call, by its number in the trace."""
+    """Return the bytes of every module called in forward, by path, and of every such call, by its index."""
     trace = timeline.trace
     kept = _kept(timeline)
     levels = _Levels(timeline)
@@ -203,7 +204,7 @@ def module_bytes(timeline: Timeline) -> tuple[dict[str, ModuleBytes], dict[int, 
 
 
 def over_calls(passes: Sequence[Sequence[ModuleBytes]]) -> ModuleBytes:
-    """One module from its calls in each forward pass: sizes in sum, levels of the highest call."""
+    """Combine the calls of one module in each forward pass: sizes in sum, levels of the highest call."""
     highest = max((call for calls in passes for call in calls), key=lambda call: call.level_bytes)
     return ModuleBytes(
         parameter_bytes=highest.parameter_bytes,
@@ -219,7 +220,7 @@ def over_calls(passes: Sequence[Sequence[ModuleBytes]]) -> ModuleBytes:
 
 
 def _repeated(trace: Trace, memory: Mapping[str, ModuleMemory]) -> dict[int, CallMemory]:
-    """Of each call whose backward is that of its recomputation, as with a reentrant checkpoint, the latter."""
+    """Map each call whose backward is that of its recomputation, as with a reentrant checkpoint, to the latter."""
     by_number = {call.call: call for module in memory.values() for call in module.calls}
     again = {first: by_number[again] for again, first in repeats(trace).items()}
     return {first: call for first, call in again.items() if call.backward_peak}
@@ -238,7 +239,7 @@ class _Levels:
             if not 0 <= storage.alloc_at < len(trace.ops):
                 continue
             maker = trace.ops[storage.alloc_at]
-            free_after = len(trace.ops) if storage.free_after == NEVER else storage.free_after
+            free_after = len(trace.ops) if storage.free_after == AFTER_STEP else storage.free_after
             if storage.category is Category.TEMPORARY and maker.phase in _FORWARD:
                 change[storage.alloc_at] += size
                 change[max(free_after, storage.alloc_at - 1) + 1] -= size
@@ -247,12 +248,12 @@ class _Levels:
         self._forward_temporary: list[int] = np.cumsum(change).tolist()
 
     def left_of_forward(self, call: CallMemory) -> int:
-        """At the peak of the call's backward."""
+        """Return what the forward left that is there at the peak of the call's backward."""
         peak = call.backward_peak
         return _of(peak, Category.ACTIVATION) + self._forward_temporary[peak.op] if peak else 0
 
     def added_by_backward(self, call: CallMemory) -> int:
-        """At the peak of the call's backward, over what there was before it (Note [Fresh gradients])."""
+        """Return what the call's backward added by its peak (Note [Fresh gradients])."""
         peak, before = call.backward_peak, call.before_backward
         if peak is None or before is None:
             return 0
@@ -265,23 +266,23 @@ class _Levels:
 
 
 def _kept(timeline: Timeline) -> list[int]:
-    """For each call the activations that it leaves for backward and that are not among its outputs."""
+    """Return, for each call, the activations that it leaves for backward and that are not among its outputs."""
     trace = timeline.trace
     sizes: list[int] = timeline.allocation_bytes.tolist()
-    last_read = [NEVER] * len(trace.storages)
+    last_read = [NO_INDEX] * len(trace.storages)
     for index, op in enumerate(trace.ops):
         if op.phase in _FORWARD:
             for ref in op.inputs:
-                if ref.storage != NEVER:
+                if ref.storage != NO_INDEX:
                     last_read[ref.storage] = index
     kept = [0] * len(trace.calls)
     silent = [True] * len(trace.calls)
     for number, storage in enumerate(trace.storages):
         if not 0 <= storage.alloc_at < len(trace.ops) or trace.ops[storage.alloc_at].phase not in _FORWARD:
             continue
-        free_after = len(trace.ops) if storage.free_after == NEVER else storage.free_after
+        free_after = len(trace.ops) if storage.free_after == AFTER_STEP else storage.free_after
         call = storage.call
-        while call != NEVER and trace.calls[call].end <= free_after:
+        while call != NO_INDEX and trace.calls[call].end <= free_after:
             if last_read[number] >= trace.calls[call].end:
                 silent[call] = False
             elif storage.category is Category.ACTIVATION:
@@ -293,17 +294,17 @@ def _kept(timeline: Timeline) -> list[int]:
 
 
 def _left_by_last_op(trace: Trace, number: int, sizes: Sequence[int]) -> int:
-    """The activations among the outputs of a call whose outputs no later op reads in forward."""
+    """Return the activations among the outputs of a call whose outputs no later op reads in forward."""
     call = trace.calls[number]
     if call.begin == call.end or call.phase is Phase.BACKWARD:
         return 0
-    storages = {ref.storage for ref in trace.ops[call.end - 1].outputs if ref.storage != NEVER}
+    storages = {ref.storage for ref in trace.ops[call.end - 1].outputs if ref.storage != NO_INDEX}
     return sum(
         sizes[storage]
         for storage in storages
         if trace.storages[storage].category is Category.ACTIVATION
         and trace.storages[storage].alloc_at >= call.begin
-        and (trace.storages[storage].free_after == NEVER or trace.storages[storage].free_after >= call.end)
+        and (trace.storages[storage].free_after == AFTER_STEP or trace.storages[storage].free_after >= call.end)
     )
 
 
@@ -318,8 +319,8 @@ def _inside_itself(trace: Trace, call: CallMemory) -> bool:
 # -- The trade-offs of checkpointing that module statistics hold: fitted, by call, and by module over its calls -------
 
 
-def fitted(estimator: Any) -> dict[str, SACTradeOffStats]:
-    """What a SAC estimator, PyTorch's or memfit's, has fitted, and fits of the rest, by its names of modules.
+def collect_fits(estimator: Any) -> dict[str, SACTradeOffStats]:
+    """Return what a SAC estimator, PyTorch's or memfit's, has fitted, and fits of the rest, by its module names.
 
     Equal layers are fitted once. PyTorch's own fit needs another package.
     """
@@ -335,7 +336,7 @@ def fitted(estimator: Any) -> dict[str, SACTradeOffStats]:
 
 
 def call_numbers(trace: Trace) -> dict[int, int]:
-    """Of each call of the forward, how many calls of the same module came before it."""
+    """Return, for each call of the forward, how many calls of the same module came before it."""
     counts: Counter[str] = Counter()
     numbers: dict[int, int] = {}
     for index, call in enumerate(trace.calls):
@@ -345,20 +346,15 @@ def call_numbers(trace: Trace) -> dict[int, int]:
     return numbers
 
 
-def numbered(name: str, number: int) -> str:
-    """The name of a module's call: the first has the module's own."""
-    return f"{name}#{number}" if number else name
-
-
 def by_call(trace: Trace, sac: Mapping[str, SACTradeOffStats]) -> dict[int, SACTradeOffStats]:
-    """By the number of the call in the trace what is given by the names of units."""
+    """Key by call index in the trace what is keyed by the names of units."""
     numbers = call_numbers(trace).items()
-    found = {call: sac.get(numbered(trace.calls[call].module, number)) for call, number in numbers}
+    found = {call: sac.get(call_name(trace.calls[call].module, number)) for call, number in numbers}
     return {call: each for call, each in found.items() if each is not None}
 
 
 def by_module(trace: Trace, sac: Mapping[str, SACTradeOffStats]) -> dict[str, SACTradeOffStats]:
-    """By path: the shape of the first call's trade-off, the time of all calls, the bytes of those of one pass."""
+    """Key by path: the shape of the first call's trade-off, the time of all calls, the bytes of those of one pass."""
     calls = by_call(trace, sac)
     members: dict[str, list[int]] = {}
     for call in calls:

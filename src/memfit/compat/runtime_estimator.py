@@ -12,14 +12,15 @@ from typing import Any
 
 from rich.console import Console
 
-from memfit.capture import NEVER, Phase, Step, Trace, trace
-from memfit.cost.benchmark import MODES, cost_model
+from memfit.capture import NO_INDEX, Phase, Step, Trace, trace
+from memfit.compat.step_capture import TimedStepCapture
+from memfit.cost.benchmark import cost_model
 from memfit.cost.runtime import Cost, Runtime, repeats
-from memfit.errors import InputError, MissingFeatureError, StateError
+from memfit.errors import InputError
 from memfit.hardware import Device, Target
 
 
-class RuntimeEstimator:
+class RuntimeEstimator(TimedStepCapture[Runtime]):
     """Forward and backward time of every module, and the orders in which modules run, without a GPU.
 
         with RuntimeEstimator(step, target="h100-sxm") as estimator:
@@ -31,20 +32,17 @@ class RuntimeEstimator:
     """
 
     def __init__(self, step: Step | Callable[[], Any] | None = None, *, target: str | Device | Target = "cpu") -> None:
-        self.target = target
+        super().__init__(step, target=target)
         self.mod_runtimes: dict[str, dict[str, float]] = {}
         self.mod_fw_pre_order: list[str] = []
         self.mod_bw_pre_order: list[str] = []
         self.mod_fw_post_order: list[str] = []
         self.mod_bw_post_order: list[str] = []
         self.total_runtime = 0.0
-        self._step = step
-        self._mode = MODES[0]
-        self._runtime: Runtime | None = None
 
     @classmethod
     def of(cls, step: Trace | Runtime, cost: Cost | None = None) -> RuntimeEstimator:
-        """The estimator of a step captured before, under a cost model, or of times already known."""
+        """Build the estimator of a step captured before, under a cost model, or of times already known."""
         if isinstance(step, Trace):
             if cost is None:
                 raise InputError("a trace has no times; give a cost model too, RuntimeEstimator.of(trace, cost)")
@@ -54,34 +52,6 @@ class RuntimeEstimator:
         estimator = cls(target=step.trace.hardware)
         estimator._take(step)
         return estimator
-
-    def __call__(self, estimate_mode_type: str) -> RuntimeEstimator:
-        """Choose how ops are timed: `"operator-level-cost-model"` (the default) or `"operator-level-benchmark"`."""
-        if estimate_mode_type not in MODES:
-            raise MissingFeatureError(
-                f"there is no way {estimate_mode_type!r} of timing ops; choose one of {', '.join(map(repr, MODES))}"
-            )
-        self._mode = estimate_mode_type
-        return self
-
-    def __enter__(self) -> RuntimeEstimator:
-        if self._runtime is None:
-            if self._step is None:
-                raise StateError(
-                    "RuntimeEstimator captures a whole step before it can answer, so it cannot watch the code of a"
-                    " `with` block; put that code into a function and write `RuntimeEstimator().run(function)`,"
-                    " or `with RuntimeEstimator(memfit.Step(...)) as estimator`"
-                )
-            self._capture(self._step)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def run(self, function: Callable[[], Any]) -> RuntimeEstimator:
-        """Capture and time one step made by a function without arguments, which has its model itself."""
-        self._capture(function)
-        return self
 
     @property
     def fw_pre_order(self) -> list[str]:
@@ -106,9 +76,7 @@ class RuntimeEstimator:
     @property
     def runtime(self) -> Runtime:
         """The times of the step by op, phase, call and module."""
-        if self._runtime is None:
-            raise StateError("RuntimeEstimator has captured nothing yet; enter it with a step, or call run(function)")
-        return self._runtime
+        return self._captured()
 
     def display_modulewise_stats(self, depth: int = 2, console: Console | None = None) -> None:
         """Show the orders and every module's times, down to a depth of nesting (1 is the model itself)."""
@@ -135,7 +103,7 @@ class RuntimeEstimator:
     def _take(self, runtime: Runtime) -> None:
         calls = runtime.trace.calls
         orders = CallOrders.of(runtime.trace)
-        self._runtime = runtime
+        self._found = runtime
         self.total_runtime = runtime.total_ms
         self.mod_fw_pre_order = [calls[call].module for call in orders.fw_pre_order]
         self.mod_fw_post_order = [calls[call].module for call in orders.fw_post_order]
@@ -160,19 +128,19 @@ class CallOrders:
 
     @classmethod
     def of(cls, trace: Trace) -> CallOrders:
-        """The orders of one step. What a checkpoint runs again in backward is not a call of its own here."""
+        """Build the orders of one step; what a checkpoint recomputes in backward is no call of its own here."""
         calls = trace.calls
         forward = [index for index, call in enumerate(calls) if call.phase is not Phase.BACKWARD]
         depth = [0] * len(calls)
         for index, call in enumerate(calls):
-            if call.parent != NEVER:
+            if call.parent != NO_INDEX:
                 depth[index] = depth[call.parent] + 1
-        begin = {index: calls[index].backward_begin for index in forward if calls[index].backward_begin != NEVER}
+        begin = {index: calls[index].backward_begin for index in forward if calls[index].backward_begin != NO_INDEX}
         end = {index: calls[index].backward_end for index in begin}
         for again, first in repeats(trace).items():
-            if calls[again].backward_begin != NEVER:
+            if calls[again].backward_begin != NO_INDEX:
                 begin[first] = min(begin.get(first, calls[again].backward_begin), calls[again].backward_begin)
-                end[first] = max(end.get(first, NEVER), calls[again].backward_end)
+                end[first] = max(end.get(first, NO_INDEX), calls[again].backward_end)
         return cls(
             fw_pre_order=tuple(forward),
             fw_post_order=_post_order(trace, forward),

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-from memfit.capture import NEVER, Category, Trace
+from memfit.capture import NO_INDEX, Category, Trace
 from memfit.errors import InputError
 from memfit.tradeoff import Times, Unit
 
@@ -106,10 +106,10 @@ class SACTable:
         self.names: dict[str, str] = {}
 
     def stats(self, unit: Unit) -> SACStats:
-        """The statistics of one module call."""
+        """Return the statistics of one module call."""
         kept = [op for op in range(unit.begin, unit.end) if not self.skipped[op]]
         ops = [self.trace.ops[op] for op in kept]
-        made = [{ref.storage for ref in op.outputs} - {NEVER} for op in ops]
+        made = [{ref.storage for ref in op.outputs} - {NO_INDEX} for op in ops]
         views = [i for i, op in enumerate(ops) if op.view]
         in_place = _in_place(made, [_writes_in_place(op.name) for op in ops])
         memory = [
@@ -132,23 +132,23 @@ class SACTable:
         )
 
     def _packet(self, name: str) -> str:
-        """`aten.add.Tensor` without namespace and overload."""
+        """Strip namespace and overload: `aten.add.Tensor` is `add`."""
         packet = self.names.get(name)
         if packet is None:
             packet = self.names[name] = name.split(".")[1]
         return packet
 
     def _saved(self, storages: set[int], unit: Unit) -> bool:
-        """Whether autograd has saved all of them by the time the unit's forward is over."""
+        """Return whether autograd has saved all of them by the time the unit's forward is over."""
         records = self.trace.storages
         return bool(storages) and all(any(op < unit.end for op in records[s].saved_by) for s in storages)
 
     def _reads_input(self, unit: Unit) -> bool:
-        """Whether the unit reads a tensor older than itself that the model does not own."""
+        """Return whether the unit reads a tensor older than itself that the model does not own."""
         records = self.trace.storages
         for op in range(unit.begin, unit.end):
             for ref in self.trace.ops[op].inputs:
-                if ref.storage == NEVER:
+                if ref.storage == NO_INDEX:
                     return True
                 storage = records[ref.storage]
                 if storage.alloc_at < unit.begin and storage.category not in (Category.PARAMETER, Category.BUFFER):
@@ -157,12 +157,12 @@ class SACTable:
 
 
 def sac_stats(trace: Trace, op_ms: Sequence[float] | Times, unit: Unit) -> SACStats:
-    """The statistics of one unit for these times of the trace's ops; for many units keep a `SACTable`."""
+    """Return the statistics of one unit for these times of the trace's ops; for many units keep a `SACTable`."""
     return SACTable(trace, op_ms).stats(unit)
 
 
 def _writes_in_place(name: str) -> bool:
-    """Whether an op's name says that it writes to its first argument, as in `add_` and `__iadd__`."""
+    """Return whether an op's name says that it writes to its first argument, as in `add_` and `__iadd__`."""
     packet = name.split(".")[1]
     if packet.startswith("__") and packet.endswith("__"):
         return packet.startswith("__i")
@@ -170,7 +170,7 @@ def _writes_in_place(name: str) -> bool:
 
 
 def _in_place(made: list[set[int]], writes: list[bool]) -> list[tuple[int, int]]:
-    """Each in-place op with the first op before it that has the same storages, or with itself."""
+    """Pair each in-place op with the first op before it that has the same storages, or with itself."""
     pairs = []
     for i, storages in enumerate(made):
         if writes[i]:
@@ -183,7 +183,7 @@ def _in_place(made: list[set[int]], writes: list[bool]) -> list[tuple[int, int]]
 
 
 def greedy_order(sac_stats: SACStats) -> SACGreedyOrderMeta:
-    """The order in which groups are given up.
+    """Order the groups of ops by bytes freed per recompute time, the best first.
 
     Views always run again. Stored are: a group that writes to what is older than the module, which shows in its
     head being itself in-place or a view; and with `force_store_random` the group of the random ops.
@@ -219,7 +219,7 @@ def greedy_order(sac_stats: SACStats) -> SACGreedyOrderMeta:
 
 
 def group_of(greedy: SACGreedyOrderMeta, op: int) -> set[int]:
-    """The ops that are stored or run again together with this head of a group."""
+    """Return the ops that are stored or recomputed together with this head of a group."""
     return greedy.random_ops_group.get(op) or greedy.inplace_op_groups.get(op) or {op}
 
 

@@ -18,14 +18,15 @@ from rich.table import Table
 
 from memfit.capture import Step, Trace, trace
 from memfit.compat.sac import SACGreedyOrderMeta, SACStats, SACTable, SACTradeOffStats, greedy_order, group_of
+from memfit.compat.step_capture import TimedStepCapture
 from memfit.compat.tradeoff_curve import tradeoff_curve
-from memfit.cost.benchmark import MODES, cost_model
-from memfit.errors import MissingFeatureError, StateError
+from memfit.cost.benchmark import cost_model
+from memfit.errors import MissingFeatureError
 from memfit.hardware import Device, Target
 from memfit.tradeoff import Frontiers, Times, build_frontiers, forward_calls
 
 
-class SACEstimator:
+class SACEstimator(TimedStepCapture[Trace]):
     """What selective activation checkpointing would save and cost in each module, without a GPU.
 
         with SACEstimator(step, target="h100-sxm")("operator-level-cost-model") as estimator:
@@ -39,50 +40,19 @@ class SACEstimator:
     """
 
     def __init__(self, step: Step | Callable[[], Any] | None = None, *, target: str | Device | Target = "cpu") -> None:
-        self.target = target
+        super().__init__(step, target=target)
         self.sac_mod_stats: dict[str, SACStats] = {}
         self.sac_mod_tradeoff_stats: dict[str, SACTradeOffStats] = {}
         self.sac_mod_greedy_order_meta: dict[str, SACGreedyOrderMeta] = {}
-        self._step = step
-        self._mode = MODES[0]
-        self._trace: Trace | None = None
         self._op_ms: Times = np.zeros(0)
         self._frontiers: Frontiers | None = None
 
     @classmethod
     def of(cls, trace: Trace, op_ms: Sequence[float] | Times) -> SACEstimator:
-        """The estimator of a step captured before, for these times of its ops in milliseconds."""
+        """Build the estimator of a step captured before, for these times of its ops in milliseconds."""
         estimator = cls(target=trace.hardware)
         estimator._take(trace, np.asarray(op_ms, np.float64))
         return estimator
-
-    def __call__(self, estimate_mode_type: str) -> SACEstimator:
-        """Choose how ops are timed: `"operator-level-cost-model"` (the default) or `"operator-level-benchmark"`."""
-        if estimate_mode_type not in MODES:
-            raise MissingFeatureError(
-                f"there is no way {estimate_mode_type!r} of timing ops; choose one of {', '.join(map(repr, MODES))}"
-            )
-        self._mode = estimate_mode_type
-        return self
-
-    def __enter__(self) -> SACEstimator:
-        if self._trace is None:
-            if self._step is None:
-                raise StateError(
-                    "SACEstimator captures a whole step before it can answer, so it cannot watch the code of a"
-                    " `with` block; put that code into a function and write `SACEstimator().run(function)`,"
-                    " or `with SACEstimator(memfit.Step(...)) as estimator`"
-                )
-            self._capture(self._step)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def run(self, function: Callable[[], Any]) -> SACEstimator:
-        """Capture and time one step made by a function without arguments, which has its model itself."""
-        self._capture(function)
-        return self
 
     @property
     def frontiers(self) -> Frontiers:
@@ -135,14 +105,9 @@ class SACEstimator:
             self.display_sac_tradeoff_stats(self.sac_mod_greedy_order_meta[name], sac_stats, print_tabular, console)
 
     def _label(self, name: str) -> str:
-        """A unit's name with the model's class in front, as the prototype has it."""
+        """Return a unit's name with the model's class in front, as the prototype has it."""
         root = next((module.kind for module in self._captured().modules if not module.path), "")
         return f"{root}.{name}" if root and name and not name.startswith("#") else f"{root}{name}"
-
-    def _captured(self) -> Trace:
-        if self._trace is None:
-            raise StateError("SACEstimator has captured nothing yet; enter it with a step, or call run(function)")
-        return self._trace
 
     def _capture(self, step: Step | Callable[[], Any]) -> None:
         captured = trace(step, target=self.target)
@@ -151,14 +116,14 @@ class SACEstimator:
     def _take(self, trace: Trace, op_ms: Times) -> None:
         table = SACTable(trace, op_ms)
         parents = {module.path.rpartition(".")[0] for module in trace.modules if module.path}
-        self._trace, self._op_ms, self._frontiers = trace, op_ms, None
+        self._found, self._op_ms, self._frontiers = trace, op_ms, None
         self.sac_mod_stats = {unit.name: table.stats(unit) for unit in forward_calls(trace) if unit.module in parents}
         self.sac_mod_greedy_order_meta = {name: greedy_order(stats) for name, stats in self.sac_mod_stats.items()}
         self.sac_mod_tradeoff_stats = {}
 
 
 def _draw(curve: SACTradeOffStats, name: str) -> None:
-    """The curve, its shifted points and the fit as `tradeoff_graphs/<name>.png`."""
+    """Draw the curve, its shifted points and the fit into `tradeoff_graphs/<name>.png`."""
     try:
         pyplot = importlib.import_module("matplotlib.pyplot")
     except ImportError as error:
@@ -184,7 +149,7 @@ def _draw(curve: SACTradeOffStats, name: str) -> None:
 
 
 def show_stats(sac_stats: SACStats, console: Console, tabular: bool) -> None:
-    """The ops of a module, one in a row."""
+    """Print the ops of a module, one in a row."""
     console.print(
         f"Total Memory: {sum(sac_stats.memory)} B Total Runtime: {sum(sac_stats.runtimes)} ms"
         f" Store Random: {sac_stats.force_store_random}",
@@ -208,7 +173,7 @@ def show_stats(sac_stats: SACStats, console: Console, tabular: bool) -> None:
 
 
 def show_tradeoff(greedy: SACGreedyOrderMeta, sac_stats: SACStats, console: Console, tabular: bool) -> None:
-    """What is discarded and run again, added up over the greedy order."""
+    """Print what is discarded and recomputed, added up over the greedy order."""
     total_memory, total_runtime = sum(sac_stats.memory), sum(sac_stats.runtimes)
     headers = ("Op Id(s)", "Op Name(s)", "Discarded Mem (%)", "Discarded Mem (B)", "Recomp time (%)")
     table = _table((*headers, "Recomp time (ms)", "MSPS", "Always Stored", "Always Recomputed"), tabular)

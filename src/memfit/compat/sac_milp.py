@@ -22,7 +22,6 @@ square. A unit without kept bytes frees nothing and is left out.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 from collections.abc import Collection, Iterable, Sequence
@@ -35,6 +34,7 @@ import numpy as np
 from memfit.compat.graph import Graph, is_submodule
 from memfit.errors import InputError
 from memfit.solve.milp import Limits, Milp, Solution, SolverError, Status
+from memfit.text import close_names, did_you_mean
 from memfit.units import GiB
 
 LIMITS = Limits(gap=0.0, time_limit_s=180.0)
@@ -90,7 +90,7 @@ def sac_milp(
     ac_units: list[str] | None = None,
     fsdp_units: list[str] | None = None,
 ) -> SACSolution:
-    """Which modules to checkpoint and how much of each to discard, for the least recompute time under a budget in GiB.
+    """Choose modules to checkpoint and how much of each to discard: the least recompute time under a budget in GiB.
 
     Parameters and gradients are divided by `world_size`. Only modules in `ac_units` are checkpointed if any are given,
     and none that contains one of `fsdp_units`. The budget counts in whole bytes; time and shares are not rounded.
@@ -151,7 +151,7 @@ def _check(memory_budget: float, world_size: int) -> None:
 
 
 def _tree(graph: ModuleGraph) -> Graph:
-    """The graph with who lies inside whom by the parts of names; PyTorch's matrix compares names as text."""
+    """Rebuild the graph with nesting by the parts of names; PyTorch's matrix compares names as text."""
     if not graph.nodes:
         raise InputError("the graph has no modules; make it with parse_module_info")
     if isinstance(graph, Graph):
@@ -169,8 +169,8 @@ def _known(tree: Graph, names: Collection[str] | None, what: str) -> Collection[
         raise InputError(f"{what} is the text {names!r}; give a list of module names")
     for name in names:
         if name not in tree.name2node:
-            near = difflib.get_close_matches(name, tree.name2node, n=3, cutoff=0.5)
-            choice = f"did you mean {' or '.join(map(repr, near))}?" if near else f"it has {_some(tree.name2node)}"
+            near = map(repr, close_names(name, tree.name2node, most=3, cutoff=0.5))
+            choice = did_you_mean(near, f"it has {_some(tree.name2node)}")
             raise InputError(f"{what} has {name!r}, which is no module of the graph; {choice}")
     return set(names)
 
@@ -181,7 +181,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _units(tree: Graph, ac_units: Collection[str], fsdp_units: Collection[str]) -> list[_Unit]:
-    """In forward post-order."""
+    """Return the units in forward post-order."""
     units = []
     for index, node in enumerate(tree.nodes):
         name, kept_bytes = node["fqn"], node["act_fw_per_module"]
@@ -208,7 +208,7 @@ def _units(tree: Graph, ac_units: Collection[str], fsdp_units: Collection[str]) 
 
 
 def _steps(tree: Graph, units: Sequence[_Unit], budget_bytes: float, world_size: int) -> list[_Step]:
-    """Before the first unit, and after each; modules of which nothing runs in backward are no moments of it."""
+    """Return the moments before the first unit and after each; modules without backward ops are none."""
     parameter_bytes = sum(node["param_per_module"] for node in tree.roots)
     steps = [_Step() for _ in range(len(units) + 1)]
     passed = 0
@@ -225,7 +225,7 @@ def _steps(tree: Graph, units: Sequence[_Unit], budget_bytes: float, world_size:
 
 
 def _paths(tree: Graph, units: Sequence[_Unit]) -> list[list[int]]:
-    """From each unit that has no other inside it, that unit and those around it, by their places among the units."""
+    """Return, for each innermost unit, its place and those of the units around it."""
     number = {unit.index: i for i, unit in enumerate(units)}
     around: list[list[int]] = [[i] for i in range(len(units))]
     innermost = [True] * len(units)
@@ -291,7 +291,7 @@ class _Model:
             before = total
 
     def answer(self, solution: Solution) -> SACSolution:
-        """The values that were found, in bytes and milliseconds."""
+        """Return the values that were found, in bytes and milliseconds."""
         size = {"seconds": solution.seconds, "rows": solution.rows, "columns": solution.columns}
         if not solution.values:
             return SACSolution({}, 0, -1, status=solution.status, **size)
@@ -329,7 +329,7 @@ def _fill(units: Sequence[_Unit], steps: Sequence[_Step], freed: list[float | No
 
 
 def _peak_bytes(steps: Sequence[_Step], freed: Sequence[float]) -> int:
-    """Whole bytes that hold the highest level; what floats lose in 100 GiB is far below the part taken off."""
+    """Return the highest level in whole bytes; what floats lose in 100 GiB is far below the part taken off."""
     freed_before = [0.0, *itertools.accumulate(freed)] if freed else [0.0] * len(steps)
     return math.ceil(max(step.level_bytes - before for step, before in zip(steps, freed_before, strict=True)) - 1e-3)
 
@@ -371,7 +371,7 @@ class _Group:
 
 
 def get_optimal_checkpointing_policy_per_module(sac_stats: ModuleStats, memory_budget: float) -> list[int]:
-    """For each op of a module 1 (save) or 0 (recompute), so that the saved ones have the most run time.
+    """Choose for each op of a module 1 (save) or 0 (recompute), so that the saved ones have the most run time.
 
     The budget is a share, 0 to 1, of the bytes of all ops. The list is empty, as the prototype's, when the ops that
     must be saved are above it or one of them is a view. Of equal groups the earliest are saved; an op without run
@@ -397,13 +397,13 @@ def get_optimal_checkpointing_policy_per_module(sac_stats: ModuleStats, memory_b
 
 
 def _forced(stats: ModuleStats) -> set[int]:
-    """Random ops that cannot be replayed, and ops that write to what is not the module's own."""
+    """Return random ops that cannot be replayed, and ops that write to what is not the module's own."""
     saved = {op for op, parent in stats.inplace_ops if op == parent}
     return saved.union(stats.rand_ops) if stats.force_store_random else saved
 
 
 def _groups(stats: ModuleStats) -> list[_Group]:
-    """The ops in the order of each group's first."""
+    """Return the groups of ops in the order of each group's first op."""
     head = list(range(len(stats.memory)))
 
     def find(op: int) -> int:
@@ -429,7 +429,7 @@ def _groups(stats: ModuleStats) -> list[_Group]:
 
 
 def _knapsack(groups: Iterable[_Group], left_bytes: int) -> list[_Group]:
-    """The groups of most time whose bytes are at most those left; without bytes they are taken anyway."""
+    """Pick the groups of most time whose bytes fit into those left; groups without bytes are always picked."""
     taken: list[_Group] = []
     equal: dict[tuple[int, float], list[_Group]] = {}
     for group in groups:

@@ -19,7 +19,7 @@ _SHIFT = 1e-2
 
 
 def tradeoff_curve(sac_stats: SACStats, greedy: SACGreedyOrderMeta, n_segments: int = 2) -> SACTradeOffStats:
-    """The curve and a fit with so many segments, or fewer when there are few points.
+    """Return the curve and a fit with so many segments, or fewer when there are few points.
 
     The fit is to an upper bound: the time at each point is the one of the next point.
     """
@@ -86,13 +86,13 @@ class PiecewiseLine:
     squared_error: float
 
     def __call__(self, x: float) -> float:
-        """The value at x; outside the breaks the outer segments go on."""
+        """Return the value at x; outside the breaks the outer segments go on."""
         segment = int(np.searchsorted(self.breaks[1:-1], x))
         return self.slopes[segment] * x + self.intercepts[segment]
 
 
 def fit_piecewise(x: Floats, y: Floats, segments: int) -> PiecewiseLine:
-    """The best fit to points sorted by x, with so many segments."""
+    """Fit points sorted by x best with so many segments."""
     if len(x) == 0 or x[0] == x[-1]:
         level = float(y.mean()) if len(y) else 0.0
         edge = float(x[0]) if len(x) else 0.0
@@ -108,7 +108,7 @@ def fit_piecewise(x: Floats, y: Floats, segments: int) -> PiecewiseLine:
 
 
 def _solve(x: Floats, y: Floats, breaks: Iterable[float]) -> PiecewiseLine:
-    """The least squares fit for given breaks."""
+    """Return the least squares fit for given breaks."""
     inner = tuple(sorted(breaks))
     weights, error = _weights(x, y, inner)
     slopes = np.cumsum(weights[1:])
@@ -128,7 +128,7 @@ def _weights(x: Floats, y: Floats, breaks: tuple[float, ...]) -> tuple[Floats, f
 
 
 def _design(x: Floats, breaks: tuple[float, ...]) -> Floats:
-    """A constant, a line, and one more line that begins at each break."""
+    """Return the design matrix: a constant, a line, and one more line that begins at each break."""
     return np.column_stack((np.ones_like(x), x, *(np.maximum(x - place, 0.0) for place in breaks)))
 
 
@@ -137,7 +137,7 @@ def _error(x: Floats, y: Floats, breaks: tuple[float, ...]) -> float:
 
 
 def _best_break(x: Floats, y: Floats, others: tuple[float, ...] = ()) -> float:
-    """The best place of one more break while the others stay (Note [Breaks])."""
+    """Return the best place of one more break while the others stay (Note [Breaks])."""
     edges = np.unique(x)
     if others and len(edges) > _PLACES:
         edges = edges[np.linspace(0, len(edges) - 1, _PLACES).astype(int)]
@@ -151,7 +151,7 @@ def _best_break(x: Floats, y: Floats, others: tuple[float, ...] = ()) -> float:
 
 
 def _gains(x: Floats, rest: Floats, fixed: Floats, edges: Floats) -> tuple[Floats, Floats]:
-    """Places for a break, at the edges and between them, and what each takes from the squared error."""
+    """Return places for a break, at the edges and between them, and how far each lowers the squared error."""
     step = (x[:, None] > edges[:-1]).astype(np.float64)
     ramp = step * (x[:, None] - edges[:-1])
     step -= fixed @ (fixed.T @ step)
@@ -169,13 +169,13 @@ def _gains(x: Floats, rest: Floats, fixed: Floats, edges: Floats) -> tuple[Float
 
 
 def _several_breaks(x: Floats, y: Floats, inner: Floats, count: int) -> tuple[float, ...]:
-    """More than one break, from several beginnings."""
+    """Find more than one break, from several starting points."""
     settled = {_settled(x, y, start) for start in _starts(x, y, inner, count)}
     return min(sorted(settled), key=lambda breaks: _error(x, y, breaks))
 
 
 def _starts(x: Floats, y: Floats, inner: Floats, count: int) -> list[tuple[float, ...]]:
-    """The best choices of points where all can be tried; added one by one; spread in several ways."""
+    """Return breaks to start from: the best of all choices where they are few, greedy ones, evenly spread ones."""
     grown: tuple[float, ...] = ()
     for _ in range(count):
         grown = (*grown, _best_break(x, y, grown))
@@ -208,7 +208,7 @@ def _settled(x: Floats, y: Floats, breaks: tuple[float, ...]) -> tuple[float, ..
 
 
 def _moved_together(x: Floats, y: Floats, breaks: tuple[float, ...]) -> tuple[float, ...]:
-    """All breaks where the segments' own lines cross when each keeps its points."""
+    """Move all breaks to where the segments' own lines cross when each keeps its points."""
     jumps = [(x > place).astype(np.float64) for place in breaks]
     weights = np.linalg.lstsq(np.column_stack((_design(x, breaks), *jumps)), y, rcond=None)[0]
     slopes, shifts = weights[2 : 2 + len(breaks)], weights[2 + len(breaks) :]

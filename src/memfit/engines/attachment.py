@@ -1,4 +1,4 @@
-"""How the calls of a module come to a plan, without its class being touched.
+"""Route the calls of a module to its plan by instance attributes; its class is not changed.
 
 Note [Attachment]: a planned module has a `forward` in its own dictionary, where `nn.Module.__call__` finds it before
 that of its class; hooks run around it as always. Nothing else in the process changes, and wrappers keep the plan:
@@ -44,7 +44,7 @@ _COPYING_IF_DEFINED = ("__deepcopy__", "__copy__", "__reduce_ex__", "__reduce__"
 
 
 def attach(module: nn.Module, handler: Handler) -> None:
-    """Send calls of this module to the handler, with what its forward was."""
+    """Route calls of this module to the handler, which is given the original forward."""
     _forwards[module] = forward = PlannedForward(module, handler)
     module.__dict__["forward"] = forward
     kind = type(module)
@@ -59,7 +59,7 @@ def attach(module: nn.Module, handler: Handler) -> None:
 
 
 def detach(module: nn.Module) -> None:
-    """Call the module as before `attach`."""
+    """Restore the module's calls to what they were before `attach`."""
     forward = _forwards.pop(module, None)
     if forward is None:
         return
@@ -132,7 +132,7 @@ class PlannedForward:
         return self.original(module)(*args, **kwargs)
 
     def without_module(self, args: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...]]:
-        """Take the module off, where this has been bound once more: `unwrap_model(model, keep_fp32_wrapper=False)`."""
+        """Unbind the module where this was bound once more, as `unwrap_model(model, keep_fp32_wrapper=False)` does."""
         module = self._module()
         assert module is not None
         return module, args[1:] if args and args[0] is module else args
@@ -142,7 +142,7 @@ class PlannedForward:
         return _class_forward(module) if self.before is None else self.before
 
     def _function(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that takes the module first. Bound to another one, it runs that one's class's forward."""
+        """Return a function that takes the module first; for another module it runs that one's class's forward."""
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module is self._module():
@@ -187,7 +187,7 @@ def _run_planned_eagerly() -> Callable[[PlannedForward, tuple[Any, ...], dict[st
 
 
 class _WithoutPlan:
-    """A method that makes copies of a module, which shall be plain ones."""
+    """Wraps a method that copies a module, so that copies have no plan."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module = weakref.ref(module)
@@ -218,8 +218,10 @@ class _WithoutPlan:
 
 
 class _RefuseScripting(_WithoutPlan):
-    """What `torch.jit.script` calls first on every module. What it returns takes the module's place in its parent, so
-    handing out a plain copy would take the plan off the model."""
+    """Refuses the call that `torch.jit.script` makes first on every module.
+
+    Its result takes the module's place in the parent: a plain copy would remove the plan from the model.
+    """
 
     def __call__(self, *args: Any) -> Any:
         raise StateError(
@@ -239,8 +241,11 @@ def _class_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 class Outermost:
-    """Passes calls of the model on. Handlers are not compiled, nor is what they call: compiled parts between planned
-    units would save other tensors than the plan knows."""
+    """Passes calls of the model on to the inner handler, and warns when the model is compiled.
+
+    Handlers are not compiled, nor is what they call: compiled parts between planned units would save other tensors than
+    the plan knows.
+    """
 
     def __init__(self, applied: Applied, inner: Handler | None) -> None:
         self._applied = applied
@@ -260,7 +265,7 @@ class Outermost:
 
 
 def called_by_compiler() -> bool:
-    """Whether this runs in a call of what torch.compile returned."""
+    """Return whether this runs in a call of what torch.compile returned."""
     frame = frame_above(1)
     while frame is not None:
         if (frame.f_globals.get("__name__"), frame.f_code.co_name) == COMPILE_WRAPPER:

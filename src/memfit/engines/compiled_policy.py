@@ -18,14 +18,17 @@ from torch import nn
 
 from memfit.engines.tensors import StridedView
 from memfit.plans import Checkpoint
-from memfit.torch_private.dispatch import TorchDispatchMode
+from memfit.torch_private.dispatch import DispatchMode
 
 _DETACH = "aten.detach.default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPolicy:
-    """`names` are those of the ops that the plan knows, by offset. `saved` ops up to `stop` are not recomputed."""
+    """The policy of one call of a unit, as a plan gives it.
+
+    `names` are those of the ops that the plan knows, by offset. `saved` ops up to `stop` are not recomputed.
+    """
 
     unit: str
     module: str
@@ -39,7 +42,7 @@ class RunPolicy:
 
     @classmethod
     def of(cls, entry: Checkpoint) -> RunPolicy:
-        """The policy of an entry of a plan."""
+        """Return the policy of an entry of a plan."""
         return cls(
             unit=entry.unit,
             module=entry.module,
@@ -59,7 +62,7 @@ class RunPolicy:
 
 
 def same_op(name: str, planned: str | None) -> bool:
-    """Whether an op is the one that the plan knows, if it knows it.
+    """Return whether an op is the one that the plan knows, if it knows it.
 
     Under a dispatch mode torch's own composites avoid writing in place: `add` is then what is `add_` without one.
     """
@@ -67,7 +70,7 @@ def same_op(name: str, planned: str | None) -> bool:
 
 
 def not_counted(func: Any, planned: str | None) -> bool:
-    """Whether an op is none of the step's: marks of the profiler, and detachments that a capture does not see."""
+    """Return whether an op is none of the step's: profiler marks, and detachments that a capture does not see."""
     return func.namespace == "profiler" or (str(func) == _DETACH and planned is not None and planned != _DETACH)
 
 
@@ -78,7 +81,7 @@ def not_counted(func: Any, planned: str | None) -> bool:
 # in their own dictionary that is there for the time of a run only, and only where a gap is looked at.
 
 
-MakeMode = Callable[[Any], TorchDispatchMode | None]
+MakeMode = Callable[[Any], DispatchMode | None]
 """Returns the dispatch mode of a gap, None where it needs none."""
 
 
@@ -117,7 +120,7 @@ class TrackedCalls:
         return cls(frozenset(open_visits), tuple(followed))
 
 
-class CallTracker:
+class SubmoduleTracker:
     """Tracks which submodule call a forward is in, and enters a dispatch mode in the gaps that are looked at."""
 
     def __init__(self, root: CallNode, tracked: TrackedCalls, make_mode: MakeMode) -> None:
@@ -127,7 +130,7 @@ class CallTracker:
         self._make_mode = make_mode
         self._here: CallNode | None = root
         self._gap = 0
-        self._mode: TorchDispatchMode | None = None
+        self._mode: DispatchMode | None = None
 
     def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the unit's forward."""
@@ -187,7 +190,7 @@ class CallTracker:
             self._mode = None
 
 
-class CallTreeBuilder(CallTracker):
+class CallTreeBuilder(SubmoduleTracker):
     """Tracks a run through all modules of a unit and builds its call tree."""
 
     def __init__(self, unit: nn.Module) -> None:
@@ -219,13 +222,12 @@ _TO_COPY = torch.ops.aten._to_copy.default
 
 
 def op_kind(func: Any, args: Any) -> OpKind:
-    """An op's overload and, where it casts a parameter, which: autocast leaves those out that it has done before."""
+    """Return an op's overload and, where it casts a parameter, which one: autocast caches such casts."""
     return func, id(args[0]) if func is _TO_COPY and isinstance(args[0], nn.Parameter) else 0
 
 
 class FromPack(NamedTuple):
-    """A tensor of a saved result that autograd packs anyway: in the storage of which, and in which of the compiled
-    policy's views."""
+    """A tensor of a saved result that autograd packs anyway: numbers of the pack and of the policy's view."""
 
     pack: int
     view: int

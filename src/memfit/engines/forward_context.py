@@ -1,5 +1,7 @@
-"""What a forward reads besides its inputs, so that a recompute finds the same: autocast, attention kernels, random
-generators, and the tensors that the names of parameters and buffers stand for."""
+"""What a forward reads besides its inputs, saved for the recompute.
+
+Autocast, attention kernels, random generators, and the tensors that the names of parameters and buffers stand for.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,7 @@ _NONE = object()
 
 
 def _fully_sharded(value: Any) -> bool:
-    """Whether this is a shard that FSDP2 keeps; the parameter is another tensor while it is unsharded."""
+    """Return whether this is a shard that FSDP2 keeps; the parameter is another tensor while it is unsharded."""
     return type(value) is not torch.nn.Parameter and hasattr(value, "_spec") and hasattr(value, "_local_tensor")
 
 

@@ -22,11 +22,11 @@ from memfit.engines.attachment import Handler, Outermost, attach, attached, deta
 from memfit.engines.compiled_policy import RunPolicy
 from memfit.engines.loop_watch import LoopWatch, WatchedUnit, user_level
 from memfit.engines.loss import LossRegion
-from memfit.engines.phase import Calls, Mode, Phase, needs_step
+from memfit.engines.step_position import Calls, Mode, StepPosition, needs_step
 from memfit.engines.unit import PlannedUnit
 from memfit.errors import InputError, PlanDrift, StateError
-from memfit.plans import Checkpoint, DdpPlan, Plan, PlanMismatch, model_differences
-from memfit.plans.mismatch import optimizer_differences
+from memfit.plans import Checkpoint, DdpPlan, Plan, PlanMismatch, find_model_differences
+from memfit.plans.mismatch import find_optimizer_differences
 from memfit.plans.wrappers import named_modules, unwrap, wrappers_of
 from memfit.torch_private.pytree import tree_leaves
 from memfit.units import display_bytes
@@ -35,14 +35,14 @@ _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDiction
 
 
 class Applied:
-    """A plan at work on a model. It lives with the modules of the plan, whose calls come to it."""
+    """A plan applied to a model. The planned modules own it and route their calls to it."""
 
     def __init__(self, plan: Plan, model: nn.Module) -> None:
         self.plan = plan
         self._paths = dict(named_modules(model))
         first = next(iter(model.parameters()), None)
         self.device_type = "cpu" if first is None else first.device.type
-        self.phase = Phase(plan, self._warn_once)
+        self.position = StepPosition(plan, self._warn_once)
         self._losses: list[LossRegion] = []
         self._modules: list[weakref.ref[nn.Module]] = []
         self._warned: set[str] = set()
@@ -55,22 +55,22 @@ class Applied:
 
     def reset(self) -> None:
         """Begin a new step, whatever the last one did."""
-        self.phase.reset()
+        self.position.reset()
         for region in self._losses:
             region.end()
 
     def end_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Note that an optimizer has done its step."""
         self._stepped.add(id(optimizer))
-        step = self.phase.step
-        self.phase.end_step(all_stepped=len(self._stepped) >= self._given)
-        if self.phase.step != step:
+        step = self.position.step
+        self.position.end_step(all_stepped=len(self._stepped) >= self._given)
+        if self.position.step != step:
             self._stepped.clear()
         for region in self._losses:
             region.end()
 
     def _steps(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether an optimizer that was not given steps parameters of the plan's modules."""
+        """Return whether an optimizer that was not given steps parameters of the plan's modules."""
         known = self._ours.get(optimizer)
         if known is None:
             modules = [module for reference in self._modules if (module := reference()) is not None]
@@ -80,7 +80,7 @@ class Applied:
         return known
 
     def _watch_all_optimizers(self) -> None:
-        """Hear of the steps of optimizers that were not given, as `Trainer` makes its own."""
+        """Watch the steps of optimizers that were not given: `Trainer` makes its own."""
         applied = weakref.ref(self)
 
         def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -145,7 +145,7 @@ class Applied:
             node.register_prehook(lambda _: self._warn_once("eval mode", text))
 
     def attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Hand the modules of the plan over; everything is given back when one of them cannot be."""
+        """Attach the plan to its modules; all are detached when one of them cannot be attached."""
         try:
             for module, handler in self._watched(self._handlers()):
                 attach(module, handler)
@@ -154,7 +154,7 @@ class Applied:
             trained = (each for each in modules if any(parameter.requires_grad for parameter in each.parameters()))
             watched = next(trained, None)
             if watched is not None:
-                self.phase.watch(watched)
+                self.position.watch(watched)
             self._given = len(optimizers)
             if not optimizers:
                 self._watch_all_optimizers()
@@ -169,7 +169,7 @@ class Applied:
             self._paths = {}  # modules are held weakly from here on
 
     def detach(self) -> None:
-        """Give all modules back."""
+        """Detach the plan from all modules."""
         self.reset()
         for region in self._losses:
             region.close()
@@ -196,13 +196,13 @@ class Applied:
             losses.append(entry) if entry.is_loss else entries[self._paths[entry.module]].append(entry)
         found: list[tuple[nn.Module, Handler]] = []
         for module, members in entries.items():
-            calls = Calls(self.phase, members, {entry.call: RunPolicy.of(entry) for entry in members})
+            calls = Calls(self.position, members, {entry.call: RunPolicy.of(entry) for entry in members})
             found.append((module, PlannedUnit(self, self._mode(members[0].module), calls)))
         if losses:
             inner = next((handler for module, handler in found if module is model), None)
             found = [each for each in found if each[0] is not model]
             regions = {entry.call: (RunPolicy.of(entry), entry.after, entry.after_call) for entry in losses}
-            region = LossRegion(self, self._mode(""), Calls(self.phase, losses, regions), inner)
+            region = LossRegion(self, self._mode(""), Calls(self.position, losses, regions), inner)
             self._losses.append(region)
             found.append((model, region))
         roots = list(model.children()) if is_container(model) else [model]
@@ -228,17 +228,17 @@ class Applied:
         )
 
     def leave_inputs(self) -> None:
-        """Let a guard, which measures what larger inputs take, be the one that tells of them."""
+        """Leave warnings about larger inputs to a guard, which measures what they take."""
         if self._watch is not None:
             self._watch.leave_inputs()
 
     def leave_wrappers(self) -> None:
-        """Let `apply` be the one that tells of what the model is in."""
+        """Leave warnings about wrappers to `apply`."""
         if self._watch is not None:
             self._watch.leave_wrappers()
 
     def _watched(self, found: list[tuple[nn.Module, Handler]]) -> list[tuple[nn.Module, Handler]]:
-        """Put what compares the loop with the plan around the calls of the model itself, or of those in a container."""
+        """Wrap the calls of the model, or of those in a container, in a watch that compares the loop with the plan."""
         loop = self.plan.trace.loop
         names = dict.fromkeys("" if entry.is_loss else entry.module for entry in self.plan.checkpoint)
         if not found or loop is None or self.plan.shard is not None or self.plan.predicted is None:
@@ -260,7 +260,7 @@ class Applied:
         return watched
 
     def see_checkpointing(self, unit: nn.Module) -> None:
-        """Look, when a unit is called, whether the model checkpoints by itself."""
+        """Check, when a unit is called, whether the model checkpoints by itself."""
         if self._watch is not None:
             self._watch.see_checkpointing(unit)
 
@@ -276,7 +276,7 @@ def apply(
     optimizer: OptimizerLike = None,
     mesh: DeviceMesh | None = None,
 ) -> tuple[nn.Module, OptimizerLike]:
-    """Make a model run a plan, from its next step on. Refused, with what is wrong, before anything is changed.
+    """Make a model run a plan from its next step on; a refusal comes before anything is changed.
 
     A model that something wraps or shards already (DDP, FSDP, `fully_shard`) runs the checkpoint policies of the plan.
     """
@@ -303,7 +303,7 @@ def apply(
 
 
 def remove(plan: Plan, model: nn.Module) -> nn.Module:
-    """Make the model what it was before `apply`."""
+    """Restore the model to what it was before `apply`."""
     applied = plan_of_model(model)
     if applied is None:
         raise StateError("this model has no plan to be removed; give the model that apply was called with")
@@ -375,9 +375,9 @@ def _check(plan: Plan, model: nn.Module, optimizers: Sequence[torch.optim.Optimi
             "parameters of this model are DTensors that fully_shard did not make (tensor parallel): plans do not know "
             "their memory; apply the plan to a model without them"
         )
-    found = model_differences(plan, model)
+    found = find_model_differences(plan, model)
     for optimizer in optimizers:
-        found += optimizer_differences(plan, model, optimizer)
+        found += find_optimizer_differences(plan, model, optimizer)
     if found:
         raise PlanMismatch(found)
     _check_units(plan, model)

@@ -24,11 +24,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfit.engines.attachment import Handler
-from memfit.engines.phase import Mode
 from memfit.engines.recompute import is_recomputing
+from memfit.engines.step_position import Mode
 from memfit.errors import PlanDrift
 from memfit.plans import Plan
-from memfit.plans.record import LoopFacts, ModelCallFacts, OutputFacts
+from memfit.plans.record import LoopRecord, ModelCallRecord, OutputRecord
 from memfit.plans.wrappers import wrappers_of
 from memfit.torch_private.autograd import in_backward, top_saved_tensor_hooks
 from memfit.torch_private.frames import frame_above
@@ -55,10 +55,10 @@ class WatchedUnit(NamedTuple):
 
 
 class LoopWatch:
-    """Sees every call of a planned model, around what else handles its calls."""
+    """Watches every call of a planned model, and passes it to the inner handler."""
 
     def __init__(
-        self, plan: Plan, loop: LoopFacts, model: nn.Module, units: Sequence[WatchedUnit], inner: Handler
+        self, plan: Plan, loop: LoopRecord, model: nn.Module, units: Sequence[WatchedUnit], inner: Handler
     ) -> None:
         assert plan.predicted is not None
         self._plan, self._loop, self._units, self._inner = plan, loop, units, inner
@@ -77,13 +77,13 @@ class LoopWatch:
         self._release = weakref.finalize(model, self._hook.remove)
 
     def follow(self, other: LoopWatch) -> None:
-        """Be one of several models of a step: calls are compared and nothing else, and each thing is told once."""
+        """Watch as one of several models of a step: only calls are compared, and each warning is given once."""
         self.stop()
         other.stop()
         self._told = other._told
 
     def stop(self) -> None:
-        """Look no more at what the loop holds."""
+        """Stop watching what the loop holds."""
         self._mode = False
         self._release()
 
@@ -112,7 +112,7 @@ class LoopWatch:
         return self._mode and self._calls == 1
 
     def _see_units(self) -> None:
-        """Say which units are no longer there: what was put in their place has no plan."""
+        """Warn of units that are no longer in the model: what replaced them has no plan."""
         model = self._model()
         here = set() if model is None else {id(each) for each in model.modules()}
         gone = [unit.name for unit in self._units if id(unit.module()) not in here]
@@ -125,7 +125,7 @@ class LoopWatch:
             )
 
     def _see_wrappers(self) -> None:
-        """Say that the model has been wrapped or sharded since the plan was applied."""
+        """Warn that the model has been wrapped or sharded since the plan was applied."""
         model = self._model()
         found = [] if model is None else [each for each in wrappers_of(model) if each in _SHARDS]
         replicas = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)  # while its forward runs
@@ -139,13 +139,13 @@ class LoopWatch:
             )
 
     def leave_wrappers(self) -> None:
-        """Say nothing of wrappers: it has been said."""
+        """Give no warning about wrappers: it has been given."""
         self._told.add("wrapped")
 
     # -- what the loop holds ----------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """A forward begins; the first after an optimizer step ends the comparison."""
+        """Begin a forward; the first one after an optimizer step ends the comparison."""
         model = self._model()
         self._calls += 1
         if self._calls == 1:
@@ -200,7 +200,7 @@ class LoopWatch:
             )
 
     def _compare_output(self, output: Any) -> None:
-        """Ask, when backward comes to the output, which of its tensors are still held."""
+        """Check, when backward reaches the output, which of its tensors are still held."""
         leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         made = [leaf.untyped_storage() for leaf in leaves if leaf.grad_fn is not None and _is_plain(leaf)]
         self._last_output = [(StorageWeakRef(each), each.nbytes()) for each in made]
@@ -225,7 +225,7 @@ class LoopWatch:
                 leaf.grad_fn.register_prehook(ask)
 
     def _compare_last_output(self) -> None:
-        """Ask, in the forward of the second step, whether the output of the first is still held."""
+        """Check, in the forward of the second step, whether the output of the first is still held."""
         held = sum({ref.cdata: size for ref, size in self._last_output if not ref.expired()}.values())
         self._last_output = []
         if len(self._loop.calls) > 1 or self._peak_bytes + held <= self._plan.budget_bytes:
@@ -236,7 +236,7 @@ class LoopWatch:
                 "Let it go before the next forward (del output), or run the step in a function of its own"
             )
 
-    def _compare_held(self, tensors: list[tuple[OutputFacts, StorageWeakRef, int]]) -> None:
+    def _compare_held(self, tensors: list[tuple[OutputRecord, StorageWeakRef, int]]) -> None:
         more = {ref.cdata: size for fact, ref, size in tensors if fact.held == "nothing" and not ref.expired()}
         less = {ref.cdata: size for fact, ref, size in tensors if fact.held == "step" and ref.expired()}
         if self._material(sum(more.values())):
@@ -288,18 +288,18 @@ class LoopWatch:
         )
 
     def leave_inputs(self) -> None:
-        """Say nothing of larger inputs: somebody else does."""
+        """Give no warning about larger inputs: somebody else does."""
         self._told.add("inputs")
 
     def warn(self, kind: str, text: str) -> None:
-        """Give a warning of this kind, the first time."""
+        """Give a warning of this kind, once."""
         if kind not in self._told:
             self._told.add(kind)
             warnings.warn(text, PlanDrift, stacklevel=user_level())
 
 
 def checkpointed_by_itself() -> bool:
-    """Whether a forward runs inside `torch.utils.checkpoint`, in its first run or, the reentrant kind, its second."""
+    """Return whether a forward runs inside `torch.utils.checkpoint`: its first run or a reentrant recompute."""
     if in_backward():
         return True
     hooks = top_saved_tensor_hooks()
@@ -307,7 +307,7 @@ def checkpointed_by_itself() -> bool:
 
 
 def user_level() -> int:
-    """The stacklevel, for a warning of the caller, of the innermost frame that is no library's."""
+    """Return the stacklevel, for a warning of the caller, of the innermost frame outside libraries."""
     frame, level = frame_above(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame, level = frame.f_back, level + 1
@@ -318,7 +318,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
 
 
-def _larger(shapes: tuple[torch.Size, ...], call: ModelCallFacts) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _larger(shapes: tuple[torch.Size, ...], call: ModelCallRecord) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return [
         (tuple(here), planned.shape)
         for here, planned in zip(shapes, call.inputs, strict=True)
@@ -326,7 +326,7 @@ def _larger(shapes: tuple[torch.Size, ...], call: ModelCallFacts) -> list[tuple[
     ]
 
 
-def _largest(shapes: tuple[torch.Size, ...], loop: LoopFacts) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _largest(shapes: tuple[torch.Size, ...], loop: LoopRecord) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Compare the largest tensors of a call that has another number of them than any that was planned."""
     here = max(shapes, key=math.prod, default=torch.Size([0]))
     planned = max((each.shape for call in loop.calls for each in call.inputs), key=math.prod, default=())

@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 from memfit.engines.attachment import Handler
 from memfit.engines.compiled_policy import RunPolicy
-from memfit.engines.phase import Calls, Mode
 from memfit.engines.recompute import is_recomputing
+from memfit.engines.step_position import Calls, Mode
 from memfit.engines.tape import Tape
 from memfit.errors import InputError
 from memfit.plans import Plan
@@ -88,7 +88,7 @@ def has_planned_loss() -> bool:
 
 @dataclass(slots=True)
 class _Armed:
-    """The policy of a loss that is to come. `number` orders those of several models."""
+    """The policy for the next loss; `number` orders the policies of several models."""
 
     region: LossRegion
     policy: RunPolicy
@@ -119,7 +119,7 @@ def _may_record() -> bool:
 
 
 class LossRegion:
-    """Handles the calls of a model whose loss is recomputed, around what else handles them."""
+    """Handles the calls of a model whose loss is recomputed, and passes them to the inner handler."""
 
     def __init__(self, applied: Applied, mode: Mode, calls: Calls, inner: Handler | None) -> None:
         self.plan = applied.plan
@@ -133,11 +133,11 @@ class LossRegion:
         _regions.add(self)
 
     def end(self) -> None:
-        """Forget the policy of a loss that did not come."""
+        """Drop the policy of a loss that did not come."""
         self.armed = None
 
     def close(self) -> None:
-        """Take part in no loss any more."""
+        """Detach from all further losses."""
         self.end()
         _regions.discard(self)
 
@@ -170,7 +170,7 @@ class LossRegion:
 
     def new_tape(self, policy: RunPolicy) -> Tape:
         """Return a tape for one loss."""
-        return Tape(policy, self._applied.device_type, self._applied.phase.leave)
+        return Tape(policy, self._applied.device_type, self._applied.position.leave)
 
     def end_tape(self, tape: Tape) -> None:
         """Record nothing more, and tell of a loss that was not the planned one."""
@@ -179,10 +179,10 @@ class LossRegion:
             self._applied.warn_loss(differs)
 
     def _watch_backward(self, result: Any, armed: _Armed) -> None:
-        """Note when a backward comes to the model's output, and whether its loss went through `plan.loss`."""
+        """Note when a backward reaches the model's output, and whether its loss went through `plan.loss`."""
 
         def begun(_: Any) -> None:
-            self._applied.phase.leave()
+            self._applied.position.leave()
             if self.armed is armed:
                 self._applied.warn_loss_missing()
 
@@ -228,7 +228,7 @@ def _begin_recording(tape: Tape, recording: contextlib.ExitStack) -> None:
 
 @contextlib.contextmanager
 def _after_call(module: nn.Module, call: int, function: Callable[[], None]) -> Any:
-    """Inside the block, call the function when this call of the module, counted from 0, has ended."""
+    """Call the function when this call of the module inside the block, counted from 0, has ended."""
     before = module.__dict__.get("forward")
     forward = module.forward
     count = 0
@@ -268,7 +268,7 @@ def chunked_cross_entropy(
     *,
     chunks: int = CHUNKS,
 ) -> torch.Tensor:
-    """`F.cross_entropy` of logits (rows, classes) and classes (rows,), a chunk of rows at a time.
+    """Compute `F.cross_entropy` of logits (rows, classes) and classes (rows,), a chunk of rows at a time.
 
     Each chunk is computed in float32, and again in the backward; nothing but its sum is kept. Give logits as the model
     makes them, without `.float()`. What cannot be done in chunks (weights, probabilities, no sum) is done at once.

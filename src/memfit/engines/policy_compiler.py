@@ -1,4 +1,4 @@
-"""Compiles a policy: a run that looks at every op of a unit and notes how later runs do the same without looking.
+"""Compile a policy: one run watches every op of a unit and notes how later runs do the same without a mode.
 
 Everything is held until the run has ended: only then is it certain that the unit runs as planned, and what may be
 dropped.
@@ -30,22 +30,18 @@ from memfit.engines.compiled_policy import (
 from memfit.engines.recompute import RecomputedCall, SavedTensor, unpack
 from memfit.engines.tape import EMPTY
 from memfit.engines.tensors import StridedView, gathered_parameters, is_strided, plain, strided_view_of, written
-from memfit.torch_private.dispatch import DisableTorchDispatch, TorchDispatchMode
+from memfit.torch_private.dispatch import DisableTorchDispatch, DispatchMode
 from memfit.torch_private.pytree import tree_flatten, tree_map_only
 from memfit.torch_private.storages import storage_key
 
 Maker = tuple[int, int]
 
 
-class PolicyCompiler(TorchDispatchMode):
+class PolicyCompiler(DispatchMode):
     """Runs a unit and compiles its policy. `followed` says whether the ops are those that the plan knows.
 
     `writes_older` says whether the unit writes to anything that was there before it, and so cannot be recomputed whole.
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __init__(self, policy: RunPolicy, unit: nn.Module, run: RecomputedCall, *, tried_before: bool = False) -> None:
         super().__init__()
@@ -156,7 +152,7 @@ class PolicyCompiler(TorchDispatchMode):
     def _stands_for_earlier(
         self, node: CallNode, gap: int, key: OpKey, tensors: list[tuple[Maker, Any] | None]
     ) -> None:
-        """The storage of this result is kept for the results that it overwrites too."""
+        """Keep the storage of this result for the results that it overwrites too."""
         made = [None if each is None else each[0] for each in tensors]
         for place, earlier in enumerate(self._results):
             same = [None if each is None else each[0] for each in earlier[4]] == made

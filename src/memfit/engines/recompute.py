@@ -26,12 +26,12 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memfit.capture.random_numbers import host_state, with_host_state
-from memfit.engines.compiled_policy import CallTracker, CompiledPolicy, Gap, OpKey, OpKind, op_kind
+from memfit.engines.compiled_policy import CompiledPolicy, Gap, OpKey, OpKind, SubmoduleTracker, op_kind
 from memfit.engines.forward_context import Bindings, ForwardContext, generators_of, with_generators
 from memfit.engines.tensors import StridedView, is_strided, plain, strided_view_of
 from memfit.errors import StateError
 from memfit.torch_private.autograd import version_of
-from memfit.torch_private.dispatch import DisableTorchDispatch, TorchDispatchMode
+from memfit.torch_private.dispatch import DisableTorchDispatch, DispatchMode
 from memfit.torch_private.pytree import PyTree, TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 from memfit.torch_private.storages import storage_key
 
@@ -44,7 +44,7 @@ def is_recomputing() -> bool:
 
 
 class _Stop(Exception):
-    """The recompute has made everything that was dropped."""
+    """Raised to end a recompute once everything that was dropped has been made."""
 
 
 class SavedTensor:
@@ -140,7 +140,7 @@ class RecomputedCall:
         return [(each, version_of(each)) for each in tensors if not each.is_inference()]
 
     def note(self, index: int, tensor: torch.Tensor) -> None:
-        """Take some values of a tensor that is dropped, to compare them (Note [Samples])."""
+        """Sample values of a dropped tensor, to compare them after the recompute (Note [Samples])."""
         found = sample(tensor)
         if found is not None:
             self.samples[index] = found
@@ -151,7 +151,7 @@ class RecomputedCall:
         return SavedTensor(self, index, None)
 
     def drop(self, saved: SavedTensor, shape: torch.Size) -> None:
-        """Let go of a tensor that was held for backward."""
+        """Free a tensor that was held for backward."""
         self._shapes[saved.index] = shape
         saved.tensor = None
 
@@ -184,7 +184,7 @@ class RecomputedCall:
 
         with saved_tensors_hooks(pack, unpack):
             if compiled.fresh:
-                tracker = CallTracker(
+                tracker = SubmoduleTracker(
                     compiled.root, compiled.keeping, lambda gap: _KeepMode(gap, self) if gap.fresh else None
                 )
                 result = tracker.run(self._forward, args, kwargs)
@@ -307,14 +307,14 @@ class RecomputedCall:
             with _RestoredBuffers(self._unit):
                 self._forward(*args, **kwargs)
         elif compiled.answering is not None:
-            CallTracker(compiled.root, compiled.answering, lambda gap: _AnswerMode(gap, self)).run(
+            SubmoduleTracker(compiled.root, compiled.answering, lambda gap: _AnswerMode(gap, self)).run(
                 self._forward, args, kwargs
             )
         else:
             self._forward(*args, **kwargs)
 
     def take(self, index: int) -> torch.Tensor:
-        """Hand out a dropped tensor that has been recomputed."""
+        """Return a dropped tensor that has been recomputed, and forget it."""
         assert self._recomputed is not None
         return self._recomputed.pop(index)
 
@@ -328,7 +328,7 @@ class RecomputedCall:
 
 
 def unpack(saved: SavedTensor) -> torch.Tensor:
-    """Hook for what backward asks for; the unit is recomputed when it asks for the first time."""
+    """Unpack what backward asks for; the first request recomputes the unit."""
     run, saved.run = saved.run, None
     if run is not None:
         run.ensure_recomputed()
@@ -338,12 +338,8 @@ def unpack(saved: SavedTensor) -> torch.Tensor:
     return saved.tensor
 
 
-class _GapMode(TorchDispatchMode):
-    """Sees the ops of a gap and knows each by its kind and how many of that came before."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
+class _GapMode(DispatchMode):
+    """Dispatch mode that identifies each op of a gap by its kind and its number among ops of that kind."""
 
     def __init__(self, gap: Gap, run: RecomputedCall) -> None:
         super().__init__()
@@ -422,7 +418,7 @@ class _Inputs:
 
 
 class _Alias(torch.autograd.Function):
-    """The same tensor, made by a function."""
+    """Autograd function that returns its input as another tensor of the same storage."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Compiled policies for shapes that no policy was compiled at, and kinds of inputs.
+"""Classify inputs, and predict compiled policies for shapes at which none was compiled.
 
 Note [Shapes]: batches of random lengths would have a unit compile its policy at each of them. What a compiled policy
 says but for sizes (which tensors are dropped, which ops are answered for and from what) is the same for all inputs on
@@ -46,7 +46,7 @@ def order_of(size: Sizes, stride: Sizes) -> Sizes | None:
 
 
 def structure_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Hashable, Sizes] | None:
-    """Split the inputs of a call into what is not sizes of tensors, and these; None where that cannot be done."""
+    """Split the inputs of a call into their structure and the sizes of tensors; None where that cannot be done."""
     sizes: list[int] = []
 
     def structure(value: Any) -> Hashable:
@@ -69,8 +69,8 @@ def structure_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Ha
         return None
 
 
-class Family:
-    """What runs of a unit on inputs of one structure have taught."""
+class InputFamily:
+    """Compiled policies of a unit on inputs of one structure, from which those of other shapes are predicted."""
 
     def __init__(self) -> None:
         self._open = True
@@ -80,7 +80,7 @@ class Family:
         self._seen: dict[Sizes, Sizes] = {}
 
     def add(self, sizes: Sizes, compiled: CompiledPolicy) -> None:
-        """Take in a policy that was compiled at these sizes of the inputs."""
+        """Add a policy that was compiled at these sizes of the inputs."""
         signature = _signature(compiled)
         if signature is None or (self._compile is not None and signature != self._signature):
             self.close()
@@ -89,13 +89,13 @@ class Family:
         self._seen[sizes] = _sizes(compiled)
 
     def miss(self) -> None:
-        """Take note of a prediction that did not hold, or of a call that is skipped; three are enough."""
+        """Count a prediction that did not hold, or a call that is skipped; three are enough."""
         self._misses += 1
         if self._misses >= 3:
             self.close()
 
     def close(self) -> None:
-        """Predict nothing any more."""
+        """Stop predicting."""
         self._open = False
         self._compile = None
         self._seen.clear()
@@ -210,11 +210,11 @@ _FIXED = (nn.Module, types.FunctionType, types.BuiltinFunctionType, types.Method
 
 
 class Changing(Exception):
-    """An input that may change while the module runs, so that its code cannot be recomputed."""
+    """Raised for an input that may change while the module runs, so that its code cannot be recomputed."""
 
 
 def kind_of(value: Any) -> Hashable:
-    """Equal for inputs that are alike; raises `Changing` for what is neither tensor, number, name nor container."""
+    """Return a key that is equal for inputs that are alike; raise `Changing` for what may change."""
     if isinstance(value, torch.Tensor):
         layout = value.stride() if value.layout is torch.strided else value.layout
         return value.shape, layout, value.dtype, value.requires_grad
@@ -234,7 +234,7 @@ def kind_of(value: Any) -> Hashable:
 
 
 def kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> Hashable:
-    """Equal for calls that are alike; autocast is part of it."""
+    """Return a key that is equal for calls that are alike; autocast is part of it."""
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     names = tuple(kwargs)
     return autocast, tuple(map(kind_of, args)), names, tuple(map(kind_of, kwargs.values()))

@@ -39,7 +39,7 @@ def check_ranks(plan: Plan, mesh: DeviceMesh | None) -> None:
 def shard_as_planned(
     plan: Plan, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh | None
 ) -> None:
-    """Shard a model, and what its optimizer already knows of it."""
+    """Shard a model as planned, and the optimizer's state with it."""
     assert plan.shard is not None
     mesh = resolve_mesh(model, mesh)
     content = hashlib.sha256(plan.to_json().encode()).hexdigest()[:12]
@@ -59,7 +59,7 @@ def shard_as_planned(
 
 
 def _precision(plan: Plan, planned: ShardPlan, model: nn.Module) -> Precision:
-    """The dtypes of the plan. Autocast casts what it must; else a unit's inputs are cast with its parameters."""
+    """Return the plan's dtypes; without autocast a unit's inputs are cast with its parameters."""
     if planned.shard_dtype is not None:
         wanted = getattr(torch, planned.shard_dtype)
         for name, parameter in model.named_parameters():
@@ -76,7 +76,7 @@ def _precision(plan: Plan, planned: ShardPlan, model: nn.Module) -> Precision:
 
 
 def _shard_state(model: nn.Module, optimizer: torch.optim.Optimizer, shapes: dict[nn.Parameter, torch.Size]) -> None:
-    """Keep this rank's part of what the optimizer knows of each parameter."""
+    """Shard the optimizer's state of each parameter."""
     for unit in get_runtime(model).units:
         for flat in unit.flats:
             for parameter, part in zip(flat.parameters, flat.parts, strict=True):

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memfit.engines.compiled_policy import RunPolicy, not_counted, same_op
 from memfit.engines.forward_context import Generators, generators_of, with_generators
 from memfit.engines.tensors import StridedView, is_strided, plain, strided_view_of, written
-from memfit.torch_private.dispatch import DisableAutocast, DisableTorchDispatch, TorchDispatchMode
+from memfit.torch_private.dispatch import DisableAutocast, DisableTorchDispatch, DispatchMode
 from memfit.torch_private.pytree import tree_flatten, tree_unflatten
 from memfit.torch_private.storages import storage_key
 
@@ -68,12 +68,8 @@ class TapedTensor:
         self.view = view
 
 
-class Tape(TorchDispatchMode):
+class Tape(DispatchMode):
     """One run of a region under a policy."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
     def __init__(self, policy: RunPolicy, device_type: str, on_backward: Callable[[], None] | None = None) -> None:
         super().__init__()
@@ -158,14 +154,14 @@ class Tape(TorchDispatchMode):
         return leaf.detach() if number is None else _Slot(number, strided_view_of(leaf))
 
     def _generators(self, leaves: list[Any]) -> Generators:
-        """The state of the generators of the devices that a random op is on, or is told to be on."""
+        """Return the generator states of the devices that a random op is on, or is told to be on."""
         if any(isinstance(leaf, torch.Generator) for leaf in leaves):
             self.followed = False  # one of the user's own, of which nothing is known
         places = (torch.empty(0, device=leaf) for leaf in leaves if isinstance(leaf, torch.device))
         return generators_of(self.device_type, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *places)
 
     def _note_writes(self, func: Any, targets: list[torch.Tensor], saved: bool, made: dict[int, int]) -> None:
-        """A storage of the region that no op has written has no known value; one from outside cannot be replayed."""
+        """Note the storages that an op writes; a write to one from outside the region forbids a replay."""
         if func in EMPTY:
             self._unwritten.update(made.values())
             return
@@ -177,7 +173,7 @@ class Tape(TorchDispatchMode):
                 self.followed = False
 
     def pack(self, tensor: torch.Tensor) -> TapedTensor:
-        """Hook for what autograd saves."""
+        """Pack what autograd saves."""
         guard = DisableTorchDispatch()
         try:
             number = self._numbers.get(storage_key(tensor), -1) if plain(tensor) else -1
@@ -210,7 +206,7 @@ class Tape(TorchDispatchMode):
 
     @staticmethod
     def unpack(saved: TapedTensor) -> torch.Tensor:
-        """Hook for what backward asks for. The region is replayed when it asks for the first time."""
+        """Unpack what backward asks for; the first request replays the region."""
         tape, saved.tape = saved.tape, None
         if tape is not None:
             tape.end()

@@ -13,10 +13,10 @@ from memfit.engines.attachment import called_by_compiler
 from memfit.engines.compiled_policy import CompiledPolicy, RunPolicy
 from memfit.engines.forward_context import Bindings
 from memfit.engines.loop_watch import checkpointed_by_itself
-from memfit.engines.phase import Calls, Mode
 from memfit.engines.policy_compiler import PolicyCompiler
 from memfit.engines.recompute import RecomputedCall, is_recomputing
-from memfit.engines.shapes import Changing, Family, Sizes, kind_of_call, structure_of_call
+from memfit.engines.shapes import Changing, InputFamily, Sizes, kind_of_call, structure_of_call
+from memfit.engines.step_position import Calls, Mode
 from memfit.engines.tape import Tape
 from memfit.torch_private.autograd import in_backward
 from memfit.torch_private.functorch import transform_active
@@ -57,7 +57,7 @@ class _Tries:
         self.wait = min(2**self.failures - 2, _LONGEST_WAIT)
 
     def compiles_anew(self, compiled: CompiledPolicy | _Unplanned | None) -> bool:
-        """Whether the next call is looked at although there is something known."""
+        """Return whether the next call is compiled again although a policy is known."""
         if isinstance(compiled, CompiledPolicy):
             return self.misses >= (_MOST_MISSES if self.hit else 1)
         self.wait -= 1
@@ -77,7 +77,7 @@ class PlannedUnit:
         self._calls = calls
         self._compiled: dict[tuple[int, Hashable], CompiledPolicy | _Unplanned] = {}
         self._tries: dict[tuple[int, Hashable], _Tries] = {}
-        self._families: dict[Hashable, Family] = {}
+        self._families: dict[Hashable, InputFamily] = {}
         self._bindings: Bindings | None = None
         self._looked = False
         self._runs = 0
@@ -99,15 +99,15 @@ class PlannedUnit:
         self._applied.see_checkpointing(module)
         if in_backward():
             return forward(*args, **kwargs)
-        phase = self._applied.phase
+        position = self._applied.position
         policy = self._calls.next()
         if policy is None or checkpointed_by_itself():  # which counts what is saved in both of its runs
-            return phase.leave_after(forward(*args, **kwargs))
+            return position.leave_after(forward(*args, **kwargs))
         device_type = self._applied.device_type
         try:
             kind = (policy.call, kind_of_call(args, kwargs, device_type))
         except Changing:
-            tape = Tape(policy, device_type, phase.leave)
+            tape = Tape(policy, device_type, position.leave)
             result = tape.run(forward, args, kwargs)
             if tape.differs is not None:
                 self._applied.warn(policy.unit, tape.differs)
@@ -118,10 +118,10 @@ class PlannedUnit:
         if compiled is not None and self._tries[kind].compiles_anew(compiled):
             compiled = None
         if compiled is _Unplanned.AS_IT_IS:
-            return phase.leave_after(forward(*args, **kwargs))
+            return position.leave_after(forward(*args, **kwargs))
         if self._bindings is None:
             self._bindings = Bindings(module)
-        run = RecomputedCall(policy.unit, module, self._bindings, forward, device_type, phase.leave)
+        run = RecomputedCall(policy.unit, module, self._bindings, forward, device_type, position.leave)
         self._runs += 1
         run.watched = self._runs & (self._runs - 1) == 0  # see Note [Samples]
         if compiled is None:
@@ -140,7 +140,7 @@ class PlannedUnit:
 
     def _family(
         self, kind: tuple[int, Hashable], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Family | None, Sizes]:
+    ) -> tuple[InputFamily | None, Sizes]:
         """Find the family of a call (Note [Shapes]), and the sizes of its inputs."""
         found = structure_of_call(args, kwargs)
         if found is None:
@@ -149,7 +149,7 @@ class PlannedUnit:
         autocast = kind[1][0] if isinstance(kind[1], tuple) else None
         if len(self._families) >= _MOST_KINDS:
             self._families.clear()
-        return self._families.setdefault((kind[0], autocast, structure), Family()), sizes
+        return self._families.setdefault((kind[0], autocast, structure), InputFamily()), sizes
 
     def _predict(
         self, kind: tuple[int, Hashable], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -38,7 +38,7 @@ class Link:
     lanes: int | None = None
 
     def transfer_ms(self, n_bytes: int) -> float:
-        """Time to send `n_bytes` one way in one message."""
+        """Return the time to send `n_bytes` one way in one message."""
         return self.latency_ms + n_bytes / self.bandwidth_bytes_per_s * 1e3
 
 
@@ -134,7 +134,7 @@ class Device:
         return self.memory_total_bytes - self.overhead_bytes
 
     def peak_flops_per_s(self, dtype: object, *, tf32: bool = False) -> float:
-        """Peak rate for a dtype (`torch.bfloat16`, 'bfloat16', 'bf16'); the fp32 rate where it has none.
+        """Return the peak rate for a dtype (`torch.bfloat16`, 'bfloat16', 'bf16'); the fp32 rate where it has none.
 
         With `tf32`, float32 products run at the TF32 rate where the device has one.
         """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from memfit.errors import InputError
 from memfit.hardware.device import AllocatorRules, Device, Link
 from memfit.hardware.efficiency import Efficiency
 from memfit.hardware.schema import build_allocators, build_device, build_efficiencies, build_links, read_toml
+from memfit.text import close_names, did_you_mean
 
 ENVIRONMENT = "MEMFIT_DEVICES"
 _SECTIONS = ("memory", "flops", "links", "overheads", "compute", "efficiency", "sources")
@@ -28,7 +28,7 @@ RawFile = tuple[Path, dict[str, Any]]
 
 
 def load_device(name: str) -> Device:
-    """The device called `name` (case, spaces and dashes do not matter), or described by that TOML file."""
+    """Load the device called `name` (case, spaces and dashes do not matter), or described by that TOML file."""
     users = list(_user_files())
     if _is_path(name):
         path = Path(name).expanduser()
@@ -42,14 +42,14 @@ def load_device(name: str) -> Device:
 
 
 def list_devices() -> tuple[Device, ...]:
-    """Every known device, the user's own included, by name."""
+    """List every known device, the user's own included, by name."""
     users = list(_user_files())
     files = {_name(file): file for file in [*_shipped_files(), *users]}
     return tuple(_build(files[name], users) for name in sorted(files))
 
 
 def load_link(name: str) -> Link:
-    """A link of the shipped table, such as 'infiniband-ndr'."""
+    """Load a link of the shipped table, such as 'infiniband-ndr'."""
     links = _shipped_links()
     key = next((k for k in links if _normal(k) == _normal(name)), None)
     if key is None:
@@ -58,12 +58,12 @@ def load_link(name: str) -> Link:
 
 
 def list_links() -> tuple[Link, ...]:
-    """Every shipped link."""
+    """List every shipped link."""
     return tuple(_shipped_links().values())
 
 
 def user_device_paths() -> tuple[Path, ...]:
-    """Where the user's device files are looked for: MEMFIT_DEVICES, then the configuration folder."""
+    """List where the user's device files are looked for: MEMFIT_DEVICES, then the configuration folder."""
     given = [Path(p).expanduser() for p in os.environ.get(ENVIRONMENT, "").split(os.pathsep) if p]
     config = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "memfit" / "devices"
     return (*given, config)
@@ -121,26 +121,24 @@ def _unknown(name: str, users: list[RawFile]) -> str:
     if not wanted:
         return f"{name!r} is not one device; {_NAME_IT}"
     nearest = list(dict.fromkeys(names[key] for key in _near(wanted, names)))[:3]
-    hint = (
-        f"did you mean {' or '.join(nearest)}?" if nearest else f"known are {', '.join(sorted(set(names.values())))}."
-    )
+    hint = did_you_mean(nearest, f"known are {', '.join(sorted(set(names.values())))}.")
     return f"unknown device {name!r}; {hint} Or give the path of a device file (.toml)"
 
 
 def _near(wanted: str, names: Mapping[str, str]) -> list[str]:
-    """Names that may have been meant, nearest first; where the model's number is known, only names with that one."""
+    """Return names that may have been meant, nearest first; only those with the same model number where it is known."""
     model = _model(wanted)
     same = [key for key in names if model and _model(key) == model]
     if same:
-        return difflib.get_close_matches(wanted, same, n=len(same), cutoff=0.0)
+        return close_names(wanted, same, most=len(same), cutoff=0.0)
     close = [key for key in names if key.startswith(wanted)]
     for cutoff, keys in ((0.5, [key for key in names if len(key) > _SHORT]), (0.8, list(names))):
-        close += difflib.get_close_matches(wanted, keys, n=5, cutoff=cutoff)
+        close += close_names(wanted, keys, most=5, cutoff=cutoff)
     return close
 
 
 def _model(name: str) -> str:
-    """The letters and the number that a normal name begins with: h100 of h100sxm, rtx4090 of rtx4090."""
+    """Return the letters and the number that a normalized name begins with: h100 of h100sxm, rtx4090 of rtx4090."""
     found = re.match(r"[a-z]+\d+", name)
     return found[0] if found else ""
 

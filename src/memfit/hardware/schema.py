@@ -196,7 +196,7 @@ class Reader:
         self.provenance: list[Provenance] = []
 
     def value(self, key: str, figure: Any) -> Any:
-        """The figure's value; its source is recorded under `key`."""
+        """Return the figure's value; its source is recorded under `key`."""
         if not isinstance(figure, Figure):
             self._record(key, Source(title="given without a source", publisher="the user", date=""), False, "")
             return figure
@@ -212,14 +212,14 @@ class Reader:
         return figure.value
 
     def number(self, key: str, figure: Any) -> float:
-        """A figure that must be a number above zero."""
+        """Return a figure that must be a number above zero."""
         value = self.value(key, figure)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise InputError(f"{self.where}: {key} is {value!r}; write a number above zero")
         return float(value)
 
     def whole(self, key: str, figure: Any, *, least: int = 1) -> int:
-        """A figure that must be a whole number, such as bytes."""
+        """Return a figure that must be a whole number, such as bytes."""
         value = self.value(key, figure)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise InputError(f"{self.where}: {key} is {value!r}; write a whole number of at least {least}")
@@ -240,21 +240,21 @@ class Reader:
 
 
 def build_allocators(raw: Mapping[str, Any], where: str) -> dict[str, AllocatorRules]:
-    """The allocator rules of a file, by name."""
+    """Build the allocator rules of a file, by name."""
     file = convert(raw, AllocatorsFile, where)
     reader = Reader(where, file.sources)
     return {name: _allocator(name, table, reader) for name, table in file.allocators.items()}
 
 
 def build_links(raw: Mapping[str, Any], where: str) -> dict[str, Link]:
-    """The named links of a file."""
+    """Build the named links of a file."""
     file = convert(raw, LinksFile, where)
     reader = Reader(where, file.sources)
     return {name: _link(name, table, reader) for name, table in file.links.items()}
 
 
 def build_efficiencies(raw: Mapping[str, Any], where: str) -> dict[str, Efficiency]:
-    """The usual efficiency of each type of device; every family must be there."""
+    """Build the usual efficiency of each type of device; every family must be there."""
     file = convert(raw, EfficiencyFile, where)
     reader = Reader(where, file.sources)
     usual = {}
@@ -274,7 +274,7 @@ def build_device(
     allocators: Mapping[str, AllocatorRules],
     efficiencies: Mapping[str, Efficiency],
 ) -> Device:
-    """A device from its decoded file; what it says of efficiency replaces the usual figures of its type."""
+    """Build a device from its decoded file; what it says of efficiency replaces the usual figures of its type."""
     file = convert(raw, DeviceFile, where)
     reader = Reader(where, file.sources)
     if file.allocator not in allocators:

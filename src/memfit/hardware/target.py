@@ -45,7 +45,7 @@ class Target:
         intra_node_link: str | Link | None = None,
         inter_node_link: str | Link | None = None,
     ) -> Target:
-        """A target from a device name, device file, torch.device, Device or Target; what is given here wins.
+        """Parse a target from a device name, device file, torch.device, Device or Target; what is given here wins.
 
         Without them: one rank, the usual number to a node (fewer if need be), the device's own links.
         """
@@ -83,7 +83,7 @@ class Target:
         return self.device.usable_bytes
 
     def budget_bytes(self, budget: str | int | float | None = None) -> int:
-        """One rank's budget in bytes: an int is bytes, a fraction is of the device's total, None all that is usable."""
+        """Return one rank's budget in bytes: an int is bytes, a fraction is of the device's total, None all usable."""
         if budget is None:
             return self.usable_bytes
         total = self.device.memory_total_bytes

@@ -264,7 +264,9 @@ def in_order(recomputes: Iterable[Recompute]) -> tuple[Recompute, ...]:
 def is_there(interval: Interval, ops: int) -> bool:
     """Return whether an interval is ever there in a step of this many ops."""
     if not BEFORE_STEP <= interval.begin <= ops or interval.end < AFTER_STEP or interval.size_bytes < 0:
-        raise InputError(f"{interval} is not in a step of {ops} ops; give ops from 0 to {ops}, NEVER for outside of it")
+        raise InputError(
+            f"{interval} is not in a step of {ops} ops; give ops from 0 to {ops}, BEFORE_STEP or AFTER_STEP for others"
+        )
     begin = max(interval.begin, 0)
     ordered = begin == interval.end and interval.freed_order != NO_INDEX
     return interval.end == AFTER_STEP or begin < interval.end or ordered

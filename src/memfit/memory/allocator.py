@@ -205,11 +205,6 @@ class CachingAllocator:
         return self._allocated_bytes
 
     @property
-    def active_bytes(self) -> int:
-        """Allocated bytes and those that await another stream; with one stream nothing waits."""
-        return self._allocated_bytes
-
-    @property
     def reserved_bytes(self) -> int:
         """Bytes held from the device (`torch.cuda.memory_reserved`)."""
         return self._reserved_bytes
@@ -220,10 +215,6 @@ class CachingAllocator:
 
     @property
     def peak_allocated_bytes(self) -> int:
-        return self._peak_allocated_bytes
-
-    @property
-    def peak_active_bytes(self) -> int:
         return self._peak_allocated_bytes
 
     @property
@@ -558,7 +549,7 @@ def _snapshot_segment(head: Block) -> SegmentSnapshot:
 
 
 def _format_size(size_bytes: int) -> str:
-    """Bytes as torch's messages show them (`format_size`)."""
+    """Format bytes as torch's messages show them (`format_size`)."""
     for unit, scale in (("GiB", 1 << 30), ("MiB", MIB), ("KiB", 1 << 10)):
         if size_bytes >= scale:
             return f"{size_bytes / scale:.2f} {unit}"

@@ -92,7 +92,7 @@ class Block:
         return head
 
     def merge(self, other: Block | None) -> None:
-        """Swallow a neighbour that is free and in the same mapped state (`try_merge_blocks`)."""
+        """Merge with a neighbour that is free and in the same mapped state (`try_merge_blocks`)."""
         if other is None or other.key is not None or other.mapped != self.mapped:
             return
         other.pool.remove(other)
@@ -135,7 +135,7 @@ class BlockPool:
             del self._unmapped[bisect_left(self._unmapped, block.address)]
 
     def lower_bound(self, size_bytes: int) -> int:
-        """Index of the smallest free block of at least this size, `len(pool)` when there is none."""
+        """Return the index of the smallest free block of at least this size, `len(pool)` when there is none."""
         return bisect_left(self._free, (size_bytes, 0))
 
     def __getitem__(self, index: int) -> Block:
@@ -149,5 +149,5 @@ class BlockPool:
         return iter([self._by_address[address] for _, address in self._free])
 
     def unmapped(self) -> Iterator[Block]:
-        """Unmapped blocks, lowest address first; the pool may not change meanwhile."""
+        """Yield unmapped blocks, lowest address first; the pool may not change meanwhile."""
         return (self._by_address[address] for address in self._unmapped)

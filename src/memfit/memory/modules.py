@@ -1,14 +1,14 @@
 """Memory by module and by call: what a module owns, what its forward leaves for backward, its peaks.
 
 Note [Calls]: calls nest, so the calls that enclose an op are a chain from the innermost one outwards, with
-growing ends. A sum over "the calls in which storage s was born and which it outlives" is therefore a walk up
+growing ends. A sum over "the calls in which storage s was allocated and which it outlives" is therefore a walk up
 that chain, made for all storages at once, one numpy operation for each level of nesting. The highest point of
 a call is a range maximum, taken from a sparse table. Nothing here scans the ops or the storages once for each
 call.
 
 Note [Inputs and outputs]: a trace has no arguments of modules. A call's inputs are the storages that its ops
 read, that are older than the call, and that are not parameters, buffers or optimizer state; its outputs are
-those born in it that a later op outside of it reads in forward or, when there are none, those that its last
+those allocated in it that a later op outside of it reads in forward or, when there are none, those that its last
 op made and left.
 """
 
@@ -24,6 +24,7 @@ import numpy as np
 from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Phase, Trace
 from memfit.memory.allocations import CATEGORIES, Bytes
 from memfit.memory.timeline import Timeline
+from memfit.paths import around
 
 _OWNED = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE)
 
@@ -65,15 +66,10 @@ class CallMemory:
         """Temporaries at the call's own forward peak."""
         return self.forward_peak.by_category.get(Category.TEMPORARY, 0)
 
-    @property
-    def backward_temporary_bytes(self) -> int:
-        """Temporaries at the call's own backward peak, gradients of activations among them."""
-        return self.backward_peak.by_category.get(Category.TEMPORARY, 0) if self.backward_peak else 0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleMemory:
-    """One module: what it owns, alone (`own_`) and with its children, and all its calls.
+    """One module: what it owns, its children included, and all its calls.
 
     `activation_bytes` is the sum over its calls of one forward pass, the largest such sum when gradients are
     accumulated over several passes. A storage that several modules share counts once for each that encloses
@@ -82,10 +78,6 @@ class ModuleMemory:
 
     module: str
     kind: str
-    own_parameter_bytes: int
-    own_buffer_bytes: int
-    own_gradient_bytes: int
-    own_optimizer_state_bytes: int
     parameter_bytes: int
     buffer_bytes: int
     gradient_bytes: int
@@ -135,10 +127,6 @@ def module_memory(timeline: Timeline) -> dict[str, ModuleMemory]:
         path: ModuleMemory(
             module=path,
             kind=kind,
-            own_parameter_bytes=owned.own[Category.PARAMETER].get(path, 0),
-            own_buffer_bytes=owned.own[Category.BUFFER].get(path, 0),
-            own_gradient_bytes=owned.own[Category.GRADIENT].get(path, 0),
-            own_optimizer_state_bytes=owned.own[Category.OPTIMIZER_STATE].get(path, 0),
             parameter_bytes=owned.total[Category.PARAMETER].get(path, 0),
             buffer_bytes=owned.total[Category.BUFFER].get(path, 0),
             gradient_bytes=owned.total[Category.GRADIENT].get(path, 0),
@@ -191,7 +179,7 @@ def call_memory(timeline: Timeline) -> tuple[CallMemory, ...]:
 
 
 class RangePeak:
-    """Where the largest value of any range is, in constant time after n log n preparation."""
+    """A sparse table: the index of the largest value of any range, in constant time."""
 
     def __init__(self, values: Bytes) -> None:
         self.values = values
@@ -232,7 +220,7 @@ class _Nesting:
             self.innermost[call.begin : call.end] = number
 
         # A storage made between two ops, such as a saved random state, belongs to the call that was running
-        # then. One of a backward op names the call of its forward op, in which it was not born.
+        # then. One of a backward op names the call of its forward op, in which it was not allocated.
         self.maker = np.fromiter((storage.call for storage in trace.storages), np.int64, len(trace.storages))
         alloc_at = np.fromiter((storage.alloc_at for storage in trace.storages), np.int64, len(trace.storages))
         named = self.maker != NO_INDEX
@@ -240,7 +228,7 @@ class _Nesting:
         self.maker = np.where(named & ~within, self.innermost[alloc_at], self.maker)
 
     def outlived(self, storages: Bytes, until: Bytes) -> Iterable[tuple[Bytes, Bytes]]:
-        """Pairs (item, call) of the calls that made `storages[item]` and end by op `until[item]`."""
+        """Yield pairs (item, call) of the calls that made `storages[item]` and end by op `until[item]`."""
         item = np.arange(len(storages))
         call = self.maker[storages]
         while True:
@@ -253,19 +241,19 @@ class _Nesting:
             call = self.parent[call]
 
 
-def _born(timeline: Timeline) -> Bytes:
-    """Storages that an op of the step made and that were seen alive."""
+def _allocated_in_step(timeline: Timeline) -> Bytes:
+    """Return storages that an op of the step made and that were seen alive."""
     seen = (timeline.free_after == AFTER_STEP) | (timeline.free_after >= timeline.alloc_at)
     return np.flatnonzero((timeline.alloc_at != BEFORE_STEP) & seen)
 
 
 def _held(timeline: Timeline, nesting: _Nesting) -> Bytes:
-    """Return, for each call, the activations born in its forward and alive when that ends."""
+    """Return, for each call, the activations allocated in its forward and alive when that ends."""
     trace = timeline.trace
     is_activation = np.fromiter(
         (storage.category is Category.ACTIVATION for storage in trace.storages), np.bool_, len(trace.storages)
     )
-    chosen = _born(timeline)
+    chosen = _allocated_in_step(timeline)
     chosen = chosen[is_activation[chosen]]
     free_after = timeline.free_after[chosen]
     until = np.where(free_after == AFTER_STEP, len(trace.ops), free_after)
@@ -303,15 +291,15 @@ def _outputs(timeline: Timeline, nesting: _Nesting, reads: tuple[Bytes, Bytes]) 
     forward = (in_forward | recomputes)[op]
     last_read = np.full(count, NO_INDEX, np.int64)
     np.maximum.at(last_read, storage[forward], op[forward])
-    alloc_at = _born(timeline)
+    allocated = _allocated_in_step(timeline)
     pairs = [np.empty(0, np.int64)]
-    pairs += [call * count + alloc_at[item] for item, call in nesting.outlived(alloc_at, last_read[alloc_at])]
+    pairs += [call * count + allocated[item] for item, call in nesting.outlived(allocated, last_read[allocated])]
     pairs.append(_left_by_last_op(timeline, without=set((np.concatenate(pairs) // max(count, 1)).tolist())))
     return _sum_pairs(timeline, pairs)
 
 
 def _left_by_last_op(timeline: Timeline, without: set[int]) -> Bytes:
-    """Pairs of the other calls and the storages that their last ops made and that outlive them."""
+    """Return pairs of the other calls and the storages that their last ops made and that outlive them."""
     trace = timeline.trace
     alloc_at, free_after = timeline.alloc_at, timeline.free_after
     left = [
@@ -397,11 +385,10 @@ def _inside_itself(trace: Trace, call: CallMemory) -> bool:
 
 
 class _Owned:
-    """What modules own, by kind and path: alone, and with their children, a shared storage once for each."""
+    """Bytes that modules own with their children, by category and path; a shared storage counts once for each."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._bytes: list[int] = timeline.allocation_bytes.tolist()
-        self.own: dict[Category, dict[str, int]] = {}
         self.total: dict[Category, dict[str, int]] = {}
         trace = timeline.trace
         gradients = {p.storage: (p.gradient,) for p in trace.parameters if p.gradient != NO_INDEX}
@@ -415,22 +402,11 @@ class _Owned:
             )
 
     def _add(self, category: Category, owners: list[tuple[str, tuple[int, ...]]]) -> None:
-        own: dict[str, set[int]] = defaultdict(set)
         total: dict[str, set[int]] = defaultdict(set)
         for path, storages in owners:
-            own[path].update(storages)
-            for outer in enclosing(path):
+            for outer in (path, *around(path)):
                 total[outer].update(storages)
-        self.own[category] = {path: self._sum(storages) for path, storages in own.items()}
         self.total[category] = {path: self._sum(storages) for path, storages in total.items()}
 
     def _sum(self, storages: set[int]) -> int:
         return sum(self._bytes[storage] for storage in storages)
-
-
-def enclosing(path: str) -> Iterable[str]:
-    """Yield a module's path, those of the modules around it, and the model's own, the empty one."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-    yield ""

@@ -3,7 +3,7 @@
 Note [Steady state]: reserved memory depends on history. A process makes parameters, buffers and the batch;
 its first optimizer step makes the optimizer state, and takes it from blocks that activations have just freed;
 later steps find those blocks taken and may have to reserve more. So the step is run more than once: the first
-time with the state born where the optimizer first uses it, then again with everything in place until a step
+time with the state allocated where the optimizer first uses it, then again with everything in place until a step
 reserves nothing more.
 """
 
@@ -61,7 +61,7 @@ def allocator_config(device: Device, *, limit_bytes: int | None = None) -> Alloc
 
 
 def events(step: Trace | AllocationTable) -> Iterator[MemoryEvent]:
-    """Iterate over one steady step from nothing: residents, then each op's outputs, its workspace, and what dies after.
+    """Yield the events of one steady step: residents, then each op's outputs, its workspace, and what it frees.
 
     The key of an allocation is its number (of a captured step: its storage's); that of the workspace of instant k is
     the number of allocations plus k.
@@ -115,7 +115,7 @@ def _peak_bytes(table: AllocationTable, rounding_bytes: int) -> int:
 
 
 def _run(allocator: CachingAllocator, stream: Iterable[Row]) -> int | None:
-    """Feed the allocator; return the instant whose malloc did not fit."""
+    """Run the allocator on the events; return the instant whose malloc did not fit, None when all did."""
     for instant, key, requested_bytes in stream:
         if requested_bytes == FREE:
             allocator.free(key)

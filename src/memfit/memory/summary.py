@@ -63,7 +63,7 @@ class MemorySummary:
 
     `peak_bytes` is the sum of the tensors alive, rounded as the allocator rounds them, and `peak_by_category`
     adds up to it. `peak_allocated_bytes` also counts the ends of blocks that the allocator does not split
-    off, and `peak_reserved_bytes` what it holds from the device (Note [Steady state] in events.py). Overheads
+    off, and `peak_reserved_bytes` what it holds from the device (Note [Steady state]). Overheads
     are in none of them; `needed_bytes` has them all. When the step does not fit, `failing` is the op that runs out of
     memory and `failing_step` the step of the process that it does so in, counted from 1.
     """
@@ -101,10 +101,6 @@ class MemorySummary:
     def free_bytes(self) -> int:
         """What is left of the device; negative by what is missing."""
         return self.device_bytes - self.needed_bytes
-
-    def top_modules(self, count: int = 10) -> tuple[ModuleMemory, ...]:
-        """Return the modules that hold the most for backward."""
-        return tuple(sorted(self.modules, key=lambda m: -m.activation_bytes)[:count])
 
 
 def summarize(trace: Trace, *, target: str | Device | Target | None = None, largest: int = 10) -> MemorySummary:

@@ -281,10 +281,6 @@ class Timeline:
         """Return the bytes by category at an instant, largest first."""
         return _largest_first(self.during_by_row[:, instant])
 
-    def by_category_before(self, instant: int) -> dict[Category, int]:
-        """Return the bytes by category just before an instant, largest first."""
-        return _largest_first(self.before_by_row[:, instant])
-
     def alive_at(self, instant: int) -> npt.NDArray[np.intp]:
         """Return the numbers of the allocations that are there at an instant; at `BEFORE_STEP`, before the step."""
         if not BEFORE_STEP <= instant <= self.allocations.instants:

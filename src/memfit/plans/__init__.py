@@ -2,8 +2,7 @@
 
 from memfit.plans.build import build_plan
 from memfit.plans.document import Plan, load
-from memfit.plans.facts import peak_at
-from memfit.plans.mismatch import PlanMismatch, model_differences
+from memfit.plans.mismatch import PlanMismatch, find_model_differences
 from memfit.plans.planning import curve, plan
 from memfit.plans.record import (
     Blocker,
@@ -18,6 +17,7 @@ from memfit.plans.record import (
 )
 from memfit.plans.search_result import Search, SearchInterrupted, SearchPoint
 from memfit.plans.searching import search
+from memfit.plans.trace_record import peak_at
 
 __all__ = [
     "Blocker",
@@ -36,8 +36,8 @@ __all__ = [
     "UnitOp",
     "build_plan",
     "curve",
+    "find_model_differences",
     "load",
-    "model_differences",
     "peak_at",
     "plan",
     "search",

@@ -20,7 +20,7 @@ EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
 class Room(Enum):
-    """How the caching allocator gets on with a plan; better ones first."""
+    """Whether the caching allocator has room for a plan; better members first."""
 
     ENOUGH = 0
     """It holds no more than the device has."""
@@ -31,26 +31,25 @@ class Room(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """What the allocator holds at most when nothing limits it, and how it gets on with what the device has."""
+class Reservation:
+    """The allocator's highest reservation when nothing limits it, and whether the device has room for it."""
 
     reserved_bytes: int
     room: Room
 
 
-def held_under(problem: Problem, solved: Solved, *, expandable: bool = False) -> Held | None:
+def reservation_under(problem: Problem, solved: Solved, *, expandable: bool = False) -> Reservation | None:
     """Return what the allocator does with a plan; None without one. `expandable` segments grow and have no pieces."""
     if solved.replay is None:
         return None
     reserved_bytes = _reserved_bytes(problem, solved.replay, expandable)
-    return Held(reserved_bytes=reserved_bytes, room=_room(problem, solved.replay, reserved_bytes, expandable))
+    return Reservation(reserved_bytes=reserved_bytes, room=_room(problem, solved.replay, reserved_bytes, expandable))
 
 
 def with_room(
     problem: Problem, solved: Solved, watch: Callable[[Incumbent], None] | None = None, *, expandable: bool = False
-) -> tuple[Solved, Held | None]:
-    """Return a plan for this budget or a lower one with which the allocator, too, stays within the device, and what the
-    allocator does with it.
+) -> tuple[Solved, Reservation | None]:
+    """Return a plan, for this budget or a lower one, that the allocator has room for, and its reservation.
 
     What it holds too much is taken off the budget, some times; then the smallest budget is tried, and some between.
     Where none will do it is the plan with the most room, and of those alike the one with the most budget.
@@ -78,11 +77,11 @@ def with_room(
         if tried[-1][0] > usable:
             _between(problem, tried[-1][1].budget_bytes, able)
     fits = [each for each in tried if each[0] <= usable]  # the rest is simulated again, to see whether it runs out
-    held = [
-        (Held(reserved_bytes=reserved_bytes, room=_room(problem, replay, reserved_bytes, expandable)), found)
+    reservations = [
+        (Reservation(reserved_bytes=reserved_bytes, room=_room(problem, replay, reserved_bytes, expandable)), found)
         for reserved_bytes, found, replay in fits or tried
     ]
-    best, found = min(held, key=lambda each: (each[0].room.value, -each[1].budget_bytes))
+    best, found = min(reservations, key=lambda each: (each[0].room.value, -each[1].budget_bytes))
     return found, best
 
 
@@ -120,15 +119,17 @@ def _between(problem: Problem, high: int, able: Callable[[Solved], bool]) -> Non
             high = middle
 
 
-def note_on_room(problem: Problem, solved: Solved, held: Held | None, asked_bytes: int | None) -> str | None:
-    """What to know of what the allocator holds under a plan, and what to do about it; None when it has room.
+def note_on_room(
+    problem: Problem, solved: Solved, reservation: Reservation | None, asked_bytes: int | None
+) -> str | None:
+    """Return a note on what the allocator reserves under a plan and what to do about it; None when it has room.
 
     `asked_bytes` is the budget that was asked for, None when it was left to memfit.
     """
     usable = display_bytes(problem.target.usable_bytes)
-    if held is None:
+    if reservation is None:
         return None
-    if held.room is Room.ENOUGH:
+    if reservation.room is Room.ENOUGH:
         if asked_bytes is not None or solved.budget_bytes == problem.target.usable_bytes:
             return None
         return (
@@ -136,28 +137,28 @@ def note_on_room(problem: Problem, solved: Solved, held: Held | None, asked_byte
             "allocator would hold more than the device has, in pieces that do not fit. A budget of your own is taken "
             f"as it is; {EXPANDABLE} avoids the pieces"
         )
-    does = "run out" if held.room is Room.TOO_LITTLE else "empty its cache in every step, which takes time"
+    does = "run out" if reservation.room is Room.TOO_LITTLE else "empty its cache in every step, which takes time"
     return (
-        f"the caching allocator would hold {display_bytes(held.reserved_bytes)}, in pieces that do not fit, and "
+        f"the caching allocator would hold {display_bytes(reservation.reserved_bytes)}, in pieces that do not fit, and "
         f"{does}: the device has {usable}. {_remedy(problem, solved, asked_bytes)}"
     )
 
 
 def _remedy(problem: Problem, solved: Solved, asked_bytes: int | None) -> str:
-    """A lower budget where there is one that has room; else what to do with expandable segments."""
+    """Advise a lower budget where there is one that has room; else what to do with expandable segments."""
     if asked_bytes is not None:
-        lower, held = with_room(problem, solved)
-        if _has_room(held):
+        lower, reservation = with_room(problem, solved)
+        if _has_room(reservation):
             return f"A budget of {display_bytes(lower.budget_bytes)} has room"
     least = minimum_budget_bytes(problem)
     none = "No lower budget " + ("" if least is None else f"down to {display_bytes(least)} ") + "was found to have room"
-    grown, held = with_room(problem, solved, expandable=True)
-    if not _has_room(held):
+    grown, reservation = with_room(problem, solved, expandable=True)
+    if not _has_room(reservation):
         return f"{none}, nor with {EXPANDABLE}: use another lever, such as a smaller batch"
     if grown.budget_bytes == solved.budget_bytes:
         return f"{none}: the plan fits only with {EXPANDABLE}"
     return f"{none}: with {EXPANDABLE} a budget of {display_bytes(grown.budget_bytes)} has"
 
 
-def _has_room(held: Held | None) -> bool:
-    return held is not None and held.room is Room.ENOUGH
+def _has_room(reservation: Reservation | None) -> bool:
+    return reservation is not None and reservation.room is Room.ENOUGH

@@ -1,4 +1,4 @@
-"""A plan from the values that make it up."""
+"""Build the plan document from a solution, and policies back from a document."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import TypeVar
 import msgspec
 
 from memfit._version import __version__
-from memfit.capture import NEVER, ModuleCall, Phase, Trace
+from memfit.capture import NO_INDEX, ModuleCall, Phase, Trace
 from memfit.capture.optimizers import Implementation
 from memfit.hardware import Target
 from memfit.plans.document import Plan
-from memfit.plans.facts import trace_facts
 from memfit.plans.record import (
     Blocker,
     Checkpoint,
@@ -21,9 +20,10 @@ from memfit.plans.record import (
     Prediction,
     ShardPlan,
     Status,
-    TargetFacts,
+    TargetRecord,
     UnitOp,
 )
+from memfit.plans.trace_record import build_trace_record
 from memfit.tradeoff import LOSS, Policy, Unit
 
 _DIGITS = 6
@@ -50,7 +50,7 @@ def build_plan(
     optimizer: Implementation | None = None,
     notes: Sequence[str] = (),
 ) -> Plan:
-    """The plan, validated as if it came from a file. Policies that discard nothing are left out."""
+    """Build the plan, validated as if it came from a file; policies that discard nothing are left out."""
     chosen = sorted((each for each in checkpoint if each[1].stop >= 0), key=lambda each: each[0].begin)
     plan = Plan(
         memfit=__version__,
@@ -70,15 +70,15 @@ def build_plan(
         ddp=ddp,
         optimizer=optimizer,
         notes=tuple(notes),
-        trace=trace_facts(trace),
+        trace=build_trace_record(trace),
     )
     return Plan.from_json(plan.to_json(), where="the plan")
 
 
 def build_checkpoint(trace: Trace, unit: Unit, policy: Policy) -> Checkpoint:
-    """The entry of a unit that is checkpointed with this policy."""
+    """Build the entry of a unit that is checkpointed with this policy."""
     held = policy.discarded_bytes + policy.cached_bytes
-    after = _last_call_before(trace, unit) if unit.call == NEVER else None
+    after = _last_call_before(trace, unit) if unit.call == NO_INDEX else None
     return Checkpoint(
         unit=unit.name,
         module=unit.module,
@@ -102,7 +102,7 @@ def build_checkpoint(trace: Trace, unit: Unit, policy: Policy) -> Checkpoint:
 
 
 def _calls(trace: Trace, module: str) -> int:
-    """How often a module runs in the step's forward, under whichever of its paths."""
+    """Return how often a module runs in the step's forward, under whichever of its paths."""
     return sum(_same_module(trace, call, module) for call in trace.calls if call.phase is Phase.FORWARD)
 
 
@@ -111,13 +111,15 @@ def _same_module(trace: Trace, call: ModuleCall, path: str) -> bool:
 
 
 def _last_call_before(trace: Trace, region: Unit) -> ModuleCall | None:
-    """The call inside the model at whose end a region begins, the model's own when nothing in it runs before; None
-    for a region after the model."""
+    """Return the call inside the model at whose end a region begins; None for a region after the model.
+
+    It is the model's own call when nothing inside the model runs before the region.
+    """
     model = next(
         (
             call
             for call in trace.calls
-            if call.parent == NEVER and call.begin <= region.begin and region.end <= call.end
+            if call.parent == NO_INDEX and call.begin <= region.begin and region.end <= call.end
         ),
         None,
     )
@@ -132,8 +134,8 @@ def _last_call_before(trace: Trace, region: Unit) -> ModuleCall | None:
 
 
 def _number_in_model(trace: Trace, call: ModuleCall) -> int:
-    """How many calls of the same module came before this one in the same run of the model."""
-    begin = max((each.begin for each in trace.calls if each.parent == NEVER and each.begin <= call.begin), default=0)
+    """Return how many calls of the same module came before this one in the same run of the model."""
+    begin = max((each.begin for each in trace.calls if each.parent == NO_INDEX and each.begin <= call.begin), default=0)
     return sum(begin <= each.begin < call.begin and _same_module(trace, each, call.module) for each in trace.calls)
 
 
@@ -149,22 +151,22 @@ def _named(trace: Trace, unit: Unit, offsets: Sequence[int]) -> tuple[UnitOp, ..
 
 
 def _result_bytes(trace: Trace, op: int) -> int:
-    """What an op allocates for its results: nothing when they are views, or when it writes to what is there."""
-    made = {ref.storage for ref in trace.ops[op].outputs if ref.storage != NEVER}
+    """Return what an op allocates for its results: nothing when they are views, or when it writes to what is there."""
+    made = {ref.storage for ref in trace.ops[op].outputs if ref.storage != NO_INDEX}
     return sum(trace.storages[each].bytes for each in made if trace.storages[each].alloc_at == op)
 
 
 def _call_number(trace: Trace, unit: Unit) -> int:
-    """`layers.0#2` is call 2 of `layers.0`; a module that has several paths is counted under all of them."""
-    if unit.call == NEVER:
+    """Return 2 for `layers.0#2`; a module that has several paths is counted under all of them."""
+    if unit.call == NO_INDEX:
         suffix = unit.name[len(LOSS) :]
         return int(suffix[1:]) if suffix else 0
     earlier = (call for call in trace.calls[: unit.call] if call.phase is Phase.FORWARD)
     return sum(_same_module(trace, call, unit.module) for call in earlier)
 
 
-def _target(target: Target) -> TargetFacts:
-    return TargetFacts(
+def _target(target: Target) -> TargetRecord:
+    return TargetRecord(
         device=target.device.name,
         title=target.device.title,
         memory_total_bytes=target.device.memory_total_bytes,
@@ -184,7 +186,7 @@ def _rounded_estimate(estimate: _E) -> _E:
 
 
 def build_policy(entry: Checkpoint) -> Policy:
-    """The policy that a document has of a unit."""
+    """Build the policy that a document has for a unit."""
     return Policy(
         saved=tuple(op.offset for op in entry.saved_ops),
         recomputed=tuple(op.offset for op in entry.recomputed_ops),

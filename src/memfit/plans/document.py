@@ -20,7 +20,7 @@ from memfit.capture.optimizers import Implementation, step_with
 from memfit.capture.step import find_step
 from memfit.errors import InputError
 from memfit.files import write_whole
-from memfit.plans.mismatch import PlanMismatch, differences
+from memfit.plans.mismatch import PlanMismatch, find_differences
 from memfit.plans.record import (
     SCHEMA,
     Blocker,
@@ -32,8 +32,8 @@ from memfit.plans.record import (
     Prediction,
     ShardPlan,
     Status,
-    TargetFacts,
-    TraceFacts,
+    TargetRecord,
+    TraceRecord,
 )
 from memfit.plans.validation import check_content
 from memfit.text import counted, json_text, render_text
@@ -53,7 +53,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     schema: Literal[1] = SCHEMA
     memfit: str
     fingerprint: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
-    target: TargetFacts
+    target: TargetRecord
     ranks: Annotated[int, Meta(ge=1)]
     budget_bytes: Annotated[int, Meta(ge=1)]
     status: Status
@@ -67,7 +67,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     shard: ShardPlan | None
     optimizer: Implementation | None
     notes: tuple[str, ...]
-    trace: TraceFacts
+    trace: TraceRecord
     ddp: DdpPlan | None = None
 
     @classmethod
@@ -82,7 +82,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return plan
 
     def to_json(self) -> str:
-        """The document; the same plan is the same text everywhere."""
+        """Return the document as JSON; the same plan is the same text everywhere."""
         return json_text(msgspec.to_builtins(self, order="deterministic"))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -103,7 +103,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 f"check takes the step that the plan is to be used for, not a {type(trace).__name__}: a memfit.Trace, "
                 "or a memfit.Step or a function that runs the step, which is captured"
             )
-        found = differences(self, trace)
+        found = find_differences(self, trace)
         if found:
             raise PlanMismatch(found)
 
@@ -121,7 +121,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         *,
         mesh: DeviceMesh | None = None,
     ) -> tuple[nn.Module, Any]:
-        """Make a model run the plan from its next step on; both come back as they are.
+        """Make a model run the plan from its next step on; return model and optimizer.
 
         Where several optimizers step the model, give a list of them. A plan that does not belong to the model is
         refused with what differs, before anything is changed. A plan for several ranks shards the model over those of
@@ -132,7 +132,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return apply(self, model, optimizer, mesh)
 
     def remove(self, model: nn.Module) -> nn.Module:
-        """Make a model that runs the plan what it was before `apply`."""
+        """Restore a model that runs the plan to what it was before `apply`."""
         from memfit.engines import remove
 
         return remove(self, model)

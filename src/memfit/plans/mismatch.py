@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from memfit._version import __version__
-from memfit.capture import NEVER, Trace
+from memfit.capture import NO_INDEX, Trace
 from memfit.errors import InputError
-from memfit.paths import alike, folded, numbered
-from memfit.plans.facts import release, trace_facts
-from memfit.plans.record import InputFacts, ParameterFacts, TraceFacts
+from memfit.paths import folded, module_label, named_differences
+from memfit.plans.record import InputRecord, ParameterRecord, TraceRecord
+from memfit.plans.trace_record import build_trace_record, strip_build
 from memfit.plans.wrappers import named_modules, named_parameters
 from memfit.torch_private.wrappers import is_wrapped_by_fsdp1, own_class
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from memfit.plans.document import Plan
 
 _SHOWN = 12
-MODEL = "(model)"
 
 
 class PlanMismatch(InputError):
@@ -40,10 +39,10 @@ class PlanMismatch(InputError):
         return "\n".join(["the plan was made for another step:", *shown, f"what to do: {advice}"])
 
 
-def differences(plan: Plan, trace: Trace) -> list[str]:
-    """In which ways a trace is not the one that the plan was made for; empty when it is."""
-    here = trace_facts(trace)
-    found = list(fact_differences(here, plan.trace))
+def find_differences(plan: Plan, trace: Trace) -> list[str]:
+    """List in which ways a trace is not the one that the plan was made for; empty when it is."""
+    here = build_trace_record(trace)
+    found = list(find_record_differences(here, plan.trace))
     if len(found) == 1 and here.ops != plan.trace.ops:
         found += _first_other_op(plan, trace)
     if not found:
@@ -58,11 +57,11 @@ def differences(plan: Plan, trace: Trace) -> list[str]:
     return found
 
 
-def model_differences(plan: Plan, model: nn.Module) -> list[str]:
-    """In which ways a model is not the one that the plan was made for; its batch is not known here."""
+def find_model_differences(plan: Plan, model: nn.Module) -> list[str]:
+    """List in which ways a model is not the one that the plan was made for; its batch is not known here."""
     found = []
-    if release(torch.__version__) != plan.trace.torch:
-        found.append(f"torch is {release(torch.__version__)} here and {plan.trace.torch} in the plan")
+    if strip_build(torch.__version__) != plan.trace.torch:
+        found.append(f"torch is {strip_build(torch.__version__)} here and {plan.trace.torch} in the plan")
     kinds = sorted({parameter.device.type for parameter in model.parameters()} - {plan.trace.device_type})
     if kinds:
         found.append(
@@ -73,7 +72,7 @@ def model_differences(plan: Plan, model: nn.Module) -> list[str]:
         part = _part_of_several(here, plan.trace.parameters)
         if part is not None:
             return [*found, part]
-        found += parameter_differences(here, plan.trace.parameters)
+        found += find_parameter_differences(here, plan.trace.parameters)
     modules = dict(named_modules(model))
     for entry in plan.checkpoint:
         module = modules.get(entry.module)
@@ -86,8 +85,8 @@ def model_differences(plan: Plan, model: nn.Module) -> list[str]:
     return found
 
 
-def optimizer_differences(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """In which ways an optimizer is not the one that the plan was made for; it may step a part of the model."""
+def find_optimizer_differences(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """List in which ways an optimizer is not the one that the plan was made for; it may step a part of the model."""
     found = []
     name, planned = type(optimizer).__name__, plan.trace.optimizer
     if name not in planned.split(", "):
@@ -104,14 +103,14 @@ def optimizer_differences(plan: Plan, model: nn.Module, optimizer: torch.optim.O
     return found
 
 
-def _parameters(model: nn.Module) -> tuple[ParameterFacts, ...]:
+def _parameters(model: nn.Module) -> tuple[ParameterRecord, ...]:
     names: dict[int, list[str]] = defaultdict(list)
     parameters: dict[int, nn.Parameter] = {}
     for name, parameter in named_parameters(model):
         names[id(parameter)].append(name)
         parameters[id(parameter)] = parameter
     return tuple(
-        ParameterFacts(
+        ParameterRecord(
             names=tuple(names[key]),
             shape=tuple(parameter.shape),
             dtype=str(parameter.dtype).removeprefix("torch."),
@@ -122,7 +121,7 @@ def _parameters(model: nn.Module) -> tuple[ParameterFacts, ...]:
 
 
 def _flattened(model: nn.Module) -> bool:
-    """Whether FSDP1 holds the model's parameters, in pieces that say nothing of their shapes."""
+    """Return whether FSDP1 holds the model's parameters flattened, which hides their shapes."""
     return is_wrapped_by_fsdp1(model)
 
 
@@ -131,8 +130,8 @@ def _kind(module: nn.Module) -> str:
     return own_class(module).__name__
 
 
-def _part_of_several(here: Sequence[ParameterFacts], there: Sequence[ParameterFacts]) -> str | None:
-    """What to write when a model is one part of what was planned, as of several models that a function trains."""
+def _part_of_several(here: Sequence[ParameterRecord], there: Sequence[ParameterRecord]) -> str | None:
+    """Say what to write when a model is one of several that were planned together; None when it is not."""
     mine = {parameter.names[0]: _tensor(parameter.shape, parameter.dtype) for parameter in here}
     planned = {name: _tensor(each.shape, each.dtype) for each in there for name in each.names}
     models = list(dict.fromkeys(name.partition(".")[0] for name in planned))
@@ -150,8 +149,8 @@ def _part_of_several(here: Sequence[ParameterFacts], there: Sequence[ParameterFa
     return None
 
 
-def fact_differences(here: TraceFacts, there: TraceFacts) -> Iterator[str]:
-    """Facts that are not the same, those that explain most first."""
+def find_record_differences(here: TraceRecord, there: TraceRecord) -> Iterator[str]:
+    """Yield what is not the same in two records of traces, what explains most first."""
     for name, label in (
         ("torch", "torch"),
         ("device", "the device"),
@@ -162,31 +161,20 @@ def fact_differences(here: TraceFacts, there: TraceFacts) -> Iterator[str]:
         mine, planned = getattr(here, name), getattr(there, name)
         if mine != planned:
             yield f"{label} is {_shown(mine)} here and {_shown(planned)} in the plan"
-    yield from parameter_differences(here.parameters, there.parameters)
+    yield from find_parameter_differences(here.parameters, there.parameters)
     yield from _input_differences(here.inputs, there.inputs)
     if here.ops != there.ops:
         yield f"the step has {here.ops} ops here and {there.ops} in the plan"
 
 
-def parameter_differences(here: Sequence[ParameterFacts], there: Sequence[ParameterFacts]) -> Iterator[str]:
-    """Parameters that are not the same; of layers that are not there at all, only how many there are."""
+def find_parameter_differences(here: Sequence[ParameterRecord], there: Sequence[ParameterRecord]) -> Iterator[str]:
+    """Yield parameters that differ; of layers that are not there at all, only how many there are."""
     mine = {parameter.names[0]: describe_parameter(parameter) for parameter in here}
     planned = {parameter.names[0]: describe_parameter(parameter) for parameter in there}
-    layers, their_layers = numbered(mine), numbered(planned)
-    uneven = {
-        prefix: layers[prefix] ^ their_layers[prefix]
-        for prefix in layers
-        if prefix in their_layers and len(layers[prefix]) != len(their_layers[prefix])
-    }
-    counts = {(alike(prefix), len(layers[prefix]), len(their_layers[prefix])): None for prefix in uneven}
-    for prefix, count, planned_count in counts:
-        yield f"{prefix or 'the model'} has {count} numbered parts with parameters here and {planned_count} in the plan"
-    groups: dict[tuple[str, str | None, str | None], list[str]] = defaultdict(list)
-    for name in (*mine, *(name for name in planned if name not in mine)):
-        now, then = mine.get(name), planned.get(name)
-        if now != then and not (None in (now, then) and _of_layers(name, uneven)):
-            groups[alike(name), now, then].append(name)
-    for (_, now, then), names in groups.items():
+    found = named_differences(mine, planned)
+    for path, count, planned_count in found.counts:
+        yield f"{path or 'the model'} has {count} numbered parts with parameters here and {planned_count} in the plan"
+    for now, then, names in found.groups:
         label = f"parameter {names[0]}" if len(names) == 1 else f"parameters {folded(names)} ({len(names)})"
         verb = "is" if len(names) == 1 else "are"
         if then is None:
@@ -198,7 +186,7 @@ def parameter_differences(here: Sequence[ParameterFacts], there: Sequence[Parame
 
 
 def _unit_differences(plan: Plan, trace: Trace) -> Iterator[str]:
-    """Units of the plan that are other ops in this trace."""
+    """Yield units of the plan that are other ops in this trace."""
     calls = {(call.module, call.begin, call.end) for call in trace.calls}
     paths = {module.path for module in trace.modules}
     for entry in plan.checkpoint:
@@ -216,32 +204,34 @@ def _unit_differences(plan: Plan, trace: Trace) -> Iterator[str]:
 
 
 def _first_other_op(plan: Plan, trace: Trace) -> Iterator[str]:
-    """The first op that is another one here, of those that the plan keeps: those of its units."""
+    """Yield the first op that differs, of those that the plan keeps: the ops of its units."""
     for entry in plan.checkpoint:
+        unit = module_label(entry.unit)
         for op in sorted((*entry.saved_ops, *entry.recomputed_ops), key=lambda op: op.offset):
             index = entry.begin + op.offset
             if index >= len(trace.ops):
-                yield f"the step ends here before op {index}, {op.name} of unit {entry.unit or MODEL!r} in the plan"
+                yield f"the step ends here before op {index}, {op.name} of unit {unit!r} in the plan"
                 return
             found = trace.ops[index]
             if found.name != op.name:
                 where = "outside any module"
-                if found.call != NEVER:
-                    where = f"in {trace.calls[found.call].module or MODEL}"
+                if found.call != NO_INDEX:
+                    where = f"in {module_label(trace.calls[found.call].module)}"
                 yield (
                     f"the first op that differs, of those that the plan keeps, is op {index}: {found.name} {where} "
-                    f"here and {op.name}, op {op.offset} of unit {entry.unit or MODEL!r}, in the plan"
+                    f"here and {op.name}, op {op.offset} of unit {unit!r}, in the plan"
                 )
                 return
 
 
-def _input_differences(here: Sequence[InputFacts], there: Sequence[InputFacts]) -> Iterator[str]:
+def _input_differences(here: Sequence[InputRecord], there: Sequence[InputRecord]) -> Iterator[str]:
     if len(here) != len(there):
         yield f"the batch has {len(here)} tensors here and {len(there)} in the plan"
         return
     for index, (mine, planned) in enumerate(zip(here, there, strict=True)):
         if mine != planned:
-            yield f"tensor {index} of the batch is {_input(mine)} here and {_input(planned)} in the plan"
+            now, then = describe_input(mine), describe_input(planned)
+            yield f"tensor {index} of the batch is {now} here and {then} in the plan"
 
 
 def _shown(value: object) -> str:
@@ -252,23 +242,18 @@ def _tensor(shape: Sequence[int], dtype: str) -> str:
     return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
-def _input(fact: InputFacts) -> str:
-    if fact.shape is None or fact.dtype is None:
-        return f"{fact.bytes} bytes that no op reads"
-    return _tensor(fact.shape, fact.dtype)
+def describe_input(record: InputRecord) -> str:
+    """Return a tensor of the batch in words: its dtype and shape, or its bytes where no op reads it."""
+    if record.shape is None or record.dtype is None:
+        return f"{record.bytes} bytes that no op reads"
+    return _tensor(record.shape, record.dtype)
 
 
-def describe_parameter(fact: ParameterFacts) -> str:
+def describe_parameter(record: ParameterRecord) -> str:
     """Return a parameter in words: its dtype, shape, whether it is frozen, and its other names."""
-    parts = [_tensor(fact.shape, fact.dtype)]
-    if not fact.trainable:
+    parts = [_tensor(record.shape, record.dtype)]
+    if not record.trainable:
         parts.append("frozen")
-    if len(fact.names) > 1:
-        parts.append(f"also called {', '.join(fact.names[1:])}")
+    if len(record.names) > 1:
+        parts.append(f"also called {', '.join(record.names[1:])}")
     return " ".join(parts)
-
-
-def _of_layers(name: str, uneven: dict[str, set[str]]) -> bool:
-    """Whether a parameter belongs to a numbered part that only one side has."""
-    parts = name.split(".")
-    return any(part in uneven.get(".".join(parts[:index]), ()) for index, part in enumerate(parts))

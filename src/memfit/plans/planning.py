@@ -10,12 +10,12 @@ from memfit.capture.optimizers import Implementation, implementations_of_step, s
 from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
 from memfit.memory import Timeline, reserved
-from memfit.plans.allocator import Held, held_under, note_on_room, with_room
+from memfit.plans.allocator import Reservation, note_on_room, reservation_under, with_room
 from memfit.plans.build import build_plan
 from memfit.plans.document import Plan
-from memfit.plans.facts import peak_at
 from memfit.plans.record import Blocker, DdpPlan, Dtype, Estimate, Prediction, ShardedUnit, ShardPlan
 from memfit.plans.resolve import Inputs, Model, StepInputs, check_start
+from memfit.plans.trace_record import peak_at
 from memfit.progress import Progress
 from memfit.solve import (
     Choice,
@@ -25,8 +25,8 @@ from memfit.solve import (
     Solved,
     Status,
     build_curve,
+    choose_nothing,
     find_blocker,
-    nothing,
     solve,
 )
 from memfit.solve.curve import check_points
@@ -44,7 +44,7 @@ def plan(
     start: Plan | None = None,
     **inputs: Unpack[StepInputs],
 ) -> Plan:
-    """The fastest plan for a training step that fits the budget, proven; also when nothing fits (`infeasible`).
+    """Find the fastest plan for a training step that fits the budget, proven; also when nothing fits (`infeasible`).
 
     The budget is what tensors of one rank may take (`"72GiB"`, bytes, or a part of the device); unless given, all that
     is usable, less what the caching allocator loses in pieces. A `Step`, a `Trace` or a function that runs the step may
@@ -78,9 +78,9 @@ def plan_problem(
 
         solved = solve(problem, allowed, start=None if start is None else _choice(problem, start), watch=watch)
         if budget is None:
-            solved, held = with_room(problem, solved, watch)
+            solved, reservation = with_room(problem, solved, watch)
         else:
-            held = held_under(problem, solved)
+            reservation = reservation_under(problem, solved)
     best = Answer(problem=problem, solved=solved, implementation=None)
     if problem.options.optimizer:
         if inputs.step is None:
@@ -90,12 +90,12 @@ def plan_problem(
         with Progress("trying other optimizer steps", show=inputs.progress):
             best = best_implementation(best, inputs.step, inputs.cost)
         if best.solved is not solved:
-            held = held_under(best.problem, best.solved)
-    return _document(best, held, problem, notes, None if budget is None else allowed), best.problem
+            reservation = reservation_under(best.problem, best.solved)
+    return _document(best, reservation, problem, notes, None if budget is None else allowed), best.problem
 
 
 def curve(model: Model, batch: Any = None, *, points: int = 16, **inputs: Unpack[StepInputs]) -> Curve:
-    """Budget against step time, from the smallest budget that can be met to the one that needs nothing.
+    """Trace budget against step time, from the smallest budget that can be met to the one that needs nothing.
 
     The keywords are those of `plan`.
     """
@@ -111,9 +111,9 @@ def curve(model: Model, batch: Any = None, *, points: int = 16, **inputs: Unpack
 
 
 def _choice(problem: Problem, start: Plan) -> Choice:
-    """The choice that a plan made, with the nearest policies where its own are not among the candidates'."""
+    """Return the choice that a plan made, with the nearest policies where its own are not among the candidates'."""
     dropped = {entry.unit: entry.discarded_bytes for entry in start.checkpoint}
-    choice = nothing(problem)
+    choice = choose_nothing(problem)
     for index, candidate in enumerate(problem.candidates):
         if candidate.unit.name in dropped:
             distances = [abs(policy.discarded_bytes - dropped[candidate.unit.name]) for policy in candidate.policies]
@@ -121,80 +121,67 @@ def _choice(problem: Problem, start: Plan) -> Choice:
     return choice
 
 
-def _document(answer: Answer, held: Held | None, given: Problem, notes: list[str], asked_bytes: int | None) -> Plan:
-    """The plan; its baseline is the step as it was given, also where the plan changes the optimizer's step."""
+def _document(
+    answer: Answer, reservation: Reservation | None, given: Problem, notes: list[str], asked_bytes: int | None
+) -> Plan:
+    """Build the plan; its baseline is the step as given, also where the plan changes the optimizer's step."""
     problem, solved = answer.problem, answer.solved
     captured, target = problem.trace, problem.target
     base_ms = problem.runtime.total_ms + problem.exposed_ms
     given_ms = given.runtime.total_ms + given.exposed_ms
     if problem is given and solved.replay is not None and not solved.chosen:
-        without, without_held = solved.replay, held
+        without, without_reservation = solved.replay, reservation
     else:
-        without, without_held = given.replay(()), None
-    baseline = Estimate(step_ms=given_ms, **_peak(given, without, without_held))
-    predicted = _prediction(problem, solved, held, base_ms)
-    room = note_on_room(problem, solved, held, asked_bytes)
+        without, without_reservation = given.replay(()), None
+    baseline = Estimate(step_ms=given_ms, **_peak(given, without, without_reservation))
+    predicted = _prediction(problem, solved, reservation, base_ms)
+    room = note_on_room(problem, solved, reservation, asked_bytes)
     notes += [] if room is None else [room]
-    if problem.least_is_unproven:
+    if problem.min_budget_is_unproven:
         notes.append("the smallest budget is the lowest found in the time limit, not proven to be the lowest there is")
     if solved.tightened:
         notes.append(f"the replay sent the solver back {solved.tightened} times")
-    if solved.status in (Status.INFEASIBLE, Status.UNKNOWN):
-        if solved.minimum_budget_bytes is None:
-            raise InputError(
-                "no plan was found within the time limit; give more: SolveOptions(limits=...), or --time-limit"
-            )
-        return build_plan(
-            captured,
-            target=target,
-            budget_bytes=solved.budget_bytes,
-            status="infeasible",
-            gap=None,
-            bound_ms=None,
-            minimum_budget_bytes=solved.minimum_budget_bytes,
-            checkpoint=(),
-            baseline=baseline,
-            predicted=None,
-            blocker=_why(problem),
-            ddp=_ddp_plan(problem),
-            optimizer=answer.implementation,
-            notes=notes,
+    fits = solved.status not in (Status.INFEASIBLE, Status.UNKNOWN)
+    if not fits and solved.minimum_budget_bytes is None:
+        raise InputError(
+            "no plan was found within the time limit; give more: SolveOptions(limits=...), or --time-limit"
         )
     return build_plan(
         captured,
         target=target,
         budget_bytes=solved.budget_bytes,
-        status="optimal" if solved.status is Status.OPTIMAL else "feasible",
-        gap=solved.gap,
-        bound_ms=base_ms + solved.bound_ms,
+        status="infeasible" if not fits else "optimal" if solved.status is Status.OPTIMAL else "feasible",
+        gap=solved.gap if fits else None,
+        bound_ms=base_ms + solved.bound_ms if fits else None,
         minimum_budget_bytes=solved.minimum_budget_bytes,
-        checkpoint=[(candidate.unit, policy) for candidate, policy in solved.chosen],
+        checkpoint=[(candidate.unit, policy) for candidate, policy in solved.chosen] if fits else (),
         baseline=baseline,
-        predicted=predicted,
-        shard=_shard_plan(problem),
+        predicted=predicted if fits else None,
+        blocker=None if fits else _why(problem),
+        shard=_shard_plan(problem) if fits else None,
         ddp=_ddp_plan(problem),
         optimizer=answer.implementation,
         notes=notes,
     )
 
 
-def _prediction(problem: Problem, solved: Solved, held: Held | None, base_ms: float) -> Prediction | None:
+def _prediction(problem: Problem, solved: Solved, reservation: Reservation | None, base_ms: float) -> Prediction | None:
     if solved.replay is None:
         return None
     return Prediction(
         step_ms=base_ms + solved.recompute_ms,
         recompute_ms=solved.recompute_ms,
         exposed_communication_ms=problem.exposed_ms,
-        **_peak(problem, solved.replay, held),
+        **_peak(problem, solved.replay, reservation),
     )
 
 
-def _peak(problem: Problem, judged: Timeline, held: Held | None) -> dict[str, Any]:
-    """The fields of an estimate that are about memory; `held` is what the allocator does, where it is known already."""
+def _peak(problem: Problem, judged: Timeline, reservation: Reservation | None) -> dict[str, Any]:
+    """Return the memory fields of an estimate; `reservation` is None where it is not known yet."""
     device, instant = problem.target.device, judged.peak_instant
     reserved_bytes = judged.peak_bytes
-    if held is not None:
-        reserved_bytes = max(reserved_bytes, held.reserved_bytes)
+    if reservation is not None:
+        reserved_bytes = max(reserved_bytes, reservation.reserved_bytes)
     elif device.allocator.caches:
         reserved_bytes = max(reserved_bytes, reserved(judged.allocations, device).peak_reserved_bytes)
     return {
@@ -233,7 +220,7 @@ def _ddp_plan(problem: Problem) -> DdpPlan | None:
 
 
 def _why(problem: Problem) -> Blocker | None:
-    """What stands in the way; what would help is for `memfit.explain`, which takes the step itself."""
+    """Return what stands in the way; what would help is for `memfit.explain`, which takes the step itself."""
     least = problem.least
     if least is None:
         return None
@@ -262,7 +249,7 @@ class Answer:
         return self.problem.runtime.total_ms + self.problem.exposed_ms + self.solved.recompute_ms
 
     def better_than(self, other: Answer) -> bool:
-        """Whether it is faster, or nearer to the budget when neither fits."""
+        """Return whether it is faster, or nearer to the budget when neither fits."""
         if self.solved.choice is None and other.solved.choice is None:
             mine, theirs = self.solved.minimum_budget_bytes, other.solved.minimum_budget_bytes
             return mine is not None and (theirs is None or mine < theirs)
@@ -270,7 +257,7 @@ class Answer:
 
 
 def best_implementation(answer: Answer, step: Step, cost: Cost) -> Answer:
-    """The fastest answer over the ways in which the optimizer can do its step."""
+    """Find the fastest answer over the ways in which the optimizer can do its step."""
     best, problem = answer, answer.problem
     for kind in implementations_of_step(step):
         with step_with(step, kind) as other:

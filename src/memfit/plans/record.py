@@ -139,7 +139,7 @@ class DdpPlan(_Part, frozen=True):
     gradient_as_bucket_view: bool
 
 
-class TargetFacts(_Part, frozen=True):
+class TargetRecord(_Part, frozen=True):
     """The hardware that a plan is for, by name."""
 
     device: str
@@ -150,7 +150,7 @@ class TargetFacts(_Part, frozen=True):
     inter_node_link: str
 
 
-class ParameterFacts(_Row, frozen=True):
+class ParameterRecord(_Row, frozen=True):
     """A parameter with every name it goes by."""
 
     names: Annotated[tuple[str, ...], Meta(min_length=1)]
@@ -159,7 +159,7 @@ class ParameterFacts(_Row, frozen=True):
     trainable: bool
 
 
-class InputFacts(_Row, frozen=True):
+class InputRecord(_Row, frozen=True):
     """A tensor of the batch; shape and dtype are unknown when no op reads it."""
 
     shape: tuple[Count, ...] | None
@@ -167,14 +167,14 @@ class InputFacts(_Row, frozen=True):
     bytes: Bytes
 
 
-class TensorFacts(_Row, frozen=True):
+class TensorRecord(_Row, frozen=True):
     """A tensor that the model is called with."""
 
     shape: tuple[Count, ...]
     dtype: str
 
 
-class OutputFacts(_Row, frozen=True):
+class OutputRecord(_Row, frozen=True):
     """A tensor in the model's output, and what holds its memory while backward runs.
 
     The step itself, in a variable; something else, such as autograd; or nothing.
@@ -184,26 +184,26 @@ class OutputFacts(_Row, frozen=True):
     held: Literal["step", "other", "nothing"]
 
 
-class ModelCallFacts(_Part, frozen=True):
+class ModelCallRecord(_Part, frozen=True):
     """One call of the whole model in the step's forward."""
 
-    inputs: tuple[TensorFacts, ...]
-    outputs: tuple[OutputFacts, ...]
+    inputs: tuple[TensorRecord, ...]
+    outputs: tuple[OutputRecord, ...]
 
 
-class LoopFacts(_Part, frozen=True):
+class LoopRecord(_Part, frozen=True):
     """How a step goes through its model.
 
     `gradients_in_forward_bytes` are gradients of the step before that are there while the first forward runs;
     `recomputes` says whether modules run again in backward, as with `torch.utils.checkpoint`.
     """
 
-    calls: tuple[ModelCallFacts, ...]
+    calls: tuple[ModelCallRecord, ...]
     gradients_in_forward_bytes: Bytes
     recomputes: bool
 
 
-class TraceFacts(_Part, frozen=True):
+class TraceRecord(_Part, frozen=True):
     """What a plan keeps of its trace, to say what differs when it is used for another step.
 
     `torch` is the release without the part that names a build. `threads` is 0 where they change nothing.
@@ -218,8 +218,8 @@ class TraceFacts(_Part, frozen=True):
     autocast: str | None
     optimizer: str
     ops: Count
-    inputs: tuple[InputFacts, ...]
-    parameters: tuple[ParameterFacts, ...]
+    inputs: tuple[InputRecord, ...]
+    parameters: tuple[ParameterRecord, ...]
     micro_batches: Annotated[int, Meta(ge=1)] | None = None
-    loop: LoopFacts | None = None
+    loop: LoopRecord | None = None
     in_eval: tuple[str, ...] = ()

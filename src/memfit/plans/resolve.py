@@ -20,7 +20,7 @@ from memfit.hardware import Device, Target, list_devices
 from memfit.plans.document import Plan
 from memfit.progress import Progress
 from memfit.solve import Problem, SolveOptions
-from memfit.text import nearest
+from memfit.text import close_names, did_you_mean
 
 Model = nn.Module | Callable[[], Any] | Step | Trace
 TargetLike = str | os.PathLike[str] | torch.device | Device | Target
@@ -102,7 +102,7 @@ class Inputs:
 
 
 def resolve_target(model: Model, target: TargetLike | None, ranks: int | None) -> Target:
-    """The target, by default one rank of the device that a trace was captured for."""
+    """Resolve the target, by default one rank of the device that a trace was captured for."""
     if target is None:
         if not isinstance(model, Trace):
             names = ", ".join(device.name for device in list_devices())
@@ -128,7 +128,7 @@ def resolve_step(
     optimizer: Any,
     autocast: torch.dtype | None,
 ) -> Step:
-    """The step of a model and what belongs to it, or of a function that runs one by itself."""
+    """Build the step of a model and what belongs to it, or of a function that runs one by itself."""
     if isinstance(model, Step):
         return model
     if callable(model) and not isinstance(model, nn.Module):
@@ -160,13 +160,13 @@ def check_nothing_beside(
 
 
 def resolve_cost(cost: Cost | str | None, target: Target) -> Cost:
-    """The cost model, by its name or as it is; the target's roofline by default."""
+    """Resolve the cost model, by its name or as it is; the target's roofline by default."""
     if cost is None:
         return Roofline.of(target)
     if isinstance(cost, str):
         if cost not in _COSTS:
-            near = nearest(cost.lower(), _COSTS)
-            hint = f"did you mean {near!r}?" if near else f"write {ROOFLINE[0]!r} or {BENCHMARK[0]!r}"
+            near = map(repr, close_names(cost.lower(), _COSTS))
+            hint = did_you_mean(near, f"write {ROOFLINE[0]!r} or {BENCHMARK[0]!r}")
             raise InputError(f"no cost model is called {cost!r}; {hint}")
         return cost_model(cost, target)
     if isinstance(cost, type):
@@ -180,7 +180,7 @@ def resolve_cost(cost: Cost | str | None, target: Target) -> Cost:
 
 
 def resolve_options(options: SolveOptions | None) -> SolveOptions:
-    """The options, none of them by default."""
+    """Resolve the options; by default none are set."""
     if options is None:
         return SolveOptions()
     if isinstance(options, SolveOptions):
@@ -201,7 +201,7 @@ def _kind(value: object) -> str:
 
 
 def _needed(function: Callable[..., Any]) -> str:
-    """The arguments that a callable cannot do without."""
+    """Return the arguments that a callable cannot do without."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -213,7 +213,7 @@ def _needed(function: Callable[..., Any]) -> str:
 
 
 def _found_model(function: Callable[[], Any]) -> Step | None:
-    """The step that a function runs, when it works on a model of its own; a function that builds one has none yet."""
+    """Return the step of a function that works on a model of its own; None when it has none yet."""
     try:
         return find_step(function)
     except InputError:

@@ -12,7 +12,7 @@ SCHEMA_FILE = Path(__file__).with_name("plan.schema.json")
 
 
 def schema_text() -> str:
-    """The schema that the types say."""
+    """Generate the JSON Schema of the document's types."""
     schema = msgspec.json.schema(Plan)
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     for part in schema["$defs"].values():

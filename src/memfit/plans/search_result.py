@@ -115,12 +115,12 @@ class Search:
         return largest is not None and self.grid > 0 and able == largest.value // self.grid
 
     def rate(self, point: SearchPoint) -> float:
-        """What `best` compares: throughput, over ranks that of each rank."""
+        """Return what `best` compares: throughput; over ranks, that of each rank."""
         assert point.throughput_per_s is not None
         return point.throughput_per_s / (point.ranks if self.over == "ranks" else 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
+        """Return everything as plain values, for JSON."""
         found = dataclasses.asdict(self)
         for name in ("best", "largest", "largest_without_care", "smallest"):
             point = getattr(self, name)
@@ -128,7 +128,7 @@ class Search:
         return {"fits": self.fits, "exact": self.exact, "tried_all": self.tried_all, **found}
 
     def to_json(self) -> str:
-        """The same as text."""
+        """Return `to_dict` as JSON text."""
         return json_text(msgspec.to_builtins(self.to_dict()))
 
     def __rich__(self) -> RenderableType:

@@ -30,7 +30,7 @@ from memfit.capture import Step, Trace, trace
 from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
-from memfit.plans.allocator import Room, held_under, with_room
+from memfit.plans.allocator import Room, reservation_under, with_room
 from memfit.plans.resolve import TargetLike, resolve_cost, resolve_options, resolve_target
 from memfit.plans.search_result import Over, PointStatus, Search, SearchInterrupted, SearchPoint
 from memfit.progress import Progress
@@ -82,7 +82,7 @@ def search(
     progress: bool = True,
     watch: Watch | None = None,
 ) -> Search:
-    """The batch size with the highest throughput, the longest sequence, or what more ranks do, under a budget.
+    """Find the batch size of highest throughput, the longest sequence, or what more ranks do, under a budget.
 
     `make_step(value)` gives the step of a value; over ranks a step alone will do. Without `values`, every batch size or
     every sequence length that 128 divides may be the answer, up to `largest`, and as few as needed are tried; ranks
@@ -165,7 +165,7 @@ class _Tries:
     """The value with the highest throughput so far, its problem and the samples or tokens of its step."""
 
     def at(self, value: int) -> SearchPoint | None:
-        """The point of a value, None when there is no step for it."""
+        """Return the point of a value, None when there is no step for it."""
         if value in self.points:
             return self.points[value]
         if self.refused is not None and value >= self.refused:
@@ -194,7 +194,7 @@ class _Tries:
         return self.points[value]
 
     def fits(self, value: int) -> bool:
-        """Whether a plan fits, for a value that has a step."""
+        """Return whether a plan fits, for a value that has a step."""
         point = self.at(value)
         return point is not None and point.fits
 
@@ -222,9 +222,9 @@ class _Tries:
         solved = solve(problem, self.budget_bytes)
         say(f"{self.over} {value}: simulating the caching allocator")
         if self.lowers:
-            solved, held = with_room(problem, solved)
+            solved, reservation = with_room(problem, solved)
         else:
-            held = held_under(problem, solved)
+            reservation = reservation_under(problem, solved)
         base_ms = problem.runtime.total_ms + problem.exposed_ms
         step_ms = None if solved.replay is None else base_ms + solved.recompute_ms
         rate = None
@@ -236,8 +236,8 @@ class _Tries:
             budget_bytes=solved.budget_bytes,
             gap=None if solved.replay is None else solved.gap,
             peak_bytes=None if solved.replay is None else solved.replay.peak_bytes,
-            peak_reserved_bytes=None if held is None else held.reserved_bytes,
-            with_care=held is not None and held.room is not Room.ENOUGH,
+            peak_reserved_bytes=None if reservation is None else reservation.reserved_bytes,
+            with_care=reservation is not None and reservation.room is not Room.ENOUGH,
             step_ms=step_ms,
             recompute_ms=None if solved.replay is None else solved.recompute_ms,
             throughput_per_s=rate,
@@ -247,7 +247,7 @@ class _Tries:
         )
 
     def _capture(self, value: int) -> tuple[Trace, int | None]:
-        """The trace of a value, and the samples or tokens of one rank's step; None when they are not known."""
+        """Return the trace of a value, and the samples or tokens of one rank's step; None when they are not known."""
         made = self.make_step if isinstance(self.make_step, Step | Trace) else self.make_step(value)
         if not isinstance(made, Step | Trace):
             raise InputError(
@@ -289,7 +289,7 @@ def _in_order(tries: _Tries, values: list[int], *, all_of_them: bool = False) ->
 def _search_grid(tries: _Tries, grid: int, end: int) -> None:
     tries.loose = True
     first = max(grid, min(_FIRST[tries.over], end // grid * grid))
-    largest = _boundary(tries, first, grid, end // grid * grid, _least_budget)
+    largest = _boundary(tries, first, grid, end // grid * grid, _min_budget)
     if largest is None:
         return
     if largest == end // grid * grid and tries.refused is None:
@@ -302,7 +302,7 @@ def _search_grid(tries: _Tries, grid: int, end: int) -> None:
         tries.prove(max(value for value, point in tries.points.items() if point.fits))
 
 
-def _least_budget(point: SearchPoint) -> float | None:
+def _min_budget(point: SearchPoint) -> float | None:
     return point.minimum_budget_bytes
 
 
@@ -311,7 +311,7 @@ def _baseline_peak(point: SearchPoint) -> float | None:
 
 
 def _without_care(tries: _Tries, grid: int) -> None:
-    """Narrow the gap between the largest value that needs no care and the next that does."""
+    """Narrow the gap between the largest value that the allocator has room for and the next."""
     while len(tries.points) < _TRIES:
         fit = {value: point.with_care for value, point in tries.points.items() if point.fits}
         low = max((value for value, care in fit.items() if not care), default=0)
@@ -321,7 +321,7 @@ def _without_care(tries: _Tries, grid: int) -> None:
 
 
 def _round_between(low: int, high: int, grid: int) -> int:
-    """A value of the grid near the middle of two, as round as there is one: the search may come back to it."""
+    """Return a value of the grid near the middle of two, as round as there is one: the search may come back to it."""
     first, last = low + -(-(high - low) // 4), high - -(-(high - low) // 4)
     step = grid
     while first <= last // (2 * step) * (2 * step):
@@ -342,7 +342,7 @@ def _fastest(tries: _Tries, largest: int) -> None:
 
 
 def _may_be_fast(tries: _Tries, value: int) -> bool:
-    """False where the line through the step times of its neighbours makes a value much slower than the best."""
+    """Return False where the line through the step times of its neighbours makes a value much slower than the best."""
     times = {each: point.step_ms for each, point in tries.points.items() if point.step_ms and point.throughput_per_s}
     below = max((each for each in times if each < value), default=None)
     above = min((each for each in times if each > value), default=None)
@@ -372,7 +372,7 @@ def _prove_the_fastest(tries: _Tries) -> None:
 
 
 def _merit_at_most(point: SearchPoint) -> tuple[bool, float]:
-    """The merit of a value whose plan takes as little as is proven to be possible."""
+    """Return the merit of a value as if its plan took as little time as is proven possible."""
     care, rate = _merit(point)
     step_ms = point.step_ms or 0.0
     least_ms = step_ms - (point.recompute_ms or 0.0) * (point.gap or 0.0)
@@ -380,11 +380,11 @@ def _merit_at_most(point: SearchPoint) -> tuple[bool, float]:
 
 
 def _boundary(tries: _Tries, first: int, grid: int, end: int, measure: Measure) -> int | None:
-    """The largest value whose measure is within the budget, None when none is; see Note [Few captures]."""
+    """Find the largest value whose measure is within the budget, None when none is; see Note [Few captures]."""
 
     def within(value: int) -> bool:
         point = tries.at(value)
-        if point is None or measure is _least_budget:
+        if point is None or measure is _min_budget:
             return point is not None and point.fits
         needed = measure(point)
         return needed is not None and needed <= tries.budget_bytes
@@ -422,7 +422,7 @@ def _guess(
     *,
     bounded: bool = True,
 ) -> int:
-    """The next value to try, between two: where the line through two points meets the limit, or half way (turn 2).
+    """Guess the next value between two: where the line through two points meets the limit, or half way (turn 2).
 
     While nothing is known to lie above the limit (`bounded` is False), at most `_GROWTH` times the last.
     """
@@ -464,7 +464,7 @@ def _narrow(tries: _Tries) -> None:
 
 
 def _merit(point: SearchPoint) -> tuple[bool, float]:
-    """What a better value has more of."""
+    """Return the sort key of a point: whether it fits with room to spare, then its throughput."""
     return not point.with_care, point.throughput_per_s or 0.0
 
 
@@ -520,7 +520,7 @@ def _check_count(what: str, value: Any) -> None:
 
 
 def _samples(step: Step) -> int | None:
-    """How many samples a batch has: the first size of its first tensor."""
+    """Return how many samples a batch has: the first size of its first tensor."""
     for leaf in tree_leaves(step.batch):
         if isinstance(leaf, torch.Tensor) and leaf.dim():
             return leaf.shape[0]

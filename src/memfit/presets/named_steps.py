@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -24,6 +23,7 @@ from memfit.errors import InputError, MemfitError
 from memfit.presets.errors import NotTaken, StepRaised, WrongRequest
 from memfit.presets.shapes import NamedStep, load_shape, shape_step
 from memfit.presets.transformers_config import PREFIX, Configured, names_repository
+from memfit.text import close_names, did_you_mean
 
 _NOT_THE_USERS = (str(Path(__file__).parents[1]) + os.sep, importlib.__path__[0] + os.sep, "<frozen")
 HOW = "write path/to/file.py:function or package.module:function, a function that returns a memfit.Step"
@@ -89,9 +89,8 @@ class StepLocation:
             module = _file(Path(where), text) if where.endswith(".py") or os.sep in where else _module(where, text)
         found = getattr(module, name, None)
         if found is None:
-            near = difflib.get_close_matches(name, vars(module), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else HOW
-            raise WrongRequest(f"there is no {name!r} in {where}; {hint}")
+            near = map(repr, close_names(name, vars(module)))
+            raise WrongRequest(f"there is no {name!r} in {where}; {did_you_mean(near, HOW)}")
         return cls(text=text, found=found)
 
     def step(self, *, batch: int | None = None, seq: int | None = None) -> Step:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from memfit.presets.models.gpt2 import GPT2, GPT2Sizes
 from memfit.presets.models.llama import Llama, LlamaSizes
 from memfit.presets.models.mixtral import Mixtral, MixtralSizes
 from memfit.presets.models.vit import ViT, ViTSizes
+from memfit.text import close_names, did_you_mean
 
 Sizes = LlamaSizes | GPT2Sizes | BERTSizes | ViTSizes
 _SIZES: dict[str, type[Any]] = {
@@ -54,11 +54,6 @@ class Shape:
     sizes: Sizes
     aliases: tuple[str, ...] = ()
 
-    @property
-    def takes_images(self) -> bool:
-        """Whether the batch is images and not tokens."""
-        return isinstance(self.sizes, ViTSizes)
-
 
 def list_shapes() -> tuple[Shape, ...]:
     """Return every built-in shape, those of a family together, small ones first."""
@@ -77,10 +72,9 @@ def load_shape(name: str) -> Shape:
 def _near(name: str) -> str:
     names = [shape.name for shape in _shipped()]
     spellings = {_normalized(spelling): shape.name for shape in _shipped() for spelling in (shape.name, *shape.aliases)}
-    close = [spellings[key] for key in difflib.get_close_matches(_normalized(name), spellings, n=4, cutoff=0.7)]
-    if close:
-        return f"did you mean {' or '.join(dict.fromkeys(close))}?"
-    return f"there are {', '.join(names)}; for a model of your own write path/to/file.py:function, or hf:config.json"
+    close = [spellings[key] for key in close_names(_normalized(name), spellings, most=4, cutoff=0.7)]
+    own = "for a model of your own write path/to/file.py:function, or hf:config.json"
+    return did_you_mean(close, f"there are {', '.join(names)}; {own}")
 
 
 @cache

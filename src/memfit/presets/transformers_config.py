@@ -5,7 +5,6 @@ No weights, no download, no code of strangers.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import json
 import os
@@ -24,6 +23,7 @@ from memfit.capture import spec
 from memfit.errors import InputError
 from memfit.presets.errors import NotTaken, WrongRequest
 from memfit.presets.shapes import BATCH, NO_BATCH, NamedStep, resolve_count, training_step
+from memfit.text import close_names, did_you_mean
 
 PREFIX = "hf:"
 _LONGEST_UNASKED = 8192
@@ -154,9 +154,9 @@ def _config(raw: dict[str, Any], path: Path) -> Any:
     known = importlib.import_module("transformers.models.auto.configuration_auto").CONFIG_MAPPING
     kind = raw["model_type"]
     if kind not in known:
-        near = difflib.get_close_matches(kind, list(known.keys()), n=1)
+        near = map(repr, close_names(kind, known.keys()))
         version = importlib.import_module("transformers").__version__
-        hint = f"did you mean {near[0]!r}?" if near else "a newer one may."
+        hint = did_you_mean(near, "a newer one may.")
         own = "Code that comes with a model is never run; " if "auto_map" in raw else ""
         raise InputError(f"transformers {version} does not know the model_type {kind!r} of {path}; {hint} {own}{_OWN}")
     try:

@@ -1,4 +1,4 @@
-"""Steps that are not those of their plan, in words."""
+"""Describe how steps differ from the one that was planned."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 import torch
 
 from memfit.errors import PlanDrift as PlanDrift
-from memfit.plans.record import InputFacts
+from memfit.plans.record import InputRecord
 from memfit.torch_private.pytree import tree_leaves
 from memfit.units import display_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """A step that was not the plan's. `kind` is higher or lower, of a peak on a GPU; growth, of the process on a CPU,
-    which `measured_bytes` and `planned_bytes` then are; or inputs, where no more is known.
+    """A step that differs from the planned one.
 
-    `inputs` are those that are not the plan's.
+    `kind` is `higher` or `lower` for a peak on a GPU, `growth` for the process on a CPU, whose growth `measured_bytes`
+    and `planned_bytes` then are, and `inputs` where no more is known. `inputs` are those that differ.
     """
 
     kind: str
@@ -59,16 +59,16 @@ class Seen(NamedTuple):
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
 
-def seen(call: Any) -> tuple[Seen, ...]:
-    """The tensors of a call, each once."""
+def list_tensors(call: Any) -> tuple[Seen, ...]:
+    """Return the tensors of a call, each once."""
     tensors = {
         id(each): each for each in tree_leaves(call) if isinstance(each, torch.Tensor) and each.layout is torch.strided
     }
     return tuple(_seen(each) for each in tensors.values())
 
 
-def different(here: Sequence[Seen], planned: Sequence[InputFacts]) -> tuple[str, ...]:
-    """Tensors of the plan that are not there, each with the one that is there in its place.
+def find_different(here: Sequence[Seen], planned: Sequence[InputRecord]) -> tuple[str, ...]:
+    """Name tensors of the plan that are not there, each with the one that is there in its place.
 
     Only what is certain is told: a tensor more, or one less, says nothing, because a trace has each storage once and
     none that the loss alone reads, and a plan for a function also has tensors that the model never gets.
@@ -94,11 +94,11 @@ def _seen(tensor: torch.Tensor) -> Seen:
     return Seen(tuple(tensor.shape), dtype, held, tensor.numel() * tensor.element_size() < held)
 
 
-def _rank(planned: InputFacts) -> int | None:
+def _rank(planned: InputRecord) -> int | None:
     return None if planned.shape is None else len(planned.shape)
 
 
-def _same(here: Seen, planned: InputFacts) -> bool:
+def _same(here: Seen, planned: InputRecord) -> bool:
     if planned.shape is None or planned.dtype is None:
         return planned.bytes == here.size_bytes
     if (planned.shape, planned.dtype) == (here.shape, here.dtype):

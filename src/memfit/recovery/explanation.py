@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from memfit.capture import NEVER, Category, Phase, Trace
+from memfit.capture import BEFORE_STEP, NO_INDEX, Category, Phase, Trace
 from memfit.errors import MemfitError
 from memfit.memory import Timeline
+from memfit.paths import MODEL_LABEL, module_label
 from memfit.plans import Plan
 from memfit.recovery.meter import Limit
 from memfit.torch_private.storages import storage_key
@@ -26,8 +27,7 @@ _MADE = (Category.ACTIVATION, Category.TEMPORARY, Category.INPUT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What a plan expects at an instant. `op` is where that is; `at_failure` is False when it is the plan's peak, for
-    want of the place."""
+    """What a plan expects at the op where the step failed, or at the plan's peak where that op is not known."""
 
     at_failure: bool
     op: str
@@ -77,7 +77,7 @@ class Explanation:
 
     def _headline(self) -> str:
         asked = "an allocation" if self.asked_bytes is None else f"an allocation of {display_bytes(self.asked_bytes)}"
-        return f"out of memory: {asked} failed {place(self.at)}{self._op()}"
+        return f"out of memory: {asked} failed {describe_place(self.at)}{self._op()}"
 
     def _op(self) -> str:
         return f", by all appearances in {self.expected.op}" if self.expected.at_failure and self.expected.op else ""
@@ -109,14 +109,14 @@ class Explanation:
         return lines
 
 
-def place(at: FailedAt) -> str:
-    """Where a step failed, in words."""
+def describe_place(at: FailedAt) -> str:
+    """Return where a step failed, in words."""
     if at.phase is None:
         return "outside the training step"
     if at.second_run_of is not None:
         inside = f", in {at.module}" if at.module else ""
-        return f"in backward, in the second run of {at.second_run_of or 'the model'}{inside}"
-    inside = "" if at.module is None else f", in {at.module or 'the model itself'}"
+        return f"in backward, in the second run of {module_label(at.second_run_of)}{inside}"
+    inside = "" if at.module is None else f", in {module_label(at.module)}"
     return (
         f"in the {at.phase.value}{inside}"
         if at.phase in (Phase.LOSS, Phase.OPTIMIZER)
@@ -124,10 +124,10 @@ def place(at: FailedAt) -> str:
     )
 
 
-def expected(
+def find_expected(
     plan: Plan, timeline: Timeline | None, at: FailedAt, asked_bytes: int | None, graded: frozenset[str]
 ) -> Expected:
-    """What the plan expected where a step failed. `graded` are the parameters whose gradients are there.
+    """Return what the plan expected where a step failed; `graded` are the parameters that have gradients.
 
     Without a timeline it is the plan's peak.
     """
@@ -154,7 +154,7 @@ def expected(
         by_module=_planned_modules(timeline, instant),
         largest=tuple(
             (
-                f"{each.name or each.category.value} ({each.category.value}, {each.module or 'the model itself'})",
+                f"{each.name or each.category.value} ({each.category.value}, {module_label(each.module)})",
                 each.size_bytes,
             )
             for each in timeline.largest_at(instant, 3)
@@ -162,14 +162,14 @@ def expected(
     )
 
 
-def counted(
+def count_tensors(
     model: nn.Module,
     optimizers: Iterable[torch.optim.Optimizer],
     *,
     input_bytes: int = 0,
     total_bytes: int | None = None,
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """What is there now by category, and what outlives a step by module."""
+    """Return what is there now by category, and what outlives a step by module."""
     by_category: dict[str, int] = defaultdict(int)
     by_module: dict[str, int] = defaultdict(int)
     seen: set[int] = set()
@@ -203,7 +203,7 @@ def counted(
 def find_levers(
     plan: Plan, found: Expected, at: FailedAt, inputs: Sequence[str], *, replans: bool, least: bool
 ) -> tuple[str, ...]:
-    """What would help, most bytes first; what costs nothing comes before. Nothing is lower than the `least` plan."""
+    """Return what would help, what costs nothing first, then most bytes first; nothing is below the `least` plan."""
     sizes = found.by_category
     first = []
     if inputs:
@@ -229,30 +229,30 @@ def find_levers(
 
 
 def part_of(path: str) -> str:
-    """The part of a model that a module belongs to: `layers.3.mlp.up` belongs to `layers.3`."""
+    """Return the part of a model that a module belongs to: `layers.3.mlp.up` belongs to `layers.3`."""
     parts = path.split(".")
     for index, each in enumerate(parts):
         if each.isdecimal():
             return ".".join(parts[: index + 1])
-    return parts[0] or "the model itself"
+    return module_label(parts[0])
 
 
 def _planned_modules(timeline: Timeline, instant: int) -> dict[str, int]:
     found: dict[str, int] = defaultdict(int)
     for number in timeline.alive_at(instant).tolist():
         each = timeline.allocation(number)
-        outside = "outside the model" if each.category is Category.INPUT else "the model itself"
+        outside = "outside the model" if each.category is Category.INPUT else MODEL_LABEL
         found[part_of(each.module) if each.module else outside] += each.size_bytes
     return dict(found)
 
 
 def _instant(timeline: Timeline, at: FailedAt, asked_bytes: int | None, graded: frozenset[str]) -> int | None:
-    """The instant that makes an allocation of this size where the step failed; the highest there when none does."""
+    """Return the instant that allocates this size where the step failed; the highest there when none does."""
     instants = _candidates(timeline, at, graded)
     if not len(instants):
         return None
-    lives = timeline.allocations
-    making = np.unique(lives.alloc_at[lives.size_bytes == (asked_bytes or -1)])
+    table = timeline.allocations
+    making = np.unique(table.alloc_at[table.size_bytes == (asked_bytes or -1)])
     fitting = instants[np.isin(instants, making)]
     if len(fitting):
         return int(fitting[0])
@@ -282,28 +282,28 @@ def _candidates(timeline: Timeline, at: FailedAt, graded: frozenset[str]) -> np.
 
 
 def _of_module(trace: Trace, ops: Iterable[int], module: str | None) -> np.ndarray:
-    """Which ops run in a module, or in one inside it."""
+    """Return a mask of the ops that run in a module or inside it."""
 
     def within(op: int) -> bool:
-        call = trace.ops[op].call if op < len(trace.ops) else NEVER
-        path = trace.calls[call].module if call != NEVER else None
+        call = trace.ops[op].call if op < len(trace.ops) else NO_INDEX
+        path = trace.calls[call].module if call != NO_INDEX else None
         return path is not None and (not module or path == module or path.startswith(f"{module}."))
 
     return np.array([within(int(op)) for op in ops], bool)
 
 
 def _between_gradients(trace: Trace, graded: frozenset[str]) -> tuple[int, int]:
-    """Backward came past the gradients that are there, and not to those that are not."""
-    first, last = NEVER, len(trace.ops)
+    """Return the range of ops after the gradients that are there and before those that are not."""
+    first, last = BEFORE_STEP, len(trace.ops)
     for each in trace.parameters:
-        if each.gradient == NEVER:
+        if each.gradient == NO_INDEX:
             continue
         alloc_at = trace.storages[each.gradient].alloc_at
         if not graded.isdisjoint(each.names):
             first = max(first, alloc_at)
-        elif alloc_at != NEVER:
+        elif alloc_at != BEFORE_STEP:
             last = min(last, alloc_at)
-    return (first, last) if first < last else (NEVER, len(trace.ops))
+    return (first, last) if first < last else (BEFORE_STEP, len(trace.ops))
 
 
 def _list(sizes: Mapping[str, int]) -> str:

@@ -24,8 +24,16 @@ from memfit.cost import Cost
 from memfit.engines import plan_of_model
 from memfit.errors import InputError, MissingFeatureError, StateError
 from memfit.plans import Plan
-from memfit.recovery.drift import Drift, PlanDrift, Seen, different, seen
-from memfit.recovery.explanation import REST, Explanation, OutOfMemory, counted, expected, find_levers, place
+from memfit.recovery.drift import Drift, PlanDrift, Seen, find_different, list_tensors
+from memfit.recovery.explanation import (
+    REST,
+    Explanation,
+    OutOfMemory,
+    count_tensors,
+    describe_place,
+    find_expected,
+    find_levers,
+)
 from memfit.recovery.meter import NOISE_BYTES, find_limit, make_meter
 from memfit.recovery.replan import Replanner, optimizer_bytes, single_tensor, swap
 from memfit.recovery.rollback import Before, Keeper
@@ -33,7 +41,7 @@ from memfit.solve import SolveOptions
 from memfit.torch_private.modules import forward_pre_hooks
 from memfit.torch_private.pytree import tree_map_only
 from memfit.units import display_bytes
-from memfit.verify.faults import FailedAt, asked_bytes, failed_at, is_out_of_memory, release
+from memfit.verify.faults import FailedAt, is_out_of_memory, locate_failure, parse_asked_bytes, release
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -143,9 +151,9 @@ class Guard:
             return
         self._in_step, self._in_optimizer = True, False
         call = (args, kwargs)
-        self._seen = seen(call)
+        self._seen = list_tensors(call)
         self._call = None
-        if different(self._seen, self.plan.trace.inputs):
+        if find_different(self._seen, self.plan.trace.inputs):
             self._call = tree_map_only(torch.Tensor, lambda each: each.detach().to("meta"), call)
         self._meter.begin()
 
@@ -178,9 +186,9 @@ class Guard:
         return any(each is first for each in self._model.parameters())
 
     def _judge(self, there_bytes: int) -> None:
-        """Tell what differs. Pages that malloc keeps hide what a step takes: low growth of a process says nothing."""
+        """Compare the step with the plan. Low growth of a process says nothing, since malloc keeps pages."""
         assert self.plan.predicted is not None
-        planned, inputs = self.plan.predicted.peak_bytes, different(self._seen, self.plan.trace.inputs)
+        planned, inputs = self.plan.predicted.peak_bytes, find_different(self._seen, self.plan.trace.inputs)
         allowed = self._tolerance * planned
         first = self.steps == 1  # libraries make their buffers, the optimizer its state
         if self.peak_bytes is not None:
@@ -203,12 +211,12 @@ class Guard:
         warnings.warn(str(drift), PlanDrift, stacklevel=2)
 
     def _resident_bytes(self) -> int:
-        """What is there when a step begins: inputs, and what outlives steps, counted anew when state appears."""
+        """Return what is there when a step begins: inputs, and what outlives steps, counted anew when state appears."""
         first = next(iter(self._model.parameters()), None)
         states = sum(len(each.state) for each in self._optimizers)
         key = states, first is not None and first.grad is not None
         if self._resident is None or self._resident[0] != key:
-            self._resident = key, sum(counted(self._model, self._optimizers)[0].values())
+            self._resident = key, sum(count_tensors(self._model, self._optimizers)[0].values())
         return self._resident[1] + self._input_bytes
 
     @property
@@ -218,8 +226,7 @@ class Guard:
     # -- steps that may be run again --------------------------------------------------------------------------------
 
     def step(self, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        """Run one training step, `function(*args, **kwargs)`; out of memory it is taken back, planned tighter and run
-        again, with everything that it starts from as it was.
+        """Run one training step, `function(*args, **kwargs)`; out of memory, roll back, plan tighter and run it again.
 
         Raises `OutOfMemory` when no tighter plan is left, when the step could not be taken back, or after `retries`.
         """
@@ -259,13 +266,13 @@ class Guard:
         return found
 
     def _take_back(self, before: Before, explanation: Explanation, history: list[str]) -> bool:
-        """Make everything as it was before the step that failed. False when something could not be."""
+        """Roll back to before the failed step; return False when something could not be restored."""
         lost = before.restore()
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         if not lost:
-            history.append(f"the step failed {place(explanation.at)} and was taken back")
+            history.append(f"the step failed {describe_place(explanation.at)} and was taken back")
             return True
         names = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
         history.append(
@@ -275,13 +282,13 @@ class Guard:
         return False
 
     def _tighten(self, explanation: Explanation, history: list[str]) -> bool:
-        """Make the next run of the step take less. False when that is not possible."""
+        """Apply a tighter plan for the next run of the step; return False when there is none."""
         if self._replanner is None:
             return False
         assert self._optimizer is not None
         tries = len(history) // 2  # each that failed and what was done about it are two
         if tries >= self._retries:
-            history.append(self._gave_up() if self._replanner.is_least(self.plan) else _all_allowed(self._retries))
+            history.append(self._gave_up() if self._replanner.is_min_budget(self.plan) else _all_allowed(self._retries))
             return False
         if explanation.at.phase is Phase.OPTIMIZER:
             if single_tensor(self._optimizer):
@@ -321,7 +328,7 @@ class Guard:
         return self._replanner.tighter(self.plan, failed, last=last)
 
     def _gave_up(self) -> str:
-        """Why there is nothing left to try: the step ran with the plan with the lowest peak."""
+        """Say why nothing is left to try: the step ran with the plan of the lowest peak."""
         assert self._replanner is not None
         least = self._replanner.least(self.plan)
         if least is None or least.predicted is None:
@@ -342,7 +349,7 @@ class Guard:
         self._sizes = None
 
     def _needed(self, optimizer: torch.optim.Optimizer) -> list[int]:
-        """Sizes of what the optimizer's step allocates; with its state made, always the same."""
+        """Return the sizes that the optimizer's step allocates; with its state made, always the same."""
         has_state = bool(optimizer.state)
         if self._sizes is None or self._sizes[0] != has_state:
             known = self._replanner is not None and not self._switched
@@ -353,8 +360,8 @@ class Guard:
     # -- explaining -------------------------------------------------------------------------------------------------
 
     def _explain(self, error: BaseException) -> Explanation:
-        """Explaining takes memory too: when there is none, the frames of the failed step are let go first."""
-        at = failed_at(error, self._model, in_step=self._in_step, in_optimizer=self._in_optimizer)
+        """Explain the failure; where that needs memory too, the frames of the failed step are released first."""
+        at = locate_failure(error, self._model, in_step=self._in_step, in_optimizer=self._in_optimizer)
         total = self._meter.now_bytes() if self._in_step else None
         try:
             return self._explained(error, at, total)
@@ -367,9 +374,9 @@ class Guard:
 
     def _explained(self, error: BaseException, at: FailedAt, total_bytes: int | None) -> Explanation:
         assert self.plan.predicted is not None
-        asked = asked_bytes(error)
+        asked = parse_asked_bytes(error)
         input_bytes = self._input_bytes if self._in_step else 0
-        by_category, by_module = counted(
+        by_category, by_module = count_tensors(
             self._model, self._optimizers, input_bytes=input_bytes, total_bytes=total_bytes
         )
         uncounted = []
@@ -380,8 +387,8 @@ class Guard:
         if self._in_step and total_bytes is None:
             uncounted.append("activations and temporaries, which nothing counts on this system")
         graded = frozenset(name for name, each in self._model.named_parameters() if each.grad is not None)
-        found = expected(self.plan, self._timeline, at, asked, graded)
-        inputs = different(self._seen, self.plan.trace.inputs)
+        found = find_expected(self.plan, self._timeline, at, asked, graded)
+        inputs = find_different(self._seen, self.plan.trace.inputs)
         return Explanation(
             at=at,
             asked_bytes=asked,
@@ -400,7 +407,7 @@ class Guard:
                 at,
                 inputs,
                 replans=self._replanner is not None,
-                least=self._replanner is not None and self._replanner.is_least(self.plan),
+                least=self._replanner is not None and self._replanner.is_min_budget(self.plan),
             ),
             history=(),
         )

@@ -26,19 +26,19 @@ class Meter(Protocol):
     """Measures a step: on a GPU the peak of its tensors, on a CPU how far the process grew."""
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         ...
 
     def peak_bytes(self) -> int | None:
-        """The highest point of tensors since then; None where nobody counts them."""
+        """Return the highest bytes of tensors since `begin`; None where nobody counts them."""
         ...
 
     def growth(self) -> tuple[int, int] | None:
-        """How far the process grew since then, and what tensors were there before; None where the peak is known."""
+        """Return how far the process grew since `begin`, and the bytes before it; None where the peak is known."""
         ...
 
     def now_bytes(self) -> int | None:
-        """What tensors take at this moment."""
+        """Return the bytes of tensors at this moment."""
         ...
 
 
@@ -108,12 +108,12 @@ class Limit(NamedTuple):
 
 
 def make_meter(device: torch.device, resident_bytes: Callable[[], int]) -> Meter:
-    """What can measure on this device."""
+    """Build the meter for this device."""
     return CudaMeter(device) if device.type == "cuda" else ProcessMeter(resident_bytes)
 
 
 def find_limit(device: torch.device) -> Limit | None:
-    """What limits the memory there."""
+    """Find what limits the memory of this device, None when nothing does."""
     if device.type == "cuda":
         free, whole = torch.cuda.mem_get_info(device)
         return Limit("the device has", whole, whole - free)
@@ -148,14 +148,14 @@ class _Info(ctypes.Structure):
 
 
 def in_use_bytes() -> int | None:
-    """Bytes in use (Note [In use]); None where the C library does not say, or where tensors have another malloc."""
+    """Return bytes in use (Note [In use]); None where the C library does not say, or is not torch's malloc."""
     count = _counter()
     return None if count is None else count()
 
 
 @functools.cache
 def _counter() -> Callable[[], int] | None:
-    """glibc's count, tried on a tensor: another malloc may have taken its place."""
+    """Return glibc's counter of bytes in use if it counts a trial tensor: another malloc may have taken its place."""
     try:
         info = ctypes.CDLL(None).mallinfo2
     except (OSError, AttributeError, TypeError):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from memfit.capture import NEVER, Category, Phase, Step, Trace
+from memfit.capture import AFTER_STEP, NO_INDEX, Category, Phase, Step, Trace
 from memfit.capture import trace as capture
 from memfit.cost import Cost
 from memfit.engines import has_planned_loss, unplanned
@@ -21,8 +21,8 @@ from memfit.plans import plan as make_plan
 from memfit.solve import SolveOptions
 from memfit.tradeoff import LOSS, units
 from memfit.verify.faults import is_out_of_memory
-from memfit.verify.given import resolve_step
-from memfit.verify.prediction import replayed
+from memfit.verify.prediction import replay_plan, without_state
+from memfit.verify.resolve import resolve_step
 
 LOWER = 0.1
 """The part of what did not fit by which the next budget is lower."""
@@ -49,15 +49,15 @@ class Replanner:
         plan.check(self.trace)
         self._cost = cost
         self._options = options
-        self._least: Plan | None = None
+        self._min_budget_plan: Plan | None = None
         self._spare: tuple[Plan, Trace] | None = None
         if plan.trace.device_type == "cpu":  # planning may find no memory when a step has not
             least = self.least(plan)
             self._spare = None if least is None else (least, self.trace)
 
     def timeline(self, plan: Plan) -> Timeline:
-        """Memory at every instant of the step under a plan."""
-        return replayed(plan, self.trace)
+        """Return the timeline of the step under a plan."""
+        return replay_plan(plan, self.trace)
 
     def for_inputs(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Capture the step for other inputs of the model. False when it cannot be.
@@ -80,8 +80,10 @@ class Replanner:
         return True
 
     def tighter(self, plan: Plan, failed_bytes: int, *, last: bool = False) -> Plan | None:
-        """The fastest plan that stays well below what did not fit; where there is none, and at the last try, the one
-        with the lowest peak. None when that is what the step ran with."""
+        """Return the fastest plan well below what did not fit, or the one with the lowest peak.
+
+        The latter where there is no such plan, and at the last try; None when the step ran with it already.
+        """
         try:
             found = (None if last else self._below(plan, failed_bytes)) or self.least(plan)
         except Exception as error:
@@ -91,7 +93,7 @@ class Replanner:
         return None if found is None or same_decisions(found, plan) else found
 
     def _below(self, plan: Plan, failed_bytes: int) -> Plan | None:
-        """A plan that differs from the one that failed: under its budget if the step is another one now, else lower."""
+        """Return a plan that differs from the one that failed: under its budget if the step has changed, else lower."""
         if plan.fingerprint != self.trace.fingerprint:
             found = self.plan(plan, plan.budget_bytes)
             if found.predicted is None or not same_decisions(found, plan):
@@ -101,18 +103,18 @@ class Replanner:
         return None if found.predicted is None or same_decisions(found, plan) else found
 
     def least(self, plan: Plan) -> Plan | None:
-        """The plan of the step as it is now that has the lowest peak."""
-        if self._least is None or self._least.fingerprint != self.trace.fingerprint:
+        """Return the plan with the lowest peak for the step as it is now."""
+        if self._min_budget_plan is None or self._min_budget_plan.fingerprint != self.trace.fingerprint:
             least = self.plan(plan, 1).minimum_budget_bytes
-            self._least = None if least is None else self.plan(plan, least)
-        return self._least
+            self._min_budget_plan = None if least is None else self.plan(plan, least)
+        return self._min_budget_plan
 
-    def is_least(self, plan: Plan) -> bool:
-        """Whether a plan is known to be that one."""
-        return self._least is not None and same_decisions(self._least, plan)
+    def is_min_budget(self, plan: Plan) -> bool:
+        """Return whether a plan is known to have the lowest peak."""
+        return self._min_budget_plan is not None and same_decisions(self._min_budget_plan, plan)
 
     def plan(self, plan: Plan, budget: str | int | float) -> Plan:
-        """The fastest plan of the step under a budget, on the device of another plan."""
+        """Find the fastest plan of the step under a budget, on the device of another plan."""
         return make_plan(
             self.trace,
             target=plan.target.device,
@@ -132,7 +134,7 @@ class Replanner:
 
 def _loss_is_outside(trace: Trace) -> bool:
     """Return whether the loss of any pass is computed outside the model."""
-    outermost = [call for call in trace.calls if call.parent == NEVER]
+    outermost = [call for call in trace.calls if call.parent == NO_INDEX]
     return any(
         unit.kind == "loss" and not any(call.begin <= unit.begin and unit.end <= call.end for call in outermost)
         for unit in units(trace)
@@ -140,7 +142,7 @@ def _loss_is_outside(trace: Trace) -> bool:
 
 
 def same_decisions(one: Plan, other: Plan) -> bool:
-    """Whether two plans do the same to the model, though their figures may be of other inputs."""
+    """Return whether two plans do the same to the model, though their figures may be of other inputs."""
     return _decisions(one) == _decisions(other)
 
 
@@ -149,20 +151,14 @@ def _decisions(plan: Plan) -> tuple[Any, ...]:
 
 
 def _captured(plan: Plan, step: Step, model: nn.Module) -> Trace:
-    """The step's trace. When the plan is for an optimizer that had no state yet, it is captured without."""
+    """Capture the step, without the optimizer's state when the plan is for an optimizer that had none yet."""
     with unplanned(model):
         found = capture(step, target=plan.target.device)
     optimizer = step.optimizer
     if found.fingerprint == plan.fingerprint or not isinstance(optimizer, torch.optim.Optimizer):
         return found
-    kept = dict(optimizer.state)
-    optimizer.state.clear()
-    try:
-        with unplanned(model):
-            return capture(step, target=plan.target.device)
-    finally:
-        optimizer.state.clear()
-        optimizer.state.update(kept)
+    with without_state(optimizer), unplanned(model):
+        return capture(step, target=plan.target.device)
 
 
 def swap(old: Plan, new: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -190,7 +186,7 @@ def single_tensor(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer, trace: Trace | None) -> list[int]:
-    """The sizes of what an optimizer's step will have allocated at its highest point.
+    """Return the sizes of what an optimizer's step will have allocated at its highest point.
 
     Of a trace they are known. Otherwise two temporaries of the largest parameter, of all of them for a `foreach`
     optimizer, none for a fused one; and two states of each parameter that has none.
@@ -210,7 +206,7 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer, trace: Trace | None) -> li
 
 
 def _temporaries(trace: Trace) -> list[int]:
-    """Of the optimizer's storages, those that are there when most bytes are."""
+    """Return those of the optimizer's storages that are there at its highest point."""
     ops = [index for index, op in enumerate(trace.ops) if op.phase is Phase.OPTIMIZER]
     if not ops:
         return []
@@ -226,7 +222,7 @@ def _temporaries(trace: Trace) -> list[int]:
 
 
 def _end(free_after: int, last: int) -> int:
-    return last if free_after == NEVER else min(free_after, last)
+    return last if free_after == AFTER_STEP else min(free_after, last)
 
 
 def _states(trace: Trace) -> list[int]:

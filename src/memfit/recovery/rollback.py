@@ -1,4 +1,4 @@
-"""A step that failed is taken back, with as few copies as can be.
+"""Roll back a failed step, with as few copies as possible.
 
 Note [Taking a step back]: forward and backward write to gradients, to buffers and to the generators, the optimizer to
 parameters and its state. Before a step the guard copies the generators and the buffers (of those above 1 MiB only the
@@ -75,7 +75,7 @@ class _Gradient:
 
 @dataclass(slots=True)
 class Before:
-    """What a step starts from."""
+    """The tensors and states that a step starts from, to roll back to."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -90,7 +90,7 @@ class Before:
     copied: bool = False
 
     def rehearse(self, sizes_bytes: list[int], device: torch.device) -> None:
-        """Allocate what the optimizer's step will, and let it go: it fails here or not at all."""
+        """Allocate what the optimizer's step will, and free it: it fails here or not at all."""
         held = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes_bytes]
         held.clear()
 
@@ -101,7 +101,7 @@ class Before:
         self.copied = True
 
     def restore(self) -> list[str]:
-        """Take the step back. What could not be is named; empty when all is as it was."""
+        """Roll the step back; return the names of what could not be restored."""
         applied = plan_of_model(self.model)
         if applied is not None:
             applied.reset()
@@ -153,7 +153,7 @@ class Before:
 
 
 class Keeper:
-    """Notes what steps start from. Which buffers change is learnt from the steps before."""
+    """Records what each step starts from; earlier steps show which buffers change."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, accumulates: bool) -> None:
         self._model = model
@@ -163,7 +163,7 @@ class Keeper:
         self._changing: set[str] | None = None
 
     def before(self) -> Before:
-        """What a step starts from now."""
+        """Record what a step starts from now."""
         made = Before(self._model, self._optimizer)
         self._note_buffers(made)
         self._note_optimizer(made)
@@ -182,7 +182,7 @@ class Keeper:
         return made
 
     def learn(self, done: Before) -> None:
-        """A step is over: from the first one, learn which buffers steps change."""
+        """Learn from the first finished step which buffers steps change."""
         if self._changing is None:
             self._changing = {kept.name for *_, kept in done.buffers if kept is not None and kept.changed}
 
@@ -223,6 +223,6 @@ class Keeper:
 
 
 def _counted(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether every write of this optimizer raises a counter that the guard looks at."""
+    """Return whether every write of this optimizer raises a version counter that the guard looks at."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
     return type(optimizer).__module__.startswith("torch.optim.") and (not fused or type(optimizer) in _COUNTED_FUSED)

@@ -13,18 +13,18 @@ from memfit.cost import Roofline
 from memfit.hardware import Device
 from memfit.hardware.device import Link
 from memfit.hardware.efficiency import Family
-from memfit.plans.facts import trace_facts
+from memfit.plans.trace_record import build_trace_record
 from memfit.units import display_bytes, display_ms
 
 
-def assumed(report: Report) -> dict[str, Any]:
-    """Short facts, and the device's figures each with its source and date."""
-    return {"facts": _facts(report), "figures": _figures(report.target.device), "notes": list(_notes(report))}
+def list_assumptions(report: Report) -> dict[str, Any]:
+    """Return the conditions under which the answer holds, and the device's figures with their sources and dates."""
+    return {"facts": _conditions(report), "figures": _figures(report.target.device), "notes": list(_notes(report))}
 
 
-def _facts(report: Report) -> list[list[str]]:
+def _conditions(report: Report) -> list[list[str]]:
     trace, target, device = report.trace, report.target, report.target.device
-    facts = trace_facts(trace)
+    record = build_trace_record(trace)
     overhead = display_bytes(device.overhead_bytes)
     found = [
         ["device", f"{device.title} ({device.name}), {display_bytes(device.memory_total_bytes)}"],
@@ -37,7 +37,7 @@ def _facts(report: Report) -> list[list[str]]:
             found.append(["link between nodes", _link(target.inter_node_link)])
     shapes = [
         f"{each.dtype} {'x'.join(map(str, each.shape)) or 'scalar'}"
-        for each in facts.inputs
+        for each in record.inputs
         if each.shape is not None and each.dtype is not None
     ]
     plan = report.plan
@@ -56,7 +56,7 @@ def _facts(report: Report) -> list[list[str]]:
 
 
 def _times(report: Report) -> str:
-    """Where the times come from: a report has them without the model that gave them, so that is compared."""
+    """Say where the times come from; a report has them without their cost model, so they are compared with it."""
     given, roofline = report.runtime.op_ms, Roofline.of(report.target).op_ms(report.trace)
     ran = (given > 0) & [op.phase is not Phase.OPTIMIZER for op in report.trace.ops]  # shards take their part only
     if given.shape == roofline.shape and np.allclose(given[ran], roofline[ran], rtol=1e-6):
@@ -103,7 +103,7 @@ def _figures(device: Device) -> list[dict[str, Any]]:
 
 
 def figure(device: Device, key: str) -> str:
-    """The value of a figure that provenance names, with its unit; empty for one that is not shown."""
+    """Return the value of a figure that provenance names, with its unit; empty for one that is not shown."""
     section, _, name = key.partition(".")
     if section == "flops":
         rate = getattr(device.flops_per_s, name, None)

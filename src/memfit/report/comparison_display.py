@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.capture.trace_types import short
-from memfit.text import number_table
+from memfit.text import caption_more, number_table
 from memfit.units import display_bytes, display_ms
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ _LEAST_PART = 5e-4
 
 
 def comparison_report(found: Comparison) -> Group:
-    """Everything that differs, within 100 columns; only that nothing does, when nothing does."""
+    """Show everything that differs, within 100 columns, or that nothing does."""
     text = Text(f"two {found.kind} compared\n  first:  {found.first}\n  second: {found.second}")
     if found.same:
         return Group(text, Text("nothing differs", style="bold green"))
@@ -42,12 +42,12 @@ def _changed(found: Comparison) -> RenderableType:
         table.add_row(
             Text(each.name), *(Text(_NOTHING if side is None else side) for side in (each.first, each.second))
         )
-    table = _more(table, len(found.changed))
+    caption_more(table, len(found.changed), _ROWS)
     return table if found.note is None else Group(table, Text(found.note))
 
 
 def _effects(found: Comparison) -> Table:
-    """Memory and time on both sides; what does not differ has no change."""
+    """Show memory and time on both sides; what does not differ has no change."""
     table = number_table("", "first", "second", "change", title="what it did")
     for each in found.memory:
         table.add_row(each.name, *_cells(each.first_bytes, each.second_bytes, display_bytes))
@@ -79,7 +79,8 @@ def _decisions(found: Comparison) -> Table | None:
             *(_NOTHING if side is None else display_bytes(side) for side in (each.first_bytes, each.second_bytes)),
             *(_NOTHING if side is None else display_ms(side) for side in (each.first_ms, each.second_ms)),
         )
-    return _more(table, len(found.decisions))
+    caption_more(table, len(found.decisions), _ROWS)
+    return table
 
 
 def _modules(found: Comparison) -> Table | None:
@@ -99,7 +100,8 @@ def _modules(found: Comparison) -> Table | None:
             _flops(each.second_flops),
             _signed(each.second_flops - each.first_flops, _flops),
         )
-    return _more(table, len(found.modules))
+    caption_more(table, len(found.modules), _ROWS)
+    return table
 
 
 def _ops(found: Comparison) -> Table | None:
@@ -109,18 +111,12 @@ def _ops(found: Comparison) -> Table | None:
     for each in found.ops[:_ROWS]:
         name = short(each.name)
         table.add_row(Text(name), str(each.first), str(each.second), f"{each.second - each.first:+}")
-    return _more(table, len(found.ops))
-
-
-def _more(table: Table, rows: int) -> Table:
-    if rows > _ROWS:
-        table.caption = f"and {rows - _ROWS} more"
-        table.caption_justify = "left"
+    caption_more(table, len(found.ops), _ROWS)
     return table
 
 
 def _cells(first: float | None, second: float | None, shown: Callable[[float], str]) -> list[str]:
-    """Both sides and by how much they differ: in their own unit, and as a part where there is one."""
+    """Display both sides and their difference, in their own unit and as a part where there is one."""
     cells = [_NOTHING if side is None else shown(side) for side in (first, second)]
     if first is None or second is None or first == second:
         return [*cells, ""]
@@ -134,7 +130,7 @@ def _signed(difference: float, shown: Callable[[float], str]) -> str:
 
 
 def _flops(count: float) -> str:
-    """FLOPs in the unit that a person would choose."""
+    """Display FLOPs in the unit that a person would choose."""
     for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if abs(count) >= size:
             return f"{count / size:.2f} {unit}"

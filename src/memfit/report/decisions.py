@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from memfit.analysis.checkpointing import forced_ops
+from memfit.analysis.checkpointing import find_forced_ops
 from memfit.analysis.report import Report
 from memfit.capture.trace_types import short
 from memfit.paths import alike, folded, module_label
@@ -19,18 +19,16 @@ from memfit.units import display_bytes, display_ms
 _OPS = 4
 
 
-def decisions(report: Report) -> list[dict[str, Any]]:
-    """One row for units that are alike and get the same policy, then those that are kept as they are."""
+def list_decisions(report: Report) -> list[dict[str, Any]]:
+    """Return one row for units that are alike and get the same policy, then those that are kept as they are."""
     plan = report.plan
     if plan is None or plan.predicted is None:
         return []
     groups: dict[tuple[object, ...], list[Checkpoint]] = defaultdict(list)
     for entry in plan.checkpoint:
         groups[same_policy(entry)].append(entry)
-    units = {unit.name: unit for unit in report.problem.units}
-    rows = [
-        _checkpointed(members, forced_ops(report.problem.facts, units[members[0].unit])) for members in groups.values()
-    ]
+    columns, units = report.problem.trace_columns, {unit.name: unit for unit in report.problem.units}
+    rows = [_checkpointed(members, find_forced_ops(columns, units[members[0].unit])) for members in groups.values()]
     rows.sort(key=lambda row: -row["rate"])
     return [*rows, *_kept(report, plan)]
 
@@ -41,7 +39,7 @@ def _checkpointed(members: Sequence[Checkpoint], forced: Mapping[int, str]) -> d
     took = sum(entry.recompute_ms for entry in members)
     rate = dropped / took if took else float(dropped)
     return {
-        "unit": label(members),
+        "unit": label_units(members),
         "kind": first.kind,
         "units": len(members),
         "decision": "partly saved" if first.saved_ops else "runs again in full",
@@ -58,8 +56,8 @@ def _checkpointed(members: Sequence[Checkpoint], forced: Mapping[int, str]) -> d
     }
 
 
-def label(members: Sequence[Checkpoint]) -> str:
-    """The name of units that are alike: `layers.0-15.feed_forward`."""
+def label_units(members: Sequence[Checkpoint]) -> str:
+    """Return the name of units that are alike: `layers.0-15.feed_forward`."""
     return module_label(members[0].unit) if len(members) == 1 else units_label(members)
 
 
@@ -70,7 +68,7 @@ def _per_ms(dropped: int, took_ms: float) -> str:
 
 
 def _kept(report: Report, plan: Plan) -> Iterator[dict[str, Any]]:
-    """Units that could be checkpointed and are not, the outermost that are neither in a chosen one nor around one."""
+    """Yield the outermost units that could be checkpointed and are neither chosen, in a chosen one nor around one."""
     spans = [(entry.begin, entry.end) for entry in plan.checkpoint]
     candidates = report.problem.candidates
     free = [
@@ -107,7 +105,7 @@ def _kept(report: Report, plan: Plan) -> Iterator[dict[str, Any]]:
 
 
 def _why_kept(report: Report, candidate: Candidate) -> str:
-    """Whether what a unit could drop is there at all when the step is at its highest."""
+    """Say whether what a unit could drop is there at all when the step is at its highest."""
     if report.baseline.peak_bytes <= (report.plan.budget_bytes if report.plan is not None else 0):
         return "not needed: the step fits without"
     planned = report.planned
@@ -123,7 +121,7 @@ def _why_kept(report: Report, candidate: Candidate) -> str:
 
 
 def _named(ops: Iterable[UnitOp], forced: Mapping[int, str]) -> str:
-    """Ops by name, those whose results take most first, with why they cannot run again; views are not worth a word."""
+    """Name ops, those with the largest results first, with why they cannot be recomputed; views are left out."""
     sizes: dict[str, list[int]] = defaultdict(list)
     for op in ops:
         if op.bytes:

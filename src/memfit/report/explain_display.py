@@ -11,12 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from memfit.analysis.explanation import Checkpointing, HeldStorage, ModuleAtPeak, StepExplanation, StillHeld
-from memfit.analysis.levers import Lever, enough
+from memfit.analysis.levers import Lever, describe_shortfall
 from memfit.capture import Category
 from memfit.capture.trace_types import short
-from memfit.paths import alike, folded
+from memfit.paths import alike, folded, module_label
 from memfit.plans import Plan
-from memfit.text import counted, number_table
+from memfit.text import caption_more, counted, number_table
 from memfit.units import display_bytes, display_ms
 
 _SHOWN = 5
@@ -29,7 +29,7 @@ _STATES = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTI
 
 
 def explanation_report(found: StepExplanation) -> Group:
-    """Everything that fits a screen of 100 columns."""
+    """Show everything that fits a screen of 100 columns."""
     parts: list[RenderableType] = [_headline(found)]
     for make in (_categories, _modules, _lines, _largest, _activations, _gathered):
         table = make(found)
@@ -60,9 +60,9 @@ def _headline(found: StepExplanation) -> Text:
         text.append(f"fits: {display_bytes(-over)} below the budget of {budget}", style="green")
     at = found.at
     if at.second_run_of is not None:
-        text.append(f"\nhighest in the second run of {at.second_run_of or '(model)'}, at {short(at.name)}")
+        text.append(f"\nhighest in the second run of {module_label(at.second_run_of)}, at {short(at.name)}")
     elif at.name:
-        where = "outside any module" if at.module is None else f"in {at.module or 'the model itself'}"
+        where = "outside any module" if at.module is None else f"in {module_label(at.module)}"
         text.append(f"\nhighest in {at.phase}, at op {at.op}, {short(at.name)}, {where}")
     else:
         text.append(f"\nhighest {at.phase}")
@@ -72,7 +72,7 @@ def _headline(found: StepExplanation) -> Text:
 
 
 def _titled(table: Table) -> Iterable[RenderableType]:
-    """The table below its title, which a table would fold to its own width."""
+    """Yield the table below its title, which a table would fold to its own width."""
     title, table.title = table.title, None
     yield Text(str(title), style="italic")
     yield table
@@ -86,7 +86,7 @@ def _categories(found: StepExplanation) -> Table:
 
 
 def _modules(found: StepExplanation) -> Table | None:
-    """Modules whose paths differ in numbers only are one row."""
+    """Show modules, those whose paths differ in numbers only as one row."""
     if not found.by_module:
         return None
     groups: dict[str, list[ModuleAtPeak]] = defaultdict(list)
@@ -106,7 +106,8 @@ def _modules(found: StepExplanation) -> Table | None:
             *(display_bytes(n_bytes) if n_bytes else "" for n_bytes in (state, held, whole - state - held)),
             _line(max(members, key=lambda each: each.size_bytes).source),
         )
-    return _with_more(table, len(rows))
+    caption_more(table, len(rows), _ROWS)
+    return table
 
 
 def _lines(found: StepExplanation) -> Table | None:
@@ -116,17 +117,16 @@ def _lines(found: StepExplanation) -> Table | None:
     for each in found.by_line[:_LINES]:
         share = _share(each.size_bytes, found.peak_bytes)
         table.add_row(Text(each.source), str(each.allocations), display_bytes(each.size_bytes), share)
-    return _with_more(table, len(found.by_line), _LINES)
+    caption_more(table, len(found.by_line), _LINES)
+    return table
 
 
 def _largest(found: StepExplanation) -> Table | None:
     if not found.largest:
         return None
     title = f"the {len(found.largest)} largest storages at the peak"
-    table = Table(title=title, show_edge=False, pad_edge=False)
-    table.add_column("bytes", justify="right", no_wrap=True)
-    for name in ("made by", "held by", "ops", "line"):
-        table.add_column(name, overflow="fold")
+    words = ("made by", "held by", "ops", "line")
+    table = number_table("bytes", *words, title=title, left=0, words=words)
     for each in found.largest:
         table.add_row(
             display_bytes(each.size_bytes), _tensor(each), Text(each.held_by), _life(each), _line(each.source)
@@ -145,7 +145,7 @@ def _tensor(held: HeldStorage) -> Text:
 
 
 def _life(held: HeldStorage) -> str:
-    """From the op that makes it to the one after which it goes."""
+    """Return the ops between which a storage is alive."""
     begin = "start" if held.alloc_at is None else str(held.alloc_at)
     return f"{begin} to {'end' if held.free_after is None else held.free_after}"
 
@@ -168,7 +168,8 @@ def _activations(found: StepExplanation) -> Table | None:
             display_bytes(sum(size for _, size, _ in members)),
             display_bytes(sum(own for _, _, own in members)),
         )
-    return _with_more(table, len(ordered))
+    caption_more(table, len(ordered), _ROWS)
+    return table
 
 
 def _gathered(found: StepExplanation) -> Table | None:
@@ -191,7 +192,8 @@ def _gathered(found: StepExplanation) -> Table | None:
             display_bytes(first.shard_bytes),
             display_bytes(sum(each.at_peak_bytes for each in members)),
         )
-    return _with_more(table, len(groups))
+    caption_more(table, len(groups), _ROWS)
+    return table
 
 
 def _checkpointing(found: Checkpointing) -> Iterable[RenderableType]:
@@ -222,16 +224,17 @@ def _checkpointing(found: Checkpointing) -> Iterable[RenderableType]:
             Text(f"{first.reason}: {_alike_words(first.why) if len(members) > 1 else first.why}"),
         )
     yield Text()
-    yield from _titled(_with_more(table, len(rows)))
+    caption_more(table, len(rows), _ROWS)
+    yield from _titled(table)
 
 
 def _alike_words(text: str) -> str:
-    """Module paths inside a sentence, with stars for their numbers."""
+    """Replace numbers in module paths inside a sentence by stars."""
     return " ".join(alike(word) if "." in word and word[:1].isalpha() else word for word in text.split(" "))
 
 
 def _levers(found: StepExplanation) -> Iterable[RenderableType]:
-    """What each does, then how."""
+    """Yield what each lever does, then how."""
     title = "levers: free ones first, then by bytes saved for each millisecond lost, small ones last"
     table = number_table("", "saves", "peak then", "step", title=title)
     table.columns[0].justify = "right"
@@ -267,7 +270,7 @@ def _time(lever: Lever) -> str:
 
 
 def _how(lever: Lever) -> Group:
-    """One text to a line: a newline inside of one would be a name's."""
+    """Put each text on a line of its own: a newline inside of one can only be part of a name."""
     lines = [Text(lever.how)]
     if lever.option:
         lines.append(Text(f"with memfit plan: {lever.option}"))
@@ -295,21 +298,21 @@ def _least(found: StepExplanation) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    """Units whose paths differ in numbers only as one name; the first few of them."""
+    """Name the first few units, those whose paths differ in numbers only as one."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name in names:
         groups[alike(name)].append(name)
-    shown = [folded(members) or "(model)" for members in groups.values()]
+    shown = [module_label(folded(members)) for members in groups.values()]
     more = len(shown) - _UNITS
     return ", ".join(shown[:_UNITS]) + (f" and {more} more" if more > 0 else "")
 
 
 def _label(modules: Iterable[str]) -> Text:
-    return Text(folded(modules) or "(model)")
+    return Text(module_label(folded(modules)))
 
 
 def _line(source: str) -> str:
-    """`file:line` without folders and the name of the function."""
+    """Shorten to `file:line`, without folders and the function's name."""
     return os.path.basename(source.partition(" ")[0])
 
 
@@ -317,15 +320,8 @@ def _share(n_bytes: int, whole: int) -> str:
     return f"{n_bytes / whole:.1%}" if whole else ""
 
 
-def _with_more(table: Table, rows: int, shown: int = _ROWS) -> Table:
-    if rows > shown:
-        table.caption = f"and {rows - shown} more"
-        table.caption_justify = "left"
-    return table
-
-
 def levers_in_short(levers: Sequence[Lever], plan: Plan, explain: str) -> RenderableType:
-    """The first few of them, and the command that has the rest. Where nothing fits, all that would make it fit."""
+    """Show the first few levers and the command that has the rest; where nothing fits, all that would make it fit."""
     hopeless = plan.predicted is None
     if not levers:
         return Text(f"\nno lever that memfit knows would lower this peak {'' if hopeless else 'further'}".rstrip())
@@ -340,7 +336,7 @@ def levers_in_short(levers: Sequence[Lever], plan: Plan, explain: str) -> Render
         if lever.option:
             name.append(f" ({lever.option})", style="dim")
         cells = [display_bytes(lever.saves_bytes), display_bytes(lever.peak_bytes), _longer(lever.costs_ms)]
-        table.add_row(name, *cells, *([enough(lever, plan.budget_bytes)] if hopeless else []))
+        table.add_row(name, *cells, *([describe_shortfall(lever, plan.budget_bytes)] if hopeless else []))
     more = len(levers) - len(shown)
     rest = f"{more} more, and how each is done" if more > 0 else "how each is done"
     other = "" if all(lever.same_numbers for lever in shown) else "*: computes other numbers\n"

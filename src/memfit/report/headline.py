@@ -10,7 +10,7 @@ from memfit.errors import InputError
 from memfit.hardware import load_device
 from memfit.paths import alike, folded, module_label
 from memfit.plans import Plan
-from memfit.plans.facts import peak_place
+from memfit.plans.trace_record import describe_peak
 from memfit.text import counted
 from memfit.units import display_bytes, display_ms
 
@@ -34,7 +34,7 @@ class Headline:
 
 
 def headline(report: Report) -> Headline:
-    """The headline of a report."""
+    """Write the headline of a report."""
     trace, target = report.trace, report.target
     model = trace.modules[0].kind if trace.modules else "the step"
     where = target.device.title if target.ranks == 1 else f"{target.ranks} x {target.device.title}"
@@ -80,7 +80,7 @@ def _infeasible(plan: Plan) -> list[str]:
     if plan.blocker is not None:
         lowest = display_bytes(plan.blocker.peak_bytes)
         sentences.append(
-            f"What stands in the way: {peak_place(plan.blocker.peak_at)}, where no plan gets below {lowest}."
+            f"What stands in the way: {describe_peak(plan.blocker.peak_at)}, where no plan gets below {lowest}."
         )
     return [*sentences, _before(plan)]
 
@@ -116,7 +116,7 @@ def _before(plan: Plan) -> str:
 
 
 def _does(plan: Plan) -> str:
-    """What the plan changes, with the units that it checkpoints."""
+    """Say what the plan changes, with the units that it checkpoints."""
     if not plan.checkpoint:
         return "Nothing needs to be checkpointed: the plan recomputes nothing."
     assert plan.predicted is not None
@@ -158,14 +158,14 @@ STEP_WAYS = {
 
 
 def without_plan(ranks: int, *, ddp: bool) -> str:
-    """What a step is called that runs without its plan: on several ranks it is sharded or replicated all the same."""
+    """Say what a step without its plan is called: on several ranks it is sharded or replicated all the same."""
     if ranks == 1:
         return "without a plan"
     return "only replicated (DDP)" if ddp else "only sharded"
 
 
 def without_plan_of(report: Report) -> str:
-    """What the step of a report is called that runs without its plan."""
+    """Say what the step of a report without its plan is called."""
     return without_plan(report.target.ranks, ddp=report.problem.options.shard.parallel == "ddp")
 
 
@@ -180,7 +180,7 @@ class Verdict:
 
 
 def verdict_of(plan: Plan, usable_bytes: int | None = None) -> Verdict:
-    """Whether the step fits under the plan; `usable_bytes`, what the device has for tensors, is known by its name."""
+    """Judge whether the step fits under the plan; `usable_bytes` is what the device has for tensors."""
     budget = display_bytes(plan.budget_bytes)
     predicted = plan.predicted
     if predicted is None:
@@ -199,12 +199,12 @@ def verdict_of(plan: Plan, usable_bytes: int | None = None) -> Verdict:
 
 
 def changes_nothing(plan: Plan) -> bool:
-    """Whether the plan leaves the step as it is."""
+    """Return whether the plan leaves the step as it is."""
     return plan.predicted is not None and not plan.checkpoint and plan.optimizer is None
 
 
 def _usable_bytes(plan: Plan) -> int:
-    """What the plan's device has for tensors; all of its memory where this machine has no figures of it."""
+    """Return what the plan's device has for tensors; all of its memory where this machine has no figures of it."""
     total_bytes = plan.target.memory_total_bytes
     try:
         device = load_device(plan.target.device)

@@ -12,8 +12,9 @@ import numpy as np
 from memfit._version import __version__
 from memfit.analysis.report import Report
 from memfit.memory import CATEGORIES, Timeline
-from memfit.plans.facts import trace_facts
-from memfit.report.assumed import assumed
+from memfit.paths import MODEL_LABEL
+from memfit.plans.trace_record import build_trace_record
+from memfit.report.assumed import list_assumptions
 from memfit.report.streams import build_clock
 from memfit.report.tree import Strings, module_tree
 from memfit.solve import Curve
@@ -29,30 +30,30 @@ _TIMES = ("forward_ms", "backward_ms", "recompute_ms", "optimizer_ms")
 
 
 def to_json(report: Report) -> str:
-    """The document; the same report is the same text."""
+    """Return the report as a JSON document; the same report is the same text."""
     timelines = {"baseline": report.baseline}
     if report.planned is not None:
         timelines["planned"] = report.planned
-    facts = assumed(report)
+    assumptions = list_assumptions(report)
     notes = report.plan.notes if report.plan is not None else report.trace.notes
     document = {
         "schema": SCHEMA,
         "memfit": __version__,
         "fingerprint": report.trace.fingerprint,
-        "step": msgspec.to_builtins(trace_facts(report.trace)),
+        "step": msgspec.to_builtins(build_trace_record(report.trace)),
         "plan": None if report.plan is None else msgspec.to_builtins(report.plan, order="deterministic"),
         "summary": {name: _summary(report, each) for name, each in timelines.items()},
         "modules": _modules(report),
         "timeline": {name: _timeline(report, each) for name, each in timelines.items()},
         "curve": None if report.curve is None else _curve(report.curve),
         "verification": None if report.verification is None else _finite(report.verification.to_dict()),
-        "assumptions": {"facts": dict(facts["facts"]), "figures": facts["figures"], "notes": list(notes)},
+        "assumptions": {"facts": dict(assumptions["facts"]), "figures": assumptions["figures"], "notes": list(notes)},
     }
     return json_text(msgspec.to_builtins(document))
 
 
 def _summary(report: Report, timeline: Timeline) -> dict[str, Any]:
-    """The highest point and the time of a step. By category it adds up to the peak."""
+    """Return the highest point and the time of a step; categories add up to the peak."""
     instant = timeline.peak_instant
     op = int(timeline.op[instant])
     runs = op < len(timeline.trace.ops)
@@ -70,7 +71,7 @@ def _summary(report: Report, timeline: Timeline) -> dict[str, Any]:
 
 
 def _modules(report: Report) -> list[dict[str, Any]]:
-    """Every module: what it holds itself at the peaks, by category, its own times, and what the plan does with it.
+    """Return every module: bytes at the peaks by category, its own times, and what the plan does with it.
 
     Without the modules inside it, so that all rows add up to the peak and to the time of all ops. Rows that are no
     module have a `path` of None, and are left out where they have nothing.
@@ -82,7 +83,7 @@ def _modules(report: Report) -> list[dict[str, Any]]:
     count, rows = len(tree["path"]), []
     for place in range(count):
         name = texts[tree["path"][place]]
-        path = "" if name == "(model)" else name
+        path = "" if name == MODEL_LABEL else name
         row: dict[str, Any] = {
             "name": name,
             "path": path if path in paths and texts[tree["kind"][place]] else None,
@@ -107,7 +108,7 @@ def _holds(side: dict[str, Any]) -> bool:
 
 
 def _timeline(report: Report, timeline: Timeline) -> dict[str, Any]:
-    """Memory over the step: the highest instant of each of some hundred stretches, so that the peak is among them."""
+    """Return memory over the step: the highest instant of each of some hundred stretches, the peak among them."""
     during, count = timeline.during_bytes, len(timeline.op)
     edges = np.unique(np.linspace(0, count, min(count, _POINTS) + 1).astype(np.int64))
     highest = [int(begin + during[begin:end].argmax()) for begin, end in pairwise(edges.tolist())]
@@ -139,12 +140,12 @@ def _curve(curve: Curve) -> dict[str, Any]:
 
 
 def _ms(value: float) -> float | None:
-    """Times to the nanosecond, so that sums in another order are the same text; None for what JSON has no word for."""
+    """Round to nanoseconds, so that sums in another order are the same text; None for what JSON cannot say."""
     return round(float(value), _DIGITS) if math.isfinite(value) else None
 
 
 def _finite(value: Any) -> Any:
-    """Plain values with None for numbers that JSON has no word for."""
+    """Replace numbers that JSON cannot write by None."""
     if isinstance(value, dict):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

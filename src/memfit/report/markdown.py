@@ -11,20 +11,20 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from memfit.analysis.comparison import reserves_more
-from memfit.analysis.levers import Lever, enough
+from memfit.analysis.levers import Lever, describe_shortfall
 from memfit.analysis.report import Report
 from memfit.capture import Category
 from memfit.plans import Plan
-from memfit.plans.facts import peak_place
 from memfit.plans.record import Blocker, Estimate
-from memfit.report.assumed import assumed
+from memfit.plans.trace_record import describe_peak
+from memfit.report.assumed import list_assumptions
 from memfit.report.curve_display import headline as curve_headline
-from memfit.report.decisions import decisions
+from memfit.report.decisions import list_decisions
 from memfit.report.headline import headline, without_plan_of
 from memfit.text import counted
 from memfit.units import display_bytes, display_ms
 from memfit.verify import Verification
-from memfit.verify.verification import BytesBeside, MsBeside
+from memfit.verify.verification import BytesCheck, MsCheck
 
 _ROWS = 12
 _MEANING = re.compile(r"([\\`*_\[\]|~#@!])")
@@ -32,7 +32,7 @@ _HTML = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
 
 
 def to_markdown(report: Report, levers: Sequence[Lever] = ()) -> str:
-    """The report as GitHub shows it; the same report is the same text."""
+    """Return the report as GitHub shows it; the same report is the same text."""
     words = headline(report)
     parts = [
         f"### memfit: {_prose(words.verdict.lower())}, {_prose(words.figures)}",
@@ -49,7 +49,7 @@ def to_markdown(report: Report, levers: Sequence[Lever] = ()) -> str:
 
 
 def _before_and_after(report: Report) -> str:
-    """Peak, reserved, time and categories, each without the plan and with it."""
+    """Write peak, reserved, time and categories, each without the plan and with it."""
     plan = report.plan
     without = without_plan_of(report)
     if plan is None:
@@ -93,7 +93,7 @@ def _bytes_cells(values: Sequence[int]) -> list[str]:
 
 
 def _part(now: float, then: float) -> str:
-    """The change as a part of what was; nothing where there is none or there was nothing."""
+    """Return the change as a part of what was; empty where there is none or there was nothing."""
     if now == then or not then:
         return ""
     part = (now - then) / then
@@ -105,18 +105,18 @@ def _highest(report: Report) -> Iterator[str]:
     if plan is None:
         return
     without = without_plan_of(report) if plan.ranks == 1 else f"when {without_plan_of(report)}"
-    lines = [f"Highest {without}: {_prose(peak_place(plan.baseline.peak_at))}."]
+    lines = [f"Highest {without}: {_prose(describe_peak(plan.baseline.peak_at))}."]
     if plan.predicted is not None:
-        lines.append(f"Highest with the plan: {_prose(peak_place(plan.predicted.peak_at))}.")
+        lines.append(f"Highest with the plan: {_prose(describe_peak(plan.predicted.peak_at))}.")
     yield " ".join(lines)
 
 
 def _decisions(report: Report) -> Iterator[str]:
-    """Units that are alike are one row; those that cost most bytes first."""
+    """Yield the table of decisions: units that are alike are one row, those with most bytes first."""
     plan = report.plan
     if plan is None or not plan.checkpoint:
         return
-    found = [row for row in decisions(report) if row["decision"] != "kept"]
+    found = [row for row in list_decisions(report) if row["decision"] != "kept"]
     found.sort(key=lambda row: -row["all_bytes"])
     rows = [
         [
@@ -135,7 +135,7 @@ def _decisions(report: Report) -> Iterator[str]:
 
 
 def _levers(report: Report, levers: Sequence[Lever]) -> Iterator[str]:
-    """Each with what it does to the peak; where nothing fits, with whether it is enough."""
+    """Yield levers with what each does to the peak; where nothing fits, with whether it is enough."""
     if not levers:
         return
     hopeless = report.plan is not None and report.plan.predicted is None
@@ -146,7 +146,7 @@ def _levers(report: Report, levers: Sequence[Lever]) -> Iterator[str]:
             display_bytes(lever.saves_bytes),
             display_bytes(lever.peak_bytes),
             "not known" if lever.costs_ms is None else f"{lever.costs_ms:+.1f} ms",
-            *([enough(lever, budget_bytes)] if hopeless else []),
+            *([describe_shortfall(lever, budget_bytes)] if hopeless else []),
             _prose(lever.how),
         ]
         for lever in levers
@@ -182,8 +182,8 @@ def _verified(found: Verification) -> list[str]:
     return parts
 
 
-def _beside(name: str, each: BytesBeside | MsBeside | None) -> Iterator[list[str]]:
-    if isinstance(each, BytesBeside):
+def _beside(name: str, each: BytesCheck | MsCheck | None) -> Iterator[list[str]]:
+    if isinstance(each, BytesCheck):
         off = f"{each.error:+.2%}" if each.difference_bytes else "none"
         yield [name, display_bytes(each.predicted_bytes), display_bytes(each.measured_bytes), off]
     elif each is not None:
@@ -191,14 +191,14 @@ def _beside(name: str, each: BytesBeside | MsBeside | None) -> Iterator[list[str
 
 
 def _assumed(report: Report) -> Iterator[str]:
-    facts = [f"- {_prose(name)}: {_prose(value)}" for name, value in assumed(report)["facts"]]
+    items = [f"- {_prose(name)}: {_prose(value)}" for name, value in list_assumptions(report)["facts"]]
     notes = report.plan.notes if report.plan is not None else report.trace.notes
-    facts += [f"- note: {_prose(note)}" for note in notes]
-    yield _folded("What was assumed", "\n".join(facts))
+    items += [f"- note: {_prose(note)}" for note in notes]
+    yield _folded("What was assumed", "\n".join(items))
 
 
 def _folded(title: str, inside: str) -> str:
-    """A part that opens when asked; Markdown inside it needs empty lines around."""
+    """Return a part that opens when asked; Markdown inside it needs empty lines around."""
     return f"<details><summary>{_prose(title)}</summary>\n\n{inside}\n\n</details>"
 
 
@@ -212,13 +212,13 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def _prose(text: str) -> str:
-    """Text that is nothing but text (Note [Safe to paste])."""
+    """Escape text so that it is nothing but text (Note [Safe to paste])."""
     flat = " ".join(text.split())
     return "".join(_HTML.get(each, each) for each in _MEANING.sub(r"\\\1", flat))
 
 
 def _code(text: str) -> str:
-    """A name in a table cell; a pipe would end the cell also in a code span."""
+    """Write a name in a table cell; a pipe would end the cell also in a code span."""
     flat = " ".join(text.split()).replace("|", "\\|")
     longest = max((len(run) for run in re.findall("`+", flat)), default=0)
     fence, space = "`" * (longest + 1), " " if longest else ""

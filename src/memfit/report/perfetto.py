@@ -18,7 +18,7 @@ import numpy as np
 
 from memfit._version import __version__
 from memfit.analysis.report import Report
-from memfit.capture import NEVER, Op, Phase, Trace
+from memfit.capture import NO_INDEX, Op, Phase, Trace
 from memfit.capture.trace_types import short
 from memfit.cost import Collective
 from memfit.files import write_whole
@@ -62,7 +62,7 @@ def _about(report: Report) -> dict[str, str]:
 
 
 def _events(report: Report) -> Iterator[_Event]:
-    """Every event; the process that people want to see comes first."""
+    """Yield every event; the process that people want to see comes first."""
     without = without_plan_of(report)
     steps = [] if report.planned is None else [("with the plan", report.planned)]
     for pid, (name, timeline) in enumerate([*steps, (without, report.baseline)], start=1):
@@ -102,7 +102,7 @@ class _Process:
         return _Event("i", name, self.pid, tid, ns / 1e3, cat=cat, s="t", args=args)
 
     def _ops(self, clock: Clock) -> Iterator[_Event]:
-        """Ops in the order in which they run, and the waits between them."""
+        """Yield ops in the order in which they run, and the waits between them."""
         timeline, trace = self.timeline, self.timeline.trace
         for wait in clock.waits:
             yield self._wait(wait)
@@ -115,7 +115,7 @@ class _Process:
                 continue
             args = _op_args(trace, op)
             name, cat = short(trace.ops[op].name), trace.ops[op].phase.value
-            if run != NEVER:
+            if run != NO_INDEX:
                 args |= {"recomputed": True, "second run of": module_label(timeline.units[run].name)}
                 name, cat = f"{name} (again)", _AGAIN
             if begin_ns == end_ns:
@@ -149,7 +149,7 @@ class _Process:
                 yield self._instant(tid, name, sending.begin_ns, args, what)
 
     def _modules(self, clock: Clock) -> Iterator[_Event]:
-        """Phases, module calls in them and second runs, each as long as its ops follow one another.
+        """Yield phases, the module calls in them and recomputes, each as long as its ops follow one another.
 
         Calls nest, so the calls around an op are a path; a slice ends where the path leaves it. Viewers want the outer
         of two slices that begin together first.
@@ -177,7 +177,7 @@ class _Process:
             yield self._slice(_MODULES, name, since_ns, until_ns, args, cat)
 
     def _counters(self, clock: Clock) -> Iterator[_Event]:
-        """Memory whenever it changes. Of instants without a length the highest counts, for a nanosecond."""
+        """Yield memory whenever it changes; of instants without a length the highest counts, for a nanosecond."""
         plan, timeline = self.report.plan, self.timeline
         if plan is not None:
             for ns in (0, clock.end_ns):
@@ -198,7 +198,7 @@ class _Process:
 
 
 def _moments(during: np.ndarray, clock: Clock) -> Iterator[tuple[int, int]]:
-    """Times and the instants whose memory is there from then on: at most one for each nanosecond."""
+    """Yield times and the instants whose memory is there from then on: at most one for each nanosecond."""
     begins, ends = clock.begins_ns.tolist(), clock.ends_ns.tolist()
     at, count = 0, len(begins)
     while at < count:
@@ -213,23 +213,25 @@ def _moments(during: np.ndarray, clock: Clock) -> Iterator[tuple[int, int]]:
 
 
 class _Paths:
-    """The slices around each op: its phase, the second run that it belongs to, the module calls, outermost first."""
+    """The slices around each op: its phase, the recompute that it belongs to, the module calls, outermost first."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline, self.trace = timeline, timeline.trace
-        self._calls: dict[int, tuple[int, ...]] = {NEVER: ()}
+        self._calls: dict[int, tuple[int, ...]] = {NO_INDEX: ()}
 
     def of(self, op: int, run: int) -> tuple[Hashable, ...]:
-        """Places from outside in; none at the end of the step."""
+        """Return the slices of an op from outside in; none at the end of the step."""
         ops = self.trace.ops
         if op == len(ops):
             return ()
         found = ops[op]
-        if run == NEVER:
+        if run == NO_INDEX:
             side = "backward" if found.phase is Phase.BACKWARD else ""
             return (found.phase, *((side, call) for call in self._chain(found)))
         unit = self.timeline.units[run]
-        chain = [call for call in self._chain(found) if unit.call in self.trace.ancestors(call) or unit.call == NEVER]
+        chain = [
+            call for call in self._chain(found) if unit.call in self.trace.ancestors(call) or unit.call == NO_INDEX
+        ]
         return (Phase.BACKWARD, run, *((_AGAIN, run, call) for call in chain))
 
     def _chain(self, op: Op) -> tuple[int, ...]:
@@ -238,7 +240,7 @@ class _Paths:
         return self._calls[op.call]
 
     def shown(self, place: Any) -> tuple[str, dict[str, Any], str]:
-        """Name, arguments and category of a place."""
+        """Return name, arguments and category of a slice."""
         if isinstance(place, Phase):
             return place.value, {}, "phase"
         if isinstance(place, int):
@@ -257,7 +259,7 @@ class _Paths:
 
 def _op_args(trace: Trace, index: int) -> dict[str, Any]:
     op = trace.ops[index]
-    module = module_label(trace.calls[op.call].module) if op.call != NEVER else "outside any module"
+    module = module_label(trace.calls[op.call].module) if op.call != NO_INDEX else "outside any module"
     return {
         "op": index,
         "name": op.name,

@@ -13,7 +13,8 @@ from memfit.capture import Category
 from memfit.capture.trace_types import short
 from memfit.paths import alike, folded, module_label, ranges
 from memfit.plans.document import Plan
-from memfit.plans.record import Blocker, Checkpoint, DdpPlan, Estimate, PeakAt, ShardPlan
+from memfit.plans.record import Blocker, Checkpoint, DdpPlan, Estimate, ShardPlan
+from memfit.plans.trace_record import describe_peak
 from memfit.report.headline import STEP_WAYS, Tone, changes_nothing, verdict_of, without_plan
 from memfit.text import counted, number_table
 from memfit.units import display_bytes, display_ms
@@ -23,7 +24,7 @@ _STYLE: dict[Tone, str] = {"good": "green", "care": "yellow", "bad": "red"}
 
 
 def plan_report(plan: Plan, *, next_step: bool = True) -> Group:
-    """Everything about a plan that fits a screen of 80 columns; `next_step` says what to ask when nothing fits."""
+    """Show what fits a screen of 80 columns about a plan; `next_step` says what to ask when nothing fits."""
     parts: list[RenderableType] = [_headline(plan), Text(), _before_and_after(plan), Text(), _highest(plan)]
     if plan.blocker is not None and next_step:
         parts += [Text("memfit.explain(plan, step) works out what would help", style="dim")]
@@ -55,7 +56,7 @@ def _without(plan: Plan) -> str:
 
 
 def _headline(plan: Plan) -> Text:
-    """The verdict in the words of the page, for what it is, and how tight it is."""
+    """Write the verdict in the words of the page, for what it is, and how tight it is."""
     verdict = verdict_of(plan)
     text = Text(verdict.words.lower(), style=f"bold {_STYLE[verdict.tone]}")
     text = Text.assemble(text, f": {verdict.figures}")
@@ -91,25 +92,22 @@ def _headline(plan: Plan) -> Text:
 
 
 def _before_and_after(plan: Plan) -> Table:
-    """Memory and time without the plan and with it; when nothing fits, beside the lowest peak that there is, and alone
-    when nothing is changed.
+    """Show memory and time without the plan and with it.
 
-    On several ranks the step is sharded also without the plan.
+    When nothing fits, the lowest peak stands beside; when nothing is changed, the step stands alone. On several ranks
+    the step is sharded also without the plan.
     """
     same = changes_nothing(plan)
-    table = Table(show_edge=False, pad_edge=False)
-    table.add_column("")
-    columns: list[Estimate | Blocker] = []
+    by_name: list[tuple[str, Estimate | Blocker]] = []
     if not same:
-        table.add_column(_without(plan), justify="right", no_wrap=True)
-        columns.append(plan.baseline)
+        by_name.append((_without(plan), plan.baseline))
     if plan.predicted is not None:
         name = "with the plan" if not same else "as it is" if plan.ranks == 1 else _without(plan)
-        table.add_column(name, justify="right", no_wrap=True)
-        columns.append(plan.predicted)
+        by_name.append((name, plan.predicted))
     elif plan.blocker is not None:
-        table.add_column("the lowest there is", justify="right", no_wrap=True)
-        columns.append(plan.blocker)
+        by_name.append(("the lowest there is", plan.blocker))
+    table = number_table("", *(name for name, _ in by_name))
+    columns = [column for _, column in by_name]
     estimates = [each for each in columns if isinstance(each, Estimate)]
     table.add_row("peak", *(display_bytes(each.peak_bytes) for each in columns))
     if any(each.peak_reserved_bytes != each.peak_bytes for each in estimates):
@@ -132,30 +130,21 @@ def _before_and_after(plan: Plan) -> Table:
 
 
 def _highest(plan: Plan) -> Text:
-    """Where the peaks are."""
+    """Say where the peaks are."""
     if changes_nothing(plan):
-        return Text(f"highest: {_place(plan.baseline.peak_at)}")
+        return Text(f"highest: {describe_peak(plan.baseline.peak_at)}")
     text = Text("highest without a plan: " if plan.ranks == 1 else f"highest when {_without(plan)}: ")
-    text.append(_place(plan.baseline.peak_at))
+    text.append(describe_peak(plan.baseline.peak_at))
     if plan.predicted is not None:
-        text.append(f"\nhighest with the plan: {_place(plan.predicted.peak_at)}")
+        text.append(f"\nhighest with the plan: {describe_peak(plan.predicted.peak_at)}")
     if plan.blocker is not None:
         lowest = display_bytes(plan.blocker.peak_bytes)
-        text.append(f"\nnothing gets below {lowest} here: {_place(plan.blocker.peak_at)}")
+        text.append(f"\nnothing gets below {lowest} here: {describe_peak(plan.blocker.peak_at)}")
     return text
 
 
-def _place(at: PeakAt) -> str:
-    if at.second_run_of is not None:
-        return f"second run of {module_label(at.second_run_of)}"
-    if not at.name:
-        return at.phase
-    module = "outside any module" if at.module is None else f"in {at.module or 'the model itself'}"
-    return f"{at.phase}, {short(at.name)}, {module}"
-
-
 def _groups(checkpoint: Iterable[Checkpoint]) -> list[list[Checkpoint]]:
-    """Units whose paths differ in numbers only and that have the same policy."""
+    """Group units whose paths differ in numbers only and that have the same policy."""
     groups: dict[tuple[object, ...], list[Checkpoint]] = {}
     for entry in checkpoint:
         groups.setdefault(same_policy(entry), []).append(entry)
@@ -163,7 +152,7 @@ def _groups(checkpoint: Iterable[Checkpoint]) -> list[list[Checkpoint]]:
 
 
 def _title(words: str) -> Text:
-    """A title of its own; that of a table would be folded to the table's width."""
+    """Return a title of its own; that of a table would be folded to the table's width."""
     return Text(words, style="italic")
 
 
@@ -187,14 +176,12 @@ def _checkpoint(groups: list[list[Checkpoint]]) -> Table:
 
 
 def _kept(checkpoint: Iterable[Checkpoint]) -> Table:
-    """What each unit keeps from forward to backward, and the ops that make it; units that keep the same in one row."""
+    """Show what each unit keeps from forward to backward and the ops that make it; equal units share a row."""
     groups: dict[tuple[object, ...], list[Checkpoint]] = {}
     for entry in checkpoint:
         groups.setdefault((alike(entry.module), entry.kind, entry.cached_bytes, _kept_ops(entry)), []).append(entry)
-    table = Table(show_edge=False, pad_edge=False)
-    table.add_column("unit", overflow="fold")
-    table.add_column("keeps", justify="right", no_wrap=True)
-    table.add_column("of, largest first", overflow="fold")
+    ops = "of, largest first"
+    table = number_table("unit", "keeps", ops, words=(ops,))
     for members in groups.values():
         first = members[0]
         kept = (display_bytes(first.cached_bytes), _kept_ops(first)) if first.cached_bytes else ("nothing", "")
@@ -203,8 +190,10 @@ def _kept(checkpoint: Iterable[Checkpoint]) -> Table:
 
 
 def same_policy(entry: Checkpoint) -> tuple[object, ...]:
-    """Equal for units that are alike and have the same policy, whichever run of the module they are: a micro-batch of
-    an accumulated step is one run."""
+    """Return a key that is equal for units that are alike and have the same policy.
+
+    The run of the module does not matter: a micro-batch of an accumulated step is one run.
+    """
     return (
         alike(entry.module),
         entry.kind,
@@ -217,14 +206,14 @@ def same_policy(entry: Checkpoint) -> tuple[object, ...]:
 
 
 def _times(members: list[Checkpoint]) -> str:
-    """Units alike may differ in time: the first of them finds other things in the cache."""
+    """Write the range of times: of units alike the first finds other data in the cache."""
     times = [entry.recompute_ms for entry in members]
     least, most = display_ms(min(times)), display_ms(max(times))
     return least if least == most else f"{least} to {most}"
 
 
 def units_label(members: Sequence[Checkpoint]) -> str:
-    """The name of units that are alike: `layers.0-15.mlp`, and their runs where these are not all of them."""
+    """Name units that are alike: `layers.0-15.mlp`, and their runs where these are not all of them."""
     first = members[0]
     if len(members) == 1:
         return module_label(first.unit)
@@ -233,7 +222,7 @@ def units_label(members: Sequence[Checkpoint]) -> str:
 
 
 def _runs(members: Sequence[Checkpoint]) -> str:
-    """`, each of 4 runs`, or `#1-3` where only these have this policy; nothing for modules that run once."""
+    """Return `, each of 4 runs`, or `#1-3` where only these have this policy; empty for modules that run once."""
     calls = {entry.call for entry in members}
     total = max(entry.calls for entry in members)
     if members[0].is_loss:
@@ -247,7 +236,7 @@ def _runs(members: Sequence[Checkpoint]) -> str:
 
 
 def _kept_ops(entry: Checkpoint) -> str:
-    """The ops whose results are saved, those that take most first; those that take nothing are not worth a word."""
+    """Name the ops whose results are saved, those that take most first; those that take nothing are left out."""
     sizes: dict[str, list[int]] = defaultdict(list)
     for op in entry.saved_ops:
         if op.bytes:
@@ -259,7 +248,7 @@ def _kept_ops(entry: Checkpoint) -> str:
 
 
 def _shard(shard: ShardPlan) -> Text:
-    """Units that keep their parameters between forward and backward are named, the others counted."""
+    """Name units that keep their parameters between forward and backward, and count the others."""
     kept = [unit.module for unit in shard.units if not unit.reshard_after_forward]
     text = Text(f"sharded by {shard.ranks}: {counted(len(shard.units), 'unit')}, {shard.prefetch} gathered ahead")
     patterns: dict[str, list[str]] = {}
@@ -275,7 +264,7 @@ def _shard(shard: ShardPlan) -> Text:
 
 
 def _ddp(ddp: DdpPlan) -> Text:
-    """Where gradients are while they are averaged, and who wraps the model."""
+    """Say where gradients are while they are averaged, and who wraps the model."""
     total = display_bytes(sum(ddp.buckets))
     where = "which gradients are views of" if ddp.gradient_as_bucket_view else "beside the gradients"
     option = ", gradient_as_bucket_view=True" if ddp.gradient_as_bucket_view else ""

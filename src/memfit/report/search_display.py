@@ -18,7 +18,7 @@ _LARGEST: dict[Over, str] = {"batch": "largest that fits", "seq": "longest that 
 
 
 def search_report(search: Search) -> Group:
-    """Everything that fits a screen of 80 columns."""
+    """Show everything that fits a screen of 80 columns."""
     parts: list[RenderableType] = [_headline(search), Text(), _points(search)]
     parts += [Text(), Text(_legend(search), style="dim")]
     parts += [Text(f"note: {note}", style="dim") for note in search.notes]
@@ -55,12 +55,12 @@ def _headline(search: Search) -> Text:
 
 
 def _answer(point: SearchPoint, words: str) -> tuple[str, str]:
-    """The answer in words, and their style."""
+    """Return the answer in words, and their style."""
     return (f"{words}, with care", "bold yellow") if point.with_care else (words, "bold green")
 
 
 def _care(search: Search, largest: SearchPoint) -> str:
-    """Up to where the caching allocator has room, when that is less."""
+    """Say up to where the caching allocator has room, when that is less."""
     if not largest.with_care:
         return ""
     safe = search.largest_without_care
@@ -72,7 +72,7 @@ def _care(search: Search, largest: SearchPoint) -> str:
 
 
 def _what_is_missing(search: Search) -> str:
-    """What the value that comes nearest to fitting needs."""
+    """Say what the value that comes nearest to fitting needs."""
     needs = [point for point in search.points if point.minimum_budget_bytes is not None]
     if not needs:
         return "\nno smallest budget was found in the time limit"
@@ -84,7 +84,7 @@ def _what_is_missing(search: Search) -> str:
 
 
 def _instead(over: Over, value: int) -> str:
-    """What to try when nothing fits."""
+    """Say what to try when nothing fits."""
     if over == "ranks":
         return "give a larger budget, more ranks or a smaller batch"
     smaller = "a smaller batch" if over == "batch" else "a shorter sequence"
@@ -151,5 +151,5 @@ def _legend(search: Search) -> str:
 
 
 def display_rate(rate: float) -> str:
-    """Three digits, or all before the point."""
+    """Display a rate with three digits, or all before the point."""
     return f"{rate:,.{max(0, 2 - math.floor(math.log10(rate)))}f}"

@@ -19,7 +19,7 @@ from typing import Any
 
 from memfit._version import __version__
 from memfit.analysis.report import Report
-from memfit.capture import NEVER, Category
+from memfit.capture import BEFORE_STEP, NO_INDEX, Category
 from memfit.capture.trace_types import short
 from memfit.files import write_whole
 from memfit.hardware import Device
@@ -27,13 +27,13 @@ from memfit.memory import BETWEEN, Allocation, AllocationTable, Timeline, alloca
 from memfit.memory.allocator import FREE, BlockSnapshot, BlockState, CachingAllocator, SegmentSnapshot
 from memfit.memory.blocks import Block, BlockPool, ExpandableSegment
 from memfit.memory.steady_state import ProcessEvents, Row
+from memfit.paths import MODEL_LABEL, module_label
 
 _PROTOCOL = 4
 """The newest that memory_viz reads."""
 
 _SOURCE = re.compile(r"(?P<file>.*):(?P<line>\d+)(?: (?P<function>.*))?")
 _FIRST_ADDRESS = 1 << 44
-_MODEL = "(model)"
 _NOTHING = "unknown"
 """A category that memory_viz fails without, when there are categories."""
 
@@ -72,9 +72,9 @@ class _Recorded:
     after: tuple[SegmentSnapshot, ...] = ()
 
 
-def _record(lives: AllocationTable, device: Device) -> _Recorded:
-    """The step to show (Note [Which step])."""
-    replay = ProcessEvents(lives)
+def _record(table: AllocationTable, device: Device) -> _Recorded:
+    """Record the step to show (Note [Which step])."""
+    replay = ProcessEvents(table)
     if not device.allocator.caches:
         apart = _Apart(device.allocator.rounding_bytes)
         apart.run(replay.alone())
@@ -92,15 +92,15 @@ def _record(lives: AllocationTable, device: Device) -> _Recorded:
 
 
 class _RecordingAllocator(CachingAllocator):
-    """The device's allocator, which notes where everything is."""
+    """The device's allocator, which records the address of every block."""
 
     def __init__(self, device: Device) -> None:
         super().__init__(allocator_config(device))
         self._acts: list[_Act] = []
-        self._instant = NEVER
+        self._instant = NO_INDEX
 
     def run(self, stream: Iterable[Row]) -> _Recorded:
-        """Feed it a step; its peaks are then those of the step."""
+        """Run a step; the peaks are then those of the step."""
         before, self._acts = self.segments(), []
         self.reset_peaks()
         for self._instant, key, requested_bytes in stream:
@@ -150,7 +150,7 @@ class _RecordingAllocator(CachingAllocator):
 
 
 class _Apart:
-    """Memory without a cache: every allocation is its own, and given back at once."""
+    """An allocator without a cache: every allocation is a segment of its own, freed at once."""
 
     def __init__(self, rounding_bytes: int) -> None:
         self.recorded = _Recorded()
@@ -159,7 +159,7 @@ class _Apart:
         self._live: dict[int, BlockSnapshot] = {}
 
     def run(self, stream: Iterable[Row]) -> None:
-        """Feed it a step."""
+        """Run a step."""
         for instant, key, requested_bytes in stream:
             if requested_bytes == FREE:
                 block = self._live.pop(key, None)
@@ -204,7 +204,7 @@ class _Snapshot:
         self._nowhere: Frames = []
 
     def document(self, recorded: _Recorded) -> dict[str, Any]:
-        """The whole document."""
+        """Return the whole document."""
         return {
             "segments": [self._segment(segment) for segment in recorded.after],
             "device_traces": [self._events(recorded)],
@@ -267,7 +267,7 @@ class _Snapshot:
         }
 
     def _frames_of_alloc(self, key: int) -> tuple[Frames, str]:
-        """The user's line, then the module with the category and what it is; and the category."""
+        """Return the user's line, then the module with the category and what it is; and the category."""
         if key not in self._made:
             workspace = key - len(self.timeline.allocations.alloc_at)
             if workspace >= 0:
@@ -279,12 +279,12 @@ class _Snapshot:
 
     def _frames_of_allocation(self, found: Allocation) -> tuple[Frames, str]:
         category = found.category.value
-        if found.alloc_at == NEVER or found.storage == NEVER:
+        if found.alloc_at == BEFORE_STEP or found.storage == NO_INDEX:
             what = f"{category} {found.name}".rstrip()
-            return [_frame(found.module or _MODEL, 0, what)], category
+            return [_frame(module_label(found.module), 0, what)], category
         made = self._frames(found.alloc_at, category)
         if found.remade is not None:
-            made = [*made, _frame(found.remade or _MODEL, 0, "second run")]
+            made = [*made, _frame(module_label(found.remade), 0, "second run")]
         return made, category
 
     def _frames_of_free(self, instant: int) -> Frames:
@@ -293,17 +293,17 @@ class _Snapshot:
         return self._freed[instant]
 
     def _frames(self, instant: int, what: str, of: str = "") -> Frames:
-        """The user's line of the op at an instant, and the op in its module."""
+        """Return the user's line of the op at an instant, and the op in its module."""
         if not 0 <= instant < len(self.timeline.op):
             return self._nowhere
         op = int(self.timeline.op[instant])
         if op == len(self.trace.ops) or int(self.timeline.run[instant]) == BETWEEN:
-            return [_frame(_MODEL, op, f"{what} communication" if op < len(self.trace.ops) else "end of the step")]
+            return [_frame(MODEL_LABEL, op, f"{what} communication" if op < len(self.trace.ops) else "end of the step")]
         name = short(self.trace.ops[op].name)
         module = self.timeline.module_of(instant)
         source = _SOURCE.fullmatch(self.trace.source_of(op))
         lines = [] if source is None else [_frame(source["file"], int(source["line"]), source["function"] or "")]
-        return [*lines, _frame(module or _MODEL, op, f"{what} {of}{name}")]
+        return [*lines, _frame(module_label(module), op, f"{what} {of}{name}")]
 
 
 def _frame(filename: str, line: int, name: str) -> dict[str, Any]:

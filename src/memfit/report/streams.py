@@ -42,7 +42,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostWork:
-    """What the host does for a unit that runs again."""
+    """What the host does for a unit that is recomputed."""
 
     unit: str
     begin_ns: int
@@ -76,7 +76,7 @@ class Clock:
 
 
 def build_clock(report: Report, timeline: Timeline) -> Clock:
-    """When everything of a timeline runs (Note [Clock])."""
+    """Build the clock of a timeline: when everything runs (Note [Clock])."""
     took_ms = timeline.instant_ms(report.runtime.op_ms)
     at = timeline.step_instants
     first = np.concatenate(([0], at[:-1] + 1))  # of each op the instant at which what comes before it begins
@@ -113,7 +113,7 @@ def build_clock(report: Report, timeline: Timeline) -> Clock:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Sent:
-    """The collectives of a step without second runs; `begins_ms` is empty where their times are not known.
+    """The collectives of a step without recomputes; `begins_ms` is empty where their times are not known.
 
     `waited_ms` has an entry for each op and for the end of the step, `alone_ms` the times at which these begin.
     """
@@ -173,7 +173,7 @@ class _Sent:
         return len(self.begins_ms) == len(self.transfers)
 
     def waits(self, resumes_ms: Ms, ready_ns: Ns) -> tuple[Wait, ...]:
-        """Waits before each op, one after another from the end of the op before until what comes next is ready."""
+        """Return the waits before each op, one after another from the end of the op before until the next is ready."""
         if not self.exact:
             begin_ns = int(_whole_ns(resumes_ms[-1]))
             return (Wait(transfer=None, begin_ns=begin_ns, end_ns=int(ready_ns[-1])),)
@@ -192,7 +192,7 @@ class _Sent:
         return tuple(found)
 
     def sendings(self, again_ms: Ms, resumes_ns: Ns, ready_ns: Ns) -> tuple[Sending, ...]:
-        """Collectives on the clock of a step in which `again_ms` is spent on second runs until each op."""
+        """Return collectives on the clock of a step in which `again_ms` is spent on recomputes until each op."""
         if not self.exact:
             return tuple(
                 Sending(

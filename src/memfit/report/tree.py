@@ -14,7 +14,7 @@ import numpy as np
 
 from memfit.analysis.holders import allocation_bytes
 from memfit.analysis.report import Report
-from memfit.capture import NEVER, Category, Op, Phase, Trace
+from memfit.capture import BEFORE_STEP, NO_INDEX, Category, Op, Phase, Trace
 from memfit.memory import BETWEEN, CATEGORIES, Timeline
 from memfit.paths import module_label
 from memfit.plans import Plan
@@ -37,7 +37,7 @@ Key = tuple[str, bool]
 
 
 def module_tree(report: Report, strings: Strings) -> dict[str, Any]:
-    """Columns of the tree's nodes, parents before children. The first node is the whole step."""
+    """Build the columns of the tree's nodes, parents before children; the first node is the whole step."""
     trace = report.runtime.trace
     keys = [(_STEP, False), *((module.path, True) for module in trace.modules)]
     keys += [(name, False) for name in (_LOSS, _OPTIMIZER, _BATCH)]
@@ -63,7 +63,7 @@ def module_tree(report: Report, strings: Strings) -> dict[str, Any]:
 
 
 def _by_place(found: dict[Key, dict[int, Any]], places: dict[Key, int]) -> dict[str, dict[str, Any]]:
-    """What was found by node; what has no node of its own counts for the nearest module around it."""
+    """Sum by node; what has no node of its own counts for the nearest module around it."""
     sums: dict[int, dict[int, Any]] = defaultdict(lambda: defaultdict(int))
     for key, parts in found.items():
         while key not in places:
@@ -77,19 +77,19 @@ def _by_place(found: dict[Key, dict[int, Any]], places: dict[Key, int]) -> dict[
 
 
 def _held(timeline: Timeline) -> dict[Key, dict[int, int]]:
-    """Bytes at the peak by module and category."""
-    lives, trace, instant = timeline.allocations, timeline.trace, timeline.peak_instant
+    """Return bytes at the peak by module and category."""
+    table, trace, instant = timeline.allocations, timeline.trace, timeline.peak_instant
     sizes = allocation_bytes(timeline)
     found: dict[Key, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     alive = timeline.alive_at(instant)
     for number in alive.tolist():
         storage = int(timeline.allocations.storage[number])
-        if storage == NEVER:
+        if storage == NO_INDEX:
             intervals = timeline.intervals
             key = (intervals[number - (len(sizes) - len(intervals))].module, True)
         else:
             key = _home(trace, storage)
-        found[key][int(lives.row[number])] += int(sizes[number])
+        found[key][int(table.row[number])] += int(sizes[number])
     missing = timeline.peak_bytes - int(sizes[alive].sum())
     if missing:  # the workspace of the op at the peak
         op = trace.ops[min(int(timeline.op[instant]), len(trace.ops) - 1)]
@@ -99,16 +99,16 @@ def _held(timeline: Timeline) -> dict[Key, dict[int, int]]:
 
 def _home(trace: Trace, storage: int) -> Key:
     found = trace.storages[storage]
-    if found.module or found.call != NEVER:
+    if found.module or found.call != NO_INDEX:
         return found.module, True
-    if found.alloc_at == NEVER:
+    if found.alloc_at == BEFORE_STEP:
         return (_BATCH, False) if found.category is Category.INPUT else ("", True)
     return _place_of(trace, trace.ops[min(found.alloc_at, len(trace.ops) - 1)])
 
 
 def _place_of(trace: Trace, op: Op) -> Key:
-    """The module of an op; outside of them it is the optimizer's or the loss's, in forward or in backward."""
-    if op.call != NEVER:
+    """Return the module of an op; outside modules, the optimizer's or the loss's key, in forward or in backward."""
+    if op.call != NO_INDEX:
         return trace.calls[op.call].module, True
     if op.phase is Phase.OPTIMIZER:
         return _OPTIMIZER, False
@@ -118,7 +118,7 @@ def _place_of(trace: Trace, op: Op) -> Key:
 
 
 def _spent(report: Report, timeline: Timeline) -> dict[Key, dict[int, float]]:
-    """Milliseconds by module and kind of time."""
+    """Return milliseconds by module and kind of time."""
     trace, op_ms = timeline.trace, report.runtime.op_ms
     ran = (timeline.run != BETWEEN) & (timeline.op < len(trace.ops))
     first = np.zeros(len(trace.ops))
@@ -139,7 +139,7 @@ def _spent(report: Report, timeline: Timeline) -> dict[Key, dict[int, float]]:
 
 
 def _decisions(trace: Trace, plan: Plan | None) -> Iterator[tuple[Key, int]]:
-    """What becomes of every module: of a unit, and of the modules inside it, by the ops that run again."""
+    """Yield what the plan does with every module: a unit, and the modules inside it, by the ops that it recomputes."""
     if plan is None or plan.predicted is None:
         return
     saved: set[str] = set()
@@ -153,7 +153,7 @@ def _decisions(trace: Trace, plan: Plan | None) -> Iterator[tuple[Key, int]]:
         for ops, modules in ((entry.saved_ops, saved), (entry.recomputed_ops, again)):
             for op in ops:
                 found = trace.ops[entry.begin + op.offset]
-                if not found.view and found.call != NEVER:
+                if not found.view and found.call != NO_INDEX:
                     modules.update(_up_to(trace.calls[found.call].module, entry.module))
     around = {outer for unit in units for outer in _above(unit)}
     yield (_LOSS, False), (PARTLY if kept else FULLY) if lost else KEPT
@@ -166,7 +166,7 @@ def _decisions(trace: Trace, plan: Plan | None) -> Iterator[tuple[Key, int]]:
 
 
 def _up_to(path: str, unit: str) -> Iterator[str]:
-    """A module and those around it, up to the unit that they are in."""
+    """Yield a module and those around it, up to the unit that they are in."""
     yield path
     while path != unit and path:
         path = path.rpartition(".")[0]
@@ -187,7 +187,7 @@ def _last(key: Key) -> str:
 def _parent(key: Key, places: dict[Key, int]) -> int:
     path, module = key
     if not module:
-        return NEVER if path == _STEP else 0
+        return NO_INDEX if path == _STEP else 0
     while path:
         path = path.rpartition(".")[0]
         if (path, True) in places:
@@ -205,7 +205,7 @@ class Strings:
         self._numbers: dict[str, int] = {}
 
     def __getitem__(self, text: str) -> int:
-        """The number of a text."""
+        """Return the index of a text."""
         return self._numbers.setdefault(text, len(self._numbers))
 
     @property

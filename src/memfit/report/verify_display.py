@@ -9,16 +9,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memfit.paths import alike, folded
-from memfit.text import number_table
+from memfit.paths import alike, folded, module_label
+from memfit.text import caption_more, number_table
 from memfit.units import display_bytes, display_ms
-from memfit.verify.verification import BytesBeside, MsBeside, Verification
+from memfit.verify.verification import BytesCheck, MsCheck, Verification
 
 _ROWS = 8
 
 
 def verification_report(found: Verification) -> Group:
-    """Everything that fits a screen of 80 columns."""
+    """Show everything that fits a screen of 80 columns."""
     parts: list[RenderableType] = [_headline(found), Text(), _beside(found)]
     if found.by_module:
         parts += [Text(), _modules(found)]
@@ -55,10 +55,7 @@ def _headline(found: Verification) -> Text:
 
 
 def _beside(found: Verification) -> Table:
-    table = Table(show_edge=False, pad_edge=False)
-    table.add_column("")
-    for name in ("predicted", "measured", "difference"):
-        table.add_column(name, justify="right", no_wrap=True)
+    table = number_table("", "predicted", "measured", "difference")
     if found.baseline_peak is not None:
         _bytes_row(table, "peak without the plan", found.baseline_peak, percent=True)
     _bytes_row(table, "peak with the plan", found.peak, percent=True)
@@ -73,18 +70,18 @@ def _beside(found: Verification) -> Table:
 
 
 def _modules(found: Verification) -> Table:
-    """Modules that differ come first, each by itself, then those that hold most."""
+    """Show modules that differ first, each by itself, then those that hold most."""
     table = number_table("module", "predicted", "measured", "difference", title="at the peak, by module")
     others = sorted(
         (each for each in found.by_module if each.difference_bytes), key=lambda each: -abs(each.difference_bytes)
     )
-    rows = [(each.name or "(model)", each.predicted_bytes, each.measured_bytes) for each in others]
+    rows = [(module_label(each.name), each.predicted_bytes, each.measured_bytes) for each in others]
     groups = _groups(each for each in found.by_module if not each.difference_bytes)
     same = [(name, sum(each.measured_bytes for each in members)) for name, members in groups]
     rows += [(name, n_bytes, n_bytes) for name, n_bytes in sorted(same, key=lambda row: -row[1])]
     for name, predicted, measured in rows[:_ROWS]:
         table.add_row(Text(name), display_bytes(predicted), display_bytes(measured), _signed(measured - predicted))
-    _more(table, len(rows))
+    caption_more(table, len(rows), _ROWS)
     return table
 
 
@@ -93,37 +90,31 @@ def _forwards(found: Verification) -> Table:
     rows = sorted(found.forward_by_module, key=lambda each: -abs(each.difference_ms))
     for each in rows[:_ROWS]:
         table.add_row(
-            Text(each.name or "(model)"),
+            Text(module_label(each.name)),
             display_ms(each.predicted_ms),
             display_ms(each.measured_ms),
             display_ms(each.difference_ms),
         )
-    _more(table, len(rows))
+    caption_more(table, len(rows), _ROWS)
     return table
 
 
-def _groups(rows: Iterable[BytesBeside]) -> list[tuple[str, list[BytesBeside]]]:
-    """Modules whose paths differ in numbers only, under one name."""
-    found: dict[str, list[BytesBeside]] = defaultdict(list)
+def _groups(rows: Iterable[BytesCheck]) -> list[tuple[str, list[BytesCheck]]]:
+    """Group modules whose paths differ in numbers only under one name."""
+    found: dict[str, list[BytesCheck]] = defaultdict(list)
     for each in rows:
         found[alike(each.name)].append(each)
-    return [(folded(each.name for each in members) or "(model)", members) for members in found.values()]
+    return [(module_label(folded(each.name for each in members)), members) for members in found.values()]
 
 
-def _bytes_row(table: Table, name: str, each: BytesBeside, *, percent: bool = False) -> None:
+def _bytes_row(table: Table, name: str, each: BytesCheck, *, percent: bool = False) -> None:
     difference = f"{each.error:+.2%}" if percent and each.difference_bytes else _signed(each.difference_bytes)
     table.add_row(name, display_bytes(each.predicted_bytes), display_bytes(each.measured_bytes), difference)
 
 
-def _ms_row(table: Table, name: str, each: MsBeside) -> None:
+def _ms_row(table: Table, name: str, each: MsCheck) -> None:
     table.add_row(name, display_ms(each.predicted_ms), display_ms(each.measured_ms), f"{each.error:+.1%}")
 
 
 def _signed(n_bytes: int) -> str:
     return f"{'+' if n_bytes > 0 else ''}{display_bytes(n_bytes)}" if n_bytes else "none"
-
-
-def _more(table: Table, rows: int) -> None:
-    if rows > _ROWS:
-        table.caption = f"and {rows - _ROWS} more"
-        table.caption_justify = "left"

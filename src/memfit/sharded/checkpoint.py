@@ -1,4 +1,4 @@
-"""Saves that are whole or not there: every rank writes its part, rank 0 a manifest, and any number of ranks loads it.
+"""Atomic checkpoints: every rank writes its part, rank 0 a manifest, and any number of ranks can load.
 
 A save is written under a hidden name. When all ranks have told rank 0 that their files are on the disk, it writes the
 manifest, gives the save its name and points `latest` to it, each step on the disk before the next. Whatever stops a
@@ -50,7 +50,7 @@ from memfit.sharded.checkpoint_files import (
     unfinished,
     write_durably,
 )
-from memfit.sharded.optimizer_state import flat_places, load_named_state, parameter_names
+from memfit.sharded.optimizer_state import check_elementwise, flat_places, load_named_state, parameter_names
 from memfit.sharded.rank_coordinator import RankCoordinator
 from memfit.sharded.runtime import Runtime
 from memfit.sharded.sharded_value import ShardedValue, sharded_value
@@ -86,7 +86,7 @@ def save(
     extra: Any = None,
     keep: int = 2,
 ) -> Path:
-    """Save a model, sharded or plain, and its optimizer; gives the folder of the save. All ranks must call it.
+    """Save a model, sharded or plain, and its optimizer; return the folder of the save. All ranks must call it.
 
     `extra` is saved as JSON, for example the step. Of the saves in `folder`, the newest `keep` stay.
     """
@@ -94,7 +94,7 @@ def save(
         raise InputError(f"keep is {keep!r}; give the number of saves that stay, 1 or more")
     target = Path(folder)
     runtime = sharded_runtime(model)
-    crew = RankCoordinator(runtime)
+    coordinator = RankCoordinator(runtime)
     state = sharded_state_dict(model, optimizer)
     tied = _tied(model)
     tensors, values = _divided(state, tied)
@@ -105,14 +105,14 @@ def save(
         encoded = to_json(extra, "extra")
         digests = tuple((path, _digest(tensor)) for path, tensor in whole.items())
         with _writing(target):
-            made = begin_save(target) if crew.rank == 0 else ""
+            made = begin_save(target) if coordinator.rank == 0 else ""
         return msgspec.json.encode((_Begun(made, digests), values, encoded))
 
     def write(first: _Begun) -> bytes:
         same = dict(first.digests)
         different = {path for path, tensor in whole.items() if same.get(path) != _digest(tensor)}
         with _writing(target):
-            return msgspec.json.encode(_write_own(unfinished(target, name), crew, tensors, different))
+            return msgspec.json.encode(_write_own(unfinished(target, name), coordinator, tensors, different))
 
     def finish(records: list[RankRecord], values: Mapping[str, Any], encoded: Any) -> bytes:
         with _writing(target):
@@ -120,7 +120,7 @@ def save(
             manifest = Manifest(
                 version=VERSION,
                 memfit=__version__,
-                ranks=crew.ranks,
+                ranks=coordinator.ranks,
                 block_bytes=BLOCK_BYTES,
                 file_bytes=tuple(record.file_bytes for record in records),
                 tensors=merge_records(records),
@@ -136,14 +136,14 @@ def save(
         return b""
 
     try:
-        answers = crew.together("the start of a save", begin)
+        answers = coordinator.together("the start of a save", begin)
         first, values, encoded = msgspec.json.decode(answers[0], type=tuple[_Begun, dict[str, Any], Any])
         name = first.name
-        answers = crew.together("the writing of a save", lambda: write(first))
+        answers = coordinator.together("the writing of a save", lambda: write(first))
         records = [msgspec.json.decode(each, type=RankRecord) for each in answers]
-        crew.first("the end of a save", lambda: finish(records, values, encoded))
+        coordinator.first("the end of a save", lambda: finish(records, values, encoded))
     except BaseException:
-        if crew.rank == 0 and name:
+        if coordinator.rank == 0 and name:
             shutil.rmtree(unfinished(target, name), ignore_errors=True)
         raise
     return target / name
@@ -164,12 +164,14 @@ def load(
     """
     target = Path(folder)
     runtime = sharded_runtime(model)
-    crew = RankCoordinator(runtime)
-    name = crew.first("the start of a load", lambda: _chosen(target, save).encode()).decode()
+    coordinator = RankCoordinator(runtime)
+    name = coordinator.first("the start of a load", lambda: _chosen(target, save).encode()).decode()
 
     def act() -> bytes:
         manifest = read_manifest(target, name)
-        own = {each.path: each for each in manifest.own[crew.rank]} if manifest.ranks == crew.ranks else {}
+        own = (
+            {each.path: each for each in manifest.own[coordinator.rank]} if manifest.ranks == coordinator.ranks else {}
+        )
         stored = {**{each.path: each for each in manifest.tensors}, **own}
         with DataReader(target / name, manifest) as reader, torch.no_grad():
             _load_model(model, manifest, stored, reader)
@@ -183,17 +185,17 @@ def load(
         return b""
 
     results: list[Loaded] = []
-    crew.together("a load", act)
+    coordinator.together("a load", act)
     return results[0]
 
 
 def saves(folder: str | os.PathLike[str]) -> list[str]:
-    """The names of the saves in a folder, the oldest first; the last is not always the latest that is complete."""
+    """List the names of the saves in a folder, oldest first; the last may be incomplete."""
     return save_names(Path(folder))
 
 
 def read_manifest(folder: Path, name: str) -> Manifest:
-    """The manifest of a save."""
+    """Read the manifest of a save."""
     path = folder / name / MANIFEST
     try:
         encoded = path.read_bytes()
@@ -215,7 +217,7 @@ def _chosen(folder: Path, save: str | None) -> str:
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Further names of parameters, with the first."""
+    """Map further names of tied parameters to the first."""
     first: dict[nn.Parameter, str] = {}
     found: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -225,7 +227,7 @@ def _tied(model: nn.Module) -> dict[str, str]:
 
 
 def _divided(state: Mapping[str, Any], tied: Mapping[str, str]) -> tuple[dict[PathNames, torch.Tensor], dict[str, Any]]:
-    """The tensors of a state by their paths, and the rest as JSON."""
+    """Split a state into its tensors by path, and the rest as JSON."""
     tensors: dict[PathNames, torch.Tensor] = {}
     values: dict[str, Any] = {}
     for name, value in state["model"].items():
@@ -254,10 +256,10 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _write_own(
-    folder: Path, crew: RankCoordinator, tensors: Mapping[PathNames, torch.Tensor], different: set[PathNames]
+    folder: Path, coordinator: RankCoordinator, tensors: Mapping[PathNames, torch.Tensor], different: set[PathNames]
 ) -> RankRecord:
     """Write this rank's file: its parts, and what it has otherwise than rank 0."""
-    writer = DataWriter(folder / data_file(crew.rank))
+    writer = DataWriter(folder / data_file(coordinator.rank))
     try:
 
         def stored(path: PathNames, value: torch.Tensor) -> StoredTensor:
@@ -265,23 +267,27 @@ def _write_own(
             local = value.local if isinstance(value, ShardedValue) else value.reshape(-1)
             begin = value.begin if isinstance(value, ShardedValue) else 0
             pieces: tuple[Piece, ...] = ()
-            if local.numel() and (crew.writes or not sharded):
+            if local.numel() and (coordinator.writes or not sharded):
                 offset, checksums = writer.add(local)
                 pieces = (
-                    Piece(rank=crew.rank, offset=offset, begin=begin, end=begin + local.numel(), crc32=checksums),
+                    Piece(
+                        rank=coordinator.rank, offset=offset, begin=begin, end=begin + local.numel(), crc32=checksums
+                    ),
                 )
             return StoredTensor(path=path, dtype=dtype_name(value.dtype), shape=tuple(value.shape), pieces=pieces)
 
         pieces = tuple(
-            stored(path, value) for path, value in tensors.items() if isinstance(value, ShardedValue) or crew.rank == 0
+            stored(path, value)
+            for path, value in tensors.items()
+            if isinstance(value, ShardedValue) or coordinator.rank == 0
         )
-        own = [stored(path, tensors[path]) for path in sorted(different)] if crew.rank else []
+        own = [stored(path, tensors[path]) for path in sorted(different)] if coordinator.rank else []
         own += [stored(("rng", kind), value) for kind, value in rng_state().items()]
     except BaseException:
         writer.abandon()
         raise
     writer.close()
-    return RankRecord(rank=crew.rank, file_bytes=writer.bytes, pieces=pieces, own=tuple(own))
+    return RankRecord(rank=coordinator.rank, file_bytes=writer.bytes, pieces=pieces, own=tuple(own))
 
 
 def _check_files(folder: Path, records: list[RankRecord]) -> None:
@@ -343,12 +349,8 @@ def _load_optimizer(
             value = _whole(reader, tensor)
         else:
             flat, number = place
-            slot, part = flat.layout.slots[number], flat.parts[number]
-            if tensor.shape != slot.shape:
-                raise InputError(
-                    f"optimizer state {path[2]!r} of {path[1]!r} has shape {tensor.shape}, and the parameter "
-                    f"{slot.shape}; state that is neither elementwise nor a scalar cannot be sharded"
-                )
+            part = flat.parts[number]
+            check_elementwise(f"{path[2]!r} of {path[1]!r}", tensor.shape, flat.layout.slots[number].shape)
             value = sharded_value(flat, number, reader.read(tensor, part.begin, part.end))
         state.setdefault(path[1], {})[path[2]] = value
     groups = from_json(manifest.optimizer["param_groups"])
@@ -361,7 +363,7 @@ def _whole(reader: DataReader, tensor: StoredTensor) -> torch.Tensor:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Say of a folder that cannot be written, what the system says."""
+    """Raise a failed write of the block as an `InputError` with the system's reason."""
     try:
         yield
     except OSError as error:
@@ -374,7 +376,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """The generators of torch, of its current CUDA device, of Python and of numpy."""
+    """Return the generator states of torch, of its current CUDA device, of Python and of numpy."""
     state = {
         "torch": torch.get_rng_state(),
         "python": _bytes(random.getstate()),

@@ -104,7 +104,7 @@ class DataReader:
     def _blocks(
         self, tensor: StoredTensor, piece: Piece, dtype: torch.dtype, first: int, last: int
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """The blocks of a piece with elements `first` up to `last`, each with the number of its first element."""
+        """Yield the blocks of a piece with elements `first` up to `last`, each with the number of its first element."""
         size = dtype.itemsize
         step = self._manifest.block_bytes // size
         for number in range((first - piece.begin) // step, -(-(last - piece.begin) // step)):
@@ -154,7 +154,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Sync the names in a folder to the disk."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -163,12 +163,12 @@ def sync_folder(path: Path) -> None:
 
 
 def save_names(folder: Path) -> list[str]:
-    """The saves in a folder, the oldest first."""
+    """Return the saves in a folder, the oldest first."""
     return sorted(each.name for each in folder.iterdir() if _SAVE.fullmatch(each.name)) if folder.is_dir() else []
 
 
 def latest_name(folder: Path) -> str | None:
-    """The save that the pointer names."""
+    """Return the save that the pointer names."""
     try:
         name = (folder / LATEST).read_text().strip()
     except FileNotFoundError:
@@ -181,7 +181,7 @@ def latest_name(folder: Path) -> str | None:
 
 
 def begin_save(folder: Path) -> str:
-    """Make the folder of a new save under a name that nobody reads; remove what a failed save left. Gives its name."""
+    """Make the folder of a new save under a temporary name, remove what a failed save left, and return the name."""
     folder.mkdir(parents=True, exist_ok=True)
     for each in list(folder.iterdir()):
         if _UNFINISHED.fullmatch(each.name):
@@ -194,7 +194,7 @@ def begin_save(folder: Path) -> str:
 
 
 def unfinished(folder: Path, name: str) -> Path:
-    """Where a save is while it is written."""
+    """Return the folder of a save while it is written."""
     return folder / f".{name}.unfinished"
 
 
@@ -210,7 +210,7 @@ def finish_save(folder: Path, name: str) -> None:
 
 
 def remove_old(folder: Path, keep: int) -> None:
-    """Keep the newest saves. What goes is first renamed, so that no half of a save has the name of one."""
+    """Remove all but the newest saves; each is renamed first, so that no partial save has the name of one."""
     names = save_names(folder)
     for name in names[: max(len(names) - keep, 0)]:
         if name != latest_name(folder):
@@ -282,7 +282,7 @@ class _Envelope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of a manifest's file."""
+    """Encode a manifest as the bytes of its file."""
     content = msgspec.json.encode(manifest)
     envelope = _Envelope(
         version=manifest.version, sha256=hashlib.sha256(content).hexdigest(), content=msgspec.Raw(content)
@@ -310,7 +310,7 @@ def decode_manifest(encoded: bytes, where: str) -> Manifest:
 
 
 def merge_records(records: list[RankRecord]) -> tuple[StoredTensor, ...]:
-    """Every tensor once, with the pieces of all ranks in the order of its elements."""
+    """Merge the ranks' records: every tensor once, with all pieces in the order of its elements."""
     found: dict[tuple[str, ...], list[Piece]] = {}
     first: dict[tuple[str, ...], StoredTensor] = {}
     for record in records:
@@ -330,7 +330,7 @@ _MARK = "$"
 
 
 def to_json(value: Any, what: str) -> Any:
-    """A value that msgspec can write; `what` names it where it cannot be written."""
+    """Convert to a value that msgspec can write; `what` names it where it cannot be written."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
@@ -355,7 +355,7 @@ def to_json(value: Any, what: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
-    """The value that was given to `to_json`."""
+    """Restore the value that was given to `to_json`."""
     if isinstance(value, list):
         return [from_json(each) for each in value]
     if not isinstance(value, dict):
@@ -384,11 +384,11 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The elements of a tensor, one after another; on a CPU without a copy."""
+    """Return the elements of a tensor as contiguous bytes; on a CPU without a copy."""
     flat = tensor.detach().reshape(-1).contiguous().cpu()
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
 def tensor_of(content: bytearray, dtype: torch.dtype) -> torch.Tensor:
-    """A flat tensor on these bytes."""
+    """Return a flat tensor on these bytes."""
     return torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Collectives of one process group: gathers in place and sums of parts, under way while the host goes on.
+"""Asynchronous collectives of one process group: in-place all-gathers, reduce-scatters and all-reduces.
 
 Note [Pairs]
 Gloo gathers into a buffer of its own and copies, and has no reduce-scatter: PyTorch emulates it by a copy, an all-
@@ -92,7 +92,7 @@ class SumTransfer:
         self._parts = parts
 
     def result(self) -> torch.Tensor:
-        """The sum, in a tensor of its own."""
+        """Return the sum, in a tensor of its own."""
         self._transfer.wait()
         total = self._parts[0]
         if self._own is not None:
@@ -126,8 +126,8 @@ class ReplicaSum(Transfer):
                 own.copy_(total)
 
 
-def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The flat tensor that parts make up, without a copy where they are views of one."""
+def join_parts(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Join parts into a flat tensor, without a copy where they are views of one."""
     first = parts[0]
     base = base_of(first)
     whole = first if base is None else base
@@ -169,7 +169,7 @@ class ShardComm:
         return self._pairs
 
     def part(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a flat tensor."""
+        """Return this rank's part of a flat tensor."""
         elements = whole.numel() // self.ranks
         return whole.narrow(0, self.rank * elements, elements)
 
@@ -192,7 +192,7 @@ class ShardComm:
             received = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.ranks)]
             works = self._exchange(lambda rank: parts[rank], received, tag, about)
             return SumTransfer(Transfer(self, about, works), own, [received[rank] for rank in self._others])
-        total, whole = torch.empty_like(own), joined(parts)
+        total, whole = torch.empty_like(own), join_parts(parts)
         work = self._begin(about, lambda: _reduce_native(total, whole, group=self.group, async_op=True))
         return SumTransfer(Transfer(self, about, [(work, None)]), None, [total])
 
@@ -230,7 +230,7 @@ class ShardComm:
         )
 
     def tell(self, content: bytes, topic: str, detail: str = "") -> list[bytes]:
-        """What every rank has to say on a topic, this rank's own included; `detail` is for errors."""
+        """Exchange what every rank has to say on a topic, this rank's own included; `detail` is for errors."""
         if self.ranks == 1:
             return [content]
         if self._talk is not None:
@@ -269,7 +269,7 @@ class ShardComm:
         return CollectiveError(text)
 
     def global_rank(self, rank: int) -> int:
-        """The number that a rank of this group has among all."""
+        """Return the number that a rank of this group has among all."""
         return dist.get_global_rank(self.group, rank)
 
     def _told(self, message: bytes, about: str) -> list[bytes]:
@@ -317,7 +317,7 @@ class ShardComm:
 
 
 def _said(error: str, timeout: timedelta | None) -> tuple[str, bool]:
-    """A backend's error in plain words, and whether the other rank closed the connection."""
+    """Return a backend's error in plain words, and whether the other rank closed the connection."""
     if "imed out" in error:
         waited = re.search(r"(\d+) ?ms", error)
         seconds = int(waited[1]) / 1000 if waited else timeout.total_seconds() if timeout else None
@@ -375,7 +375,7 @@ class Notices:
             _bounded(lambda: self._store.set(_key(self._rank), ""))
 
     def of(self, rank: int, *, late: bool = False) -> str | None:
-        """What a rank said last, if anything; one that has just closed its connection may be `late` to say why."""
+        """Return what a rank said last, if anything; one that just closed its connection may be `late` to say why."""
 
         def read() -> str:
             until = time.monotonic() + (_LATE_S if late else 0)
@@ -393,7 +393,7 @@ def _key(rank: int) -> str:
 
 
 def _bounded(act: Callable[[], str | None]) -> str | None:
-    """The result of something that may hang or fail; None where it does."""
+    """Return the result of a call that may hang or fail; None where it does."""
     found: list[str | None] = []
 
     def run() -> None:
@@ -411,9 +411,9 @@ def _bounded(act: Callable[[], str | None]) -> str | None:
 # -- Whether all ranks were given the same: asked before anything else is sent ----------------------------------------
 
 
-def check_agreement(link: ShardComm, facts: Sequence[str]) -> None:
-    """Compare facts, one a line, between the ranks of a group; name the first that differs, and on which rank."""
-    text = "\n".join(facts).encode()
+def check_agreement(link: ShardComm, settings: Sequence[str]) -> None:
+    """Compare settings, one a line, between the ranks of a group; name the first that differs, and on which rank."""
+    text = "\n".join(settings).encode()
     digests = link.tell(hashlib.sha256(text).digest(), "comparison of what ranks were given")
     if len(set(digests)) == 1:
         return
@@ -428,7 +428,7 @@ def check_agreement(link: ShardComm, facts: Sequence[str]) -> None:
 
 
 def _difference(first: Sequence[str], second: Sequence[str]) -> tuple[str, str]:
-    """The first facts that only one of two ranks has; where both have the same, the first in another place."""
+    """Return the first settings that only one of two ranks has, or the first in another place."""
     here = next((fact for fact in first if fact not in set(second)), None)
     there = next((fact for fact in second if fact not in set(first)), None)
     if here is None and there is None and len(first) == len(second):

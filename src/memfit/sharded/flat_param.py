@@ -72,7 +72,7 @@ class FlatShard:
         )
         self.listener: Callable[[int, torch.Tensor], None] | None = None
         self._streams = streams
-        self._wholes: dict[torch.dtype, Whole] = {}
+        self._unsharded: dict[torch.dtype, UnshardedParams] = {}
         self._kept: torch.Tensor | None = None
         for member, part in zip(members, self.parts, strict=True):
             self.shard[part.at : part.at + part.elements].copy_(value(member).reshape(-1)[part.begin : part.end])
@@ -88,7 +88,7 @@ class FlatShard:
         return sum(version_of(parameter) for parameter in self.parameters)
 
     def local(self, number: int, flat: torch.Tensor) -> torch.Tensor:
-        """The part of one parameter in a tensor that lies as the shard does."""
+        """Return the part of one parameter in a tensor that is laid out as the shard is."""
         part = self.parts[number]
         return flat[part.at : part.at + part.elements]
 
@@ -104,59 +104,59 @@ class FlatShard:
                 parameter.grad = None
         self.to_sharded()
 
-    def whole(self, dtype: torch.dtype) -> Whole:
-        """The gathered parameters in a dtype; one rank alone computes on its shard."""
-        found = self._wholes.get(dtype)
+    def unsharded(self, dtype: torch.dtype) -> UnshardedParams:
+        """Return the gathered parameters in a dtype; one rank alone computes on its shard."""
+        found = self._unsharded.get(dtype)
         if found is None:
             if self.link.ranks == 1 and dtype == self.dtype and self.shard.device == self.device:
-                found = Whole(self.layout, self.shard, owned=False)
+                found = UnshardedParams(self.layout, self.shard, owned=False)
             else:
-                found = Whole.empty(self.layout, dtype, self.device)
+                found = UnshardedParams.empty(self.layout, dtype, self.device)
             if self.listener is not None:
                 for number, parameter in enumerate(found.parameters):
                     parameter.requires_grad_(True)
                     parameter.register_post_accumulate_grad_hook(self._heard(number))
-            self._wholes[dtype] = found
+            self._unsharded[dtype] = found
         found.require_gradients([parameter.requires_grad for parameter in self.parameters])
         return found
 
-    def unshard(self, whole: Whole, tag: int, about: str) -> Transfer | None:
+    def unshard(self, unsharded: UnshardedParams, tag: int, about: str) -> Transfer | None:
         """Begin to fill the buffer; None where nothing has to move."""
         self._kept = None
-        if not whole.bytes:
+        if not unsharded.bytes:
             return None
         streams = self._streams
-        whole.allocate()
+        unsharded.allocate()
         for stream in (streams.prepare, streams.gather):
             streams.after_current(stream)
         with torch.no_grad(), streams.on(streams.prepare):
-            self.link.part(whole.buffer).copy_(self.shard, non_blocking=True)
+            self.link.part(unsharded.buffer).copy_(self.shard, non_blocking=True)
             prepared = streams.event(streams.prepare)
         with streams.on(streams.gather):
             streams.wait(prepared)
-            return self.link.gather(whole.buffer, tag, about)
+            return self.link.gather(unsharded.buffer, tag, about)
 
-    def keep_part(self, whole: Whole, link: ShardComm) -> None:
+    def keep_part(self, unsharded: UnshardedParams, link: ShardComm) -> None:
         """Keep this rank's part in a smaller group of the gathered parameters, and free them."""
-        self._kept = link.part(whole.buffer).clone()
-        whole.free()
+        self._kept = link.part(unsharded.buffer).clone()
+        unsharded.free()
 
-    def begin_regather(self, whole: Whole, link: ShardComm, tag: int, about: str) -> Transfer | None:
+    def begin_regather(self, unsharded: UnshardedParams, link: ShardComm, tag: int, about: str) -> Transfer | None:
         """Begin to gather from the ranks of a smaller group, which kept parts of the forward's parameters."""
         if self._kept is None:
-            return self.unshard(whole, tag, about)
+            return self.unshard(unsharded, tag, about)
         streams = self._streams
-        whole.allocate()
+        unsharded.allocate()
         with torch.no_grad():
             kept, self._kept = self._kept, None
-            link.part(whole.buffer).copy_(kept)
+            link.part(unsharded.buffer).copy_(kept)
         streams.after_current(streams.gather)
         with streams.on(streams.gather):
-            return link.gather(whole.buffer, tag, about)
+            return link.gather(unsharded.buffer, tag, about)
 
-    def to_unsharded(self, whole: Whole) -> None:
-        """Make the modules hold the gathered parameters."""
-        for number, (places, parameter) in enumerate(zip(self.places, whole.parameters, strict=True)):
+    def to_unsharded(self, unsharded: UnshardedParams) -> None:
+        """Set the gathered parameters on the modules."""
+        for number, (places, parameter) in enumerate(zip(self.places, unsharded.parameters, strict=True)):
             for place in places:
                 held = parameter_table(place.module).get(place.attribute)
                 if held is not self.parameters[number] and held is not parameter and not self._gathers(number, held):
@@ -168,20 +168,20 @@ class FlatShard:
                 place.put(parameter)
 
     def to_sharded(self) -> None:
-        """Make the modules hold the shards."""
+        """Set the shards on the modules."""
         for places, parameter in zip(self.places, self.parameters, strict=True):
             for place in places:
                 place.put(parameter)
 
     def _gathers(self, number: int, held: object) -> bool:
-        """Whether it is the gathered parameter in another dtype."""
-        return any(held is whole.parameters[number] for whole in self._wholes.values())
+        """Return whether a tensor is the gathered parameter in another dtype."""
+        return any(held is unsharded.parameters[number] for unsharded in self._unsharded.values())
 
     def free(self) -> None:
-        """Free everything that is gathered or kept of it."""
+        """Free the buffer's memory; the parameters stay valid objects."""
         self._kept = None
-        for whole in self._wholes.values():
-            whole.free()
+        for unsharded in self._unsharded.values():
+            unsharded.free()
 
     def realign(self) -> None:
         """Make every parameter a view of the shard, as `own` does."""
@@ -189,7 +189,7 @@ class FlatShard:
             self.own(number)
 
     def own(self, number: int) -> torch.Tensor:
-        """The shard of one parameter; values that a user put in place of its data are taken over first."""
+        """Return the shard of one parameter; values that a user put in place of its data are taken over first."""
         parameter, part = self.parameters[number], self.parts[number]
         local = self.local(number, self.shard)
         if parameter.data_ptr() == local.data_ptr() or not part.elements:
@@ -206,7 +206,7 @@ class FlatShard:
         return local
 
     def _heard(self, number: int) -> Callable[[torch.Tensor], None]:
-        """What a gathered parameter calls; it does not keep the model, since gc does not see through autograd."""
+        """Return the hook of a gathered parameter; it keeps no model alive, as gc cannot see through autograd."""
         reference = weakref.ref(self)
 
         def hear(parameter: torch.Tensor) -> None:
@@ -228,8 +228,8 @@ class Box:
     sizes: tuple[int, ...]
 
 
-def boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
-    """The blocks, in order, that elements `begin` up to `end` of a flattened tensor consist of.
+def split_into_boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
+    """Return the blocks, in order, that elements `begin` up to `end` of a flattened tensor consist of.
 
     At most two for every dimension but the last, and one more: the rest of a row, whole rows, the start of a row.
     """
@@ -254,7 +254,7 @@ def boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
 
 
 def _in_row(shape: Sequence[int], number: int, begin: int, end: int) -> list[Box]:
-    return [Box(offsets=(number, *box.offsets), sizes=(1, *box.sizes)) for box in boxes(shape, begin, end)]
+    return [Box(offsets=(number, *box.offsets), sizes=(1, *box.sizes)) for box in split_into_boxes(shape, begin, end)]
 
 
 # -- The gathered parameters of a unit: views of one flat buffer whose memory comes and goes --------------------------
@@ -267,7 +267,7 @@ def _in_row(shape: Sequence[int], number: int, begin: int, end: int) -> list[Box
 # unit. So does a change of the parameters between forward and backward.
 
 
-class Whole:
+class UnshardedParams:
     """A flat buffer in one dtype and the parameters that are its views."""
 
     def __init__(self, layout: FlatLayout, buffer: torch.Tensor, *, owned: bool) -> None:
@@ -286,8 +286,8 @@ class Whole:
         self.free()
 
     @classmethod
-    def empty(cls, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> Whole:
-        """One with a buffer of its own, without memory for now."""
+    def empty(cls, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> UnshardedParams:
+        """Build one with a buffer of its own, without memory for now."""
         with torch.inference_mode(False):
             return cls(layout, torch.empty(layout.elements, dtype=dtype, device=device), owned=True)
 
@@ -301,18 +301,18 @@ class Whole:
         return not self._owned or self.buffer.untyped_storage().nbytes() > 0
 
     def allocate(self) -> None:
-        """Give the buffer memory."""
+        """Allocate the buffer's memory."""
         if not self.allocated:
             self.buffer.untyped_storage().resize_(self._bytes)
 
     def free(self) -> None:
-        """Take the buffer's memory; the parameters stay valid objects."""
+        """Free the buffer's memory; the parameters stay valid objects."""
         if self._owned:
             self.buffer.untyped_storage().resize_(0)
             self.hide()
 
     def hide(self) -> None:
-        """Make autograd refuse to read the parameters."""
+        """Make autograd refuse to read the parameters, by raising their version counters."""
         set_version_counters(self._tensors, tuple(version + 1 for version in self._versions))
 
     def reveal(self) -> None:

@@ -53,7 +53,7 @@ def full_parameters(
 
 
 def gather_shard(flat: FlatShard, about: str) -> torch.Tensor:
-    """All elements of a flat shard, in a buffer of their own."""
+    """Gather all elements of a flat shard into a buffer of their own."""
     flat.realign()
     return gather_alike(flat, flat.dtype, lambda own: own.copy_(flat.shard), about)
 
@@ -61,7 +61,7 @@ def gather_shard(flat: FlatShard, about: str) -> torch.Tensor:
 def gather_alike(
     flat: FlatShard, dtype: torch.dtype, fill: Callable[[torch.Tensor], object], about: str
 ) -> torch.Tensor:
-    """Gather something that lies as a flat shard does: `fill` writes this rank's part."""
+    """Gather values laid out as a flat shard is: `fill` writes this rank's part."""
     buffer = torch.empty(flat.layout.elements, dtype=dtype, device=flat.device)
     with torch.no_grad():
         fill(flat.link.part(buffer))
@@ -82,7 +82,7 @@ def _chosen(runtime: Runtime, names: Sequence[str] | None) -> list[Unit]:
 
 
 def _recover(runtime: Runtime) -> None:
-    """Forget a backward that an exception ended; nothing has told the runtime of it yet."""
+    """Reset state after a backward that an exception ended, of which the runtime does not know yet."""
     running = in_backward() or any(unit.state is State.FORWARD for unit in runtime.units)
     if not runtime.idle and not running:
         runtime.recover()

@@ -74,12 +74,12 @@ def shard(
     device = device_of(mesh)
     shards, replicas = make_comms(mesh, device, timeout)
     links = [link for link in (shards, replicas) if link is not None]
-    facts = ["no error" if refusal is None else f"an error: {refusal}"]
+    settings = ["no error" if refusal is None else f"an error: {refusal}"]
     if refusal is None:
-        facts += [f"offload={offload}", f"from_rank_0={from_rank_0}", f"init={'given' if init else None}"]
-        facts += _facts(model, found, precision, schedule, reduction)
+        settings += [f"offload={offload}", f"from_rank_0={from_rank_0}", f"init={'given' if init else None}"]
+        settings += _agreed_settings(model, found, precision, schedule, reduction)
     for link in links:
-        check_agreement(link, facts)
+        check_agreement(link, settings)
     if refusal is not None:
         raise refusal
     streams = Streams(device)
@@ -129,7 +129,7 @@ class _ZeroGrad:
 
 
 def get_runtime(model: nn.Module) -> Runtime:
-    """The runtime of a model that was sharded."""
+    """Return the runtime of a model that was sharded."""
     runtime = model.__dict__.get(_RUNTIME)
     if runtime is None:
         raise StateError(
@@ -168,7 +168,7 @@ def _kind(member: Member) -> tuple[torch.dtype, bool]:
 
 
 def _insides(found: Sequence[FoundUnit]) -> list[list[nn.Module]]:
-    """The modules of every unit that are in no unit inside it."""
+    """Return, for every unit, the modules that are in no unit inside it."""
     units = {each.module for each in found}
     insides: list[list[nn.Module]] = []
     for each in found:
@@ -187,29 +187,29 @@ def _ordered(units: Sequence[Unit], names: Sequence[str]) -> list[Unit]:
     return [by_name[name] for name in names]
 
 
-def _facts(
+def _agreed_settings(
     model: nn.Module, found: Sequence[FoundUnit], precision: Precision, schedule: Schedule, reduction: Reduction
 ) -> list[str]:
-    """What must be the same on every rank, one a line."""
+    """List what must be the same on every rank, one a line."""
     hook = reduction.hook  # shown with its address, which no two ranks have in common
     named = "None" if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__)
-    facts = [
+    settings = [
         f"{field.name}={named if field.name == 'hook' else getattr(options, field.name)} in {type(options).__name__}"
         for options in (precision, schedule, reduction)
         for field in fields(options)
     ]
     for unit in found:
-        facts.append(f"unit {unit.name!r} with {unit.options}")
+        settings.append(f"unit {unit.name!r} with {unit.options}")
         for member in unit.members:
             parameter = member.parameter
-            facts.append(
+            settings.append(
                 f"{member.names[0]!r} of shape {tuple(parameter.shape)}, {parameter.dtype}, "
                 f"{'trained' if parameter.requires_grad else 'frozen'}, in {unit.name or 'the root'!r}"
             )
-    facts += [
+    settings += [
         f"buffer {name!r} of shape {tuple(buffer.shape)}, {buffer.dtype}" for name, buffer in model.named_buffers()
     ]
-    return facts
+    return settings
 
 
 # -- How modules call the runtime -------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def attach(runtime: Runtime, unit: Unit) -> None:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Keep the whole gradients of backwards in here on each rank; the first one after it sums them all.
+    """Keep unreduced gradients inside the block; the first backward after it reduces them all.
 
     It saves communication and takes the memory of whole gradients. Without it every pass adds to the gradients of the
     shards, which takes no more memory than one pass does.

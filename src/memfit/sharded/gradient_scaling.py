@@ -15,7 +15,7 @@ from memfit.sharded.fully_shard import get_runtime
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scale the gradients of a sharded model so that their norm is at most `max_norm`; returns the norm before.
+    """Scale the gradients of a sharded model so that their norm is at most `max_norm`; return the norm before.
 
     Use it instead of `torch.nn.utils.clip_grad_norm_`, which would see this rank's part only.
     """
@@ -45,7 +45,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -
 
 @torch.no_grad()
 def finite_gradients(model: nn.Module) -> bool:
-    """Whether no gradient on any rank is infinite or not a number."""
+    """Return whether no gradient on any rank is infinite or not a number."""
     runtime = get_runtime(model)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     wrong = torch.zeros((), device=runtime.device)

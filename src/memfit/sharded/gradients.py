@@ -20,7 +20,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from memfit.errors import InputError
-from memfit.sharded.comm import ShardComm, SumTransfer, Transfer, joined
+from memfit.sharded.comm import ShardComm, SumTransfer, Transfer, join_parts
 from memfit.sharded.flat_param import FlatShard
 from memfit.sharded.mesh import Streams
 from memfit.sharded.options import Precision, Reduction
@@ -96,7 +96,7 @@ class Gradients:
                     self._held[number] = self._held[number].to(self._dtype).add_(gradient)
 
     def begin(self, tag: int, about: str) -> None:
-        """Begin to sum over ranks what was collected; a gradient that never came counts as zeros."""
+        """Begin to reduce what was collected; a gradient that never came counts as zeros."""
         link = self.flat.link
         with torch.no_grad():
             for number, slot in enumerate(self.flat.layout.slots):
@@ -110,14 +110,14 @@ class Gradients:
         streams.after_current(streams.reduce)
         with torch.no_grad(), streams.on(streams.reduce):
             if self._reduction.hook is not None:
-                self._total = self._reduction.hook(joined(parts), link.group)
+                self._total = self._reduction.hook(join_parts(parts), link.group)
             else:
                 self._sum = link.sum_parts(parts, tag, about)
             self._event = streams.event(streams.reduce)
         self._about, self._tag = about, tag
 
     def advance(self) -> bool:
-        """Go on from the sum over shard ranks to that over replicas, or finish; whether nothing is under way any more.
+        """Go on from the reduce-scatter to the all-reduce over replicas, or finish; return whether all is done.
 
         Each of both runs beside the backward of another unit.
         """
@@ -144,7 +144,7 @@ class Gradients:
                 self._event = streams.event(streams.all_reduce)
 
     def finish(self) -> None:
-        """Wait for the sum and make it, or add it to, the gradients of the shards."""
+        """Wait for the reduction, and set or accumulate the gradients of the shards."""
         with record_function("memfit::sum"), torch.no_grad():
             self._exchange()
             if self._total is None:
@@ -175,14 +175,14 @@ class Gradients:
         return bool(self._missing)
 
     def came(self) -> list[bool]:
-        """For every parameter that was summed since `resolve`, or is now, whether this rank had a gradient for it."""
+        """Return, for every parameter summed since `resolve` or now, whether this rank had a gradient for it."""
         numbers = range(len(self.flat.parameters))
         if self.under_way:
             return [number in self._came or number in self._collected for number in numbers]
         return [number in self._came or number not in self._missing for number in numbers]
 
     def drop(self) -> None:
-        """Give up what was collected, and wait for a sum that other ranks take part in."""
+        """Drop what was collected, and wait for a reduction that other ranks take part in."""
         self._came.clear()
         self._missing.clear()
         try:
@@ -237,13 +237,13 @@ class Gradients:
                 place.div_(self._before)
 
     def _place(self, slot: Slot, rank: int) -> tuple[torch.Tensor, int]:
-        """Where the piece of a gradient that belongs into a part goes, and at which of its elements it begins."""
+        """Return where the piece of a gradient that belongs to a part goes, and its first element."""
         first, elements = rank * self.flat.layout.shard_elements, self.flat.layout.shard_elements
         begin, end = max(slot.begin, first), min(slot.end, first + elements)
         return self._part(rank)[begin - first : end - first], begin - slot.begin
 
     def _part(self, rank: int) -> torch.Tensor:
-        """What is sent to a rank, with zeros where no gradient goes."""
+        """Return what is sent to a rank, with zeros where no gradient goes."""
         part = self._parts[rank]
         if part is None:
             layout, link = self.flat.layout, self.flat.link
@@ -288,7 +288,7 @@ class Gradients:
 
 
 def divisors(ranks: int, dtype: torch.dtype, divisor: float | None) -> tuple[float, float]:
-    """By what gradients are divided before and after they are summed.
+    """Return by what gradients are divided before and after they are summed.
 
     Before it costs nothing where it is exact, since it is part of the copy into the slot; float16 could overflow in the
     sum or underflow before it, and gets about the square root of it on either side.
@@ -304,5 +304,5 @@ def divisors(ranks: int, dtype: torch.dtype, divisor: float | None) -> tuple[flo
 
 
 def _floating(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Mixed precision is for floating point only."""
+    """Return the wanted dtype for a floating point one, else its own: mixed precision is for floating point only."""
     return wanted if wanted is not None and own.is_floating_point else own

@@ -26,7 +26,7 @@ def with_values(
     init: Init | None,
     links: Sequence[ShardComm] | None,
 ) -> Iterator[Callable[[Member], torch.Tensor]]:
-    """The values of a unit's parameters, whole, one unit at a time; what is on meta is made and given up again.
+    """Yield a function to a unit's whole parameter values; what is on meta is materialized and freed again.
 
     `inside` are the modules of the unit that are in no unit inside it. With `links`, rank 0's values are used.
     """
@@ -90,7 +90,7 @@ def prepare_buffers(
 
 
 def _from_rank_0(tensor: torch.Tensor, device: torch.device, links: Sequence[ShardComm]) -> torch.Tensor:
-    """Rank 0's values: along replicas first, then along the ranks of each."""
+    """Broadcast rank 0's values: along replicas first, then along the ranks of each."""
     values = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device, copy=True).contiguous()
     for link in reversed(links):
         link.broadcast(values, "broadcast of rank 0's values").wait()
@@ -106,7 +106,7 @@ def _initialise(module: nn.Module, init: Init | None) -> None:
 
 
 def _buffers_made(module: nn.Module, device: torch.device) -> bool:
-    """Give buffers on meta memory; whether there were any."""
+    """Materialize buffers on meta; return whether there were any."""
     found = False
     for name, buffer in buffer_table(module).items():
         if buffer is not None and buffer.is_meta:

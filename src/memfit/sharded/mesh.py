@@ -19,7 +19,7 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.Process
 
 
 def resolve_mesh(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
-    """The mesh that was given, or all ranks in one dimension."""
+    """Return the mesh that was given, or all ranks in one dimension."""
     if mesh is None:
         kinds = {parameter.device.type for parameter in model.parameters()} - {"meta"}
         kind = kinds.pop() if len(kinds) == 1 else ("cuda" if torch.cuda.is_available() else "cpu")
@@ -32,7 +32,7 @@ def resolve_mesh(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """The device that this rank computes on."""
+    """Return the device that this rank computes on."""
     return (
         torch.device("cuda", torch.cuda.current_device())
         if mesh.device_type == "cuda"
@@ -41,13 +41,13 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def make_comms(mesh: DeviceMesh, device: torch.device, timeout: timedelta | None) -> tuple[ShardComm, ShardComm | None]:
-    """The group that shards, and that of replicas where there are any."""
+    """Make the group that shards, and that of replicas where there are any."""
     shards = _link(mesh.get_group(mesh.ndim - 1), device, timeout)
     return shards, _link(mesh.get_group(0), device, timeout) if mesh.ndim > 1 else None
 
 
 def _link(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> ShardComm:
-    """A link whose messages go by a Gloo group of the same ranks: NCCL has no tags, and would mix them with data."""
+    """Make a `ShardComm` with a Gloo group for messages: NCCL has no tags, and would mix them with data."""
     if device.type == "cpu":
         return ShardComm(group, device, timeout)
     twin = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
@@ -56,7 +56,7 @@ def _link(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | N
 
 
 def nearby(mesh: DeviceMesh, ranks: int | None, device: torch.device, timeout: timedelta | None) -> ShardComm | None:
-    """The group of so many ranks next to each other that this rank is in."""
+    """Return the group of so many ranks next to each other that this rank is in."""
     if ranks is None:
         return None
     every = mesh.size(mesh.ndim - 1)
@@ -104,7 +104,7 @@ class Streams:
             stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def event(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-        """What is queued on a side stream so far."""
+        """Return an event for what is queued on a side stream so far, None without one."""
         if stream is None:
             return None
         event = torch.cuda.Event()

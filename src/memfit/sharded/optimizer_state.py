@@ -25,12 +25,12 @@ NamedState = dict[str, Any]
 """`state` by parameter names, and `param_groups` whose `params` are names."""
 
 
-def named_state(model: nn.Module, runtime: Runtime | None, optimizer: torch.optim.Optimizer) -> NamedState:
-    """The state of an optimizer by names; what is sharded as ShardedValue, the very tensors that the optimizer has."""
+def get_named_state(model: nn.Module, runtime: Runtime | None, optimizer: torch.optim.Optimizer) -> NamedState:
+    """Return an optimizer's state by names; sharded values as ShardedValue on the optimizer's own tensors."""
     names = parameter_names(model, optimizer)
     places = flat_places(runtime)
     state: dict[str, dict[str, Any]] = {}
-    facts: list[str] = []
+    described: list[str] = []
     for parameter, every in names.items():
         if parameter not in optimizer.state:
             continue
@@ -45,12 +45,12 @@ def named_state(model: nn.Module, runtime: Runtime | None, optimizer: torch.opti
                     )
                 flat, number = flat_place
                 value = sharded_value(flat, number, value)
-                facts.append(f"elementwise optimizer state {key!r} of {every[0]!r} in {value.dtype}")
+                described.append(f"elementwise optimizer state {key!r} of {every[0]!r} in {value.dtype}")
             found[key] = value
         state[every[0]] = found
     if runtime is not None:
         for link in runtime.links:
-            check_agreement(link, facts)
+            check_agreement(link, described)
     groups = [
         {**group, "params": [names[parameter][0] for parameter in group["params"]]} for group in optimizer.param_groups
     ]
@@ -78,7 +78,7 @@ def load_named_state(
         for parameter, every in names.items()
         for name in every
     }
-    named = by_names(given, [[names[each] for each in group["params"]] for group in optimizer.param_groups])
+    named = name_state(given, [[names[each] for each in group["params"]] for group in optimizer.param_groups])
     elementwise = _elementwise(named["state"], shapes)
     settings = _settings(named["param_groups"])
     state: dict[int, dict[str, Any]] = {}
@@ -113,7 +113,7 @@ def load_named_state(
 
 
 def plain_optimizer_state(named: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbered form of a named optimizer state, which `optimizer.load_state_dict` of a plain optimizer takes.
+    """Number a named optimizer state, as `optimizer.load_state_dict` of a plain optimizer takes it.
 
     The optimizer must be given its parameters in the same order and groups.
     """
@@ -126,8 +126,8 @@ def plain_optimizer_state(named: Mapping[str, Any]) -> dict[str, Any]:
     return {"state": {numbers[name]: dict(each) for name, each in named["state"].items()}, "param_groups": groups}
 
 
-def by_names(given: Mapping[str, Any], names: Sequence[Sequence[Sequence[str]]]) -> NamedState:
-    """The named form of an optimizer state. Numbers count through groups of parameters with these names."""
+def name_state(given: Mapping[str, Any], names: Sequence[Sequence[Sequence[str]]]) -> NamedState:
+    """Name a numbered optimizer state; numbers count through groups of parameters with these names."""
     if not {"state", "param_groups"} <= given.keys():
         raise InputError(
             f"an optimizer state has 'state' and 'param_groups'; this has {', '.join(map(repr, given)) or 'nothing'}"
@@ -153,7 +153,7 @@ def by_names(given: Mapping[str, Any], names: Sequence[Sequence[Sequence[str]]])
 
 
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, tuple[str, ...]]:
-    """All names of the optimizer's parameters, in its order."""
+    """Return all names of the optimizer's parameters, in its order."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -170,7 +170,7 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def flat_places(runtime: Runtime | None) -> dict[nn.Parameter, tuple[FlatShard, int]]:
-    """Where every sharded parameter lies."""
+    """Return the flat shard of every sharded parameter and its number there."""
     if runtime is None:
         return {}
     return {
@@ -182,7 +182,7 @@ def flat_places(runtime: Runtime | None) -> dict[nn.Parameter, tuple[FlatShard, 
 
 
 def _own(value: Any, place: tuple[FlatShard, int] | None, elementwise: bool, what: str, copy: bool) -> Any:
-    """This rank's part of a state, in a tensor that nobody else has."""
+    """Return this rank's part of a state, in a tensor that nobody else has."""
     if not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, DTensor) or (place is None and isinstance(value, ShardedValue)):
@@ -193,14 +193,19 @@ def _own(value: Any, place: tuple[FlatShard, int] | None, elementwise: bool, wha
         own = value
     else:
         flat, number = place
-        slot, part = flat.layout.slots[number], flat.parts[number]
-        if value.shape != slot.shape:
-            raise InputError(
-                f"optimizer state {what} has shape {tuple(value.shape)}, and the parameter {tuple(slot.shape)}; state "
-                "that is neither elementwise nor a scalar cannot be sharded"
-            )
+        part = flat.parts[number]
+        check_elementwise(what, value.shape, flat.layout.slots[number].shape)
         own, copy = value.reshape(-1)[part.begin : part.end], True
     return own.detach().clone() if copy else own.detach()
+
+
+def check_elementwise(what: str, shape: Sequence[int], parameter_shape: Sequence[int]) -> None:
+    """Refuse optimizer state of another shape than its parameter, which cannot be cut as the parameter is."""
+    if tuple(shape) != tuple(parameter_shape):
+        raise InputError(
+            f"optimizer state {what} has shape {tuple(shape)}, and the parameter {tuple(parameter_shape)}; state "
+            "that is neither elementwise nor a scalar cannot be sharded"
+        )
 
 
 def _elementwise(state: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, Sequence[int]]) -> dict[str, bool]:

@@ -34,7 +34,7 @@ class Order:
         self._given = list(units)
 
     def begin(self, outermost: Unit) -> None:
-        """A pass begins."""
+        """Begin a pass."""
         self._key = (outermost, outermost.module.training)
         given = None if outermost.name else self._given
         self._expected = self._recorded.get(self._key, []) if given is None else given
@@ -42,7 +42,7 @@ class Order:
         self._known = bool(self._expected)
 
     def enter(self, unit: Unit) -> None:
-        """A unit's forward begins."""
+        """Note that a unit's forward begins."""
         position = len(self._now)
         self._known = self._known and position < len(self._expected) and self._expected[position] is unit
         self._now.append(unit)
@@ -50,7 +50,7 @@ class Order:
             self._compare(position, unit)
 
     def leave(self, unit: Unit, count: int) -> tuple[Unit, ...]:
-        """A unit's forward has ended; the units whose backward comes after its own, nearest first."""
+        """Note that a unit's forward has ended; return the units whose backward comes after its own, nearest first."""
         before = self._ended
         if self._given is not None and unit in self._given:
             inside = [each for each in self._given if each.name and each in self._ended]
@@ -60,14 +60,14 @@ class Order:
         return following
 
     def end(self) -> None:
-        """The forward of the pass has ended."""
+        """Note that the forward of the pass has ended."""
         if not self._known or len(self._now) != len(self._expected):
             self._compare(len(self._now), None)
         if self._key is not None:
             self._recorded[self._key] = self._now
 
     def following(self, count: int) -> list[Unit]:
-        """The units whose forward comes next."""
+        """Return the units whose forward comes next."""
         return self._expected[len(self._now) : len(self._now) + count] if self._known else []
 
     def _compare(self, position: int, unit: Unit | None) -> None:
@@ -92,7 +92,7 @@ class Order:
                 raise OrderError(f"ranks run units in different orders: {said}. Every rank must run the same units")
 
     def _left(self, position: int, unit: Unit | None) -> str | None:
-        """How this pass leaves the recorded order, if there is one."""
+        """Say how this pass leaves the recorded order, if there is one."""
         if not self._expected:
             return None
         before = f"ran {self._expected[position].title}" if position < len(self._expected) else "ended"

@@ -19,7 +19,7 @@ class _Said(msgspec.Struct, frozen=True):
 
 
 class RankCoordinator:
-    """All ranks of a sharded model, numbered through replicas; a plain model has a crew of one."""
+    """All ranks of a sharded model, numbered through replicas; a plain model has one."""
 
     def __init__(self, runtime: Runtime | None) -> None:
         self._links: Sequence[ShardComm] = [] if runtime is None else runtime.links
@@ -31,7 +31,7 @@ class RankCoordinator:
         """Whether this rank's part is not another replica's too."""
 
     def together(self, about: str, act: Callable[[], bytes]) -> list[bytes]:
-        """Let every rank act and tell what came of it. Where one fails, all do."""
+        """Run an action on every rank and exchange the results; where one fails, all do."""
         failure: Exception | None = None
         content = b""
         try:
@@ -54,7 +54,7 @@ class RankCoordinator:
         return [answer.content for answer in answers]
 
     def first(self, about: str, act: Callable[[], bytes]) -> bytes:
-        """Let rank 0 act, and tell all what came of it."""
+        """Run an action on rank 0 and broadcast its result."""
         return self.together(about, act if self.rank == 0 else lambda: b"")[0]
 
     def _gather(self, own: bytes, about: str) -> list[bytes]:

@@ -34,7 +34,7 @@ from memfit.sharded.comm import CollectiveError, RankMismatch, ShardComm, Transf
 from memfit.sharded.options import Precision, Schedule
 from memfit.sharded.order import Order
 from memfit.sharded.unit import Run, RunHook, State, Unit
-from memfit.sharded.values import mapped, tensors_in
+from memfit.sharded.values import map_values, tensors_in
 from memfit.torch_private.autograd import base_of, current_graph_task_id, in_backward, queue_callback
 from memfit.torch_private.frames import frame_above
 from memfit.torch_private.modules import CALL_CODE
@@ -91,7 +91,7 @@ class Runtime:
     def before_forward(
         self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Gather a unit's parameters, begin to gather those of the next, and prepare its inputs."""
+        """Unshard a unit, prefetch the next ones, and prepare its inputs."""
         self.settle()
         if self._active and unit is self._active[0]:  # what was left by an interrupt
             self.recover()
@@ -118,7 +118,7 @@ class Runtime:
     def mark_inputs(
         self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Make inputs that need gradients views which see when these are there."""
+        """Replace inputs that need gradients by views whose hook tells when these are there."""
         hook = RunHook(self.after_backward, run)
 
         def mark(tensor: torch.Tensor) -> torch.Tensor:
@@ -131,12 +131,12 @@ class Runtime:
                     each.register_hook(hook)
             return marked
 
-        return mapped((args, kwargs), mark)
+        return map_values((args, kwargs), mark)
 
     def after_forward(self, unit: Unit, run: Run | None, inputs: Any, output: Any) -> Any:
-        """Watch the outputs' gradients and give up what the backward gathers again."""
+        """Hook the outputs' gradients, and reshard what the backward gathers again."""
         self._leave(unit)
-        output = mapped(output, lambda tensor: self._own(unit, tensor))
+        output = map_values(output, lambda tensor: self._own(unit, tensor))
         watched = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if run is not None else []
         if run is not None and watched:
             self._watch(run, inputs, watched)
@@ -161,7 +161,7 @@ class Runtime:
         return output
 
     def failed_forward(self, unit: Unit) -> None:
-        """An exception goes through a unit's forward; somebody may catch it and go on."""
+        """Handle an exception in a unit's forward, which somebody may catch and go on."""
         self._leave(unit)
         if self._in_backward:  # also how a checkpoint ends its second forward
             return
@@ -179,7 +179,7 @@ class Runtime:
             self.recover()
 
     def before_backward(self, run: Run) -> None:
-        """Gather a unit's parameters again, and begin to gather those of the unit whose backward comes next."""
+        """Unshard a unit again, and prefetch the unit whose backward comes next."""
         if not self._in_backward:
             if torch.is_grad_enabled():
                 raise StateError(
@@ -214,7 +214,7 @@ class Runtime:
             self.after_backward(run)
 
     def after_backward(self, run: Run) -> None:
-        """Begin to sum a unit's gradients, and give up its parameters."""
+        """Begin to reduce a unit's gradients, and reshard it."""
         if run.ended:
             return
         if not run.began:
@@ -238,14 +238,14 @@ class Runtime:
             self._gather_before(run)
 
     def settle(self) -> None:
-        """Forget a backward that an exception ended, or a forward that an interrupt did."""
+        """Reset state after an interrupted forward or backward."""
         in_vain = self._in_backward and not in_backward()
         interrupted = bool(self._active) and self._caller is not None and not _runs(self._caller)
         if in_vain or interrupted:
             self.recover()
 
     def recover(self) -> None:
-        """Forget a pass that an exception ended; collectives that other ranks take part in are waited for.
+        """Reset state after a failed pass; collectives that other ranks take part in are waited for.
 
         Gradients of earlier passes that were not to be sent stay, unless the exception was in a backward. A collective
         that fails here is not told: its group is given up, which the next pass tells.
@@ -265,7 +265,7 @@ class Runtime:
                     gradients.drop()
 
     def _end_backward(self) -> None:
-        """Everything that is still to be done when autograd is through, also for units whose hooks did not run."""
+        """Do all that is left when autograd has finished, also for units whose hooks did not run."""
         if self.communicates:
             for unit in reversed(self.units):
                 if unit.begin_sum(everything=unit in self._owing) and unit not in self._summing:
@@ -281,17 +281,17 @@ class Runtime:
         self._in_backward = False
 
     def _end_runs(self) -> None:
-        """Forget which backwards there were; a graph that was retained may have another."""
+        """Forget the backwards of this pass; a retained graph may have another."""
         for run in self._began:
             run.began = run.ended = run.counted = False
         self._began.clear()
 
     def _advance_sums(self) -> None:
-        """Take the sums of earlier units one stage on; each stage runs beside the backward of another unit."""
+        """Advance the reductions of earlier units by one stage, which overlaps another unit's backward."""
         self._summing = [unit for unit in self._summing if not unit.advance_sums()]
 
     def _ask_which_came(self) -> tuple[torch.Tensor, Transfer]:
-        """Begin to count on how many ranks each parameter had a gradient, while gradients are still being summed."""
+        """Begin to count on how many ranks each parameter had a gradient, while gradients are still being reduced."""
         flags = [each for unit in self.units for gradients in unit.gradients for each in gradients.came()]
         came = self._all_came.clone()
         if not all(flags):
@@ -330,13 +330,13 @@ class Runtime:
         if trained == self._trained:
             return
         names = [slot.names[0] for unit in self.units for flat in unit.flats for slot in flat.layout.slots]
-        facts = [f"{name!r} {'trained' if each else 'frozen'}" for name, each in zip(names, trained, strict=True)]
-        changed = next(fact for fact, new, old in zip(facts, trained, self._trained, strict=True) if new != old)
+        described = [f"{name!r} {'trained' if each else 'frozen'}" for name, each in zip(names, trained, strict=True)]
+        changed = next(each for each, new, old in zip(described, trained, self._trained, strict=True) if new != old)
         for link in self.links:
             said = f"rank {link.global_rank(link.rank)} has {changed} now, and asks whether all ranks have"
             link.notices.say(said)
             try:
-                check_agreement(link, facts)
+                check_agreement(link, described)
             except CollectiveError as error:
                 raise RankMismatch(f"{said}. Freeze the same parameters on every rank. {error}") from error
         self._trained = trained
@@ -357,7 +357,7 @@ class Runtime:
             tensor.register_hook(hook)
 
     def _own(self, unit: Unit, tensor: torch.Tensor) -> torch.Tensor:
-        """An output in the root's dtype, in memory that stays, and with a hook of its own where it needs a gradient."""
+        """Return an output in the root's dtype, in memory that stays, with a hook where it needs a gradient."""
         if unit.outermost and self.precision.output_dtype is not None:
             tensor = _cast(tensor, self.precision.output_dtype)
         if unit.lends(tensor):
@@ -370,7 +370,7 @@ class Runtime:
         self._gather_ahead(run.unit, [each for each in run.before if each.options.backward_gather], "backward")
 
     def _gather_ahead(self, now: Unit, ahead: Sequence[Unit], phase: str) -> None:
-        """Begin to gather units that come after the one that runs now, as far as the bound allows."""
+        """Prefetch units that come after the one that runs now, as far as the bound allows."""
         limit = self.schedule.in_flight_bytes
         taken = 0 if limit is None else sum(unit.bytes for unit in self.units if unit.in_flight and unit is not now)
         for unit in ahead:
@@ -392,11 +392,11 @@ class Runtime:
             return args, kwargs
         if precision.full_in_eval and not unit.module.training:
             return args, kwargs
-        return mapped((args, kwargs), lambda tensor: _cast(tensor, wanted))
+        return map_values((args, kwargs), lambda tensor: _cast(tensor, wanted))
 
 
 def _module_call() -> FrameType | None:
-    """The frame of the innermost call of a module; without one nothing is known."""
+    """Return the frame of the innermost call of a module; without one nothing is known."""
     here: FrameType | None = frame_above(1)
     while here is not None and here.f_code is not CALL_CODE:
         here = here.f_back
@@ -404,7 +404,7 @@ def _module_call() -> FrameType | None:
 
 
 def _runs(frame: FrameType) -> bool:
-    """Whether a frame is among those that run in this thread."""
+    """Return whether a frame is among those that run in this thread."""
     here: FrameType | None = frame_above(1)
     while here is not None and here is not frame:
         here = here.f_back

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from memfit.errors import StateError
 from memfit.sharded.comm import ShardComm
-from memfit.sharded.flat_param import Box, FlatShard, boxes
+from memfit.sharded.flat_param import Box, FlatShard, split_into_boxes
 from memfit.sharded.runtime import Runtime
 from memfit.sharded.unit import State, Unit
 from memfit.sharding.flat_layout import FlatLayout, Slot
@@ -74,7 +74,7 @@ class ShardedValue(torch.Tensor):
         )
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor, on every rank; all ranks must call it."""
+        """Gather the whole tensor on every rank; all ranks must call it."""
         layout, link, device = self._home
         lengths = [layout.part(self.slot, rank).elements for rank in range(link.ranks)]
         longest = max(lengths)
@@ -84,8 +84,8 @@ class ShardedValue(torch.Tensor):
         parts = [buffer[rank * longest : rank * longest + length] for rank, length in enumerate(lengths)]
         return torch.cat(parts).view(self.slot.shape)
 
-    def of_whole(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's elements of a whole tensor."""
+    def local_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's elements of a whole tensor."""
         return whole.reshape(-1)[self.begin : self.end]
 
     def _like(self, local: torch.Tensor) -> ShardedValue:
@@ -94,7 +94,7 @@ class ShardedValue(torch.Tensor):
     def _boxes(self) -> list[Box]:
         if not self.slot.elements:  # a tensor without elements has one box, on every rank
             return [Box(offsets=(0,) * len(self.slot.shape), sizes=self.slot.shape)]
-        return boxes(self.slot.shape, self.begin, self.end)
+        return split_into_boxes(self.slot.shape, self.begin, self.end)
 
     def __create_write_items__(self, fqn: str, value: ShardedValue) -> list[WriteItem]:
         return [
@@ -140,7 +140,7 @@ class ShardedValue(torch.Tensor):
                 return value
             if func is _aten.copy_.default and args[1].shape == value.shape:
                 source = args[1]
-                value.local.copy_(source.local if isinstance(source, ShardedValue) else value.of_whole(source))
+                value.local.copy_(source.local if isinstance(source, ShardedValue) else value.local_of(source))
                 return value
         raise StateError(
             f"{func} would see the elements of this rank only: {next(_sharded(args), value)!r}. Gather first: "
@@ -197,7 +197,7 @@ def attach_state(runtime: Runtime) -> None:
 
 
 def sharded_value(flat: FlatShard, number: int, local: torch.Tensor) -> ShardedValue:
-    """Something that lies as one parameter of a flat shard does, with its shape."""
+    """Wrap a tensor that is laid out as one parameter of a flat shard, with the parameter's shape."""
     return ShardedValue(local, flat.layout.slots[number], flat.layout, flat.link, flat.device)
 
 
@@ -237,7 +237,7 @@ def _attach(module: nn.Module, parameters: list[_Held]) -> None:
             elif isinstance(given, ShardedValue):
                 state[key] = given.local
             else:
-                state[key] = own.of_whole(given.full_tensor() if isinstance(given, DTensor) else given)
+                state[key] = own.local_of(given.full_tensor() if isinstance(given, DTensor) else given)
 
     module.register_state_dict_post_hook(give)
     module.register_load_state_dict_pre_hook(take)

@@ -13,7 +13,7 @@ from memfit.errors import InputError, StateError
 from memfit.sharded.flat_param import FlatShard
 from memfit.sharded.full_parameters import gather_alike, gather_shard
 from memfit.sharded.fully_shard import get_runtime
-from memfit.sharded.optimizer_state import NamedState, flat_places, load_named_state, named_state, parameter_names
+from memfit.sharded.optimizer_state import NamedState, flat_places, get_named_state, load_named_state, parameter_names
 from memfit.sharded.runtime import Runtime
 from memfit.sharded.sharded_value import ShardedValue
 
@@ -21,7 +21,7 @@ from memfit.sharded.sharded_value import ShardedValue
 def sharded_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, to_load: bool = False
 ) -> dict[str, Any]:
-    """`model` and, where one is given, `optimizer`: the state of both by names, without a gather.
+    """Return the state of `model` and, where one is given, `optimizer` by names, without a gather.
 
     The tensors are those of the model and the optimizer. `torch.distributed.checkpoint` saves them and loads into them;
     `to_load` makes the state that an optimizer has only after its first step.
@@ -31,14 +31,14 @@ def sharded_state_dict(
     if optimizer is not None:
         if to_load:
             make_optimizer_state(optimizer)
-        found["optimizer"] = named_state(model, runtime, optimizer)
+        found["optimizer"] = get_named_state(model, runtime, optimizer)
     return found
 
 
 def full_state_dict(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, rank_0_only: bool = False, cpu: bool = True
 ) -> dict[str, Any]:
-    """`model` and, where one is given, `optimizer`: the whole state by names, as of one process without sharding.
+    """Return the whole state of `model` and, where one is given, `optimizer`, as of one process without sharding.
 
     All ranks must call it. One unit at a time is gathered, and copied to the host unless `cpu` is False. With
     `rank_0_only` the others get an empty dict.
@@ -69,7 +69,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], optimizer: torch
 
 
 def sharded_runtime(model: nn.Module) -> Runtime | None:
-    """The runtime of a model, or None where it is a plain one."""
+    """Return the runtime of a model, or None where it is a plain one."""
     try:
         return get_runtime(model)
     except StateError:
@@ -124,7 +124,7 @@ def _full_model(model: nn.Module, runtime: Runtime, keeps: bool, cpu: bool) -> d
 def _full_optimizer(
     model: nn.Module, runtime: Runtime, optimizer: torch.optim.Optimizer, keeps: bool, cpu: bool
 ) -> NamedState:
-    named = named_state(model, runtime, optimizer)
+    named = get_named_state(model, runtime, optimizer)
     names = {every[0]: parameter for parameter, every in parameter_names(model, optimizer).items()}
     places = flat_places(runtime)
     sharded: dict[tuple[FlatShard, str, torch.dtype], list[tuple[str, int, ShardedValue]]] = defaultdict(list)

@@ -11,7 +11,7 @@ from torch.profiler import record_function
 
 from memfit.errors import StateError
 from memfit.sharded.comm import ShardComm, Transfer, wait_all
-from memfit.sharded.flat_param import FlatShard, Whole
+from memfit.sharded.flat_param import FlatShard, UnshardedParams
 from memfit.sharded.gradients import Gradients
 from memfit.sharded.mesh import Streams
 from memfit.sharded.options import Precision, UnitOptions
@@ -60,8 +60,8 @@ class Unit:
         self._streams = streams
         self._nearby = nearby
         self._resharded = False
-        self._wholes: list[Whole] = []
-        self._wholes_of_forward: list[Whole] | None = None
+        self._unsharded: list[UnshardedParams] = []
+        self._unsharded_in_forward: list[UnshardedParams] | None = None
         self._transfers: list[Transfer] | None = None
         self._event: torch.cuda.Event | None = None
 
@@ -86,10 +86,10 @@ class Unit:
     @property
     def bytes(self) -> int:
         """What its gathered parameters take."""
-        return sum(flat.whole(self.gather_dtype(flat)).bytes for flat in self.flats)
+        return sum(flat.unsharded(self.gather_dtype(flat)).bytes for flat in self.flats)
 
     def go(self, state: State) -> None:
-        """Take the next state, or refuse."""
+        """Enter the next state, or refuse."""
         check_transition(self.title, self.state, state)
         self.state = state
 
@@ -102,20 +102,20 @@ class Unit:
         if self.in_flight or (self.gathered and not (self.stale and forward)):
             return
         about = f"gather of {self.title} in {phase}"
-        if forward or self._wholes_of_forward is None:
-            self._wholes = [flat.whole(self.gather_dtype(flat)) for flat in self.flats]
-            for flat, whole in zip(self.flats, self._wholes, strict=True):
-                whole.changes = flat.changes
+        if forward or self._unsharded_in_forward is None:
+            self._unsharded = [flat.unsharded(self.gather_dtype(flat)) for flat in self.flats]
+            for flat, unsharded in zip(self.flats, self._unsharded, strict=True):
+                unsharded.changes = flat.changes
         else:
-            self._wholes = self._wholes_of_forward
+            self._unsharded = self._unsharded_in_forward
         self._transfers = []
-        for number, (flat, whole) in enumerate(zip(self.flats, self._wholes, strict=True)):
+        for number, (flat, unsharded) in enumerate(zip(self.flats, self._unsharded, strict=True)):
             tag = self._tag(number, 0)
             with record_function("memfit::gather"):
                 if self._resharded and self._nearby is not None and not forward:
-                    transfer = flat.begin_regather(whole, self._nearby, tag, about)
+                    transfer = flat.begin_regather(unsharded, self._nearby, tag, about)
                 else:
-                    transfer = flat.unshard(whole, tag, about)
+                    transfer = flat.unshard(unsharded, tag, about)
             if transfer is not None:
                 self._transfers.append(transfer)
         self._event = self._streams.event(self._streams.gather)
@@ -127,68 +127,71 @@ class Unit:
         transfers, self._transfers = self._transfers, None
         wait_all(transfers)
         self._streams.wait(self._event)
-        for whole in self._wholes:
-            whole.reveal()
+        for unsharded in self._unsharded:
+            unsharded.reveal()
         self._resharded = False
         self.gathered, self.stale = True, False
 
     def to_unsharded(self) -> None:
-        """Make the module hold gathered parameters."""
-        for flat, whole in zip(self.flats, self._wholes, strict=True):
-            flat.to_unsharded(whole)
+        """Set the gathered parameters on the module."""
+        for flat, unsharded in zip(self.flats, self._unsharded, strict=True):
+            flat.to_unsharded(unsharded)
 
     def to_sharded(self) -> None:
-        """Make the module hold shards."""
+        """Set the sharded parameters on the module."""
         for flat in self.flats:
             flat.to_sharded()
 
     def check_unchanged(self) -> None:
         """Let autograd refuse parameters that were changed since the forward, as it does those of a plain model."""
-        for flat, whole in zip(self.flats, self._wholes, strict=True):
-            if whole.bytes and whole.changes != flat.changes:
-                whole.hide()
+        for flat, unsharded in zip(self.flats, self._unsharded, strict=True):
+            if unsharded.bytes and unsharded.changes != flat.changes:
+                unsharded.hide()
 
     def lends(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the memory of gathered parameters, which is going to be freed."""
+        """Return whether a tensor is in the memory of gathered parameters, which is going to be freed."""
         if tensor.layout is not torch.strided:
             return False
         address = tensor.untyped_storage().data_ptr()
-        return any(whole.bytes and whole.buffer.untyped_storage().data_ptr() == address for whole in self._wholes)
+        return any(
+            unsharded.bytes and unsharded.buffer.untyped_storage().data_ptr() == address
+            for unsharded in self._unsharded
+        )
 
     def free(self) -> None:
-        """Give up the gathered parameters."""
+        """Free the gathered parameters."""
         self.wait()
         self.gathered = self._resharded = False
         for flat in self.flats:
             flat.free()
 
     def end_forward(self, *, backward: bool) -> None:
-        """Give up what is not used between the forward and the backward, all of it where there is no backward."""
+        """Reshard after the forward what its backward does not need, all of it where there is no backward."""
         if not backward:
             self.free()
             return
-        self._wholes_of_forward = self._wholes
+        self._unsharded_in_forward = self._unsharded
         if self.options.keep or self.outermost:
             return
         if self._nearby is None:
             self.free()
             return
-        for flat, whole in zip(self.flats, self._wholes, strict=True):
-            flat.keep_part(whole, self._nearby)
+        for flat, unsharded in zip(self.flats, self._unsharded, strict=True):
+            flat.keep_part(unsharded, self._nearby)
         self.gathered, self._resharded = False, True
 
     def rest(self) -> None:
-        """Be idle, whatever the unit was doing: the module holds shards, and nothing is gathered."""
+        """Reset to idle from any state: the module holds shards, and nothing is gathered."""
         if self.state is State.SUMMONED:
             return
         self.state = State.IDLE
         self.pending = self.running = 0
-        self._wholes_of_forward = None
+        self._unsharded_in_forward = None
         self.to_sharded()
         self.free()
 
     def begin_sum(self, *, everything: bool = False) -> bool:
-        """Begin to sum gradients over ranks: of all flat shards that train, or of those that have any.
+        """Begin to reduce gradients over ranks: of all flat shards that train, or of those that have any.
 
         Whether there are any.
         """
@@ -201,7 +204,7 @@ class Unit:
         return begun
 
     def advance_sums(self) -> bool:
-        """Take sums under way one stage on; whether all are finished."""
+        """Advance reductions under way by one stage; return whether all are finished."""
         finished = [gradients.advance() for gradients in self.gradients]
         return all(finished)
 
@@ -209,7 +212,7 @@ class Unit:
         return self.turn % _PASSES * _TAGS + ((self.number * _FLATS + flat) * _KINDS + kind) % _TAGS
 
     def gather_dtype(self, flat: FlatShard) -> torch.dtype:
-        """The dtype that parameters are gathered in."""
+        """Return the dtype that parameters are gathered in."""
         wanted = self._precision.param_dtype
         if wanted is None or not flat.dtype.is_floating_point:
             return flat.dtype
@@ -261,7 +264,7 @@ class State(Enum):
     SUMMONED = "summoned"
 
     def leads_to(self, state: State) -> bool:
-        """Whether a unit in this state may go on to that one."""
+        """Return whether a unit in this state may go on to that one."""
         return state in _NEXT[self]
 
 

@@ -1,4 +1,4 @@
-"""Tensors inside of what modules take and give."""
+"""Map over the tensors in the inputs and outputs of modules."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 
-def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same value with every tensor in it changed; a part of it in which nothing changes is the same object."""
+def map_values(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Apply a function to every tensor in a value; a part of it in which nothing changes is the same object."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, list | tuple):
@@ -24,19 +24,19 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in a value."""
+    """Return every tensor in a value."""
     found: list[torch.Tensor] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         found.append(tensor)
         return tensor
 
-    mapped(value, note)
+    map_values(value, note)
     return found
 
 
 def _mapped_sequence(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    changed = [mapped(each, change) for each in value]
+    changed = [map_values(each, change) for each in value]
     if all(after is before for after, before in zip(changed, value, strict=True)):
         return value
     return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
@@ -44,7 +44,7 @@ def _mapped_sequence(value: Any, change: Callable[[torch.Tensor], torch.Tensor])
 
 def _mapped_mapping(value: Mapping[Any, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     kind: Callable[..., Any] = type(value)
-    changed = {key: mapped(each, change) for key, each in value.items()}
+    changed = {key: map_values(each, change) for key, each in value.items()}
     if all(changed[key] is value[key] for key in changed):
         return value
     if type(value) is dict:
@@ -56,10 +56,10 @@ def _mapped_mapping(value: Mapping[Any, Any], change: Callable[[torch.Tensor], t
 
 
 def _mapped_fields(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A copy of a dataclass without its constructor, which may take other arguments or do more."""
+    """Copy a dataclass without its constructor, which may take other arguments or do more."""
     names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
     fields = {name: getattr(value, name) for name in names}
-    changed = {name: mapped(each, change) for name, each in fields.items()}
+    changed = {name: map_values(each, change) for name, each in fields.items()}
     if all(changed[name] is each for name, each in fields.items()):
         return value
     result = copy.copy(value)

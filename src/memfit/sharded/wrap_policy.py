@@ -36,7 +36,7 @@ class FoundUnit:
 def find_units(
     model: nn.Module, units: Units | None, *, keep: bool, ignored: Iterable[str | nn.Parameter]
 ) -> list[FoundUnit]:
-    """The units of a model, the root first.
+    """Find the units of a model, the root first.
 
     A parameter belongs to the innermost unit around all the places that hold it.
     """
@@ -59,7 +59,7 @@ def find_units(
 
 
 def default_units(model: nn.Module) -> tuple[str, ...]:
-    """Blocks that are alike and numbered, and have parameters."""
+    """Return blocks that are alike and numbered, and have parameters."""
     return repeated_blocks(
         {
             path: type(module).__name__
@@ -123,7 +123,7 @@ def _paths(modules: Mapping[str, nn.Module], given: str | nn.Module | type[nn.Mo
 def _parameters(
     model: nn.Module, ignored: set[nn.Parameter]
 ) -> Iterable[tuple[tuple[str, ...], tuple[ParameterSlot, ...], nn.Parameter]]:
-    """Every parameter once, with all its names and places."""
+    """Yield every parameter once, with all its names and places."""
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
     places: dict[nn.Parameter, list[ParameterSlot]] = defaultdict(list)
     for path, module in model.named_modules(remove_duplicate=False):

@@ -1,14 +1,14 @@
 """The fastest plan under a memory budget, proven: which units to checkpoint, and how."""
 
-from memfit.solve.blocker import Blocker, find_blocker
+from memfit.solve.blocker import BlockingPeak, find_blocker
 from memfit.solve.curve import Curve, CurvePoint, build_curve
 from memfit.solve.milp import Incumbent, Limits, SolverError, Status
 from memfit.solve.options import SolveOptions
 from memfit.solve.program import Candidate, Choice, Program
-from memfit.solve.solution import Problem, Solved, minimum_budget_bytes, nothing, replay, solve
+from memfit.solve.solution import Problem, Solved, choose_nothing, minimum_budget_bytes, replay, solve
 
 __all__ = [
-    "Blocker",
+    "BlockingPeak",
     "Candidate",
     "Choice",
     "Curve",
@@ -22,9 +22,9 @@ __all__ = [
     "SolverError",
     "Status",
     "build_curve",
+    "choose_nothing",
     "find_blocker",
     "minimum_budget_bytes",
-    "nothing",
     "replay",
     "solve",
 ]

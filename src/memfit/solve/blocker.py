@@ -10,7 +10,7 @@ from memfit.solve.solution import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blocker:
+class BlockingPeak:
     """The highest point of the plan with the lowest peak: no plan gets below it."""
 
     op: int
@@ -27,13 +27,13 @@ class Blocker:
         return f"op {self.op} ({self.name}) of the {self.phase.value}, {where}"
 
 
-def find_blocker(problem: Problem, choice: Choice) -> Blocker:
+def find_blocker(problem: Problem, choice: Choice) -> BlockingPeak:
     """Return what stands in the way of a lower peak than this choice has."""
     judged = problem.replay((each.unit, policy) for each, policy in problem.program(1).chosen(choice))
     trace, instant = judged.trace, judged.peak_instant
     op = min(int(judged.op[instant]), len(trace.ops) - 1)
     call = trace.ops[op].call
-    return Blocker(
+    return BlockingPeak(
         op=op,
         name=trace.ops[op].name,
         phase=trace.ops[op].phase,

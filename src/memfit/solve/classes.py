@@ -158,7 +158,7 @@ class ClassModel:
         return candidate.unit.end <= op < candidate.recompute_at
 
     def _largest(self, number: int, count: int) -> list[int]:
-        """Variables for at most `count` of a class's units."""
+        """Return variables for at most `count` of a class's units."""
         chosen = [self.milp.variable(upper=float(count), integer=False) for _ in self.n[number]]
         for z, n in zip(chosen, self.n[number], strict=True):
             self.milp.row([(z, 1.0), (n, -1.0)], upper=0.0)
@@ -194,7 +194,7 @@ class ClassModel:
         return added > 0
 
     def _plain_segments(self) -> list[Segment]:
-        """Segments in which no candidate runs for the first time; the rows of others know policies, not classes."""
+        """Return segments in which no candidate runs its forward; the rows of others know policies, not classes."""
         units = [candidate.unit for candidate in self.program.candidates]
         return [
             segment

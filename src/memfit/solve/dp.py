@@ -21,7 +21,7 @@ All that the rest of a plan must know of its beginning is therefore one number. 
 3. Transition (`_LabelSetting.expand`): v is checkpointed with a policy, or its children are passed instead:
        L(v) = {(F + freed[v,k], T + time[v,k]) : (F, T) in L(before v), F >= required(v, k)}
             + {(F, T) in L(last child of v) that entered v with F >= open(v) : F >= after(v)}
-4. Dominance (`undominated`): (F, T) goes when another label has F' >= F and T' <= T.
+4. Dominance (`keep_undominated`): (F, T) goes when another label has F' >= F and T' <= T.
 5. Bound (`completion_bounds`): V(v, F) is at most the least time after v when F bytes are dropped. With each frontier
    replaced by its convex hull, V is convex and non-increasing in F: V(end, F) = 0; a requirement cuts the domain; a
    policy is the infimal convolution with v's hull (a merge of segments by slope); "v or its children" is the convex
@@ -130,7 +130,7 @@ class DynamicProgram:
 # ---- 4. Dominance ----
 
 
-def undominated(freed: Ints, time: Ints) -> Indices:
+def keep_undominated(freed: Ints, time: Ints) -> Indices:
     """Return the indices of labels that no other dominates, by falling bytes; the first of equal ones."""
     order = np.argsort(-freed, kind="stable")  # one key: half the time of sorting by both
     by_bytes = time[order]
@@ -270,7 +270,7 @@ class _SubtreePlans:
             own = sum(1 for _ in _subtree(node)) - 1
             freed, time = np.concatenate((freed, node.freed)), np.concatenate((time, node.time))
             chosen += [((own, policy),) for policy in range(len(node.time))]
-        kept = undominated(freed, time)
+        kept = keep_undominated(freed, time)
         return SubtreePlans(freed[kept], time[kept], tuple(chosen[plan] for plan in kept.tolist()))
 
     def _combine(self, children: Sequence[UnitNode]) -> SubtreePlans | None:
@@ -283,7 +283,7 @@ class _SubtreePlans:
                 return None
             freed = (plans.freed[:, None] + more.freed).ravel()
             time = (plans.time[:, None] + more.time).ravel()
-            kept = undominated(freed, time)
+            kept = keep_undominated(freed, time)
             if len(kept) > _MAX_SUBTREE_PLANS:
                 return None
             one, other = np.divmod(kept, len(more.time))
@@ -403,7 +403,7 @@ class _LabelSetting:
         """Add what was taken to labels, drop those that are hopeless, and record the rest."""
         freed, time = labels.freed[from_label] + freed[taken], labels.time[from_label] + time[taken]
         kept = np.flatnonzero(time + self.after[node.index](freed) <= self.best + _ROUNDING_PS)
-        kept = kept[undominated(freed[kept], time[kept])]
+        kept = kept[keep_undominated(freed[kept], time[kept])]
         from_label = from_label[kept]
         self.steps.append(
             _Step(node, plans, labels.step[from_label], labels.row[from_label], taken[kept].astype(np.int32))
@@ -422,7 +422,7 @@ class _LabelSetting:
                 np.concatenate([each.step for each in found]),
                 np.concatenate([each.row for each in found]),
             )
-            labels = labels.part(undominated(labels.freed, labels.time))
+            labels = labels.part(keep_undominated(labels.freed, labels.time))
         least = labels.time + self.after[node.index](labels.freed)
         hopeful = least <= self.best + _ROUNDING_PS
         if np.count_nonzero(hopeful) > self.width:

@@ -21,18 +21,18 @@ from memfit.solve.program import Candidate, Choice, MicroBatches, Program
 
 def find_micro_batches(trace: Trace, candidates: Sequence[Candidate]) -> MicroBatches | None:
     """Find the micro-batches of a step; None when it has one pass, or passes that are not alike."""
-    windows = _passes(trace)
-    members: list[list[int]] = [[] for _ in windows]
+    spans = _passes(trace)
+    members: list[list[int]] = [[] for _ in spans]
     for index, candidate in enumerate(candidates):
-        place = next((k for k, (begin, end) in enumerate(windows) if begin <= candidate.unit.begin < end), None)
-        if place is None or candidate.recompute_at > windows[place][1]:
+        place = next((k for k, (begin, end) in enumerate(spans) if begin <= candidate.unit.begin < end), None)
+        if place is None or candidate.recompute_at > spans[place][1]:
             return None
         members[place].append(index)
-    used = [(window, tuple(group)) for window, group in zip(windows, members, strict=True) if group]
+    used = [(span, tuple(group)) for span, group in zip(spans, members, strict=True) if group]
     if len(used) < 2:
         return None
-    found = MicroBatches(windows=tuple(window for window, _ in used), members=tuple(group for _, group in used))
-    shapes = [[_shape(candidates, index, group, window[0]) for index in group] for window, group in used]
+    found = MicroBatches(spans=tuple(span for span, _ in used), members=tuple(group for _, group in used))
+    shapes = [[_shape(candidates, index, group, span[0]) for index in group] for span, group in used]
     alike = all(shape == shapes[-1] for shape in shapes) and all(
         candidates[one].frontier is candidates[other].frontier or candidates[one].policies == candidates[other].policies
         for group in found.members
@@ -82,7 +82,7 @@ def _shape(candidates: Sequence[Candidate], index: int, group: Sequence[int], be
 def _anchors(candidates: Sequence[Candidate], found: MicroBatches, number: int) -> list[int]:
     """Return where candidates of a micro-batch begin, end and are recomputed, and where it begins and ends itself."""
     inside = [candidates[index] for index in found.members[number]]
-    begin, end = found.windows[number]
+    begin, end = found.spans[number]
     return [begin, *(at for each in inside for at in (each.unit.begin, each.unit.end, each.recompute_at)), end]
 
 
@@ -97,7 +97,7 @@ def fold(program: Program, found: MicroBatches) -> Program:
     """Return the program of the last micro-batch, at the highest levels of all of them."""
     before, during = program.before.copy(), program.during.copy()
     last = sorted(set(_anchors(program.candidates, found, -1)))
-    for number, (begin, end) in enumerate(found.windows[:-1]):
+    for number, (begin, end) in enumerate(found.spans[:-1]):
         for (a, b), (c, d) in zip(
             pairwise(sorted(set(_anchors(program.candidates, found, number)))), pairwise(last), strict=True
         ):

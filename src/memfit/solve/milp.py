@@ -86,7 +86,7 @@ def _is_number(value: object) -> bool:
 
 
 def relative_gap(objective: float, bound: float) -> float:
-    """0 when the objective is proven, otherwise the distance to the bound as a part of the objective."""
+    """Return 0 when the objective is proven, otherwise the distance to the bound as a part of the objective."""
     if not math.isfinite(objective):
         return math.inf
     return max(0.0, objective - bound) / max(abs(objective), 1e-9)
@@ -213,7 +213,7 @@ _threads_in_use = 0
 
 
 def _use_threads(threads: int) -> None:
-    """HiGHS keeps the number of threads of a process's first solve until told otherwise."""
+    """Set HiGHS's number of threads, which it keeps from a process's first solve until told otherwise."""
     global _threads_in_use
     if threads != _threads_in_use:
         highspy.Highs.resetGlobalScheduler(True)

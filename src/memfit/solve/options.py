@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from memfit.errors import InputError
-from memfit.paths import around
+from memfit.paths import MODEL_LABEL, around, module_label
 from memfit.sharding.shard import ShardOptions
 from memfit.solve.milp import Limits
+from memfit.text import close_names, did_you_mean
 from memfit.tradeoff import Unit
 
 POINTS = 24
 _SHOWN = 3
-_MODEL = "(model)"
 """What plans print for the model itself, whose path is empty."""
 
 
@@ -49,10 +48,10 @@ class SolveOptions:
                 continue
             if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
                 raise InputError(f"{field_name} is {names!r}; give a tuple of names of units, such as ('layers.0',)")
-            object.__setattr__(self, field_name, tuple(name.removeprefix(_MODEL) for name in names))
+            object.__setattr__(self, field_name, tuple(name.removeprefix(MODEL_LABEL) for name in names))
         clash = sorted(set(self.force) & set(self.forbid))
         if clash:
-            raise InputError(f"{clash[0] or _MODEL!r} is both forced and forbidden; leave it out of one")
+            raise InputError(f"{module_label(clash[0])!r} is both forced and forbidden; leave it out of one")
         for field_name, kind in (("shard", ShardOptions), ("limits", Limits)):
             value = getattr(self, field_name)
             if not isinstance(value, kind):
@@ -63,7 +62,7 @@ class SolveOptions:
             raise InputError(f"points is {self.points!r}; write a whole number of at least 1")
 
     def allowed(self, units: Sequence[Unit], sharded: Sequence[str]) -> tuple[Unit, ...]:
-        """The units that may be checkpointed; none that contains a unit whose parameters are gathered by itself."""
+        """Return units that may be checkpointed; none that contains a unit whose parameters are gathered by itself."""
         for names in (self.ac_units or (), self.forbid, self.force):
             for name in names:
                 _known(name, units)
@@ -89,8 +88,8 @@ def _known(name: str, units: Sequence[Unit]) -> None:
     names = {unit.name for unit in units} | {unit.module for unit in units if unit.kind != "loss"}
     if name not in names:
         near = _near(str(name), sorted(names))
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else _some(sorted(names - {""}))
-        raise InputError(f"no unit is called {name or _MODEL!r}; {hint}")
+        hint = did_you_mean(map(repr, near), _some(sorted(names - {""})))
+        raise InputError(f"no unit is called {module_label(name)!r}; {hint}")
 
 
 def _some(names: Sequence[str]) -> str:
@@ -99,13 +98,13 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _near(name: str, names: Sequence[str]) -> list[str]:
-    """Names that may have been meant: those that differ in what they begin with, then those that look alike."""
+    """Return names that may have been meant: those that differ in how they begin, then those that look alike."""
     found = [each for each in names if each and (each.endswith(f".{name}") or name.endswith(f".{each}"))]
     ends: dict[str, list[str]] = {}
     for each in names:
         parts = each.split(".")
         for place in range(len(parts)):
             ends.setdefault(".".join(parts[place:]), []).append(each)
-    for close in difflib.get_close_matches(name, ends, n=_SHOWN):
+    for close in close_names(name, ends, most=_SHOWN):
         found += ends[close]
     return list(dict.fromkeys(found))[:_SHOWN]

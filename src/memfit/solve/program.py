@@ -65,7 +65,7 @@ class Segment:
 class MicroBatches:
     """The ops of each micro-batch, and its candidates; those at the same place of each take the same policy."""
 
-    windows: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[int, int], ...]
     members: tuple[tuple[int, ...], ...]
 
 

@@ -72,13 +72,19 @@ def search(
     nothing = np.full(len(program.candidates), NO_INDEX, np.int64)
     if not any(candidate.forced for candidate in program.candidates) and program.fits(nothing):
         return _result(program, nothing, Status.OPTIMAL, 0.0, began, 0, 0)
-    known = [choice for choice in (start, most_freed(program)) if choice is not None and usable(program, choice)]
+    known = [
+        choice for choice in (start, choose_most_freed(program)) if choice is not None and is_usable(program, choice)
+    ]
     best = min(known, key=program.recompute_ms, default=None)
     best_ms = math.inf if best is None else program.recompute_ms(best)
 
     def tell(bound_ms: float, objective_ms: float = best_ms) -> None:
         if watch is not None:
             watch(Incumbent(objective=objective_ms, bound=bound_ms, seconds=time.perf_counter() - began))
+
+    def is_proven(best_ms: float, bound_ms: float) -> bool:
+        tell(bound_ms, best_ms)
+        return best_ms <= bound_ms + SAME_MS + limits.gap * bound_ms
 
     bound_ms, choice = _by_dp(program, limits, began, best, tell)
     rows, columns = len(program.segments), sum(len(candidate.policies) for candidate in program.candidates)
@@ -88,8 +94,7 @@ def search(
         best = min((choice, *known), key=program.recompute_ms)
     if best is not None:
         best_ms = program.recompute_ms(best)
-        tell(bound_ms, best_ms)
-        if best_ms <= bound_ms + SAME_MS + limits.gap * bound_ms:
+        if is_proven(best_ms, bound_ms):
             return _result(program, best, Status.OPTIMAL, bound_ms, began, rows, columns)
     class_bound_ms, plans, rows, columns = _by_classes(program, limits, began, lambda heard: tell(heard.bound, best_ms))
     if class_bound_ms is None:
@@ -98,8 +103,7 @@ def search(
     best = min(plans if best is None else (best, *plans), key=program.recompute_ms, default=None)
     if best is not None:
         best_ms = program.recompute_ms(best)
-        tell(bound_ms, best_ms)
-        if best_ms <= bound_ms + SAME_MS + limits.gap * bound_ms:
+        if is_proven(best_ms, bound_ms):
             return _result(program, best, Status.OPTIMAL, bound_ms, began, rows, columns)
     return _by_milp(program, limits, best, bound_ms, began, watch)
 
@@ -144,7 +148,7 @@ def _by_dp(
     choice = found.choice
     raised: dict[int, int] = {}
     for _ in range(_REPAIRS):
-        if choice is None or usable(program, choice):
+        if choice is None or is_usable(program, choice):
             break
         for index, needed in violated_requirements(program, choice).items():
             raised[index] = max(needed, raised.get(index, needed))
@@ -152,7 +156,7 @@ def _by_dp(
         choice = None
         if stricter is not None:
             choice = stricter.solve(gap=limits.gap, deadline=deadline, widths=WIDTHS[:2]).choice
-    return found.bound_ms, choice if choice is not None and usable(program, choice) else None
+    return found.bound_ms, choice if choice is not None and is_usable(program, choice) else None
 
 
 def _by_classes(
@@ -176,13 +180,13 @@ def _by_classes(
         if not relaxed.values:
             break
         assigned = [model.assign(relaxed.values, largest_first=order) for order in (True, False)]
-        plans += [choice for choice in assigned if usable(program, choice)]
+        plans += [choice for choice in assigned if is_usable(program, choice)]
         if plans or not model.add_broken_rows(assigned[0]):
             break
     return bound, plans, model.milp.rows, model.milp.columns
 
 
-def most_freed(program: Program) -> Choice:
+def choose_most_freed(program: Program) -> Choice:
     """Return the choice that drops the most: a first answer, so that there is one however short the time is."""
     count = len(program.candidates)
     inside: list[list[int]] = [[] for _ in range(count)]
@@ -210,7 +214,7 @@ def most_freed(program: Program) -> Choice:
     return choice
 
 
-def usable(program: Program, choice: Choice) -> bool:
+def is_usable(program: Program, choice: Choice) -> bool:
     """Return whether a choice holds every row of the full program."""
     forced = all(choice[index] != NO_INDEX for index, candidate in enumerate(program.candidates) if candidate.forced)
     return forced and not program.nested(choice) and program.fits(choice)
@@ -230,7 +234,7 @@ def _by_milp(
     bound = max(bound_ms, solved.bound) if math.isfinite(solved.bound) else bound_ms
     if solved.values:
         found = [choice for choice in (best, full.choice_of(solved.values)) if choice is not None]
-        best = min((choice for choice in found if usable(program, choice)), key=program.recompute_ms, default=None)
+        best = min((choice for choice in found if is_usable(program, choice)), key=program.recompute_ms, default=None)
     if best is None:
         return _result(program, None, Status.UNKNOWN, bound, began, rows, columns)
     proven = solved.status is Status.OPTIMAL or program.recompute_ms(best) <= bound + SAME_MS

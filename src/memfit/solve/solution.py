@@ -77,9 +77,9 @@ class Problem:
         return self.timeline.trace
 
     @property
-    def facts(self) -> TraceColumns:
+    def trace_columns(self) -> TraceColumns:
         """The columns of the trace that a rank runs."""
-        return self.frontiers.facts
+        return self.frontiers.trace_columns
 
     @property
     def units(self) -> tuple[Unit, ...]:
@@ -110,7 +110,7 @@ class Problem:
         )
 
     def program(self, budget_bytes: int) -> Program:
-        """The program of one budget."""
+        """Build the program of one budget."""
         levels = self.sharding or self.timeline
         if isinstance(levels, Sharding):
             return Program(levels.before, levels.during, budget_bytes, self.candidates, self.micro_batches)
@@ -142,18 +142,18 @@ class Problem:
         return min_budget(self.program(1), self.options.limits)
 
     def is_known_to_need_more_than(self, budget_bytes: int) -> bool:
-        """Whether the lowest peak is known already, and proven to be above a budget: a search there takes long."""
+        """Return whether the lowest peak is known and proven to be above a budget, which saves a long search."""
         return "least" in self.__dict__ and self.least is not None and self.least.bound_bytes > budget_bytes
 
     @property
-    def least_is_unproven(self) -> bool:
+    def min_budget_is_unproven(self) -> bool:
         """Whether the lowest peak was asked for and could not be proven in its time."""
         return "least" in self.__dict__ and self.least is not None and not self.least.proven
 
     def replay(self, chosen: Iterable[tuple[Unit, Policy]]) -> Timeline:
-        """The step under these policies, op by op."""
+        """Replay the step under these policies, op by op."""
         return replay(
-            self.facts,
+            self.trace_columns,
             chosen,
             intervals=self.sharding.allocations if self.sharding is not None else (),
             removed=self.sharding.removed if self.sharding is not None else frozenset(),
@@ -166,7 +166,7 @@ class Problem:
 
 
 def replay(
-    facts: TraceColumns,
+    trace_columns: TraceColumns,
     chosen: Iterable[tuple[Unit, Policy]],
     *,
     intervals: Sequence[Interval] = (),
@@ -176,8 +176,10 @@ def replay(
 
     Under sharding `removed` are the storages that a rank does not have and `intervals` what it has instead.
     """
-    recomputes = [build_recompute(facts, unit, policy) for unit, policy in chosen if policy.stop >= 0]
-    return Timeline.of(facts.trace, facts.rounding_bytes, recomputes=recomputes, intervals=intervals, removed=removed)
+    recomputes = [build_recompute(trace_columns, unit, policy) for unit, policy in chosen if policy.stop >= 0]
+    return Timeline.of(
+        trace_columns.trace, trace_columns.rounding_bytes, recomputes=recomputes, intervals=intervals, removed=removed
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +216,7 @@ def solve(
     start: Choice | None = None,
     watch: Callable[[Incumbent], None] | None = None,
 ) -> Solved:
-    """The fastest plan whose replay stays within the budget, or the smallest budget that would do."""
+    """Find the fastest plan whose replay stays within the budget, or the smallest budget that would do."""
     if budget_bytes <= 0:
         raise InputError(f"a budget of {budget_bytes} bytes holds nothing; give more than 0")
     began = time.perf_counter()
@@ -254,12 +256,12 @@ def solve(
 
 
 def minimum_budget_bytes(problem: Problem) -> int | None:
-    """The smallest budget that the rows of a plan hold; `problem.least` says whether it is proven."""
+    """Return the smallest budget that the rows of a plan hold; `problem.least` says whether it is proven."""
     return None if problem.least is None else problem.least.peak_bytes
 
 
 def _without_plan(problem: Problem, budget_bytes: int, outcome: SearchResult, tightened: int, began: float) -> Solved:
-    """The plan with the lowest peak, when that fits and the search found none in its time; else why nothing does."""
+    """Return the plan of the lowest peak if it fits and the search found none in its time; else why none does."""
     least = problem.least
     program = problem.program(budget_bytes)
     chosen = () if least is None else tuple(program.chosen(least.choice))
@@ -285,7 +287,7 @@ def _without_plan(problem: Problem, budget_bytes: int, outcome: SearchResult, ti
 
 
 def _tighter(program: Program, judged: Timeline, choice: Choice) -> Program:
-    """The program with the levels raised where the replay was higher than it thought."""
+    """Return the program with its levels raised where the replay was higher than it assumed."""
     during, before = program.during.copy(), program.before.copy()
     thought, recomputes = program.peaks(choice)
     worse = judged.during_step_bytes - thought
@@ -302,7 +304,7 @@ def _tighter(program: Program, judged: Timeline, choice: Choice) -> Program:
 
 
 def _check_forced(options: SolveOptions, candidates: Sequence[Candidate], units: Sequence[Unit]) -> None:
-    """Every unit that must be checkpointed can be, and none lies inside another."""
+    """Refuse a unit that must be checkpointed and cannot be, or that lies inside another one."""
     able = {candidate.unit.name for candidate in candidates} | {candidate.unit.module for candidate in candidates}
     for name in options.force:
         if name not in able:
@@ -315,6 +317,6 @@ def _check_forced(options: SolveOptions, candidates: Sequence[Candidate], units:
             raise InputError(f"{candidate.unit.name!r} lies inside {outer!r}, and both are forced; leave one out")
 
 
-def nothing(problem: Problem) -> Choice:
-    """The choice that checkpoints nothing."""
+def choose_nothing(problem: Problem) -> Choice:
+    """Return the choice that checkpoints nothing."""
     return np.full(len(problem.candidates), NO_INDEX, np.int64)

@@ -53,12 +53,12 @@ def top_saved_tensor_hooks() -> Any:
 
 
 def pop_saved_tensor_hooks() -> None:
-    """Take the innermost hooks for saved tensors off (torch/csrc/autograd/init.cpp)."""
+    """Pop the innermost hooks for saved tensors (torch/csrc/autograd/init.cpp)."""
     _hooks._pop_saved_tensors_default_hooks()
 
 
 def push_saved_tensor_hooks(*hooks: Any) -> None:
-    """Put hooks for saved tensors on (torch/csrc/autograd/init.cpp)."""
+    """Push hooks for saved tensors (torch/csrc/autograd/init.cpp)."""
     _hooks._push_saved_tensors_default_hooks(*hooks)
 
 

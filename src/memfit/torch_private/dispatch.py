@@ -19,9 +19,9 @@ __all__ = [
     "DisableAutocast",
     "DisableTorchDispatch",
     "DisableTorchFunction",
+    "DispatchMode",
     "OpOverload",
     "TensorBase",
-    "TorchDispatchMode",
     "below_autograd",
     "current_dispatch_mode",
     "device_constructors",
@@ -32,8 +32,17 @@ __all__ = [
     "schema_of",
 ]
 
-# TorchDispatchMode (torch/utils/_python_dispatch.py) sees every aten op. The capture and the learning of a policy are
-# such modes; without it nothing of memfit works.
+
+class DispatchMode(TorchDispatchMode):
+    """A mode that sees every aten op (torch/utils/_python_dispatch.py); without it nothing of memfit works.
+
+    Dynamo is never near a mode of memfit's; its guard (`_should_skip_dynamo`) would cost every op some microseconds.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
 
 # OpOverload (torch/_ops.py) is the type of what a mode is called with.
 

@@ -57,7 +57,6 @@ class TraceColumns:
     signature: Ints
     read_op: Ints
     read_storage: Ints
-    read_keys: Ints
     write_op: Ints
     write_storage: Ints
     stale: Ints
@@ -148,8 +147,8 @@ class _Reader:
         for ref in (*op.inputs, *op.outputs):
             number = geometry.get(id(ref))
             if number is None:
-                window = (ref.shape, ref.stride, ref.offset, ref.dtype, ref.storage == NO_INDEX)
-                number = geometry[id(ref)] = self._geometries.setdefault(window, len(self._geometries))
+                view = (ref.shape, ref.stride, ref.offset, ref.dtype, ref.storage == NO_INDEX)
+                number = geometry[id(ref)] = self._geometries.setdefault(view, len(self._geometries))
             key.append(number)
         return self._kinds.setdefault(tuple(key), len(self._kinds))
 
@@ -183,7 +182,6 @@ class _Reader:
             signature=np.stack((self.kind, flags, workspace, self.op_ms.view(np.int64)), axis=1),
             read_op=read[:, 0],
             read_storage=read[:, 1],
-            read_keys=np.sort(read[:, 1] * (ops + 1) + read[:, 0]),
             write_op=write[:, 0],
             write_storage=write[:, 1],
             stale=self._stale(),

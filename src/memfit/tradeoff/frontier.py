@@ -41,11 +41,11 @@ class Frontier:
 class Frontiers(Mapping[str, Frontier]):
     """The frontiers of a step by the names of its units, each built when it is first asked for.
 
-    Units that are alike share one object. `facts` are the columns of the trace that frontiers are built from.
+    Units that are alike share one object. `trace_columns` are the columns of the trace that frontiers are built from.
     """
 
-    def __init__(self, facts: TraceColumns, *, points: int) -> None:
-        self.facts = facts
+    def __init__(self, trace_columns: TraceColumns, *, points: int) -> None:
+        self.trace_columns = trace_columns
         self._points = points
         self._by_name: dict[str, Frontier] = {}
         self._by_digest: dict[bytes, Frontier] = {}
@@ -53,7 +53,7 @@ class Frontiers(Mapping[str, Frontier]):
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         """Every unit of the step."""
-        return units(self.facts.trace)
+        return units(self.trace_columns.trace)
 
     @cached_property
     def _unit(self) -> dict[str, Unit]:
@@ -62,7 +62,7 @@ class Frontiers(Mapping[str, Frontier]):
     @no_garbage_collection()
     def __getitem__(self, name: str) -> Frontier:
         if name not in self._by_name:
-            columns = UnitColumns.of(self.facts, self._unit[name])
+            columns = UnitColumns.of(self.trace_columns, self._unit[name])
             if columns.digest not in self._by_digest:
                 self._by_digest[columns.digest] = build_frontier(columns, points=self._points)
             self._by_name[name] = self._by_digest[columns.digest]

@@ -32,7 +32,7 @@ def units(trace: Trace) -> tuple[Unit, ...]:
 
 
 def _unpacking_ops(trace: Trace) -> list[tuple[int, int]]:
-    """Backward ops that ask for a tensor that autograd saved, each with the forward op that saved it."""
+    """Return backward ops that ask for a tensor that autograd saved, each with the forward op that saved it."""
     packing: set[int] = set()
     for number, storage in enumerate(trace.storages):
         packing.update(op for op in storage.saved_by if not _is_number(trace, number, op))
@@ -72,7 +72,7 @@ def forward_calls(trace: Trace) -> list[Unit]:
         if call.begin < call.end:
             found.append(
                 Unit(
-                    name=_numbered(call.module, number),
+                    name=call_name(call.module, number),
                     module=call.module,
                     kind=call.kind,
                     call=index,
@@ -94,7 +94,8 @@ def _in_one_run(unit: Unit, runs: list[tuple[int, int]]) -> Unit:
     return replace(unit, backward_end=min(unit.backward_end, last + 1))
 
 
-def _numbered(name: str, number: int) -> str:
+def call_name(name: str, number: int) -> str:
+    """Return the name of a module's call: `layer` for the first, `layer#1` for the second."""
     return f"{name}#{number}" if number else name
 
 
@@ -122,7 +123,7 @@ def _losses(trace: Trace, runs: list[tuple[int, int]]) -> Iterable[Unit]:
         if region is None or not backward:
             continue
         yield Unit(
-            name=_numbered(LOSS, number),
+            name=call_name(LOSS, number),
             module="",
             kind="loss",
             call=NO_INDEX,

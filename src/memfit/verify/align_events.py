@@ -1,15 +1,15 @@
-"""What fills a measured peak: measured allocations are known by the predicted ones that they stand beside.
+"""Align measured allocations with predicted ones, to tell what fills a measured peak.
 
-Note [Beside]: the allocator's events say how many bytes, when and in which ops, not what for. A step makes its
+Note [Alignment]: the allocator's events say how many bytes, when and in which ops, not what for. A step makes its
 allocations in the order that was predicted, with others in between that no trace has (numbers made tensors, scratch of
-kernels). So both sequences are laid beside each other such that the most stand beside equal ones in this order, of the
+kernels). So both sequences are aligned such that the most are paired with equal ones in this order, of the
 same op rather than of another, large ones before small ones, and few predicted ones are left out. Between those,
-allocations of one size stand beside each other in whatever order they come, and what was not predicted counts as
+allocations of one size are paired in whatever order they come, and what was not predicted counts as
 temporary, in the module that ran.
 
 Note [Written over]: `torch.nn.functional.linear` adds its bias in place, but not while something watches its ops, as a
-capture does. So a result that stands beside none may have been written over an input of its op, of the same size, that
-was predicted to go with the op; what stands beside that input is then the result.
+capture does. So a result without a partner may have been written over an input of its op, of the same size, that
+was predicted to go with the op; the partner of that input is then the result.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memfit.capture import NEVER, Category
+from memfit.capture import BEFORE_STEP, NO_INDEX, Category
 from memfit.capture.kernels import AllocatorEvent
 from memfit.memory import CATEGORIES, Timeline, events
 from memfit.verify.measure import Rise
 
 _WINDOW = 2048
-"""How many of either are laid beside each other at once; the first half of that is final."""
+"""How many of either are aligned at once; the first half of that is final."""
 _NEAR = (0, 1, 2, 4, 8)
 """How far from its place in the order one may stand, tried one after the other."""
 _SAME_OP, _LEFT_OUT = 4, 2
-"""What it is worth to stand beside one of the same op, and what it costs to leave a predicted one out; 1 is to stand
-beside one of another op. Twice the bytes are worth one more."""
+"""The weight of a pair of the same op, and the cost of leaving a predicted one out; a pair of different ops weighs 1.
+Twice the bytes weigh one more."""
 
 Place = tuple[Category, str]
 """What an allocation is for: its category and its module."""
@@ -60,68 +60,70 @@ class Places:
         self.timeline = timeline
         storages = timeline.trace.storages
         self._module = [
-            storages[each].module if each != NEVER else "" for each in timeline.allocations.storage.tolist()
+            storages[each].module if each != NO_INDEX else "" for each in timeline.allocations.storage.tolist()
         ]
         self._row = timeline.allocations.row.tolist()
-        self._born = timeline.allocations.alloc_at.tolist()
+        self._alloc_at = timeline.allocations.alloc_at.tolist()
         self._going: dict[int, list[int]] = defaultdict(list)
         for number, instant in enumerate(timeline.allocations.free_after.tolist()):
             self._going[instant].append(number)
 
     def of(self, number: int) -> Place:
-        """Of an allocation by its number."""
+        """Return the place of an allocation by its number."""
         return CATEGORIES[self._row[number]], self._module[number]
 
     def running(self, number: int) -> str:
-        """The module that ran when this was allocated."""
-        return self.timeline.module_of(self._born[number])
+        """Return the module that ran when this was allocated."""
+        return self.timeline.module_of(self._alloc_at[number])
 
     def op(self, number: int) -> str:
-        """The op that allocates it, as torch's profiler calls it; empty for what no op does."""
-        ops, op = self.timeline.trace.ops, int(self.timeline.op[self._born[number]])
+        """Return the op that allocates it, as torch's profiler calls it; empty for what no op does."""
+        ops, op = self.timeline.trace.ops, int(self.timeline.op[self._alloc_at[number]])
         return "::".join(ops[op].name.split(".")[:2]) if op < len(ops) else ""
 
     def written_over(self, number: int) -> Iterator[int]:
-        """Inputs of the op that makes this one, of the same size, that go with the op."""
-        timeline, instant = self.timeline, self._born[number]
+        """Yield inputs of the op that makes this one, of the same size, that are freed with the op."""
+        timeline, instant = self.timeline, self._alloc_at[number]
         size, storage = timeline.allocations.size_bytes, timeline.allocations.storage
         op = int(timeline.op[instant])
-        read = {ref.storage for ref in timeline.trace.ops[op].inputs} - {NEVER} if op < len(timeline.trace.ops) else ()
+        read = (
+            {ref.storage for ref in timeline.trace.ops[op].inputs} - {NO_INDEX} if op < len(timeline.trace.ops) else ()
+        )
         for other in self._going[instant]:
             if other != number and size[other] == size[number] and int(storage[other]) in read:
                 yield other
 
     def made(self) -> list[tuple[int, int]]:
-        """Number and bytes of everything that the step allocates, in order; workspaces come and go within an op."""
-        count, alloc_at = len(self._born), self._born
+        """Return number and bytes of everything the step allocates, in order; workspaces come and go within an op."""
+        count, alloc_at = len(self._alloc_at), self._alloc_at
         return [
             (event.key, event.requested_bytes)
             for event in events(self.timeline.allocations)
-            if event.requested_bytes > 0 and event.key < count and alloc_at[event.key] != NEVER
+            if event.requested_bytes > 0 and event.key < count and alloc_at[event.key] != BEFORE_STEP
         ]
 
     def at(self, instant: int) -> Filling:
-        """What is predicted to be there at an instant, workspace included; -1 is the start of the step."""
-        lives, rounding = self.timeline.allocations, self.timeline.rounding_bytes
+        """Return what is predicted to be there at an instant, workspace included; -1 is the start of the step."""
+        table, rounding = self.timeline.allocations, self.timeline.rounding_bytes
         filling = Filling()
         for key in self.timeline.alive_at(instant).tolist():
-            filling.add(self.of(key), _rounded(int(lives.size_bytes[key]), rounding))
-        if 0 <= instant < lives.instants:
-            workspace = _rounded(int(lives.workspace_bytes[instant]), rounding)
+            filling.add(self.of(key), _rounded(int(table.size_bytes[key]), rounding))
+        if 0 <= instant < table.instants:
+            workspace = _rounded(int(table.workspace_bytes[instant]), rounding)
             filling.add((Category.TEMPORARY, self.timeline.module_of(instant)), workspace)
         return filling
 
 
-def filled(places: Places, rise: Rise, resident: Filling) -> Filling:
-    """What fills the measured peak, given what is there when the step begins.
+def find_filling(places: Places, rise: Rise, resident: Filling) -> Filling:
+    """Return what fills the measured peak, given what is there when the step begins.
 
     As in a prediction, results of the op that runs there count as such, also when at its highest point it has scratch
     in their place.
     """
     made = places.made()
-    earlier, own = _beside_made(places, made, rise.before), _beside_made(places, made, rise.events)
+    earlier, own = _align_events(places, made, rise.before), _align_events(places, made, rise.events)
     found = Filling(Counter(resident.by_category), Counter(resident.by_module))
-    alive: dict[int, tuple[AllocatorEvent, _Beside]] = {}
+    alive: dict[int, tuple[AllocatorEvent, _Aligned]] = {}
     for event, each in zip(rise.before, earlier, strict=True):
         if event.bytes > 0:
             alive[event.address] = (event, each)
@@ -145,18 +147,18 @@ def filled(places: Places, rise: Rise, resident: Filling) -> Filling:
     return found
 
 
-class _Beside(NamedTuple):
-    """The predicted allocation that a measured one stands beside, None for none, and what it is for."""
+class _Aligned(NamedTuple):
+    """The predicted allocation that a measured one is aligned with, None for none, and what it is for."""
 
     number: int | None
     place: Place
 
 
-_NOBODY = _Beside(None, (Category.TEMPORARY, ""))
+_NOBODY = _Aligned(None, (Category.TEMPORARY, ""))
 
 
-def _still_to_come(places: Places, rise: Rise, own: Sequence[_Beside]) -> Iterator[tuple[_Beside, int]]:
-    """Results that the op at the peak allocates after it."""
+def _still_to_come(places: Places, rise: Rise, own: Sequence[_Aligned]) -> Iterator[tuple[_Aligned, int]]:
+    """Yield results that the op at the peak allocates after it."""
     within = rise.events[rise.peak_event].ops
     for event, each in zip(rise.events[rise.peak_event + 1 :], own[rise.peak_event + 1 :], strict=True):
         if event.bytes <= 0 or each.number is None:
@@ -167,16 +169,18 @@ def _still_to_come(places: Places, rise: Rise, own: Sequence[_Beside]) -> Iterat
         yield each, event.bytes
 
 
-def _beside_made(places: Places, made: Sequence[tuple[int, int]], events: Sequence[AllocatorEvent]) -> list[_Beside]:
-    """What each allocation among the events stands beside; frees have nothing."""
+def _align_events(places: Places, made: Sequence[tuple[int, int]], events: Sequence[AllocatorEvent]) -> list[_Aligned]:
+    """Return, for each allocation among the events, the predicted one that it is aligned with; frees have none."""
     kept = [
         (index, within)
         for (index, event), within in zip(
-            ((index, event) for index, event in enumerate(events) if event.bytes > 0), outlived(events), strict=True
+            ((index, event) for index, event in enumerate(events) if event.bytes > 0),
+            find_outlived_ops(events),
+            strict=True,
         )
         if within or not event.ops
     ]
-    pairs = beside(
+    pairs = align_sizes(
         [events[index].bytes for index, _ in kept],
         [n_bytes for _, n_bytes in made],
         [within for _, within in kept],
@@ -189,16 +193,16 @@ def _beside_made(places: Places, made: Sequence[tuple[int, int]], events: Sequen
     for index, event in enumerate(events):
         if index in numbers:
             last = numbers[ahead.popleft()]
-            found.append(_Beside(last, places.of(last)))
+            found.append(_Aligned(last, places.of(last)))
             continue
         following = numbers[ahead[0]] if ahead else None
         near = following if following is not None and places.op(following) in event.ops else last
-        found.append(_Beside(None, (Category.TEMPORARY, "" if near is None else places.running(near))))
+        found.append(_Aligned(None, (Category.TEMPORARY, "" if near is None else places.running(near))))
     return found
 
 
 def _results(places: Places, made: Sequence[tuple[int, int]], numbers: dict[int, int]) -> dict[int, int]:
-    """The results that were written over what events stand beside (Note [Written over]), by event."""
+    """Return the results that were written over aligned allocations (Note [Written over]), by event."""
     at = {number: index for index, number in numbers.items()}
     return {
         at[other]: number
@@ -209,9 +213,11 @@ def _results(places: Places, made: Sequence[tuple[int, int]], numbers: dict[int,
     }
 
 
-def outlived(events: Sequence[AllocatorEvent]) -> list[tuple[str, ...]]:
-    """For each allocation among the events the ops that it happened in, without those that it did not outlive: what is
-    freed within an op is scratch of it, not its result."""
+def find_outlived_ops(events: Sequence[AllocatorEvent]) -> list[tuple[str, ...]]:
+    """Return, for each allocation among the events, the ops that it happened in and outlived.
+
+    What is freed within an op is scratch of it, not its result.
+    """
     found: list[tuple[str, ...]] = []
     alive: dict[int, int] = {}
     for event in events:
@@ -225,15 +231,16 @@ def outlived(events: Sequence[AllocatorEvent]) -> list[tuple[str, ...]]:
     return found
 
 
-def beside(
+def align_sizes(
     measured: Sequence[int],
     predicted: Sequence[int],
     within: Sequence[tuple[str, ...]] | None = None,
     ops: Sequence[str] | None = None,
 ) -> list[int]:
-    """For each measured size the index of the predicted one that it stands beside, -1 for none (Note [Beside]).
+    """Return the index of the predicted size that each measured one is aligned with, or -1 (Note [Alignment]).
 
-    `within` are the ops that each measured one may be a result of (`outlived`), `ops` the op of each predicted one.
+    `within` are the ops that each measured one may be a result of (`find_outlived_ops`), `ops` the op of each predicted
+    one.
     """
     found = [-1] * len(measured)
     here, there = np.asarray(measured, np.int64), np.asarray(predicted, np.int64)
@@ -256,7 +263,7 @@ def beside(
 
 
 def _same_op(within: Sequence[tuple[str, ...]], ops: Sequence[str]) -> Callable[[slice, slice], np.ndarray]:
-    """Which allocations of a part of each happen in the same op."""
+    """Return a function that masks the pairs of allocations, of a part of each side, that happen in the same op."""
     outer, inner = {each: row for row, each in enumerate(dict.fromkeys(within))}, dict.fromkeys(ops)
     table = np.array([[op in each for op in inner] for each in outer], bool).reshape(len(outer), len(inner))
     column = {each: number for number, each in enumerate(inner)}
@@ -266,8 +273,10 @@ def _same_op(within: Sequence[tuple[str, ...]], ops: Sequence[str]) -> Callable[
 
 
 def _heaviest(weight: np.ndarray, left_out: np.ndarray) -> list[tuple[int, int]]:
-    """Pairs of rows and columns, both ascending, whose weights add up to the most, less what the columns before the
-    last pair cost that are `left_out`. A weight of 0 is no pair."""
+    """Return ascending pairs of rows and columns of the highest total weight; a weight of 0 is no pair.
+
+    Columns before the last pair that have no partner cost what `left_out` says.
+    """
     height, width = weight.shape
     gain = np.where(weight > 0, weight + left_out, 0)
     best = np.zeros((height + 1, width + 1), np.int64)  # and what all columns up to there would cost
@@ -287,7 +296,7 @@ def _heaviest(weight: np.ndarray, left_out: np.ndarray) -> list[tuple[int, int]]
 
 
 def _out_of_order(measured: Sequence[int], predicted: Sequence[int], found: list[int]) -> None:
-    """Let those that stand beside none stand beside equal ones that are left over nearby, the nearest first."""
+    """Pair those without a partner with equal ones that are left over nearby, the nearest first."""
     left: dict[int, list[int]] = defaultdict(list)
     for other in sorted(set(range(len(predicted))).difference(found)):
         left[predicted[other]].append(other)

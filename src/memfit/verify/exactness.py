@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from memfit.capture.environment import patched
+from memfit.capture.replacements import patched
+from memfit.capture.rules.base import fills_its_memory
 from memfit.torch_private.autograd import in_backward, post_accumulate_hooks
 
 
@@ -49,7 +50,7 @@ class Exactness:
         return not self.differences
 
     def first(self, kind: str) -> Difference | None:
-        """The largest difference of a kind."""
+        """Return the largest difference of a kind."""
         return next((each for each in self.differences if each.kind == kind), None)
 
 
@@ -62,8 +63,8 @@ class Outcome:
 
 
 @contextlib.contextmanager
-def recorded(model: nn.Module) -> Iterator[Outcome]:
-    """Note the losses and the last gradients of the steps that run in the block."""
+def record_outcome(model: nn.Module) -> Iterator[Outcome]:
+    """Record the losses and the last gradients of the steps that run in the block."""
     outcome = Outcome()
     with contextlib.ExitStack() as stack:
         for name, parameter in model.named_parameters():
@@ -90,7 +91,7 @@ def _watched(name: str, parameter: nn.Parameter, outcome: Outcome) -> Iterator[N
 
 
 def _noting(backward: Callable[..., Any], outcome: Outcome) -> Callable[..., Any]:
-    """Backward, with the numbers that it begins from written down; those inside another backward are none."""
+    """Wrap backward to record the losses that it starts from; backwards inside another one do not count."""
 
     def noting(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if not in_backward():
@@ -107,36 +108,25 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     if not dense.numel():
         return torch.empty(dense.shape, dtype=dense.dtype)
     memory = torch.from_numpy(np.empty(dense.numel() * dense.element_size(), np.uint8)).view(dense.dtype)
-    if _is_dense(dense):
+    if fills_its_memory(dense):
         return memory.as_strided(dense.shape, dense.stride()).copy_(dense)  # copying a transpose would take scratch
     return memory.view(dense.shape).copy_(dense)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a tensor are one block of memory, in whatever order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-def outcome_differences(planned: Outcome, plain: Outcome, step: int) -> list[Difference]:
-    """Losses and gradients of one step that are not the same."""
+def compare_outcomes(planned: Outcome, plain: Outcome, step: int) -> list[Difference]:
+    """Return losses and gradients of one step that are not the same."""
     names = [f"{number}" for number in range(max(len(planned.losses), len(plain.losses)))]
     losses = [dict(zip(names, each.losses, strict=False)) for each in (planned, plain)]
     return [
-        *differences("loss", losses[0], losses[1], step),
-        *differences("gradient", planned.gradients, plain.gradients, step),
+        *compare_tensors("loss", losses[0], losses[1], step),
+        *compare_tensors("gradient", planned.gradients, plain.gradients, step),
     ]
 
 
-def differences(
+def compare_tensors(
     kind: str, planned: Mapping[str, torch.Tensor], plain: Mapping[str, torch.Tensor], step: int
 ) -> list[Difference]:
-    """The tensors of one kind that are not the same bit for bit, the largest difference first."""
+    """Return the tensors of one kind that are not the same bit for bit, the largest difference first."""
     found = []
     for name in dict.fromkeys((*planned, *plain)):
         one, other = planned.get(name), plain.get(name)
@@ -146,7 +136,7 @@ def differences(
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same; a NaN is itself here, and zeros have signs."""
+    """Return whether two tensors are the same bit for bit; a NaN equals itself here, and zeros have signs."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(_bytes(one), _bytes(other))

@@ -58,7 +58,7 @@ class FailedAt:
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or the one that caused it, is an allocation that failed on the device or on the host."""
+    """Return whether an error, or the one that caused it, is an allocation that failed on the device or on the host."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -70,8 +70,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-def asked_bytes(error: BaseException) -> int | None:
-    """How much the allocation that failed asked for; CUDA's allocator says it with three digits only."""
+def parse_asked_bytes(error: BaseException) -> int | None:
+    """Return how much the failed allocation asked for; CUDA's allocator says it with three digits only."""
     for pattern, unit in _ASKED:
         found = pattern.search(str(error))
         if found is not None:
@@ -79,8 +79,8 @@ def asked_bytes(error: BaseException) -> int | None:
     return None
 
 
-def failed_at(error: BaseException, model: nn.Module, *, in_step: bool, in_optimizer: bool) -> FailedAt:
-    """Where it happened, by the traceback (Note [Where it failed])."""
+def locate_failure(error: BaseException, model: nn.Module, *, in_step: bool, in_optimizer: bool) -> FailedAt:
+    """Locate the failure by the traceback (Note [Where it failed])."""
     paths = {id(module): path for path, module in model.named_modules()}
     phase = Phase.LOSS if in_step else None
     module = unit = None
@@ -105,7 +105,7 @@ def failed_at(error: BaseException, model: nn.Module, *, in_step: bool, in_optim
 
 
 def release(error: BaseException | None) -> None:
-    """Let go of the frames of an error, which hold the tensors of the failed step; their lines become a note of it.
+    """Release the frames of an error, which hold the tensors of the failed step; their lines become a note of it.
 
     Clearing the frames is not enough: frames whose locals were looked at keep them.
     """
@@ -128,8 +128,10 @@ def _frames(trail: TracebackType | None) -> Iterator[tuple[FrameType, int]]:
 
 
 def _second_run(frame: FrameType, function: str) -> str | None:
-    """The unit that a frame of an engine runs again. Looking at the locals of a frame that still runs, such as the
-    guard's, would keep them alive."""
+    """Return the unit that a frame of an engine recomputes.
+
+    Only such frames are looked into: the locals of one that still runs, such as the guard's, would be kept alive.
+    """
     if function not in ("recompute", "_replay"):
         return None
     owner = frame.f_locals.get("self")

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from memfit.capture import NEVER, Phase, Trace
+from memfit.capture import NO_INDEX, Phase, Trace
 from memfit.capture.environment import no_garbage_collection
 from memfit.capture.kernels import AllocatorEvent
 from memfit.cost import Roofline, Runtime
@@ -45,7 +45,7 @@ class Rise:
     peak_event: int = -1
 
 
-def measured_rise(run: Callable[[], None], device: torch.device, first: Callable[[], None] | None = None) -> Rise:
+def measure_rise(run: Callable[[], None], device: torch.device, first: Callable[[], None] | None = None) -> Rise:
     """Run a step twice and measure the second time; `first` is what runs it the first time, `run` itself by default.
 
     The garbage collector is off meanwhile, or cycles would be freed at other ops each time.
@@ -76,7 +76,7 @@ def _by_events(first: Callable[[], None], run: Callable[[], None], _: torch.devi
 
 
 def _by_statistics(first: Callable[[], None], run: Callable[[], None], device: torch.device) -> Rise:
-    """As torch's caching allocator counts on the device of the model."""
+    """Measure with the statistics of torch's caching allocator on the model's device."""
     first()
     torch.cuda.synchronize(device)
     start = torch.cuda.memory_allocated(device)
@@ -90,7 +90,7 @@ def _by_statistics(first: Callable[[], None], run: Callable[[], None], device: t
 
 
 def step_ms(run: Callable[[], None], device: torch.device) -> float:
-    """Milliseconds of one run."""
+    """Return milliseconds of one run."""
     _settle(device)
     start = time.perf_counter()
     run()
@@ -98,27 +98,27 @@ def step_ms(run: Callable[[], None], device: torch.device) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def module_forward_ms(run: Callable[[], None], model: nn.Module, device: torch.device) -> dict[str, float]:
+def measure_forward_ms(run: Callable[[], None], model: nn.Module, device: torch.device) -> dict[str, float]:
     """Run a step and return the milliseconds each module spends in its own forward, without the modules inside it."""
     with _timed_modules(model, device) as spent:
         run()
     return spent
 
 
-def predicted_forward_ms(trace: Trace, step_ms: float) -> dict[str, float]:
-    """The same as predicted: the parts that modules have in the roofline's time, of a step that takes `step_ms`."""
+def predict_forward_ms(trace: Trace, step_ms: float) -> dict[str, float]:
+    """Scale the modules' forward times in the roofline to a step that takes `step_ms`."""
     runtime = Runtime.of(trace, Roofline())
     scale = step_ms / runtime.total_ms if runtime.total_ms else 0.0
     found: dict[str, float] = defaultdict(float)
     for op, op_ms in zip(trace.ops, runtime.op_ms.tolist(), strict=True):
-        if op.call != NEVER and op.phase in (Phase.FORWARD, Phase.LOSS):
+        if op.call != NO_INDEX and op.phase in (Phase.FORWARD, Phase.LOSS):
             found[trace.calls[op.call].module] += op_ms * scale
     return dict(found)
 
 
 @contextlib.contextmanager
 def _timed_modules(model: nn.Module, device: torch.device) -> Iterator[dict[str, float]]:
-    """Own times by path. What runs inside a backward is a second run and does not count."""
+    """Time modules' own forwards by path; what runs inside a backward is a recompute and does not count."""
     paths = {id(module): path for path, module in model.named_modules()}
     spent: dict[str, float] = defaultdict(float)
     stack: list[tuple[int, float, float]] = []  # module, when it began, what the modules inside it took
@@ -159,7 +159,7 @@ def _settle(device: torch.device) -> None:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that is free on the device, with what torch holds of it and does not use; None where nobody says."""
+    """Return memory that is free on the device, with what torch caches there; None where nobody says."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
@@ -178,7 +178,7 @@ def _machine() -> int | None:
 
 
 def _group() -> int | None:
-    """What the control group of a container leaves."""
+    """Return what the control group of a container leaves."""
     folder = Path("/sys/fs/cgroup")
     try:
         limit = (folder / "memory.max").read_text().strip()
@@ -194,7 +194,7 @@ def _group() -> int | None:
 
 
 def _process() -> int | None:
-    """What is left of the process's address space, where that is limited."""
+    """Return what is left of the process's address space, where that is limited."""
     try:
         import resource
 
@@ -208,7 +208,7 @@ def _process() -> int | None:
 
 
 def mapped_bytes() -> int | None:
-    """What the process has mapped: tensors, and libraries, stacks and what malloc keeps as well."""
+    """Return what the process has mapped: tensors, and libraries, stacks and what malloc keeps as well."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):

@@ -16,8 +16,8 @@ from memfit.solve import replay
 from memfit.tradeoff import TraceColumns, units
 
 
-def captured_for(plan: Plan, step: Step) -> Trace:
-    """The step's trace; `PlanMismatch` when the plan is for another step.
+def capture_for_plan(plan: Plan, step: Step) -> Trace:
+    """Capture the step; raise `PlanMismatch` when the plan is for another step.
 
     A trace tells whether its optimizer had state when it was captured. A plan for either is a plan for both.
     """
@@ -28,7 +28,7 @@ def captured_for(plan: Plan, step: Step) -> Trace:
         optimizer = step.optimizer
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise
-        with _without_state(optimizer) if optimizer.state else _with_state(optimizer):
+        with without_state(optimizer) if optimizer.state else _with_state(optimizer):
             found = plan.trace_of(step)
         try:
             plan.check(found)
@@ -37,16 +37,17 @@ def captured_for(plan: Plan, step: Step) -> Trace:
     return found
 
 
-def replayed(plan: Plan, captured: Trace, *, planned: bool = True) -> Timeline:
-    """Memory at every instant of the step with the plan's units checkpointed, or with none."""
-    facts = TraceColumns.of(captured, np.zeros(len(captured.ops)))
+def replay_plan(plan: Plan, captured: Trace, *, planned: bool = True) -> Timeline:
+    """Return the timeline of the step with the plan's units checkpointed, or with none."""
+    trace_columns = TraceColumns.of(captured, np.zeros(len(captured.ops)))
     found = {unit.name: unit for unit in units(captured)}
     entries = plan.checkpoint if planned else ()
-    return replay(facts, [(found[entry.unit], build_policy(entry)) for entry in entries])
+    return replay(trace_columns, [(found[entry.unit], build_policy(entry)) for entry in entries])
 
 
 @contextlib.contextmanager
-def _without_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def without_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Clear an optimizer's state inside the block, and restore it."""
     kept = dict(optimizer.state)
     optimizer.state.clear()
     try:
@@ -58,7 +59,7 @@ def _without_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _with_state(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """State as a step makes it, from gradients that are zero; who keeps the optimizer's parameters puts them back."""
+    """Give an optimizer the state that a step with zero gradients makes; parameters are restored by the caller."""
     parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)

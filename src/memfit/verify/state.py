@@ -44,7 +44,7 @@ class Found:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Inside the block gradients are None at first; after it everything is as it was found."""
+        """Restore everything after the block; inside it gradients are None at first."""
         gradients = [(leaf, leaf.grad) for leaf in self._leaves]
         with (
             preserve_version_counters(self._counted),
@@ -63,7 +63,7 @@ class Found:
 
 
 def tensors_in(value: Any, depth: int = _DEPTH) -> list[torch.Tensor]:
-    """The tensors in a nested structure; modules are not looked into."""
+    """Return the tensors in a nested structure; modules are not looked into."""
     if isinstance(value, torch.Tensor):
         return [value]
     if depth == 0 or isinstance(value, str | bytes | nn.Module):
@@ -87,13 +87,13 @@ def _copy(storage: torch.UntypedStorage) -> torch.UntypedStorage:
 
 
 def generators() -> tuple[Any, ...]:
-    """The states of all of them."""
+    """Return the states of all random generators."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     return torch.get_rng_state(), cuda, random.getstate(), np.random.get_state()
 
 
 def set_generators(states: tuple[Any, ...]) -> None:
-    """Put them back to these states."""
+    """Restore all generators to these states."""
     cpu, cuda, python, numpy = states
     torch.set_rng_state(cpu)
     if cuda:
@@ -104,7 +104,7 @@ def set_generators(states: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def same_generators() -> Iterator[None]:
-    """After the block they are as they were before it."""
+    """Restore all generators after the block."""
     states = generators()
     try:
         yield

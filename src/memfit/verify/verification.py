@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from rich.console import RenderableType
 
+from memfit.paths import module_label
 from memfit.text import json_text, render_text
 from memfit.units import display_bytes, display_ms
 from memfit.verify.exactness import Exactness
@@ -20,7 +21,7 @@ TIME_TOLERANCE = 0.15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BytesBeside:
+class BytesCheck:
     """Predicted and measured bytes of one thing."""
 
     name: str
@@ -39,7 +40,7 @@ class BytesBeside:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MsBeside:
+class MsCheck:
     """Predicted and measured milliseconds of one thing."""
 
     name: str
@@ -72,15 +73,15 @@ class Verification:
     device: str
     steps: int
     budget_bytes: int
-    peak: BytesBeside
+    peak: BytesCheck
     replayed_peak_bytes: int
     peak_module: str
-    by_category: tuple[BytesBeside, ...]
-    by_module: tuple[BytesBeside, ...]
-    step: MsBeside
-    forward_by_module: tuple[MsBeside, ...]
-    baseline_peak: BytesBeside | None
-    baseline_step: MsBeside | None
+    by_category: tuple[BytesCheck, ...]
+    by_module: tuple[BytesCheck, ...]
+    step: MsCheck
+    forward_by_module: tuple[MsCheck, ...]
+    baseline_peak: BytesCheck | None
+    baseline_step: MsCheck | None
     exactness: Exactness | None
     skipped: str | None
     memory_tolerance: float = MEMORY_TOLERANCE
@@ -118,7 +119,7 @@ class Verification:
         return not self.time_agrees and len(self.findings) == 1
 
     @property
-    def memory_differs_most(self) -> BytesBeside | None:
+    def memory_differs_most(self) -> BytesCheck | None:
         """The module whose bytes at the peak differ most; the one at the peak when none does. None within tolerance."""
         if self.peak_agrees or not self.by_module:
             return None
@@ -128,7 +129,7 @@ class Verification:
         return next((each for each in self.by_module if each.name == self.peak_module), most)
 
     @property
-    def time_differs_most(self) -> MsBeside | None:
+    def time_differs_most(self) -> MsCheck | None:
         """The module whose own forward differs most; None within tolerance."""
         if self.time_agrees or not self.forward_by_module:
             return None
@@ -140,7 +141,7 @@ class Verification:
         return tuple(_findings(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values, for JSON."""
+        """Return everything as plain values, for JSON."""
         found = dataclasses.asdict(self)
         most, slowest = self.memory_differs_most, self.time_differs_most
         return {
@@ -152,7 +153,7 @@ class Verification:
         }
 
     def to_json(self) -> str:
-        """The same as text."""
+        """Return `to_dict` as JSON text."""
         return json_text(msgspec.to_builtins(self.to_dict()))
 
     def __rich__(self) -> RenderableType:
@@ -185,7 +186,7 @@ def _findings(found: Verification) -> Iterator[str]:
         where = ""
         if most is not None:
             where = (
-                f"; {_named(most.name)} differs most, {display_ms(most.measured_ms)} of forward against "
+                f"; {module_label(most.name)} differs most, {display_ms(most.measured_ms)} of forward against "
                 f"{display_ms(most.predicted_ms)}"
             )
         yield (
@@ -219,15 +220,11 @@ def _where(found: Verification) -> str:
     if most is None:
         return ""
     if not most.difference_bytes:
-        return f"; the peak is in {_named(most.name)}, and no module holds other than its decisions give"
+        return f"; the peak is in {module_label(most.name)}, and no module holds other than its decisions give"
     return (
-        f"; {_named(most.name)} differs most, {display_bytes(most.measured_bytes)} against "
+        f"; {module_label(most.name)} differs most, {display_bytes(most.measured_bytes)} against "
         f"{display_bytes(most.predicted_bytes)}"
     )
-
-
-def _named(module: str) -> str:
-    return module or "(model)"
 
 
 def _part(difference: float, whole: float) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.capture import NEVER, Category, Step, Trace
+from memfit.capture import BEFORE_STEP, Category, Step, Trace
 from memfit.capture.environment import cheap_collections, neutral_modes
 from memfit.capture.optimizers import set_flags
 from memfit.capture.random_paths import SEVERAL_PATHS
@@ -29,22 +29,22 @@ from memfit.errors import InputError
 from memfit.plans import Plan
 from memfit.torch_private.storages import storage_key
 from memfit.units import display_bytes
-from memfit.verify.align_events import Filling, Places, filled
+from memfit.verify.align_events import Filling, Places, find_filling
 from memfit.verify.exactness import (
     Difference,
     Exactness,
     Outcome,
-    differences,
+    compare_outcomes,
+    compare_tensors,
     host_copy,
-    outcome_differences,
-    recorded,
+    record_outcome,
 )
 from memfit.verify.faults import is_out_of_memory
-from memfit.verify.given import check_plan, real_step, resolve_step
-from memfit.verify.measure import Rise, free_bytes, measured_rise, module_forward_ms, predicted_forward_ms, step_ms
-from memfit.verify.prediction import captured_for, replayed
+from memfit.verify.measure import Rise, free_bytes, measure_forward_ms, measure_rise, predict_forward_ms, step_ms
+from memfit.verify.prediction import capture_for_plan, replay_plan
+from memfit.verify.resolve import check_plan, real_step, resolve_step
 from memfit.verify.state import Found, same_generators, tensors_in
-from memfit.verify.verification import MEMORY_TOLERANCE, TIME_TOLERANCE, BytesBeside, MsBeside, Verification
+from memfit.verify.verification import MEMORY_TOLERANCE, TIME_TOLERANCE, BytesCheck, MsCheck, Verification
 
 _COMPARED = 2
 """Steps whose losses and gradients are compared: the engine learns in the first and knows in the second."""
@@ -98,12 +98,12 @@ class _Verifier:
         self.found = Found(step, model)
         self._own_flags = _flags(step.optimizer)
         with self.found.kept(), unplanned(model):
-            self.trace: Trace = captured_for(plan, step)
-        self.places = Places(replayed(plan, self.trace))
+            self.trace: Trace = capture_for_plan(plan, step)
+        self.places = Places(replay_plan(plan, self.trace))
         self.planned_step = step if step.loss is None else replace(step, loss=plan.loss(step.loss))
 
     def run(self) -> None:
-        """One step."""
+        """Run one step."""
         optimizer = self.step.optimizer
         assert optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
         self.planned_step.execute(self.model, optimizer, self.device_type)
@@ -120,10 +120,10 @@ class _Verifier:
                 plain_ms, planned_ms, forward_ms = self._times(steps, without=plain is not None)
         timeline = self.places.timeline
         predicted = self.places.at(timeline.peak_instant)
-        by_category: tuple[BytesBeside, ...] = ()
-        by_module: tuple[BytesBeside, ...] = ()
+        by_category: tuple[BytesCheck, ...] = ()
+        by_module: tuple[BytesCheck, ...] = ()
         if planned.rise.events:
-            at_peak = filled(self.places, planned.rise, planned.resident)
+            at_peak = find_filling(self.places, planned.rise, planned.resident)
             categories = self.predicted.peak_by_category or predicted.by_category
             by_category = _beside({c.value: n for c, n in categories.items()}, _values(at_peak))
             by_module = _beside(predicted.by_module, at_peak.by_module)
@@ -137,11 +137,11 @@ class _Verifier:
             peak_module=timeline.module_of(timeline.peak_instant),
             by_category=by_category,
             by_module=by_module,
-            step=MsBeside(name="step", predicted_ms=self.predicted.step_ms, measured_ms=statistics.median(planned_ms)),
+            step=MsCheck(name="step", predicted_ms=self.predicted.step_ms, measured_ms=statistics.median(planned_ms)),
             forward_by_module=self._forwards(forward_ms),
             baseline_peak=None if plain is None else _bytes("peak", baseline.peak_bytes, plain.peak_bytes),
             baseline_step=(
-                MsBeside(name="step", predicted_ms=baseline.step_ms, measured_ms=statistics.median(plain_ms))
+                MsCheck(name="step", predicted_ms=baseline.step_ms, measured_ms=statistics.median(plain_ms))
                 if plain_ms
                 else None
             ),
@@ -154,7 +154,7 @@ class _Verifier:
 
     @contextlib.contextmanager
     def _applied(self) -> Iterator[None]:
-        """The plan at work; one that the user has applied stays so."""
+        """Apply the plan inside the block; one that the user has applied stays so."""
         if plan_of_model(self.model) is not None:
             yield
             return
@@ -167,7 +167,7 @@ class _Verifier:
 
     @contextlib.contextmanager
     def _own_optimizer(self) -> Iterator[None]:
-        """The optimizer does its step as it did before the plan was applied."""
+        """Let the optimizer step inside the block as it did before the plan was applied."""
         optimizer = self.step.optimizer
         if self.plan.optimizer is None or not isinstance(optimizer, torch.optim.Optimizer):
             yield
@@ -185,7 +185,7 @@ class _Verifier:
         left: dict[str, dict[str, torch.Tensor]] = {}
 
         def compared() -> None:
-            with recorded(self.model) as outcome:
+            with record_outcome(self.model) as outcome:
                 self.run()
             outcomes.append(outcome)
 
@@ -202,9 +202,9 @@ class _Verifier:
             elif plain and self.plan.optimizer is not None:
                 last_compared()
                 with self._own_optimizer():
-                    rise = measured_rise(self.run, self.device)
+                    rise = measure_rise(self.run, self.device)
             else:
-                rise = measured_rise(self.run, self.device, first=last_compared)
+                rise = measure_rise(self.run, self.device, first=last_compared)
             return _Observed(outcomes, left, rise, self._resident())
 
     def _left(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -216,8 +216,8 @@ class _Verifier:
         }
 
     def _resident(self) -> Filling:
-        """What is there when a step begins: as the trace has it, but what can be counted is counted."""
-        resident = self.places.at(NEVER)
+        """Return what is there when a step begins: as the trace has it, but counted where it can be."""
+        resident = self.places.at(BEFORE_STEP)
         counted: dict[Category, list[torch.Tensor]] = {
             Category.PARAMETER: list(self.model.parameters()),
             Category.GRADIENT: [each.grad for each in self.model.parameters() if each.grad is not None],
@@ -237,8 +237,8 @@ class _Verifier:
         return sum(-(-n_bytes // rounding) * rounding for n_bytes in storages.values())
 
     def _plain(self) -> tuple[_Observed | None, str | None]:
-        """The step without the plan, where that fits; otherwise why not."""
-        start = self.places.at(NEVER).by_category
+        """Run the step without the plan where that fits; otherwise say why not."""
+        start = self.places.at(BEFORE_STEP).by_category
         there = start[Category.PARAMETER] + start[Category.BUFFER] + start[Category.INPUT]
         needed, free = self.plan.baseline.peak_bytes - there, free_bytes(self.device)
         if self.device_type == "cpu":  # where copies of gradients are beside what the step needs
@@ -254,7 +254,7 @@ class _Verifier:
         return None, f"it ran out of memory; it was thought to need {display_bytes(needed)} more than is there"
 
     def _exactness(self, planned: _Observed, plain: _Observed) -> Exactness:
-        """What differs; when something does, whether the step without the plan is the same when run again."""
+        """Compare bit for bit; where something differs, whether the step without the plan repeats itself."""
         found = _differences(planned, plain)
         reproducible = None
         if found:
@@ -281,18 +281,18 @@ class _Verifier:
 
     def _module_ms(self, *, without: bool) -> dict[str, float]:
         with unplanned(self.model) if without else contextlib.nullcontext():
-            return module_forward_ms(self.run, self.model, self.device)
+            return measure_forward_ms(self.run, self.model, self.device)
 
-    def _forwards(self, measured: dict[str, float]) -> tuple[MsBeside, ...]:
-        predicted = predicted_forward_ms(self.trace, self.plan.baseline.step_ms)
+    def _forwards(self, measured: dict[str, float]) -> tuple[MsCheck, ...]:
+        predicted = predict_forward_ms(self.trace, self.plan.baseline.step_ms)
         return tuple(
-            MsBeside(name=name, predicted_ms=predicted.get(name, 0.0), measured_ms=measured[name])
+            MsCheck(name=name, predicted_ms=predicted.get(name, 0.0), measured_ms=measured[name])
             for name in sorted(measured, key=lambda name: -measured[name])
         )
 
 
 def _flags(optimizer: Any) -> list[dict[str, Any]]:
-    """How an optimizer does its step, by group."""
+    """Return how an optimizer does its step, by group."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return []
     return [{name: group[name] for name in ("foreach", "fused") if name in group} for group in optimizer.param_groups]
@@ -302,10 +302,10 @@ def _differences(planned: _Observed, plain: _Observed) -> list[Difference]:
     found = [
         each
         for number, (one, other) in enumerate(zip(planned.outcomes, plain.outcomes, strict=True))
-        for each in outcome_differences(one, other, number)
+        for each in compare_outcomes(one, other, number)
     ]
     for kind, tensors in planned.left.items():
-        found += differences(kind, tensors, plain.left[kind], len(planned.outcomes) - 1)
+        found += compare_tensors(kind, tensors, plain.left[kind], len(planned.outcomes) - 1)
     return sorted(found, key=lambda each: -each.largest)
 
 
@@ -313,12 +313,12 @@ def _values(filling: Filling) -> dict[str, int]:
     return {category.value: n_bytes for category, n_bytes in filling.by_category.items()}
 
 
-def _beside(predicted: dict[str, int], measured: dict[str, int]) -> tuple[BytesBeside, ...]:
-    """What either has, the largest first."""
+def _beside(predicted: dict[str, int], measured: dict[str, int]) -> tuple[BytesCheck, ...]:
+    """Return what either side has, the largest first."""
     rows = [_bytes(name, predicted.get(name, 0), measured.get(name, 0)) for name in {**predicted, **measured}]
     rows = [each for each in rows if each.predicted_bytes or each.measured_bytes]
     return tuple(sorted(rows, key=lambda each: (-max(each.predicted_bytes, each.measured_bytes), each.name)))
 
 
-def _bytes(name: str, predicted_bytes: int, measured_bytes: int) -> BytesBeside:
-    return BytesBeside(name=name, predicted_bytes=predicted_bytes, measured_bytes=measured_bytes)
+def _bytes(name: str, predicted_bytes: int, measured_bytes: int) -> BytesCheck:
+    return BytesCheck(name=name, predicted_bytes=predicted_bytes, measured_bytes=measured_bytes)

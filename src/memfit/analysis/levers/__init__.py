@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from memfit.analysis.levers.case import Basis, Case, Lever, enough, in_order
+from memfit.analysis.levers.case import Basis, Case, Lever, describe_shortfall, sort_levers
 from memfit.analysis.levers.changed_steps import loss, micro_batch, optimizer, precision
 from memfit.analysis.levers.lifetimes import gradients, holding
 from memfit.analysis.levers.offload import offload
 from memfit.analysis.levers.replanned import checkpointing, sharding
 
-__all__ = ["LEVERS", "Basis", "Case", "Lever", "enough", "find_levers"]
+__all__ = ["LEVERS", "Basis", "Case", "Lever", "describe_shortfall", "find_levers"]
 
 LEVERS: dict[str, Callable[[Case], Iterator[Lever]]] = {
     "results that are held": holding,
@@ -27,10 +27,10 @@ LEVERS: dict[str, Callable[[Case], Iterator[Lever]]] = {
 
 
 def find_levers(case: Case, watch: Callable[[str], None] | None = None) -> tuple[Lever, ...]:
-    """All levers that save enough, in order of bytes saved for each millisecond lost; `watch` hears what is tried."""
+    """Return all levers that save enough, by bytes saved per millisecond lost; `watch` is told what is tried."""
     found: list[Lever] = []
     for what, family in LEVERS.items():
         if watch is not None:
             watch(what)
         found += [lever for lever in family(case) if case.matters(lever.saves_bytes)]
-    return in_order(found)
+    return sort_levers(found)

@@ -94,7 +94,7 @@ class Case:
 
     @cached_property
     def step_ms(self) -> float:
-        """The time of the step, communication that nothing hides and second runs included."""
+        """The time of the step, with communication that nothing hides and with recomputes."""
         return _step_ms(self.report.problem, sum(policy.recompute_ms for _, policy in self.chosen))
 
     @cached_property
@@ -108,11 +108,11 @@ class Case:
         return self.report.problem.least if self.hopeless else self.quick.least
 
     def matters(self, saves_bytes: int) -> bool:
-        """Whether so many bytes are worth a lever."""
+        """Return whether so many bytes are worth a lever."""
         return saves_bytes >= max(1, LEAST_PART * self.peak_bytes)
 
     def captured(self, step: Step, *, what: str, advice: str = "") -> Trace | None:
-        """The trace of a changed step; None when the step cannot be changed so, which is noted, with the advice."""
+        """Capture a changed step; None, and a note with advice, when the step cannot be changed so."""
         try:
             return trace(step, target=self.target)
         except MemfitError as error:
@@ -125,8 +125,10 @@ class Case:
     def effect(
         self, changed: Trace | None = None, *, target: Target | None = None, shard: ShardOptions | None = None
     ) -> Effect:
-        """Peak and time of a changed trace, on another target or sharded in another way; with the plan's units
-        checkpointed as nearly as can be."""
+        """Return peak and time of a changed trace, on another target or sharded in another way.
+
+        The plan's units are checkpointed as nearly as they can be.
+        """
         options = self.report.problem.options
         options = options if shard is None else replace(options, shard=shard)
         found = Runtime.of(self.trace if changed is None else changed, self.cost)
@@ -153,7 +155,7 @@ class Case:
         timed: bool = True,
         option: str = "",
     ) -> Lever:
-        """The lever with this effect; not `timed` where only its memory is known."""
+        """Build the lever with this effect; not `timed` where only its memory is known."""
         return Lever(
             name=name,
             how=how,
@@ -175,7 +177,7 @@ class Case:
         return phases[np.minimum(self.timeline.op, len(ops))]
 
     def row(self, category: Category) -> Bytes:
-        """Bytes of a category at every instant."""
+        """Return bytes of a category at every instant."""
         return self.timeline.during_by_row[CATEGORIES.index(category)]
 
     @property
@@ -184,7 +186,7 @@ class Case:
         return int(self.timeline.during_bytes[~self.in_optimizer].max(initial=0))
 
     def _carried(self, problem: Problem) -> Iterable[tuple[Unit, Policy]]:
-        """The plan's policies in a changed step: of each unit the one that drops the most alike part of it."""
+        """Yield the plan's policies carried over to a changed step: of each unit the most similar one."""
         ratios = {unit.name: _ratio(policy) for unit, policy in self.chosen}
         if not ratios:
             return
@@ -258,15 +260,17 @@ class Lever:
         return None if self.costs_ms is None or self.costs_ms <= 0 else self.saves_bytes / self.costs_ms
 
 
-def enough(lever: Lever, budget_bytes: int) -> str:
-    """Whether a step that does not fit a budget does with this lever alone, or what is still missing."""
+def describe_shortfall(lever: Lever, budget_bytes: int) -> str:
+    """Say whether a step that does not fit a budget does with this lever alone, or what is still missing."""
     missing = lever.peak_bytes - budget_bytes
     return "enough by itself" if missing <= 0 else f"{display_bytes(missing)} missing"
 
 
-def in_order(levers: list[Lever]) -> tuple[Lever, ...]:
-    """Free ones first, by what they save; then by bytes saved for each millisecond; then those of unknown time. What
-    saves next to nothing comes after all others."""
+def sort_levers(levers: list[Lever]) -> tuple[Lever, ...]:
+    """Sort levers: free ones first, then by bytes saved per millisecond, then those of unknown time.
+
+    What saves next to nothing comes last.
+    """
     return tuple(sorted(levers, key=_place))
 
 

@@ -17,9 +17,9 @@ from torch import nn
 
 from memfit.analysis.levers.case import Case, Effect, Lever
 from memfit.analysis.levers.lifetimes import with_sizes
-from memfit.capture import NEVER, Category, Op, Phase, Step, TensorRef, Trace
-from memfit.capture.environment import patched
+from memfit.capture import NO_INDEX, Category, Op, Phase, Step, TensorRef, Trace
 from memfit.capture.optimizers import Implementation, implementations_of_step, step_with
+from memfit.capture.replacements import patched
 from memfit.engines.loss import CHUNKS, chunked_cross_entropy
 from memfit.errors import InputError
 from memfit.sharding.options import ShardDtypes
@@ -32,7 +32,7 @@ _WAYS: dict[Implementation, tuple[str, str]] = {
 
 
 def optimizer(case: Case) -> Iterator[Lever]:
-    """Ways that need less at once. They change nothing before the optimizer's step, which limits what they save."""
+    """Yield levers that lower the peak of the optimizer's step; what is before that step limits what they save."""
     if not case.matters(case.peak_bytes - case.peak_elsewhere_bytes):
         return
     named = case.trace.optimizer.split(", ")[0] or "AdamW"
@@ -54,7 +54,7 @@ def optimizer(case: Case) -> Iterator[Lever]:
 
 
 def _without_temporaries(case: Case, named: str) -> Iterator[Lever]:
-    """What a fused step would need: no temporaries."""
+    """Yield the lever of a fused optimizer step, which needs no temporaries."""
     left = case.timeline.during_bytes - np.where(case.in_optimizer, case.row(Category.TEMPORARY), 0)
     yield case.lever(
         "fused optimizer",
@@ -76,7 +76,7 @@ _NEAR = 4
 
 
 def loss(case: Case) -> Iterator[Lever]:
-    """The step with a chunked cross entropy, where it calls torch's own; else an estimate."""
+    """Yield the lever of a chunked cross entropy: captured where the step calls torch's own, else estimated."""
     logits = _logits(case.trace)
     if logits is None:
         return
@@ -103,7 +103,7 @@ def loss(case: Case) -> Iterator[Lever]:
 
 @contextlib.contextmanager
 def chunked_losses(classes: int) -> Iterator[list[int]]:
-    """In the block, cross entropies over so many classes are computed in chunks, of logits that are not cast before.
+    """Compute cross entropies over so many classes in chunks inside the block, from logits that are not cast before.
 
     Gives the rows of each that was.
     """
@@ -133,7 +133,7 @@ def chunked_losses(classes: int) -> Iterator[list[int]]:
 
 
 def _logits(trace: Trace) -> TensorRef | None:
-    """What the largest softmax reads that a likelihood of one class a row follows."""
+    """Return what the largest softmax reads whose result a negative log likelihood follows."""
     found = []
     for index, op in enumerate(trace.ops):
         if op.phase in (Phase.FORWARD, Phase.LOSS) and op.name == "aten._log_softmax.default":
@@ -148,7 +148,7 @@ def _is_likelihood(op: Op) -> bool:
 
 
 def _copies(trace: Trace, logits: TensorRef) -> list[int]:
-    """Storages as large as the logits that are made of them, but for the last gradient, which the model takes."""
+    """Return copies of the logits, all but the last gradient, which the model's backward takes."""
     classes, count = logits.shape[-1], math.prod(logits.shape)
     owned = {number for module in trace.modules for number in (*module.parameters, *module.buffers)}
     made: dict[int, Phase] = {}
@@ -156,7 +156,7 @@ def _copies(trace: Trace, logits: TensorRef) -> list[int]:
         for ref in op.outputs:
             number = ref.storage
             if (
-                number == NEVER
+                number == NO_INDEX
                 or number in owned
                 or trace.storages[number].alloc_at != index
                 or op.phase is Phase.OPTIMIZER
@@ -177,7 +177,7 @@ _PLAIN = (int, float, bool, str, type(None))
 
 
 def micro_batch(case: Case) -> Iterator[Lever]:
-    """The step with half of the batch at a time; nothing where the batch cannot be halved."""
+    """Yield the lever of running half of the batch at a time; none where the batch cannot be halved."""
     step, what = case.step, "smaller micro-batch"
     if step is None or step.run is not None:
         case.left_out.append(f"{what}: only a Step with a batch can be halved, not a trace or a loop of one's own")
@@ -188,7 +188,7 @@ def micro_batch(case: Case) -> Iterator[Lever]:
         case.left_out.append(f"{what}: a batch of {found} cannot be halved")
         return
     times = 2 * step.accumulation_steps
-    changed = replace(step.with_batch(halved(step.batch)), accumulation_steps=times)
+    changed = replace(step.with_batch(halve_batch(step.batch)), accumulation_steps=times)
     captured = case.captured(changed, what=what, advice=_ADVICE)
     if captured is not None:
         yield case.lever(
@@ -201,7 +201,7 @@ def micro_batch(case: Case) -> Iterator[Lever]:
 
 
 def batch_rows(batch: Any) -> int | None:
-    """The size of the first dimension that all tensors of a batch have in common; None when there is none."""
+    """Return the size of the first dimension that all tensors of a batch have in common; None when there is none."""
     leaves = _leaves(batch)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0]
     strange = [leaf for leaf in leaves if not isinstance(leaf, (torch.Tensor, *_PLAIN))]
@@ -209,8 +209,8 @@ def batch_rows(batch: Any) -> int | None:
     return sizes.pop() if len(sizes) == 1 and not strange else None
 
 
-def halved(batch: Any) -> Any:
-    """The batch with half as many rows, and no data; what is one tensor in two places stays one."""
+def halve_batch(batch: Any) -> Any:
+    """Return the batch with half as many rows and no data; a tensor that is in two places stays one."""
     leaves, shape = tree_flatten(dict(batch) if isinstance(batch, Mapping) else batch)
     halves = {id(leaf): _half(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
     return tree_unflatten([halves.get(id(leaf), leaf) for leaf in leaves], shape)
@@ -230,7 +230,7 @@ def _leaves(batch: Any) -> list[Any]:
 
 
 def precision(case: Case) -> Iterator[Lever]:
-    """Nothing where no parameter is float32."""
+    """Yield the levers of autocast and bfloat16; none where no parameter is float32."""
     trained = [each for each in case.trace.parameters if each.trainable]
     if not any(each.dtype == "float32" for each in trained):
         return
@@ -244,7 +244,7 @@ def precision(case: Case) -> Iterator[Lever]:
                 option = "--autocast bfloat16"
                 yield case.lever(name, how, case.effect(captured), "captured", same_numbers=False, option=option)
         name = "bfloat16 parameters, gradients and state"
-        captured = case.captured(in_bfloat16(case.step), what=name)
+        captured = case.captured(cast_to_bfloat16(case.step), what=name)
         if captured is not None:
             how = "model.to(torch.bfloat16) before the optimizer is made, and inputs that are float32"
             yield case.lever(name, how, case.effect(captured), "captured", same_numbers=False)
@@ -253,7 +253,7 @@ def precision(case: Case) -> Iterator[Lever]:
 
 
 def _sums(case: Case) -> Iterator[Lever]:
-    """Gradients summed over the ranks in bfloat16; parameters are gathered in the dtype that they were."""
+    """Yield the lever of reducing gradients in bfloat16; parameters are gathered in the dtype that they were."""
     shard, name = case.report.problem.options.shard, "gradients summed in bfloat16"
     if shard.reduce_dtype == "bfloat16":
         return
@@ -274,8 +274,8 @@ def _sums(case: Case) -> Iterator[Lever]:
     yield case.lever(name, how, effect, "captured", same_numbers=False, option="--reduce-dtype bfloat16")
 
 
-def in_bfloat16(step: Step) -> Step:
-    """The step with model and inputs in bfloat16. What exists is copied without its data and left as it was."""
+def cast_to_bfloat16(step: Step) -> Step:
+    """Return the step with model and inputs in bfloat16. What exists is copied without its data and left as it was."""
     given = step.model
     if isinstance(given, nn.Module):
         model: nn.Module | Callable[[], nn.Module] = _copied(given)
@@ -310,6 +310,6 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _emptied(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without data, in bfloat16 where it was floating point."""
+    """Return a tensor without data, in bfloat16 where it was floating point."""
     dtype = torch.bfloat16 if tensor.is_floating_point() else tensor.dtype
     return torch.empty_like(tensor, dtype=dtype, device="meta", requires_grad=False)

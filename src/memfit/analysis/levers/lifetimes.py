@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memfit.analysis.levers.case import Case, Lever
-from memfit.capture import NEVER, Phase, Trace
+from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Phase, Trace
 from memfit.memory import BETWEEN
 
 
-def with_lives(trace: Trace, lives: Mapping[int, tuple[int, int]]) -> Trace:
-    """The trace with other births and deaths of these storages."""
+def with_lifetimes(trace: Trace, lifetimes: Mapping[int, tuple[int, int]]) -> Trace:
+    """Return the trace with these storages allocated and freed at other ops."""
     storages = list(trace.storages)
-    for number, (alloc_at, free_after) in lives.items():
+    for number, (alloc_at, free_after) in lifetimes.items():
         storages[number] = msgspec.structs.replace(
             storages[number], alloc_at=alloc_at, free_after=free_after, released=free_after
         )
@@ -26,27 +26,28 @@ def with_lives(trace: Trace, lives: Mapping[int, tuple[int, int]]) -> Trace:
 
 
 def last_reads(trace: Trace) -> NDArray[np.int64]:
-    """For each storage the last op that reads it, `NEVER` for none."""
-    found = np.full(len(trace.storages), NEVER)
+    """Return, for each storage, the last op that reads it, `NO_INDEX` for none."""
+    found = np.full(len(trace.storages), NO_INDEX)
     for index, op in enumerate(trace.ops):
         for ref in op.inputs:
-            if ref.storage != NEVER:
+            if ref.storage != NO_INDEX:
                 found[ref.storage] = index
     return found
 
 
 def last_backward_ops(trace: Trace) -> dict[int, int]:
-    """For each forward op the last op of its backward."""
+    """Return, for each forward op, the last op of its backward."""
     return {
         op.forward_op: index
         for index, op in enumerate(trace.ops)
-        if op.phase is Phase.BACKWARD and op.forward_op != NEVER
+        if op.phase is Phase.BACKWARD and op.forward_op != NO_INDEX
     }
 
 
 def held_for_nothing(trace: Trace) -> dict[int, int]:
-    """Results of the forward that are held in backward when no op reads them any more, each with the op after which it
-    could go: its last use, or the last op before the backward.
+    """Return forward results that are held in backward though no op reads them, each with the last op that needs it.
+
+    That is the op of its last use, or the last op before the backward.
 
     Autograd holds what it saved until the backward of the op that saved it; what outlives that is held by Python: a
     name for the model's output, a list of hidden states, an attribute.
@@ -60,17 +61,17 @@ def held_for_nothing(trace: Trace) -> dict[int, int]:
         place = bisect_left(backward, storage.alloc_at)
         if trace.ops[storage.alloc_at].phase is Phase.OPTIMIZER or place == len(backward):
             continue
-        saved_until = max((ends.get(op, NEVER) for op in storage.saved_by), default=NEVER)
+        saved_until = max((ends.get(op, NO_INDEX) for op in storage.saved_by), default=NO_INDEX)
         used = max(int(reads[number]), saved_until, backward[place] - 1)
         if trace.ops[storage.alloc_at].phase is not Phase.BACKWARD and (
-            storage.free_after == NEVER or storage.free_after > used
+            storage.free_after == AFTER_STEP or storage.free_after > used
         ):
             found[number] = used
     return found
 
 
 def with_sizes(trace: Trace, sizes: Mapping[int, int]) -> Trace:
-    """The trace with other bytes of these storages."""
+    """Return the trace with other bytes of these storages."""
     storages = list(trace.storages)
     for number, size_bytes in sizes.items():
         storages[number] = msgspec.structs.replace(storages[number], bytes=size_bytes)
@@ -85,22 +86,24 @@ _PART = 1000
 
 
 def holding(case: Case) -> Iterator[Lever]:
-    """The step in which such results go with their last use."""
+    """Yield the lever of freeing such results after their last use."""
     trace, timeline = case.trace, case.timeline
     instant = timeline.peak_instant
     now = int(timeline.op[instant]) - (int(timeline.run[instant]) == BETWEEN)
-    lives = held_for_nothing(trace)
+    last_uses = held_for_nothing(trace)
     there = [
         number
-        for number, used in lives.items()
-        if used < now and (trace.storages[number].free_after == NEVER or trace.storages[number].free_after >= now)
+        for number, used in last_uses.items()
+        if used < now and (trace.storages[number].free_after == AFTER_STEP or trace.storages[number].free_after >= now)
     ]
     if not case.matters(sum(trace.storages[number].bytes for number in there)):
         return
     largest = max(there, key=lambda number: trace.storages[number].bytes)
     there = [number for number in there if _PART * trace.storages[number].bytes >= trace.storages[largest].bytes]
     module = trace.storages[largest].module or "the model"
-    changed = with_lives(trace, {number: (trace.storages[number].alloc_at, used) for number, used in lives.items()})
+    changed = with_lifetimes(
+        trace, {number: (trace.storages[number].alloc_at, used) for number, used in last_uses.items()}
+    )
     yield case.lever(
         f"let go of results that nothing reads: {module}",
         "loss = model(...).loss; del output before loss.backward(): keep no name for what only the loss reads",
@@ -119,11 +122,11 @@ _HOW = "optimizer.zero_grad(set_to_none=True)"
 
 
 def gradients(case: Case) -> Iterator[Lever]:
-    """`set_to_none`, where gradients are there before the step begins."""
+    """Yield the lever of `set_to_none`, where gradients are there before the step begins."""
     kept = [
         each.gradient
         for each in case.trace.parameters
-        if each.gradient != NEVER and case.trace.storages[each.gradient].alloc_at == NEVER
+        if each.gradient != NO_INDEX and case.trace.storages[each.gradient].alloc_at == BEFORE_STEP
     ]
     if not kept:
         return
@@ -137,7 +140,7 @@ def gradients(case: Case) -> Iterator[Lever]:
 
 
 def _freed(trace: Trace, kept: list[int]) -> Trace:
-    """Gradients from the backward op that first writes to each until the optimizer's last op that reads it."""
+    """Return the trace in which gradients live from their first write in backward to the optimizer's last read."""
     wanted = set(kept)
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -148,4 +151,4 @@ def _freed(trace: Trace, kept: list[int]) -> Trace:
                 if op.phase is Phase.BACKWARD:
                     first.setdefault(ref.storage, index)
                 last[ref.storage] = index
-    return with_lives(trace, {each: (first[each], last[each]) for each in kept if each in first})
+    return with_lifetimes(trace, {each: (first[each], last[each]) for each in kept if each in first})

@@ -1,4 +1,4 @@
-"""The optimizer, parameters or what autograd holds in the host's memory."""
+"""Levers of offloading to host memory: optimizer state, parameters, saved tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from memfit.analysis.levers.case import Case, Effect, Lever
 from memfit.analysis.levers.replanned import wrapped
-from memfit.capture import NEVER, Category, Parameter, Phase
+from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Parameter, Phase
 from memfit.cost import Collective, Runtime
 from memfit.hardware import load_device
 from memfit.hardware.efficiency import Family
@@ -19,7 +19,7 @@ from memfit.units import display_bytes, display_ms
 
 
 def offload(case: Case) -> Iterator[Lever]:
-    """Both kinds, where the device has memory of its own."""
+    """Yield the levers of offloading, where the device has memory of its own."""
     if case.target.device.type == "cpu":
         return
     if case.target.ranks == 1:
@@ -30,7 +30,7 @@ def offload(case: Case) -> Iterator[Lever]:
 
 
 def _optimizer(case: Case) -> Iterator[Lever]:
-    """Parameters and gradients stay; gradients are copied to the host, which steps, and parameters come back."""
+    """Yield the lever of stepping on the host: gradients are copied there, and parameters come back."""
     state = case.row(Category.OPTIMIZER_STATE)
     if not state.any():
         return
@@ -54,8 +54,10 @@ def _optimizer(case: Case) -> Iterator[Lever]:
 
 
 def _shards(case: Case) -> Iterator[Lever]:
-    """FSDP2's own: shards of parameters, gradients and state are on the host. Each gather copies a unit's shards to the
-    device first, each reduction its gradients to the host, and the host steps."""
+    """Yield the lever of FSDP2's CPU offload: shards of parameters, gradients and state are on the host.
+
+    Each all-gather copies a unit's shards to the device first, each reduction its gradients to the host, which steps.
+    """
     given = case.report.problem
     runtime = Runtime.of(case.trace, case.cost)
     sharding = shard(given.timeline, runtime, case.target, given.options.shard, on_host=True)
@@ -92,7 +94,7 @@ class _HostStep:
 
     @classmethod
     def of(cls, case: Case, parameter_bytes: int, state_bytes: int) -> _HostStep:
-        """Parameters, gradients and state are read, parameters and state written."""
+        """Return the host's step: parameters, gradients and state are read, parameters and state written."""
         cpu = load_device("cpu")
         reached = cpu.memory_bandwidth_bytes_per_s * cpu.efficiency[Family.OPTIMIZER].bandwidth
         return cls(moved_bytes=3 * parameter_bytes + 2 * state_bytes, bandwidth_bytes_per_s=reached)
@@ -110,26 +112,26 @@ class _HostStep:
 
 
 def _activations(case: Case) -> Iterator[Lever]:
-    """What autograd alone holds goes to the host and comes back when its backward begins."""
+    """Yield the lever of offloading what only autograd holds until its backward begins."""
     timeline, trace = case.timeline, case.timeline.trace
-    lives = timeline.allocations
+    table = timeline.allocations
     first = _first_backward_ops(case)
     at = timeline.step_instants
-    change = np.zeros(lives.instants + 2, np.int64)
+    change = np.zeros(table.instants + 2, np.int64)
     moved = 0
-    for number in range(len(lives.alloc_at)):
-        storage = int(lives.storage[number])
-        if storage == NEVER or int(lives.remade[number]) != NEVER:
+    for number in range(len(table.alloc_at)):
+        storage = int(table.storage[number])
+        if storage == NO_INDEX or int(table.remade[number]) != NO_INDEX:
             continue
         found = trace.storages[storage]
-        if found.category is not Category.ACTIVATION or found.alloc_at == NEVER or not found.saved_by:
+        if found.category is not Category.ACTIVATION or found.alloc_at == BEFORE_STEP or not found.saved_by:
             continue
-        back = min((first[op] for op in found.saved_by if op in first), default=NEVER)
-        released = found.released if found.released != NEVER else len(trace.ops)
+        back = min((first[op] for op in found.saved_by if op in first), default=NO_INDEX)
+        released = found.released if found.released != AFTER_STEP else len(trace.ops)
         gone = max(released, found.alloc_at)
-        if back == NEVER or back <= gone + 1:
+        if back == NO_INDEX or back <= gone + 1:
             continue
-        begins, ends = int(at[gone]) + 1, min(int(at[back]), int(lives.free_after[number]) + 1)
+        begins, ends = int(at[gone]) + 1, min(int(at[back]), int(table.free_after[number]) + 1)
         if begins < ends:
             change[begins] -= found.bytes
             change[ends] += found.bytes
@@ -150,13 +152,13 @@ def _activations(case: Case) -> Iterator[Lever]:
 def _first_backward_ops(case: Case) -> dict[int, int]:
     first: dict[int, int] = {}
     for index, op in enumerate(case.trace.ops):
-        if op.phase is Phase.BACKWARD and op.forward_op != NEVER:
+        if op.phase is Phase.BACKWARD and op.forward_op != NO_INDEX:
             first.setdefault(op.forward_op, index)
     return first
 
 
 def _device_step_ms(case: Case) -> float:
-    """What the device takes for the optimizer's step, without what comes before it reads a parameter (clipping)."""
+    """Return the device's time for the optimizer's step, without what runs before it reads a parameter (clipping)."""
     wanted = {number for each in case.trace.parameters for number in (each.storage, *each.state)}
     steps = [index for index, op in enumerate(case.trace.ops) if op.phase is Phase.OPTIMIZER]
     begun = (index for index in steps if any(ref.storage in wanted for ref in case.trace.ops[index].inputs))

@@ -10,7 +10,7 @@ from memfit.analysis.levers.case import Case, Effect, Lever
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.paths import alike, folded
-from memfit.plans.allocator import EXPANDABLE, Held, Room, held_under, with_room
+from memfit.plans.allocator import EXPANDABLE, Reservation, Room, reservation_under, with_room
 from memfit.sharding import ShardOptions, repeated_blocks
 from memfit.solve import Problem, Solved, solve
 from memfit.units import GiB, MiB, display_bytes, display_ms
@@ -19,7 +19,7 @@ _POINTS = 8
 
 
 def checkpointing(case: Case) -> Iterator[Lever]:
-    """The plan that fits the budget, where the step does not, and the one at the knee of what fits.
+    """Yield the lever of a plan that fits the budget, where the step does not, and of the one at the curve's knee.
 
     Where nothing fits, it is the knee of the whole trade-off: another lever must help.
     """
@@ -31,21 +31,21 @@ def checkpointing(case: Case) -> Iterator[Lever]:
     if low <= case.budget_bytes < high:
         fitting = solve(problem, case.budget_bytes)
         if case.budget_bytes >= case.target.usable_bytes:  # no budget of the user's own
-            fitting, held = with_room(problem, fitting)
+            fitting, reservation = with_room(problem, fitting)
         else:
-            held = held_under(problem, fitting)
-        yield from _lever(case, fitting, held, "checkpointing for the budget")
+            reservation = reservation_under(problem, fitting)
+        yield from _lever(case, fitting, reservation, "checkpointing for the budget")
     within = low <= case.budget_bytes
     top = min(high, case.budget_bytes) if within else high
     knee = _knee(problem, low, top) if low < top else None
     if knee is not None and knee.replay is not None:
         there = None if fitting is None or fitting.replay is None else fitting.replay.peak_bytes
         if there is None or case.matters(abs(there - knee.replay.peak_bytes)):
-            yield from _lever(case, knee, held_under(problem, knee), "checkpointing at the knee of its curve")
+            yield from _lever(case, knee, reservation_under(problem, knee), "checkpointing at the knee of its curve")
 
 
 def _knee(problem: Problem, low: int, high: int) -> Solved | None:
-    """Where saving more begins to cost more than it did on average over the whole trade-off."""
+    """Return the plan after which saving more costs more than it did on average over the whole trade-off."""
     found: list[Solved] = []
     start = None
     for place in range(_POINTS):
@@ -65,16 +65,16 @@ def _knee(problem: Problem, low: int, high: int) -> Solved | None:
     return max(found, key=gain)
 
 
-def _lever(case: Case, solved: Solved, held: Held | None, name: str) -> Iterator[Lever]:
-    if solved.replay is None or held is None:
+def _lever(case: Case, solved: Solved, reservation: Reservation | None, name: str) -> Iterator[Lever]:
+    if solved.replay is None or reservation is None:
         return
     problem = case.quick
     assumes = ""
-    if held.room is not Room.ENOUGH and solved.replay.peak_bytes <= case.target.usable_bytes:
+    if reservation.room is not Room.ENOUGH and solved.replay.peak_bytes <= case.target.usable_bytes:
         name = f"{name}, with care"
         assumes = (
-            f"{EXPANDABLE}: else the caching allocator would hold {display_bytes(held.reserved_bytes)}, and the device "
-            f"has {display_bytes(case.target.usable_bytes)}"
+            f"{EXPANDABLE}: else the caching allocator would hold {display_bytes(reservation.reserved_bytes)}, and the "
+            f"device has {display_bytes(case.target.usable_bytes)}"
         )
     step_ms = problem.runtime.total_ms + problem.exposed_ms + solved.recompute_ms
     peak = solved.replay.peak_bytes
@@ -102,8 +102,10 @@ _TIMES = (2, 4)
 
 
 def sharding(case: Case) -> Iterator[Lever]:
-    """The step as one of more ranks runs it, each on a batch of the same size; nothing on a CPU, whose memory they
-    would share."""
+    """Yield the lever of sharding over more ranks, each with a batch of the same size.
+
+    There is none on a CPU, whose memory the ranks would share.
+    """
     if case.target.device.type == "cpu":
         return
     now, units = case.target.ranks, wrapped(case)
@@ -131,7 +133,7 @@ def sharding(case: Case) -> Iterator[Lever]:
 
 
 def _instead_of_replicating(case: Case, units: str) -> Iterator[Lever]:
-    """What a replicated step need not have: buckets beside its gradients, and a whole model on every rank."""
+    """Yield the lever of sharding a replicated step: no buckets beside gradients, no whole model on every rank."""
     ddp = case.report.problem.options.shard
     if not ddp.gradient_as_bucket_view:
         effect = case.effect(shard=replace(ddp, gradient_as_bucket_view=True))
@@ -144,7 +146,7 @@ def _instead_of_replicating(case: Case, units: str) -> Iterator[Lever]:
 
 
 def wrapped(case: Case) -> str:
-    """The modules that are given to `fully_shard`, in words."""
+    """Return the modules that are given to `fully_shard`, in words."""
     blocks: dict[str, list[str]] = defaultdict(list)
     for block in case.report.problem.options.shard.units or repeated_blocks(case.trace):
         blocks[alike(block)].append(block)

@@ -35,7 +35,7 @@ class RuleContext:
 def run_unchanged(context: RuleContext, *args: Any, **kwargs: Any) -> Any:
     """Let a torch function run as it is, once its arguments are meta tensors.
 
-    For functions that compare the devices of their operands in C++: a window of known values and a signal without
+    For functions that compare the devices of their operands in C++: a strided view of known values and a signal without
     any, say. When a rule is called, all of them are meta tensors.
     """
     return NotImplemented

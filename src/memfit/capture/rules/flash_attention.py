@@ -96,7 +96,6 @@ def transposed_copy(tensor: Tensor) -> int:
 
 
 _FLASH = _aten._scaled_dot_product_flash_attention_for_cpu.default
-_FLASH_BACKWARD = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 def _cpu_flash_workspace(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:

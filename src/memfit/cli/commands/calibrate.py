@@ -13,6 +13,7 @@ from rich.text import Text
 from memfit.cli.options import Count, Json, arg
 from memfit.cli.output import plain, show, show_json
 from memfit.cli.problems import UsageError, about, check_files, for_file
+from memfit.text import number_table
 
 if TYPE_CHECKING:
     from memfit.cost import Calibration
@@ -81,9 +82,8 @@ class Calibrate:
 def _table(calibration: Calibration) -> Table:
     from memfit.units import display_ms
 
-    table = Table(title=f"{calibration.machine}: parts of its peak that kernels reach")
-    for heading in ("family", "of peak FLOP/s", "of bandwidth", "fixed time"):
-        table.add_column(heading, justify="left" if heading == "family" else "right")
+    title = f"{calibration.machine}: parts of its peak that kernels reach"
+    table = number_table("family", "of peak FLOP/s", "of bandwidth", "fixed time", title=title)
     for each in calibration.efficiency.families:
         table.add_row(each.family.value, f"{each.compute:.2f}", f"{each.bandwidth:.2f}", display_ms(each.overhead_ms))
     rates = ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in calibration.flops_per_s.items())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from memfit.cli.options import Json, arg
-from memfit.cli.output import show, show_json
+from memfit.cli.output import show_result
 from memfit.cli.problems import UsageError
 from memfit.cli.resolve import check_is_there, is_trace, read_plan, read_trace
 from memfit.errors import InputError
@@ -46,10 +46,7 @@ class Compare:
             what = f"{self.first} is a {kinds[0]} and {self.second} a {kinds[1]}"
             raise UsageError(f"A and B: {what}; give two plans or two traces")
         found = compare(first, second)
-        if self.json:
-            show_json(found)
-        else:
-            show(found)
+        show_result(found, json=self.json)
         return 0
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 from memfit.cli.options import HardwareOptions, Json, SolverOptions, TimedStepOptions, arg
 from memfit.cli.output import plain, show, show_json
 from memfit.cli.problems import about
-from memfit.cli.resolve import captured, solve_options, step_and_target
+from memfit.cli.resolve import capture_step, solve_options, step_and_target
 
 if TYPE_CHECKING:
     from memfit.solve import Curve as Found
@@ -44,7 +44,7 @@ class Curve:
         given, target = step_and_target(self.step, self.hardware)
         step = given.step
         given.show()
-        trace = captured(step, target)
+        trace = capture_step(step, target)
         options = solve_options(self.solver, trace, several_ranks=target.ranks > 1)
         found = curve(trace, target=target, points=self.points, cost=self.step.cost, options=options)
         budget = self.hardware.budget
@@ -65,7 +65,7 @@ def _price(curve: Found, budget_bytes: int) -> dict[str, float]:
 
 
 def _at(curve: Found, budget_bytes: int, price: dict[str, float] | None) -> str:
-    """What more would buy at a budget, or that nothing fits it."""
+    """Return what more would buy at a budget, or that nothing fits it."""
     from memfit.units import GiB, MiB, display_bytes, display_ms
 
     budget, least = display_bytes(budget_bytes), display_bytes(curve.minimum_budget_bytes)

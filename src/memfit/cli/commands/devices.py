@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from memfit.cli.options import Json, arg
 from memfit.cli.output import plain, result_console, show, show_json
 from memfit.cli.problems import about
+from memfit.text import edgeless_table
 from memfit.units import display_bytes
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ def _record(device: Device) -> dict[str, Any]:
 
 
 def _all(devices: tuple[Device, ...], width: int) -> Group:
-    """A row for each; columns that the width has no room for are left out."""
-    table = Table(show_edge=False, pad_edge=False)
+    """Build a table with a row for each device; columns that the width has no room for are left out."""
+    table = edgeless_table()
     columns: dict[str, Callable[[Device], str]] = {
         "device": lambda device: device.name,
         "memory": lambda device: display_bytes(device.memory_total_bytes),
@@ -101,7 +101,7 @@ def _one(device: Device) -> Group:
     parts: list[RenderableType] = [title]
     if device.aliases:
         parts.append(Text(f"also called {', '.join(device.aliases)}"))
-    table = Table(show_edge=False, pad_edge=False)
+    table = edgeless_table()
     for heading in ("figure", "value", "source"):
         table.add_column(heading, no_wrap=True, justify="left" if heading == "figure" else "right")
     sources: dict[str, int] = {}
@@ -117,7 +117,7 @@ def _one(device: Device) -> Group:
 
 
 def _figures(device: Device) -> Iterator[tuple[str, str, str]]:
-    """What is shown of a device, its value, and the key of its source."""
+    """Yield what is shown of a device, its value, and the key of its source."""
     yield "memory", display_bytes(device.memory_total_bytes), "memory.total_bytes"
     yield "  context", display_bytes(device.context_bytes), "overheads.context_bytes"
     workspaces = device.blas_workspace_bytes + device.blaslt_workspace_bytes

@@ -55,7 +55,7 @@ class Env:
 
 
 def environment() -> dict[str, Any]:
-    """Everything that is shown, by name."""
+    """Return everything that is shown, by name."""
     import torch
 
     from memfit.hardware import list_devices
@@ -136,8 +136,8 @@ def _table(found: dict[str, Any]) -> Table:
     table.add_row("host memory", "unknown" if memory is None else display_bytes(memory))
     for gpu in found["gpus"]:
         target = gpu["target"] or "none that memfit knows"
-        facts = f"{gpu['name']}, {display_bytes(gpu['memory_bytes'])}, capability {gpu['capability']}"
-        table.add_row("GPU", f"{facts}, target {target}")
+        described = f"{gpu['name']}, {display_bytes(gpu['memory_bytes'])}, capability {gpu['capability']}"
+        table.add_row("GPU", f"{described}, target {target}")
     if not found["gpus"]:
         table.add_row("GPU", "none that torch can use; plans need none")
     for name in _SETTINGS:

@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from memfit.cli.options import HardwareOptions, Json, TimedStepOptions, arg
-from memfit.cli.output import show, show_json
+from memfit.cli.output import show_result
 from memfit.cli.problems import UsageError
 from memfit.cli.resolve import read_plan, resolve_step, step_and_target
 
@@ -57,10 +57,7 @@ class Explain:
             found = explain(
                 given.step, target=target, budget=self.hardware.budget, cost=self.step.cost, levers=self.levers
             )
-        if self.json:
-            show_json(found)
-        else:
-            show(found)
+        show_result(found, json=self.json)
         return 0
 
     def _check_no_hardware(self, plan: Path) -> None:

@@ -11,7 +11,7 @@ import tyro
 from memfit.cli.options import FileOptions, HardwareOptions, Json, SolverOptions, TimedStepOptions, arg
 from memfit.cli.output import show, show_json, write_files, write_text
 from memfit.cli.problems import UsageError, check_files
-from memfit.cli.resolve import captured, find_levers, solve_options, step_and_target
+from memfit.cli.resolve import capture_step, find_levers, solve_options, step_and_target
 
 if TYPE_CHECKING:
     from memfit.analysis.levers import Lever
@@ -61,7 +61,7 @@ class Plan:
         if self.optimizer_lever and isinstance(step, Trace):
             raise UsageError("--optimizer-lever captures the step in other ways; give the step, not its trace")
         given.show()
-        trace = captured(step, target)
+        trace = capture_step(step, target)
         options = solve_options(self.solver, trace, several_ranks=target.ranks > 1, optimizer=self.optimizer_lever)
         inputs = Inputs(
             step=step if isinstance(step, Step) else None,
@@ -88,7 +88,7 @@ class Plan:
         return 3 if found.status == "infeasible" else 0
 
     def _explain(self) -> str:
-        """The command that explains the step under this plan, once it is written."""
+        """Return the command that explains the step under this plan, once it is written."""
         first = "" if self.output is not None else "write the plan with -o plan.json, then "
         words = ["memfit explain", self.step.step]
         given = {

@@ -43,7 +43,7 @@ class Report:
     """Print everything as JSON."""
 
     def run(self) -> int:
-        from memfit.analysis.report import Report as Facts
+        from memfit.analysis import report as record
         from memfit.report.json_document import to_json
         from memfit.report.markdown import to_markdown
 
@@ -52,7 +52,9 @@ class Report:
         verification = None if self.verified is None else _verification(self.verified)
         given = resolve_step(self.step)
         with Progress("capturing the step, and laying the plan over it"):
-            report = Facts.of(plan, given.step, cost=self.step.cost, verification=verification, title=given.title)
+            report = record.Report.of(
+                plan, given.step, cost=self.step.cost, verification=verification, title=given.title
+            )
         if self.curve:
             with Progress("solving for the trade-off"):
                 report = report.with_curve()

@@ -9,9 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from memfit.cli.options import Count, HardwareOptions, Json, SolverOptions, StepOptions, TimedStepOptions, arg
-from memfit.cli.output import say, show, show_json
+from memfit.cli.output import say, show_result
 from memfit.cli.problems import STOPPED, UsageError
-from memfit.cli.resolve import Given, captured, resolve_steps, resolve_target, solve_options
+from memfit.cli.resolve import ResolvedStep, capture_step, resolve_steps, resolve_target, solve_options
 
 if TYPE_CHECKING:
     from memfit.capture import Step, Trace
@@ -64,7 +64,7 @@ class Search:
         if self.over == "ranks" or any(names):
             first = self._step_at(steps, min(values) if values else _FIRST[self.over])
         target = resolve_target(self.hardware, first)
-        trace = None if first is None or not any(names) else captured(first, target)
+        trace = None if first is None or not any(names) else capture_step(first, target)
         options = solve_options(self.solver, trace, several_ranks=self.over == "ranks" or target.ranks > 1)
         code = 0
         try:
@@ -84,10 +84,7 @@ class Search:
             if not interrupt.found.points:
                 raise
             found, code = interrupt.found, STOPPED
-        if self.json:
-            show_json(found)
-        else:
-            show(found)
+        show_result(found, json=self.json)
         return code or (0 if found.fits else 3)
 
     def _tell(self, began: float, point: SearchPoint) -> None:
@@ -121,8 +118,8 @@ class Search:
         if self.over == "seq" and self.largest is not None and self.largest < grid:
             raise UsageError(f"--largest is {self.largest}; sequences are searched in steps of {grid}: write more")
 
-    def _step_at(self, steps: Callable[[StepOptions], Given], value: int) -> Step | Trace:
-        """The step of a value; what is wrong with it is said of --over, for the option of that name was not given."""
+    def _step_at(self, steps: Callable[[StepOptions], ResolvedStep], value: int) -> Step | Trace:
+        """Return the step of a value; errors in it name --over, since the option of that name was not given."""
         from memfit.presets.errors import NotTaken
 
         options = self.step

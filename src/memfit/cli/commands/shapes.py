@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from memfit.cli.options import Json
 from memfit.cli.output import plain, result_console, show, show_json
+from memfit.text import edgeless_table
 
 if TYPE_CHECKING:
     from memfit.presets import Shape
@@ -46,7 +46,7 @@ class Shapes:
 
 
 def _table(shapes: tuple[Shape, ...], width: int) -> Group:
-    """A row for each; columns that the width has no room for are left out."""
+    """Build a table with a row for each shape; columns that the width has no room for are left out."""
     columns: dict[str, Callable[[Shape], str]] = {
         "shape": lambda shape: shape.name,
         "model": lambda shape: shape.title,
@@ -58,7 +58,7 @@ def _table(shapes: tuple[Shape, ...], width: int) -> Group:
     for name, least in (("sizes from", _WIDE), ("model", _NARROW)):
         if width < least:
             del columns[name]
-    table = Table(show_edge=False, pad_edge=False)
+    table = edgeless_table()
     for name in columns:
         words = name in ("model", "sizes from")
         left = words or name == "shape"

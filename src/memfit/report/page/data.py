@@ -15,24 +15,24 @@ from memfit.capture import Category, Phase
 from memfit.memory import CATEGORIES
 from memfit.paths import alike, folded, module_label
 from memfit.plans import Plan
-from memfit.plans.facts import peak_place
 from memfit.plans.record import Estimate, ShardPlan
-from memfit.report.assumed import assumed
-from memfit.report.decisions import decisions
-from memfit.report.page.drawn import drawn
+from memfit.plans.trace_record import describe_peak
+from memfit.report.assumed import list_assumptions
+from memfit.report.decisions import list_decisions
+from memfit.report.page.drawn import draw_timeline
 from memfit.report.tree import Strings, module_tree
 from memfit.sharding.shard import Sharding
 from memfit.solve import Curve
 from memfit.verify import Verification
-from memfit.verify.verification import BytesBeside, MsBeside
+from memfit.verify.verification import BytesCheck, MsCheck
 
 
 def page_data(report: Report, levers: Sequence[Lever] = ()) -> dict[str, Any]:
-    """The data of the page. The same report gives the same values in the same order."""
+    """Return the data of the page; the same report gives the same values in the same order."""
     strings = Strings()
-    timelines = {"baseline": drawn(report, report.baseline, strings)}
+    timelines = {"baseline": draw_timeline(report, report.baseline, strings)}
     if report.planned is not None:
-        timelines["planned"] = drawn(report, report.planned, strings)
+        timelines["planned"] = draw_timeline(report, report.planned, strings)
     plan = report.plan
     return {
         "categories": [category.value for category in CATEGORIES],
@@ -43,19 +43,19 @@ def page_data(report: Report, levers: Sequence[Lever] = ()) -> dict[str, Any]:
         "timelines": timelines,
         "tree": module_tree(report, strings),
         "estimates": _estimates(report),
-        "decisions": decisions(report),
+        "decisions": list_decisions(report),
         "curve": None if report.curve is None else _curve(report.curve, plan),
         "shard": _shard(plan.shard, report.problem.sharding) if plan is not None and plan.shard is not None else None,
         "blocker": _blocker(plan),
         "levers": [msgspec.to_builtins(dataclasses.asdict(lever)) for lever in levers],
         "verification": None if report.verification is None else _verification(report.verification),
-        "assumed": assumed(report),
+        "assumed": list_assumptions(report),
         "strings": strings.texts,
     }
 
 
 def _estimates(report: Report) -> list[dict[str, Any]]:
-    """Memory and time without the plan and with it; when nothing fits, beside the lowest peak that there is."""
+    """Return memory and time without the plan and with it; when nothing fits, beside the lowest peak that there is."""
     plan = report.plan
     without = "without a plan" if report.target.ranks == 1 else "only sharded"
     if plan is None:
@@ -70,14 +70,14 @@ def _estimates(report: Report) -> list[dict[str, Any]]:
     elif plan.blocker is not None:
         blocker = plan.blocker
         found.append(_column("the lowest there is", blocker.peak_bytes, blocker.peak_by_category))
-        found[-1]["place"] = peak_place(blocker.peak_at)
+        found[-1]["place"] = describe_peak(blocker.peak_at)
     return found
 
 
 def _estimate(name: str, estimate: Estimate, reserves: bool) -> dict[str, Any]:
     column = _column(name, estimate.peak_bytes, estimate.peak_by_category, step_ms=estimate.step_ms)
     reserved_bytes = estimate.peak_reserved_bytes if reserves else None
-    return {**column, "reserved_bytes": reserved_bytes, "place": peak_place(estimate.peak_at)}
+    return {**column, "reserved_bytes": reserved_bytes, "place": describe_peak(estimate.peak_at)}
 
 
 def _column(
@@ -106,7 +106,7 @@ def _curve(curve: Curve, plan: Plan | None) -> dict[str, Any]:
 
 
 def _shard(shard: ShardPlan, sharding: Sharding | None) -> dict[str, Any]:
-    """Units whose paths differ in numbers only and that are alike are one row."""
+    """Return the sharded units; those that are alike and whose paths differ in numbers only are one row."""
     kept = {unit.module: not unit.reshard_after_forward for unit in shard.units}
     groups: dict[tuple[object, ...], list[str]] = {}
     for unit in sharding.units if sharding is not None else ():
@@ -142,7 +142,7 @@ def _blocker(plan: Plan | None) -> dict[str, Any] | None:
     if plan is None or plan.blocker is None:
         return None
     return {
-        "place": peak_place(plan.blocker.peak_at),
+        "place": describe_peak(plan.blocker.peak_at),
         "peak_bytes": plan.blocker.peak_bytes,
         "minimum_budget_bytes": plan.minimum_budget_bytes,
     }
@@ -170,5 +170,5 @@ def _verification(found: Verification) -> dict[str, Any]:
     }
 
 
-def _named_rows(name: str, rows: Iterable[BytesBeside | MsBeside | None]) -> list[dict[str, Any]]:
+def _named_rows(name: str, rows: Iterable[BytesCheck | MsCheck | None]) -> list[dict[str, Any]]:
     return [{**dataclasses.asdict(each), "name": name} for each in rows if each is not None]

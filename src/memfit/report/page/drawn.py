@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.holders import allocation_bytes, rounded
+from memfit.analysis.holders import allocation_bytes, round_to_block
 from memfit.analysis.report import Report
-from memfit.capture import NEVER, Category, Phase
+from memfit.capture import NO_INDEX, Category, Phase
 from memfit.capture.trace_types import short
 from memfit.memory import BETWEEN, CATEGORIES, Allocation, Timeline
 from memfit.paths import alike, module_label
@@ -44,11 +44,11 @@ _Kind = tuple[str, str, Category, bool, int]
 """Name and module without their numbers, category, whether a second run makes it, bytes."""
 
 
-def drawn(report: Report, timeline: Timeline, strings: Strings) -> dict[str, Any]:
-    """One timeline for the page; texts are numbers in `strings`."""
+def draw_timeline(report: Report, timeline: Timeline, strings: Strings) -> dict[str, Any]:
+    """Return one timeline for the page; texts are indices into `strings`."""
     trace, ops = timeline.trace, len(timeline.trace.ops)
     phases, runs = _phases(timeline), _second_runs(timeline)
-    instants = drawn_instants(timeline.during_bytes, (edge for span in (*phases, *runs) for edge in span[1:]))
+    instants = choose_instants(timeline.during_bytes, (edge for span in (*phases, *runs) for edge in span[1:]))
     starts_ms = build_clock(report, timeline).begins_ns / 1e6
     phase_at = np.zeros(len(timeline.op), np.int64)
     for phase, begin, end in phases:
@@ -58,15 +58,15 @@ def drawn(report: Report, timeline: Timeline, strings: Strings) -> dict[str, Any
         number, between = int(timeline.op[instant]), int(timeline.run[instant]) == BETWEEN
         if number >= ops or between:
             op.append(strings["between two ops" if between else "end of the step"])
-            module.append(NEVER)
-            source.append(NEVER)
+            module.append(NO_INDEX)
+            source.append(NO_INDEX)
             work.append(0)
             continue
         found = trace.ops[number]
         op.append(strings[short(found.name)])
-        module.append(NEVER if found.call == NEVER else strings[module_label(trace.calls[found.call].module)])
-        source.append(strings[trace.source_of(number)] if trace.source_of(number) else NEVER)
-        work.append(rounded(found.workspace_bytes, timeline.rounding_bytes))
+        module.append(NO_INDEX if found.call == NO_INDEX else strings[module_label(trace.calls[found.call].module)])
+        source.append(strings[trace.source_of(number)] if trace.source_of(number) else NO_INDEX)
+        work.append(round_to_block(found.workspace_bytes, timeline.rounding_bytes))
     groups, alive = _alive(timeline, instants, strings)
     edges_ms = np.append(starts_ms, starts_ms[-1])
     return {
@@ -86,7 +86,7 @@ def drawn(report: Report, timeline: Timeline, strings: Strings) -> dict[str, Any
         "source": source,
         "phase": phase_at[instants].tolist(),
         "run": [
-            strings[module_label(timeline.units[run].name)] if run >= 0 else NEVER
+            strings[module_label(timeline.units[run].name)] if run >= 0 else NO_INDEX
             for run in timeline.run[instants].tolist()
         ],
         "workspace": work,
@@ -100,8 +100,8 @@ def drawn(report: Report, timeline: Timeline, strings: Strings) -> dict[str, Any
     }
 
 
-def drawn_instants(levels: Ints, edges: Iterable[int], points: int = POINTS) -> Ints:
-    """The instants to draw (Note [Points])."""
+def choose_instants(levels: Ints, edges: Iterable[int], points: int = POINTS) -> Ints:
+    """Return the instants to draw (Note [Points])."""
     count = len(levels)
     if count <= points:
         return np.arange(count)
@@ -117,7 +117,7 @@ def drawn_instants(levels: Ints, edges: Iterable[int], points: int = POINTS) -> 
 
 
 def _phases(timeline: Timeline) -> list[tuple[int, int, int]]:
-    """Phase, first instant and the one after the last; a second run belongs to the phase that it interrupts."""
+    """Return phase, first instant and end of each phase; a recompute belongs to the phase that it interrupts."""
     of_op = np.array([_PHASES.index(op.phase) for op in timeline.trace.ops], np.int64)
     if not len(of_op):
         return []
@@ -138,7 +138,7 @@ def _phases(timeline: Timeline) -> list[tuple[int, int, int]]:
 
 
 def _second_runs(timeline: Timeline) -> list[tuple[int, int, int]]:
-    """Unit, first instant and the one after the last of every second run."""
+    """Return unit, first instant and end of every recompute."""
     found = []
     for run in range(len(timeline.units)):
         instants = timeline.recompute_instants(run)
@@ -148,7 +148,7 @@ def _second_runs(timeline: Timeline) -> list[tuple[int, int, int]]:
 
 
 def _alive(timeline: Timeline, instants: Ints, strings: Strings) -> tuple[list[list[int]], list[list[int]]]:
-    """Kinds of allocations, and for each instant the kinds that hold most there: number, count, number, count, …
+    """Return kinds of allocations, and for each instant those that hold most there: number, count, number, count, …
 
     Allocations are of one kind when they differ in numbers in their paths only, and are equally large.
     """
@@ -178,12 +178,12 @@ def _alive(timeline: Timeline, instants: Ints, strings: Strings) -> tuple[list[l
 
 
 def _described(key: _Kind, members: list[Allocation], strings: Strings) -> list[int]:
-    """Bytes of each, category, name, module, and whether a second run makes them; one alone has its own names."""
+    """Return bytes of each, category, name, module, and whether they are recomputed; a single one keeps its names."""
     name, module, category, again, size_bytes = key
     if len(members) == 1:
         name, module = members[0].name, members[0].module
     called = short(name) or _OF_SHARDING.get(category, category.value)
-    where = strings[module] if module else NEVER
+    where = strings[module] if module else NO_INDEX
     return [size_bytes, CATEGORIES.index(category), strings[called], where, int(again)]
 
 

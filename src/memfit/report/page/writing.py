@@ -36,7 +36,7 @@ def write_page(report: Report, path: str | os.PathLike[str], *, levers: Sequence
 
 
 def page_text(report: Report, *, levers: Sequence[Lever] = ()) -> str:
-    """The page; the same report gives the same text."""
+    """Return the page; the same report gives the same text."""
     words = headline(report)
     style = _asset("page.css")
     script = "'use strict';\n(() => {\n" + "\n".join(map(_asset, _SCRIPTS)) + "\n})();\n"
@@ -52,7 +52,7 @@ def page_text(report: Report, *, levers: Sequence[Lever] = ()) -> str:
 
 
 def safe_json(data: object) -> str:
-    """JSON that can stand in a script element: nothing in it ends the element or begins a comment."""
+    """Return JSON that can stand in a script element: nothing in it ends the element or begins a comment."""
     text = msgspec.json.encode(data).decode()
     return re.sub("[<>&\u2028\u2029]", lambda match: _UNSAFE[match[0]], text)
 
@@ -68,7 +68,7 @@ def _markup(words: Headline) -> str:
 
 
 def _with_units(text: str) -> str:
-    """A number and its unit stay on one line."""
+    """Join each number and its unit, so that they stay on one line."""
     return re.sub(r"(?<=\d) (?=[KMGT]iB\b|B\b|[mu]?s\b)", "&nbsp;", text)
 
 

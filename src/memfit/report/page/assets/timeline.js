@@ -95,6 +95,13 @@ function timelineChart(data, state) {
     }
   }
 
+  function segment(context, fromX, fromY, toX, toY) {
+    context.beginPath();
+    context.moveTo(fromX, fromY);
+    context.lineTo(toX, toY);
+    context.stroke();
+  }
+
   function grid(context) {
     const { plot, y, top, x, narrow } = box;
     context.textAlign = 'right';
@@ -103,10 +110,7 @@ function timelineChart(data, state) {
     for (const tick of ticks(top, 6, true)) {
       const height = Math.round(y(tick)) + 0.5;
       context.strokeStyle = colour('line');
-      context.beginPath();
-      context.moveTo(plot.left, height);
-      context.lineTo(plot.left + plot.width, height);
-      context.stroke();
+      segment(context, plot.left, height, plot.left + plot.width, height);
       context.fillStyle = colour('soft');
       context.fillText(shortBytes(tick), plot.left - 8, height);
     }
@@ -143,10 +147,7 @@ function timelineChart(data, state) {
       if (number) {
         context.strokeStyle = colour('soft');
         context.globalAlpha = 0.6;
-        context.beginPath();
-        context.moveTo(Math.round(from) + 0.5, plot.top);
-        context.lineTo(Math.round(from) + 0.5, bottom);
-        context.stroke();
+        segment(context, Math.round(from) + 0.5, plot.top, Math.round(from) + 0.5, bottom);
         context.globalAlpha = 1;
       }
     });
@@ -163,10 +164,7 @@ function timelineChart(data, state) {
     context.strokeStyle = colour('limit');
     context.lineWidth = 1.5;
     context.setLineDash([6, 4]);
-    context.beginPath();
-    context.moveTo(plot.left, height);
-    context.lineTo(plot.left + plot.width, height);
-    context.stroke();
+    segment(context, plot.left, height, plot.left + plot.width, height);
     context.setLineDash([]);
     tagged(context, words, plot.left + plot.width - 4, height - 9, 'right', 'limit');
   }
@@ -212,10 +210,7 @@ function timelineChart(data, state) {
     const px = x(across()[place]);
     context.strokeStyle = colour('ink');
     context.lineWidth = 1;
-    context.beginPath();
-    context.moveTo(Math.round(px) + 0.5, plot.top);
-    context.lineTo(Math.round(px) + 0.5, plot.top + plot.height + 30);
-    context.stroke();
+    segment(context, Math.round(px) + 0.5, plot.top, Math.round(px) + 0.5, plot.top + plot.height + 30);
     context.fillStyle = colour('card');
     context.beginPath();
     context.arc(px, y(levels(state.variant).total[place]), 4, 0, 2 * Math.PI);

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from memfit.capture.trace_types import short
 from memfit.memory import Fit, MemorySummary, ModuleMemory, OpLocation
-from memfit.paths import alike
+from memfit.paths import alike, module_label
+from memfit.text import caption_more, number_table
 from memfit.units import display_bytes
 
 _STYLE = {Fit.FITS: "green", Fit.TIGHT: "yellow", Fit.TOO_LARGE: "red"}
@@ -29,7 +30,7 @@ def print_memory(summary: MemorySummary, console: Console | None = None) -> Grou
 
 
 def memory_report(summary: MemorySummary, *, modules: int = 12, wide: bool = True) -> Group:
-    """The verdict, the peak by category, the largest storages and the modules that hold most for backward."""
+    """Show the verdict, the peak by category, the largest storages and the modules that hold most for backward."""
     parts: list[RenderableType] = [
         _verdict(summary),
         _by_category(summary),
@@ -67,14 +68,11 @@ def _verdict(summary: MemorySummary) -> Panel:
 def _module(place: OpLocation) -> str:
     if place.module is None:
         return ", outside any module"
-    return f" of {place.module or 'the model itself'}"
+    return f" of {module_label(place.module)}"
 
 
 def _by_category(summary: MemorySummary) -> Table:
-    table = Table(title="at the peak", title_justify="left", show_edge=False, pad_edge=False)
-    table.add_column("category")
-    table.add_column("bytes", justify="right")
-    table.add_column("share", justify="right")
+    table = number_table("category", "bytes", "share", title="at the peak")
     for category, n_bytes in summary.peak_by_category.items():
         table.add_row(category.value, display_bytes(n_bytes), _share(n_bytes, summary.peak_bytes))
     table.add_section()
@@ -91,11 +89,8 @@ def _by_category(summary: MemorySummary) -> Table:
 
 
 def _largest(summary: MemorySummary) -> Table:
-    table = Table(title="\nlargest storages at the peak", title_justify="left", show_edge=False, pad_edge=False)
-    table.add_column("bytes", justify="right")
-    table.add_column("category")
-    table.add_column("what", overflow="fold")
-    table.add_column("where", overflow="fold")
+    words = ("category", "what", "where")
+    table = number_table("bytes", *words, title="\nlargest storages at the peak", left=0, words=words)
     for storage in summary.largest:
         where = storage.source.partition(" ")[0] or storage.module
         table.add_row(display_bytes(storage.bytes), storage.category.value, short(storage.name), where)
@@ -103,14 +98,10 @@ def _largest(summary: MemorySummary) -> Table:
 
 
 def _by_module(summary: MemorySummary, count: int, wide: bool) -> Table:
-    table = Table(title="\nmodules that hold most for backward", title_justify="left", show_edge=False, pad_edge=False)
-    table.add_column("module", overflow="fold")
-    if wide:
-        table.add_column("kind")
-    names = ("calls", "parameters", "gradients", "optimizer", "activations", "device at fwd", "at bwd peak")
-    for name in names:
-        if wide or name not in ("gradients", "optimizer"):
-            table.add_column(name, justify="right", no_wrap=True)
+    wide_only = ("kind", "gradients", "optimizer")
+    names = ("module", "kind", "calls", "parameters", *wide_only[1:], "activations", "device at fwd", "at bwd peak")
+    shown = [name for name in names if wide or name not in wide_only]
+    table = number_table(*shown, title="\nmodules that hold most for backward", words=("kind",))
     rows = sorted(_alike(summary.modules), key=lambda row: -row.activation_bytes)
     for row in rows[:count]:
         owned = [row.parameter_bytes, row.gradient_bytes, row.optimizer_state_bytes]
@@ -122,9 +113,7 @@ def _by_module(summary: MemorySummary, count: int, wide: bool) -> Table:
             *(display_bytes(n_bytes) for n_bytes in (owned if wide else owned[:1])),
             *(display_bytes(n_bytes) for n_bytes in held),
         )
-    if len(rows) > count:
-        table.caption = f"and {len(rows) - count} more"
-        table.caption_justify = "left"
+    caption_more(table, len(rows), count)
     return table
 
 
@@ -145,15 +134,15 @@ class _Row:
 
 
 def _alike(modules: Iterable[ModuleMemory]) -> list[_Row]:
-    """`layers.0.norm` … `layers.31.norm` become one row `layers.*.norm`; modules never called have none."""
+    """Merge `layers.0.norm` … `layers.31.norm` into one row `layers.*.norm`; modules never called have none."""
     rows: dict[tuple[str, str], _Row] = {}
     members: dict[tuple[str, str], str] = {}
     for module in modules:
         if not module.calls:
             continue
         key = (alike(module.module), module.kind)
-        row = rows.setdefault(key, _Row(key[0] or "(model)", module.kind))
-        members[key] = module.module or "(model)"
+        row = rows.setdefault(key, _Row(module_label(key[0]), module.kind))
+        members[key] = module_label(module.module)
         row.modules += 1
         row.calls += len(module.calls)
         row.parameter_bytes += module.parameter_bytes

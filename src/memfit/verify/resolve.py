@@ -20,7 +20,7 @@ from memfit.verify.state import tensors_in
 
 
 def resolve_step(step: Step | Callable[[], Any], verb: str = "verify") -> Step:
-    """A step, or the one that a function runs on a model of its own."""
+    """Return a step, or the one that a function runs on a model of its own."""
     if isinstance(step, Step):
         return step
     if isinstance(step, nn.Module) or not callable(step):
@@ -57,7 +57,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def real_step(plan: Plan, step: Step) -> tuple[Step, nn.Module]:
-    """The step with a model and an optimizer that exist; those that were given as callables are made."""
+    """Return the step with a model and an optimizer that exist; those that were given as callables are made."""
     kind = plan.trace.device_type
     if isinstance(step.model, nn.Module):
         model = step.model

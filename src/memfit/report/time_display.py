@@ -11,12 +11,10 @@ from rich.text import Text
 
 from memfit.cost import Runtime
 from memfit.cost.roofline import Precision, peak_ms, real_flops
-from memfit.paths import alike
+from memfit.paths import alike, module_label
 from memfit.text import number_table
 from memfit.tradeoff import Frontiers
 from memfit.units import display_bytes, display_ms
-
-_MODEL = "(model)"
 
 
 def print_time(runtime: Runtime, frontiers: Frontiers | None = None, console: Console | None = None) -> Group:
@@ -27,7 +25,7 @@ def print_time(runtime: Runtime, frontiers: Frontiers | None = None, console: Co
 
 
 def time_report(runtime: Runtime, frontiers: Frontiers | None = None, *, modules: int = 10) -> Group:
-    """The step and its phases, the modules that take longest and, given frontiers, what they could give up."""
+    """Show the step and its phases, the modules that take longest and, given frontiers, what units could give up."""
     parts: list[RenderableType] = [_headline(runtime), _by_module(runtime, modules)]
     if frontiers is not None:
         parts.append(_by_unit(frontiers, modules))
@@ -61,7 +59,7 @@ class _Row:
 def _by_module(runtime: Runtime, count: int) -> Table:
     rows: dict[str, _Row] = defaultdict(_Row)
     for path, module in runtime.modules.items():
-        row = rows[alike(path) or _MODEL]
+        row = rows[module_label(alike(path))]
         row.count += 1
         row.forward_ms += module.forward_ms
         row.backward_ms += module.backward_ms
@@ -75,7 +73,7 @@ def _by_module(runtime: Runtime, count: int) -> Table:
 
 
 def _by_unit(frontiers: Frontiers, count: int) -> Table:
-    """The most that units alike could give up, each recomputed in full, and the steepest half of it."""
+    """Show the most that units alike could give up, each recomputed in full, and the cheapest half of it."""
     rows: dict[str, tuple[int, int, float, int, float]] = {}
     for unit in frontiers.units:
         policies = frontiers.of(unit).policies
@@ -83,7 +81,7 @@ def _by_unit(frontiers: Frontiers, count: int) -> Table:
         if most.discarded_bytes <= 0:
             continue
         half = next(policy for policy in policies if 2 * policy.discarded_bytes >= most.discarded_bytes)
-        path = alike(unit.name) or _MODEL
+        path = module_label(alike(unit.name))
         number, full, full_ms, part, part_ms = rows.get(path, (0, 0, 0.0, 0, 0.0))
         rows[path] = (
             number + 1,

@@ -1,4 +1,4 @@
-"""Which call of a step a call of a unit is.
+"""Track the position in the planned step: which of its calls the call of a unit is.
 
 Note [Phase]: a step is one pass of forward and backward, or several. A pass ends with its backward: the first call of a
 unit after one begins the next, and counts from 0. Where all passes of the planned step are alike and a unit has the
@@ -19,6 +19,7 @@ from torch import nn
 from memfit.capture.call_stack import is_trained
 from memfit.capture.environment import is_capturing
 from memfit.engines.compiled_policy import RunPolicy
+from memfit.paths import module_label
 from memfit.plans import Checkpoint, Plan
 from memfit.torch_private.pytree import tree_leaves
 
@@ -26,7 +27,7 @@ Warn = Callable[[str, str], None]
 """Takes the kind of a warning, which is given once, and its text."""
 
 
-class Phase:
+class StepPosition:
     """Where a training loop is in the step of a plan."""
 
     def __init__(self, plan: Plan, warn: Warn) -> None:
@@ -43,11 +44,11 @@ class Phase:
         self._watched: weakref.ref[nn.Module] | None = None
 
     def watch(self, module: nn.Module) -> None:
-        """Look at the gradients of this module to see whether a new step begins."""
+        """Watch the gradients of this module to see whether a new step begins."""
         self._watched = weakref.ref(module)
 
     def enter(self) -> None:
-        """A unit is called in a forward."""
+        """Note that a unit is called in a forward."""
         if self._begun:
             return
         self._begun = True
@@ -71,11 +72,11 @@ class Phase:
             )
 
     def leave(self) -> None:
-        """A backward has begun: the next call of a unit in a forward belongs to another pass."""
+        """Note that a backward has begun: the next call of a unit in a forward belongs to another pass."""
         self._begun = False
 
     def leave_after(self, result: Any) -> Any:
-        """Note the backward of a call that has no policy, by which it would be noted."""
+        """Hook the output of a call without a policy, so that its backward is noted too."""
         made = (each for each in tree_leaves(result) if isinstance(each, torch.Tensor) and each.grad_fn is not None)
         for tensor in made:
             tensor.register_hook(self._left)
@@ -86,8 +87,11 @@ class Phase:
         self.leave()
 
     def end_step(self, *, all_stepped: bool) -> None:
-        """Note an optimizer's step. Where several step a model, the planned step ends when all of them have, and every
-        unit has had its calls: one may step more often than another."""
+        """Note an optimizer's step.
+
+        Where several step a model, the planned step ends when all of them have stepped and every unit has had its
+        calls: one may step more often than another.
+        """
         planned = self.micro_batches
         complete = all(each.complete for each in self.calls)
         if planned is None and not complete:
@@ -105,7 +109,7 @@ class Phase:
         self.reset()
 
     def lose(self, why: str) -> None:
-        """Give up telling calls apart."""
+        """Stop telling calls apart."""
         if not self.lost and any(each.by_step for each in self.calls):
             self.lost = True
             self.warn(
@@ -128,17 +132,17 @@ class Phase:
 class Calls:
     """The policies of one unit by call, and which call comes next."""
 
-    def __init__(self, phase: Phase, entries: Sequence[Checkpoint], policies: Mapping[int, Any]) -> None:
-        self._phase = phase
-        self.name = entries[0].module or "(model)"
+    def __init__(self, position: StepPosition, entries: Sequence[Checkpoint], policies: Mapping[int, Any]) -> None:
+        self._position = position
+        self.name = module_label(entries[0].module)
         calls = entries[0].calls
-        self._period = period_of(calls, phase.micro_batches, entries)
+        self._period = period_of(calls, position.micro_batches, entries)
         self._policies = policies
         self._most = policies[max(entries, key=lambda entry: entry.discarded_bytes).call]
         self._limit = calls if self._period is None else self._period
         self._count = 0
         self._seen = -1
-        phase.calls.append(self)
+        position.calls.append(self)
 
     @property
     def by_step(self) -> bool:
@@ -148,30 +152,30 @@ class Calls:
     @property
     def complete(self) -> bool:
         """Whether all calls of the step have been made, where they are counted by step."""
-        return self._period is not None or (self._seen == self._phase.step and self._count >= self._limit)
+        return self._period is not None or (self._seen == self._position.step and self._count >= self._limit)
 
     def next(self) -> Any:
         """Return the policy of this call, None for none."""
-        phase = self._phase
-        phase.enter()
-        now = phase.step if self._period is None else phase.number
+        position = self._position
+        position.enter()
+        now = position.step if self._period is None else position.number
         if now != self._seen:
             self._seen, self._count = now, 0
         number = self._count
         self._count = number + 1
-        if phase.lost and self._period is None:
+        if position.lost and self._period is None:
             return self._most
         if number < self._limit:
             return self._policies.get(number)
         since = "the optimizer's last step" if self._period is None else "the last backward"
-        phase.warn(
+        position.warn(
             "more calls",
             f"{self.name!r} is called {number + 1} times since {since}, and {self._limit} times in the plan: this is "
             "an additional forward in train mode, and what it saves for backward is held as long as its output is. Run "
             "it under torch.no_grad() or in eval mode, or plan the step with it",
         )
-        if phase.micro_batches is None:
-            phase.lose("more calls were made than the plan's step has")
+        if position.micro_batches is None:
+            position.lose("more calls were made than the plan's step has")
         return self._most if self._period is None else self._policies.get(number % self._limit)
 
 
@@ -190,7 +194,7 @@ def needs_step(plan: Plan) -> str | None:
         entries.setdefault("<loss>" if entry.is_loss else entry.module, []).append(entry)
     for name, members in entries.items():
         if period_of(members[0].calls, plan.trace.micro_batches, members) is None:
-            return name or "(model)"
+            return module_label(name)
     return None
 
 
@@ -201,7 +205,7 @@ def needs_step(plan: Plan) -> str | None:
 
 
 class Mode:
-    """The modes of a unit and of the modules around it.
+    """Train or eval mode of a unit and of the modules around it.
 
     A unit is trained when it is in train mode, or one around it is: parts that are kept in eval mode in training
     (frozen normalisation) run as planned, and so do parts in train mode of a model in eval mode. `in_eval` says that
