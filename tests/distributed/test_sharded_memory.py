@@ -3,10 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ranks import Ranks
-from sharded_memory import measured_and_expected
 
 from memfit.sharded import UnitOptions
+from tests.distributed.ranks import Ranks
+from tests.distributed.sharded_memory import measured_and_expected
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("ranks")]
 
