@@ -51,7 +51,7 @@ isa: $(DEV)
 
 # Sweeps PyTorch's OpInfo database: which kernels are captured to the byte, and docs/ops.md. About half an hour on two cores.
 ops: $(DEV)
-	PYTHONPATH=src:tests/zoo $(BIN)/python tests/zoo/op_sweep.py
+	PYTHONPATH=src $(BIN)/python -m tests.zoo.op_sweep
 
 # Every minor release of torch in a virtualenv of its own: about 6 GB and 5 minutes each.
 compat: $(BASE)

@@ -32,8 +32,8 @@ from memfit.capture import Phase, Trace
 from memfit.cost import Benchmark, Roofline, Runtime, calibrate
 from memfit.hardware import load_device
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "zoo"))
-import zoo_models
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.zoo import zoo_models
 
 MODELS = ("llama", "gpt2", "bert", "t5", "vit", "resnet", "unet", "mamba")
 STEPS_BEFORE = STEPS_AFTER = 12

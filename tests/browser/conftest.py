@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from page_cases import CASES, write_case
+from tests.browser.page_cases import CASES, write_case
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 HOW = "install it with `apt-get install -y chromium` and `pip install playwright`"

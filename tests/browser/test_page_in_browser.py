@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from page_cases import CASES, HOSTILE
 
 from memfit.units import display_bytes, display_ms
+from tests.browser.page_cases import CASES, HOSTILE
 
 Open = Callable[..., Any]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from cuda_helpers import H100, made_bytes, names, only
 from torch import nn
 
 from memfit.capture.autocast import policies
 from memfit.capture.capture import trace
 from memfit.capture.step import Step, spec
 from memfit.capture.trace_types import Category
+from tests.capture.cuda_helpers import H100, made_bytes, names, only
 
 REFUSED = {"binary_cross_entropy"}
 """Registered only to raise an error (ATen/autocast_mode.cpp)."""

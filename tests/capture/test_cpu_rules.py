@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from real_run import real_ops
 from torch import nn
 
 import memfit
@@ -17,6 +16,7 @@ from memfit.capture.environment import torch_threads
 from memfit.capture.kernels import probe_workspace
 from memfit.capture.rules import RuleContext, rules_for
 from memfit.capture.rules.base import suggested_format
+from tests.capture.real_run import real_ops
 
 aten = torch.ops.aten
 RULES = rules_for("cpu")

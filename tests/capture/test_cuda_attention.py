@@ -7,11 +7,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from cuda_helpers import A100, B200, H100, RTX4090, T4, V100, captured, made_bytes, names, only
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memfit.capture.rules.efficient_attention import efficient_kernel
 from memfit.capture.rules.flash_attention import flash_splits
+from tests.capture.cuda_helpers import A100, B200, H100, RTX4090, T4, V100, captured, made_bytes, names, only
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FLASH = "_scaled_dot_product_flash_attention"

@@ -10,13 +10,13 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from cuda_helpers import H100, captured, made_bytes, names, only
 from torch import nn
 
 from memfit.capture.capture import trace
 from memfit.capture.rules.products import blas_copy
 from memfit.capture.step import Step, spec
 from memfit.capture.trace_types import Category
+from tests.capture.cuda_helpers import H100, captured, made_bytes, names, only
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from cuda_helpers import H100, V100, captured
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import memfit
 from memfit.capture import Op, Phase, Step, Trace
+from tests.capture.cuda_helpers import H100, V100, captured
 
 SHAPE = (2, 4, 64, 32)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from instruction_sets import onednn_sets, run, settings
+
+from tests.capture.instruction_sets import onednn_sets, run, settings
 
 SLICE = (
     "tests/capture/test_cpu_products.py::test_the_peak_of_a_step_is_that_of_a_real_one",

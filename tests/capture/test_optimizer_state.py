@@ -7,7 +7,6 @@ import copy
 import itertools
 from typing import Any
 
-import optimizer_cases as cases
 import pytest
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from torch import nn
 import memfit
 from memfit.capture import BEFORE_STEP, Category, Step, check_trace
 from memfit.memory import Timeline, measured
+from tests.capture import optimizer_cases as cases
 
 GPU = "h100-sxm"
 PARAMETERS = 4

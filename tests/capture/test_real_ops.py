@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from real_run import differences
 from torch import nn
 
 import memfit
 from memfit.capture import Step, check_trace
 from memfit.memory import Timeline, measured
+from tests.capture.real_run import differences
 
 LAST, LAST3D = torch.channels_last, torch.channels_last_3d
 

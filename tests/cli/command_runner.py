@@ -9,7 +9,7 @@ import pytest
 
 from memfit.cli import main
 
-STEP = "command_steps:step"
+STEP = "tests.cli.command_steps:step"
 
 
 class Ran:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import command_steps
-from command_runner import Runner
-
 import memfit
+from tests.cli import command_steps
+from tests.cli.command_runner import Runner
 
 
 @pytest.fixture(scope="session")

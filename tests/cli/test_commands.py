@@ -8,11 +8,11 @@ import pickle
 from pathlib import Path
 
 import pytest
-from command_runner import STEP, Runner, document
-from command_steps import BUDGET
 
 import memfit
 from memfit.presets import list_shapes
+from tests.cli.command_runner import STEP, Runner, document
+from tests.cli.command_steps import BUDGET
 
 CPU = ("--target", "cpu")
 
@@ -88,7 +88,7 @@ def test_search_for_a_batch(run: Runner) -> None:
 def test_search_tells_of_every_value_as_it_is_tried(run: Runner) -> None:
     ran = run("search", STEP, *CPU, "--budget", "2MiB", "--values", "64,256,1024", "--json")
     lines = ran.err.splitlines()
-    assert lines[0].startswith("searching for the best batch size of command_steps:step")
+    assert lines[0].startswith("searching for the best batch size of tests.cli.command_steps:step")
     told = [line for line in lines if line.startswith("batch ")]
     assert [line.partition(":")[0] for line in told] == ["batch 64", "batch 256", "batch 1024"]
     assert "samples/s" in told[0] and "e+" not in told[0] and "no plan fits, which needs" in told[2]
@@ -101,9 +101,9 @@ def test_a_search_that_ended_at_its_limit_names_the_option(run: Runner) -> None:
 
 
 def test_an_interrupted_search_shows_what_it_has(run: Runner) -> None:
-    ran = run("search", "command_steps:interrupted", *CPU, "--budget", "2MiB", "--values", "64,128,256")
+    ran = run("search", "tests.cli.command_steps:interrupted", *CPU, "--budget", "2MiB", "--values", "64,128,256")
     assert ran.code == 130 and "interrupted, up to here 128 is best" in " ".join(ran.out.split())
-    nothing = run("search", "command_steps:interrupted", *CPU, "--values", "256")
+    nothing = run("search", "tests.cli.command_steps:interrupted", *CPU, "--values", "256")
     assert nothing.code == 130 and not nothing.out
 
 

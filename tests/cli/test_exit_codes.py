@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from command_runner import STEP, Runner
+
+from tests.cli.command_runner import STEP, Runner
 
 CPU = ("--target", "cpu")
 TAKES_A_STEP = ("plan", "explain", "curve", "search")
@@ -20,15 +21,15 @@ TAKES_A_PLAN = ("verify", "report")
         (("gpt3",), "STEP: there is no shape 'gpt3'"),
         (("missing_file.py:step",), "STEP: there is no file missing_file.py"),
         (("no_such_package:step",), "STEP: there is no module 'no_such_package'"),
-        (("command_steps:stp",), "STEP: there is no 'stp' in command_steps; did you mean 'step'?"),
+        (("tests.cli.command_steps:stp",), "STEP: there is no 'stp' in tests.cli.command_steps; did you mean 'step'?"),
         (("train.py",), "STEP: 'train.py' names no function"),
         (("hf:missing.json",), "STEP: there is no file missing.json"),
         (("missing.memfit",), "STEP: there is no trace missing.memfit"),
-        (("command_steps:needs_seq",), "command_steps:needs_seq needs seq; give --seq"),
+        (("tests.cli.command_steps:needs_seq",), "tests.cli.command_steps:needs_seq needs seq; give --seq"),
         ((STEP, "--seq", "0"), "--seq is 0; write a whole number of at least 1"),
         (("gpt2", "--seq", "2048"), "seq=2048 (--seq) is more than gpt2 has positions for; give at most 1024"),
         (("vit-base", "--seq", "8"), "seq=8 (--seq) makes no sense for vit-base"),
-        ((STEP, "--seq", "8"), "seq=8 (--seq) cannot be passed to command_steps:step"),
+        ((STEP, "--seq", "8"), "seq=8 (--seq) cannot be passed to tests.cli.command_steps:step"),
     ],
 )
 def test_a_step_that_is_written_wrongly_is_wrong_usage(
@@ -61,9 +62,9 @@ def test_hardware_that_is_written_wrongly_is_wrong_usage(
 @pytest.mark.parametrize(
     ("step", "says"),
     [
-        ("command_steps:raises", "command_steps:raises raised RuntimeError"),
-        ("command_steps:nothing", "returned no memfit.Step"),
-        ("command_steps:frozen", "no parameter of the model requires a gradient"),
+        ("tests.cli.command_steps:raises", "tests.cli.command_steps:raises raised RuntimeError"),
+        ("tests.cli.command_steps:nothing", "returned no memfit.Step"),
+        ("tests.cli.command_steps:frozen", "no parameter of the model requires a gradient"),
     ],
 )
 def test_what_goes_wrong_in_a_step_is_an_error(name: str, step: str, says: str, run: Runner, files: Path) -> None:

@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from command_runner import STEP, Runner
+
+from tests.cli.command_runner import STEP, Runner
 
 CPU = ("--target", "cpu")
 

@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 import pytest
-from command_runner import STEP, Runner
 
 from memfit.errors import InputError
 from memfit.files import check_can_write, write_whole
+from tests.cli.command_runner import STEP, Runner
 
 WRITERS = {
     "plan": ("--output", "--html", "--perfetto", "--snapshot", "--markdown"),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command_runner import STEP, Runner
-from command_steps import BUDGET
 
 import memfit
 from memfit.plans import Plan
+from tests.cli.command_runner import STEP, Runner
+from tests.cli.command_steps import BUDGET
 
 HERE = Path(__file__).parent
 CPU = ("--target", "cpu")
@@ -106,7 +106,7 @@ def test_a_trace_is_of_one_batch_and_device(run: Runner, files: Path) -> None:
     ("step", "code", "says"),
     [
         ("gpt3", 2, "STEP: there is no shape 'gpt3'; did you mean gpt2"),
-        ("command_steps:stp", 2, "did you mean 'step'?"),
+        ("tests.cli.command_steps:stp", 2, "did you mean 'step'?"),
         ("missing_file.py:step", 2, "STEP: there is no file missing_file.py"),
         ("{files}/plan.json", 2, "is a file of JSON; for a configuration of transformers write hf:"),
         ("hf:missing.json", 2, "missing.json"),

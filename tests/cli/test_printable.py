@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from command_runner import Runner
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -13,6 +12,7 @@ from torch import nn
 
 import memfit
 from memfit.cli.output import escape, make_printable
+from tests.cli.command_runner import Runner
 
 STRANGE = "a\nb\x1b[31m\x9b2J\r\u202e"
 

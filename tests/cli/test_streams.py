@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_runner import Runner
+
+from tests.cli.command_runner import Runner
 
 NOISY = """
 import atexit, ctypes, os, subprocess, sys, torch, memfit

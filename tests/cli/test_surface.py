@@ -10,14 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import surface
-from command_runner import Runner
 
 import memfit.cli
 from memfit.cli.command import COMMANDS, command_class, parse_command
 from memfit.plans import Plan
 from memfit.solve import Limits, SolveOptions
 from memfit.verify.verification import MEMORY_TOLERANCE, TIME_TOLERANCE
+from tests.cli import surface
+from tests.cli.command_runner import Runner
 
 
 def test_commands_options_and_defaults_are_frozen() -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_runner import STEP, Runner
 
 from memfit import __version__
 from memfit.cli.command import COMMANDS
+from tests.cli.command_runner import STEP, Runner
 
 
 @pytest.mark.parametrize(
@@ -138,13 +138,13 @@ def test_a_wrong_value_names_its_option(name: str, arguments: list[str], says: s
 @pytest.mark.parametrize(
     ("step", "code", "says"),
     [
-        ("raises", 1, "memfit: command_steps:raises raised RuntimeError: the file is empty ("),
-        ("number", 1, "command_steps:number is neither a function nor a memfit.Step but of the type int"),
-        ("nothing", 1, "command_steps:nothing returned no memfit.Step but something of the type None"),
+        ("raises", 1, "memfit: tests.cli.command_steps:raises raised RuntimeError: the file is empty ("),
+        ("number", 1, "tests.cli.command_steps:number is neither a function nor a memfit.Step but of the type int"),
+        ("nothing", 1, "tests.cli.command_steps:nothing returned no memfit.Step but something of the type None"),
     ],
 )
 def test_what_goes_wrong_in_the_users_code_is_told_in_its_lines(step: str, code: int, says: str, run: Runner) -> None:
-    ran = run("plan", f"command_steps:{step}", "--target", "cpu")
+    ran = run("plan", f"tests.cli.command_steps:{step}", "--target", "cpu")
     assert ran.code == code and says in ran.said and "Traceback" not in ran.err
     lines = [line for line in ran.err.splitlines() if " in " in line]
     assert all("command_steps.py:" in line for line in lines) and len(lines) == (2 if step == "raises" else 0)
@@ -225,7 +225,7 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
 
 @pytest.mark.parametrize("name", ["plan", "explain", "curve", "search"])
 def test_what_a_forward_raises_is_told_with_its_module_and_line(name: str, run: Runner) -> None:
-    ran = run(name, "command_steps:asserts", "--target", "cpu")
+    ran = run(name, "tests.cli.command_steps:asserts", "--target", "cpu")
     assert ran.code == 1 and "Traceback" not in ran.err and not ran.out
     assert "memfit: AssertionError: the width must be 7 where: module 0 at" in ran.said
     assert "command_steps.py:" in ran.said and "what to do:" in ran.said and "capture.py" not in ran.err

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from command_runner import STEP, Runner
-from command_steps import BUDGET
+
+from tests.cli.command_runner import STEP, Runner
+from tests.cli.command_steps import BUDGET
 
 TRAIN = Path(__file__).with_name("command_steps.py")
 QUICK = ("--steps", "1")
@@ -47,7 +48,7 @@ def test_a_time_counts_when_one_asks_for_it(files: Path, run: Runner, tmp_path: 
 
 
 def test_other_gradients_are_exit_code_1(run: Runner, tmp_path: Path) -> None:
-    step, plan = "command_steps:counting", tmp_path / "plan.json"
+    step, plan = "tests.cli.command_steps:counting", tmp_path / "plan.json"
     assert run("plan", step, "--target", "cpu", "--budget", BUDGET, "-o", plan, "--no-levers").code == 0
     ran = run("verify", plan, step, *QUICK)
     assert ran.code == 1 and "the plan does not hold" in ran.out and "gradients differ" in ran.out

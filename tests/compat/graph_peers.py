@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from graph_models import SHAPE, Model, one_step
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.ilp_utils import aggregate_stats as their_aggregate_stats
@@ -30,6 +29,7 @@ from torch.utils.flop_counter import flop_registry
 from memfit import Step
 from memfit.capture import TensorRef, Trace, trace
 from memfit.cost import Runtime
+from tests.compat.graph_models import SHAPE, Model, one_step
 
 CPU = torch.device("cpu")
 FLOP_PER_MS = 0.75 * 10e9 * 2

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from graph_models import GPT, MLP, Shared, Twice
-from graph_peers import CPU, Peer, captured, timed, watched
 
 from memfit.capture import Trace
 from memfit.compat import MemTracker, RuntimeEstimator, SACEstimator, aggregate_stats, module_info, parse_module_info
 from memfit.errors import InputError
+from tests.compat.graph_models import GPT, MLP, Shared, Twice
+from tests.compat.graph_peers import CPU, Peer, captured, timed, watched
 
 GRADIENT_OF_LOSS = 4
 

@@ -9,20 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from graph_models import (
-    BYTES,
-    GPT,
-    SHAPE,
-    Frozen,
-    ManyWeights,
-    Prefixes,
-    ReturnsOpaque,
-    Shared,
-    Twice,
-    WithIdentity,
-    one_step,
-)
-from graph_peers import captured, their_info, timed, watched
 from torch import nn
 from torch.distributed._tools import ilp_utils as theirs
 
@@ -36,6 +22,20 @@ from memfit.compat import (
     parse_module_info,
 )
 from memfit.memory import Timeline
+from tests.compat.graph_models import (
+    BYTES,
+    GPT,
+    SHAPE,
+    Frozen,
+    ManyWeights,
+    Prefixes,
+    ReturnsOpaque,
+    Shared,
+    Twice,
+    WithIdentity,
+    one_step,
+)
+from tests.compat.graph_peers import captured, their_info, timed, watched
 
 
 def by_name(info: Any) -> dict[str, ModStats]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from graph_models import GPT, Frozen, Shared, Twice
-from graph_peers import captured, timed
 from llama import Shape, training_step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +14,8 @@ from memfit.compat import ModStats, ModuleInfo, module_info, parse_module_info
 from memfit.cost import Runtime
 from memfit.errors import InputError
 from memfit.memory import Timeline, module_memory
+from tests.compat.graph_models import GPT, Frozen, Shared, Twice
+from tests.compat.graph_peers import captured, timed
 
 
 def by_name(info: ModuleInfo) -> dict[str, ModStats]:

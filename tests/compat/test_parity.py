@@ -15,11 +15,11 @@ from itertools import combinations
 from typing import Any
 
 import pytest
-from graph_models import GPT, MLP, Model, Prefixes, Tied
-from graph_peers import Peer, captured, their_info, timed, watched
 
 from memfit.compat import ModStats, aggregate_stats, is_submodule, module_info
 from memfit.cost import Runtime
+from tests.compat.graph_models import GPT, MLP, Model, Prefixes, Tied
+from tests.compat.graph_peers import Peer, captured, their_info, timed, watched
 
 GRADIENT_OF_LOSS = 4
 BYTES = (

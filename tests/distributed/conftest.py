@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from ranks import Ranks
+
+from tests.distributed.ranks import Ranks
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fsdp2_ranks import _Event, _levels, _steps
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit import Step
+from tests.distributed.fsdp2_ranks import _Event, _levels, _steps
 
 _STEP = "measured step of "
 _MEASURED = 4

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from fsdp2_cases import CASES, Case, train_in_backward
 from torch import nn
 from torch._C._profiler import _EventType
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from tests.distributed.fsdp2_cases import CASES, Case, train_in_backward
 
 _ELSEWHERE = ("c10d::", "gloo:", "aten::_chunk_cat")
 """Copies that Gloo makes of what it sends, and that the CPU's kernel makes of gradients it casts; CUDA makes none."""

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sharded_models import GPT, VOCABULARY
-from sharded_parity import average, check_equal, check_freed, whole_gradients, whole_parameters
 from torch import nn
 
 from memfit.sharded import shard
 from memfit.sharded.comm import ShardComm
 from memfit.sharded.fully_shard import get_runtime
 from memfit.sharded.runtime import Runtime
+from tests.distributed.sharded_models import GPT, VOCABULARY
+from tests.distributed.sharded_parity import average, check_equal, check_freed, whole_gradients, whole_parameters
 
 Built = Callable[[], nn.Module]
 

@@ -11,15 +11,24 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_behaviour import Trained, average, check_gradients, gathers, loss_of, states, tokens_of, watched
-from sharded_models import GPT, VOCABULARY, Chain
-from sharded_parity import check_equal, check_freed, whole_parameters
 from torch import nn
 
 from memfit.errors import StateError
 from memfit.sharded import RankMismatch, Schedule, shard
 from memfit.sharded.full_parameters import full_parameters
 from memfit.sharded.fully_shard import get_runtime, no_sync
+from tests.distributed.sharded_behaviour import (
+    Trained,
+    average,
+    check_gradients,
+    gathers,
+    loss_of,
+    states,
+    tokens_of,
+    watched,
+)
+from tests.distributed.sharded_models import GPT, VOCABULARY, Chain
+from tests.distributed.sharded_parity import check_equal, check_freed, whole_parameters
 
 
 class Fault(Exception):

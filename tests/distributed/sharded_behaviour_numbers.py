@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_behaviour import Trained, average, check_gradients, loss_of, tokens_of
-from sharded_models import GPT, VOCABULARY, Chain
-from sharded_parity import whole_gradients
 from torch import nn
 
 from memfit.errors import InputError
 from memfit.sharded import Precision, Reduction, Schedule, shard
 from memfit.sharded.fully_shard import get_runtime
+from tests.distributed.sharded_behaviour import Trained, average, check_gradients, loss_of, tokens_of
+from tests.distributed.sharded_models import GPT, VOCABULARY, Chain
+from tests.distributed.sharded_parity import whole_gradients
 
 BF16 = torch.bfloat16
 

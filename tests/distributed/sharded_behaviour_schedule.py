@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_behaviour import Trained, gathers, loss_of, tokens_of, watched
-from sharded_models import GPT, Chain, Often, Recompute
-from sharded_parity import check_freed
 from torch import nn
 
 from memfit.sharded import OrderError, Schedule, UnitOptions, shard
 from memfit.sharded.fully_shard import get_runtime
+from tests.distributed.sharded_behaviour import Trained, gathers, loss_of, tokens_of, watched
+from tests.distributed.sharded_models import GPT, Chain, Often, Recompute
+from tests.distributed.sharded_parity import check_freed
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
 Deep = partial(GPT, layers=4)

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from sharded_state import adamw, gpt, state_equal, train, trained
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +17,7 @@ from memfit.errors import MemfitError
 from memfit.sharded import shard
 from memfit.sharded.checkpoint import load, save, saves
 from memfit.sharded.state_dict import full_state_dict, load_state_dict, sharded_state_dict
+from tests.distributed.sharded_state import adamw, gpt, state_equal, train, trained
 
 
 def other_gpt(**options: Any) -> nn.Module:

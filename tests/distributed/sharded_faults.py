@@ -16,8 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sharded_models import GPT
-from sharded_state import state_equal
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -34,6 +32,8 @@ from memfit.sharded import (
     shard,
 )
 from memfit.sharded.comm import ShardComm
+from tests.distributed.sharded_models import GPT
+from tests.distributed.sharded_state import state_equal
 
 LONG_S = 30.0
 TIMEOUT_S = 4.0

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from fsdp2_cases import CASES, train_in_backward
 from torch import nn
 from torch._C._profiler import _EventType
 
@@ -22,6 +21,7 @@ from memfit.sharding import Sharding, ShardOptions
 from memfit.sharding.schedule import EventKind
 from memfit.sharding.shard import FlatOptions
 from memfit.sharding.shard import shard as predict_sharding
+from tests.distributed.fsdp2_cases import CASES, train_in_backward
 
 _STEPS = 3
 _WIDTH = 256

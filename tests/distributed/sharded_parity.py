@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sharded_models import VOCABULARY
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -21,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memfit.sharded import UnitOptions, shard
 from memfit.sharded.flat_param import FlatShard
 from memfit.sharded.fully_shard import get_runtime, no_sync
+from tests.distributed.sharded_models import VOCABULARY
 
 Gradients = dict[str, torch.Tensor | None]
 

@@ -9,7 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sharded_models import (
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from memfit.sharded import Precision, UnitOptions
+from tests.distributed.sharded_models import (
     CNN,
     GPT,
     T5,
@@ -23,11 +27,7 @@ from sharded_models import (
     Recompute,
     Recurrent,
 )
-from sharded_parity import Case, compare, language_loss
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
-
-from memfit.sharded import Precision, UnitOptions
+from tests.distributed.sharded_parity import Case, compare, language_loss
 
 BF16 = {"precision": Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 BF16_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

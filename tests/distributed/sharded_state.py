@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sharded_models import GPT
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -19,6 +18,7 @@ from memfit.sharded.full_parameters import full_parameters
 from memfit.sharded.optimizer_state import plain_optimizer_state
 from memfit.sharded.sharded_value import ShardedValue
 from memfit.sharded.state_dict import full_state_dict, load_state_dict, sharded_state_dict
+from tests.distributed.sharded_models import GPT
 
 VOCABULARY = 67
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sharded_models import GPT
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,6 +20,7 @@ from memfit.sharded import (
     full_parameters,
     shard,
 )
+from tests.distributed.sharded_models import GPT
 
 VOCABULARY = 67
 

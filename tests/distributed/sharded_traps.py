@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_behaviour import Trained, average, check_gradients, loss_of, tokens_of
-from sharded_models import GPT, VOCABULARY, Chain
-from sharded_parity import check_equal, check_freed, whole_gradients, whole_parameters
 from torch import nn
 
 from memfit.errors import StateError
 from memfit.sharded import full_parameters, full_state_dict, load, no_sync, save, shard
 from memfit.sharded.fully_shard import get_runtime
+from tests.distributed.sharded_behaviour import Trained, average, check_gradients, loss_of, tokens_of
+from tests.distributed.sharded_models import GPT, VOCABULARY, Chain
+from tests.distributed.sharded_parity import check_equal, check_freed, whole_gradients, whole_parameters
 
 _WIDTH = 16
 

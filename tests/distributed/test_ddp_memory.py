@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ from memfit.cost import Roofline, Runtime
 from memfit.hardware import Target
 from memfit.memory import Timeline
 from memfit.sharding import Sharding, ShardOptions, shard
+from tests.distributed import ddp_ranks
 
 RANKS = 2
 CASES = ("plain", "views", "small buckets", "buffers", "accumulation", "SGD", "views, SGD")
@@ -27,18 +26,11 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def cases() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent))
-        yield importlib.import_module("ddp_ranks").CASES
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory, cases: Any) -> list[dict[str, Any]]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ddp")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        mp.spawn(importlib.import_module("ddp_ranks").measure, (RANKS, str(folder)), nprocs=RANKS)
+        mp.spawn(ddp_ranks.measure, (RANKS, str(folder)), nprocs=RANKS)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
 
 
@@ -59,8 +51,8 @@ def resident_bytes(trace: Trace, sharding: Sharding) -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_memory_is_that_of_ddp(name: str, measured: list[dict[str, Any]], cases: Any) -> None:
-    trace, sharding = predicted(cases[name])
+def test_memory_is_that_of_ddp(name: str, measured: list[dict[str, Any]]) -> None:
+    trace, sharding = predicted(ddp_ranks.CASES[name])
     start = resident_bytes(trace, sharding)
     gradients = sum(trace.storages[each.storage].bytes for each in trace.parameters if each.trainable)
     assert sum(sharding.buckets) == gradients, "a bucket has a place for every gradient"
@@ -73,8 +65,8 @@ def test_memory_is_that_of_ddp(name: str, measured: list[dict[str, Any]], cases:
 
 
 @pytest.mark.parametrize("name", ["plain", "small buckets"])
-def test_buckets_are_filled_as_torch_fills_them(name: str, cases: Any) -> None:
-    case = cases[name]
+def test_buckets_are_filled_as_torch_fills_them(name: str) -> None:
+    case = ddp_ranks.CASES[name]
     trace, sharding = predicted(case)
     options = options_of(case)
     model = case.model()

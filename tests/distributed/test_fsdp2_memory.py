@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from memfit.cost import Roofline, Runtime
 from memfit.hardware import Target
 from memfit.memory import Timeline
 from memfit.sharding import Sharding, ShardOptions, shard
+from tests.distributed import fsdp2_cases, fsdp2_ranks
 
 RANKS = 2
 CASES = (
@@ -41,19 +40,11 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def cases() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent))
-        yield importlib.import_module("fsdp2_cases").CASES
-
-
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory, cases: Any) -> list[dict[str, Any]]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("fsdp2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        ranks = importlib.import_module("fsdp2_ranks")
-        mp.spawn(ranks.measure, (RANKS, str(folder)), nprocs=RANKS)
+        mp.spawn(fsdp2_ranks.measure, (RANKS, str(folder)), nprocs=RANKS)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
 
 
@@ -61,7 +52,7 @@ def predicted(case: Any) -> tuple[Trace, Sharding]:
     model = case.model
     if case.in_backward:
         model = case.model()
-        importlib.import_module("fsdp2_cases").train_in_backward(model)
+        fsdp2_cases.train_in_backward(model)
     batch = case.batch()
     trace = memfit.trace(case.step(model, spec(tuple(batch.shape), batch.dtype)), target="cpu")
     options = ShardOptions(units=case.units)
@@ -84,8 +75,8 @@ def within(n_bytes: int, measured: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_memory_is_that_of_fsdp2_to_the_byte(name: str, measured: list[dict[str, Any]], cases: Any) -> None:
-    trace, sharding = predicted(cases[name])
+def test_memory_is_that_of_fsdp2_to_the_byte(name: str, measured: list[dict[str, Any]]) -> None:
+    trace, sharding = predicted(fsdp2_cases.CASES[name])
     start = resident_bytes(trace, sharding)
     backward = next(index for index, op in enumerate(trace.ops) if op.phase is Phase.BACKWARD)
     made = made_by_sharding(sharding)
@@ -100,13 +91,13 @@ def test_memory_is_that_of_fsdp2_to_the_byte(name: str, measured: list[dict[str,
         assert within(sharding.peak_bytes - start, step["peak_bytes"])
 
 
-def test_an_embedding_in_bfloat16_takes_less_than_is_predicted(measured: list[dict[str, Any]], cases: Any) -> None:
-    trace, sharding = predicted(cases[EMBEDDING_CASE])
+def test_an_embedding_in_bfloat16_takes_less_than_is_predicted(measured: list[dict[str, Any]]) -> None:
+    trace, sharding = predicted(fsdp2_cases.CASES[EMBEDDING_CASE])
     peak = sharding.peak_bytes - resident_bytes(trace, sharding)
     step = min(measured[0][EMBEDDING_CASE]["steps"], key=lambda each: each["missing_bytes"])
     assert made_by_sharding(sharding) == step["made"]
     assert step["peak_bytes"][0] < peak < 1.03 * step["peak_bytes"][1], "its result is float32 in the capture"
 
 
-def test_all_cases_are_compared(cases: Any) -> None:
-    assert tuple(cases) == (*CASES, EMBEDDING_CASE)
+def test_all_cases_are_compared() -> None:
+    assert tuple(fsdp2_cases.CASES) == (*CASES, EMBEDDING_CASE)

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import pytest
-import sharded_behaviour_numbers as numbers
 import torch
-from ranks import Ranks
+
+from tests.distributed import sharded_behaviour_numbers as numbers
+from tests.distributed.ranks import Ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("ranks")]
 

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import pytest
-import sharded_behaviour_schedule as schedule
-from ranks import Ranks
+
+from tests.distributed import sharded_behaviour_schedule as schedule
+from tests.distributed.ranks import Ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("ranks")]
 

@@ -4,13 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import sharded_checkpoint as cases
 import torch
-from ranks import Ranks
-from sharded_state import adamw, state_equal
 
 from memfit.sharded.checkpoint import load, saves
 from memfit.sharded.optimizer_state import plain_optimizer_state
+from tests.distributed import sharded_checkpoint as cases
+from tests.distributed.ranks import Ranks
+from tests.distributed.sharded_state import adamw, state_equal
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("ranks")]
 

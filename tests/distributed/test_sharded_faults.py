@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sharded_faults as cases
-from ranks import Ranks
-from sharded_state import state_equal
+
+from tests.distributed import sharded_faults as cases
+from tests.distributed.ranks import Ranks
+from tests.distributed.sharded_state import state_equal
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("ranks")]
 

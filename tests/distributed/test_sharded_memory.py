@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp2_cases import CASES
-from ranks import Ranks
-from sharded_memory import Layers, measure_case, measure_layers, predict_case, predict_layers
 
 from memfit.sharded import Schedule, UnitOptions
+from tests.distributed.fsdp2_cases import CASES
+from tests.distributed.ranks import Ranks
+from tests.distributed.sharded_memory import Layers, measure_case, measure_layers, predict_case, predict_layers
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("ranks")]
 

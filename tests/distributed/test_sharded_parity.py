@@ -3,8 +3,9 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import pytest
-from ranks import Ranks
-from sharded_parity_cases import FOUR_RANKS, TWO_RANKS, compare_case, compare_hugging_face
+
+from tests.distributed.ranks import Ranks
+from tests.distributed.sharded_parity_cases import FOUR_RANKS, TWO_RANKS, compare_case, compare_hugging_face
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("ranks")]
 

@@ -3,8 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import sharded_state as cases
-from ranks import Ranks
+
+from tests.distributed import sharded_state as cases
+from tests.distributed.ranks import Ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("ranks")]
 

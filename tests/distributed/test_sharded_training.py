@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
-from ranks import Ranks
-from sharded_training import (
+
+from tests.distributed.ranks import Ranks
+from tests.distributed.sharded_training import (
     buffers_in,
     clipped,
     different_plans,

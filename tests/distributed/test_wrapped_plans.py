@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import wrapped_plans as plans
-from ranks import Ranks
+
+from tests.distributed import wrapped_plans as plans
+from tests.distributed.ranks import Ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("ranks")]
 

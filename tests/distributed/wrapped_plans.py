@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sharded_memory import _rise
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -19,6 +18,7 @@ from memfit.engines.attachment import attached
 from memfit.plans import Plan
 from memfit.plans.wrappers import named_modules
 from memfit.solve import SolveOptions
+from tests.distributed.sharded_memory import _rise
 
 WIDTH, LAYERS, ROWS = 32, 3, 256
 

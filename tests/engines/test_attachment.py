@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import plan_for
-from test_exact import Block, Blocks, squares
 from torch import nn
 
 import memfit
@@ -20,6 +18,8 @@ from memfit.engines.attachment import attached
 from memfit.errors import PlanDrift
 from memfit.plans import Plan
 from memfit.solve import SolveOptions
+from tests.engines.engine_cases import plan_for
+from tests.engines.test_exact import Block, Blocks, squares
 
 VECTORS = torch.randn(6, 16)
 FORCED = SolveOptions(force=("blocks.0", "blocks.1"))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import both, plan_for, run_steps, same
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,6 +15,7 @@ from memfit.capture import Step
 from memfit.plans import Plan
 from memfit.solve import SolveOptions
 from memfit.tradeoff import units
+from tests.engines.engine_cases import both, plan_for, run_steps, same
 
 
 class Block(nn.Module):

@@ -6,14 +6,14 @@ import warnings
 
 import pytest
 import torch
-from engine_cases import plan_for, run_steps
-from test_exact import Blocks, squares
 from torch import nn
 
 from memfit.capture import Step
 from memfit.errors import InputError
 from memfit.plans import Plan, PlanMismatch
 from memfit.solve import SolveOptions
+from tests.engines.engine_cases import plan_for, run_steps
+from tests.engines.test_exact import Blocks, squares
 
 VECTORS = torch.randn(6, 16)
 

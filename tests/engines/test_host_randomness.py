@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from engine_cases import plan_for
 from torch import nn
 
 import memfit
 from memfit.capture.random_numbers import host_state, set_host_state
 from memfit.solve import SolveOptions
+from tests.engines.engine_cases import plan_for
 
 X = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
 RNG = np.random.default_rng(5)

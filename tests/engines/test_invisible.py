@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import both, plan_for, run_steps, same
-from test_exact import Block, Blocks, case, squares
 from torch import nn
 
 import memfit
@@ -22,6 +20,8 @@ from memfit.engines import attachment, recompute, tape
 from memfit.errors import StateError
 from memfit.plans import Plan, PlanMismatch
 from memfit.solve import SolveOptions
+from tests.engines.engine_cases import both, plan_for, run_steps, same
+from tests.engines.test_exact import Block, Blocks, case, squares
 
 VECTORS = torch.randn(6, 16)
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import plan_for
 from torch import nn
 from torch.optim import optimizer as optimizer_module
 from torch.utils.checkpoint import checkpoint
@@ -21,6 +20,7 @@ import memfit
 from memfit.capture import Step
 from memfit.errors import PlanDrift
 from memfit.solve import SolveOptions
+from tests.engines.engine_cases import plan_for
 
 _CLASSES, _WIDTH, _ROWS = 512, 48, 64
 _LABELS = torch.arange(_ROWS)

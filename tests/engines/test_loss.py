@@ -13,8 +13,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from engine_cases import both, plan_for, same
-from test_tape import VECTORS, forced_loss
 from torch import nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,6 +23,8 @@ from memfit.capture import Step
 from memfit.errors import PlanDrift
 from memfit.plans import Plan
 from memfit.solve import SolveOptions
+from tests.engines.engine_cases import both, plan_for, same
+from tests.engines.test_tape import VECTORS, forced_loss
 
 TARGETS = torch.arange(32)
 Loss = Callable[..., torch.Tensor]

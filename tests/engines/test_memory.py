@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_exact import Blocks, Remembers, squares
 from torch import nn
 
 import memfit
@@ -15,6 +14,7 @@ from memfit.capture import Step, Trace
 from memfit.cost import Runtime
 from memfit.hardware import Target
 from memfit.solve import Problem, minimum_budget_bytes
+from tests.engines.test_exact import Blocks, Remembers, squares
 
 
 class Flops:

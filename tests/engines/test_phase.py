@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import plan_for
-from test_exact import squares
 from torch import nn
 
 import memfit
@@ -20,6 +18,8 @@ from memfit.engines.step_position import needs_step
 from memfit.memory import measured
 from memfit.plans import Plan
 from memfit.solve import SolveOptions
+from tests.engines.engine_cases import plan_for
+from tests.engines.test_exact import squares
 
 ROWS, WIDTH, PLANNED = 96, 48, 4
 

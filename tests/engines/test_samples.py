@@ -6,12 +6,9 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 
-import drawing
 import numpy as np
 import pytest
 import torch
-from drawing import scale
-from engine_cases import plan_for
 from torch import nn
 
 from memfit.capture import Step
@@ -19,6 +16,9 @@ from memfit.capture.random_numbers import set_state, state_of
 from memfit.engines.recompute import difference, sample
 from memfit.errors import StateError
 from memfit.solve import SolveOptions
+from tests.engines import drawing
+from tests.engines.drawing import scale
+from tests.engines.engine_cases import plan_for
 
 X = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
 Draw = Callable[[], float]

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import plan_for
-from test_exact import squares
 from torch import nn
 
 from memfit.capture import Step
@@ -17,6 +15,8 @@ from memfit.engines import unit as engine
 from memfit.engines.shapes import InputFamily, dense_stride, order_of
 from memfit.hardware import Target
 from memfit.solve import Problem, SolveOptions, minimum_budget_bytes
+from tests.engines.engine_cases import plan_for
+from tests.engines.test_exact import squares
 
 WIDTH = 16
 

@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from engine_cases import plan_for
 from torch import nn
 
 import memfit
 from memfit.solve import SolveOptions
+from tests.engines.engine_cases import plan_for
 
 X = torch.randn(128, 16, generator=torch.Generator().manual_seed(1))
 

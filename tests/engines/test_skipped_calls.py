@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import plan_for
 from torch import nn
 
 from memfit.capture import Step
 from memfit.engines.recompute import RecomputedCall
 from memfit.solve import SolveOptions
+from tests.engines.engine_cases import plan_for
 
 X = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
 

@@ -12,7 +12,6 @@ import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_cases import plan_for
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -21,6 +20,7 @@ from memfit.engines.attachment import attached
 from memfit.errors import StateError
 from memfit.plans import Plan
 from memfit.solve import SolveOptions
+from tests.engines.engine_cases import plan_for
 
 Run = Callable[[nn.Module], None]
 X = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import training_loops
-from training_loops import ACCUMULATE, EPOCHS, STEPS_IN_EPOCH, Training
 
 import memfit
 from memfit.errors import PlanDrift
 from memfit.plans import Plan
+from tests.integrations import training_loops
+from tests.integrations.training_loops import ACCUMULATE, EPOCHS, STEPS_IN_EPOCH, Training
 
 _SCALARS_BYTES = 1024
 """Losses and counters that libraries keep, beside the step."""

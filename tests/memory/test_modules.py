@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic import call, make, module, op, parameter, storage, traces
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,6 +15,7 @@ from memfit import Step, trace
 from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Phase, Trace
 from memfit.memory import Snapshot, Timeline, call_memory, module_memory
 from memfit.memory.modules import RangePeak
+from tests.memory.synthetic import call, make, module, op, parameter, storage, traces
 
 OWNED = (Category.PARAMETER, Category.BUFFER, Category.OPTIMIZER_STATE)
 

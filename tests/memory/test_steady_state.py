@@ -8,7 +8,6 @@ from functools import partial
 import numpy as np
 import torch
 from hypothesis import given
-from synthetic import make, op, storage, traces
 from torch import nn
 
 from memfit import Step, spec, trace
@@ -17,6 +16,7 @@ from memfit.hardware import Target
 from memfit.memory import AllocationTable, Timeline, allocator_config, events, reserved
 from memfit.memory.allocator import FREE, AllocatorConfig, simulate
 from memfit.memory.steady_state import MOST_STEPS, ProcessEvents
+from tests.memory.synthetic import make, op, storage, traces
 
 MIB = 1 << 20
 H100 = Target.parse("h100-sxm").device

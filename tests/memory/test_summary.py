@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from synthetic import call, make, op, parameter, storage
-
 from memfit.capture import Category, Phase, Trace
 from memfit.hardware import Target
 from memfit.memory import Fit, MemorySummary, summarize
+from tests.memory.synthetic import call, make, op, parameter, storage
 
 GIB = 1 << 30
 H100 = Target.parse("h100-sxm").device

@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from synthetic import call, make, op, storage, traces
 from torch import nn
 
 from memfit import Step, trace
 from memfit.capture import AFTER_STEP, Category, Phase, Trace
 from memfit.errors import InputError
 from memfit.memory import Timeline, measured
+from tests.memory.synthetic import call, make, op, storage, traces
 
 
 def small() -> Trace:

@@ -25,7 +25,6 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from synthetic import make, op, storage
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker as Prototype
@@ -36,6 +35,7 @@ from memfit.capture import Category
 from memfit.compat import MemTracker, ModState
 from memfit.errors import InputError, StateError
 from memfit.memory import Timeline
+from tests.memory.synthetic import make, op, storage
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-3, foreach=False)
 LOSS_AND_ITS_GRADIENT = 8

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_searching import Model, loss
 
 import memfit
 from memfit.capture import Step, Trace
@@ -16,6 +15,7 @@ from memfit.plans.allocator import Room, reservation_under, with_room
 from memfit.plans.searching import search
 from memfit.solve import Problem, solve
 from memfit.units import display_bytes
+from tests.plans.test_searching import Model, loss
 
 PLACES = 10
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import plan_cases
 import pytest
-from plan_cases import Case, Stack, captured
 
 from memfit.errors import InputError
 from memfit.plans import peak_at
 from memfit.tradeoff import Policy
+from tests.plans import plan_cases
+from tests.plans.plan_cases import Case, Stack, captured
 
 
 @pytest.fixture(scope="module")

@@ -7,13 +7,13 @@ import re
 
 import msgspec
 import pytest
-from plan_cases import Case, Stack, captured
 from rich.console import Console
 
 import memfit
 from memfit.hardware import Target
 from memfit.plans import Plan, ShardedUnit, ShardPlan, UnitOp
 from memfit.units import display_bytes, display_ms
+from tests.plans.plan_cases import Case, Stack, captured
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import plan_cases
 import pytest
 
 from memfit.errors import InputError
 from memfit.plans import Plan, ShardedUnit, ShardPlan, load
 from memfit.plans.schema import SCHEMA_FILE, schema_text
+from tests.plans import plan_cases
 
 Document = dict[str, Any]
 

@@ -11,13 +11,13 @@ import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
-from plan_cases import Case, Stack, captured
 from torch import nn
 
 import memfit
 from memfit.capture import Trace
 from memfit.errors import InputError
 from memfit.plans import Plan, PlanMismatch, ShardedUnit, ShardPlan
+from tests.plans.plan_cases import Case, Stack, captured
 
 
 @pytest.fixture(scope="module")

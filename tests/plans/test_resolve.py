@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from plan_cases import Stack, captured
 from torch import nn
 
 import memfit
@@ -20,6 +19,7 @@ from memfit.hardware import Target
 from memfit.plans import Plan, PlanMismatch
 from memfit.sharding import ShardOptions
 from memfit.solve import Limits, SolveOptions
+from tests.plans.plan_cases import Stack, captured
 
 BATCH = memfit.spec((8, 64))
 

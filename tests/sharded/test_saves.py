@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from sharded_state_plain import made, snapshot, step
 from torch import nn
 
 from memfit.errors import InputError
 from memfit.sharded import checkpoint, checkpoint_files
 from memfit.sharded.checkpoint import load, read_manifest, save, saves
+from tests.distributed.sharded_state_plain import made, snapshot, step
 
 
 def test_a_plain_model_comes_back_with_optimizer_buffers_and_extra(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sharded_state_plain import made, snapshot, step
 
 from memfit.errors import InputError
 from memfit.sharded.checkpoint import load, save
+from tests.distributed.sharded_state_plain import made, snapshot, step
 
 OPERATIONS = ("mkdir", "open", "write", "fsync", "rename", "replace", "rmdir", "unlink")
 

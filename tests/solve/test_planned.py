@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from level_replay import Replay, replay_levels
 from llama import Shape, training_step
-from planned_steps import facts_of, make, op, planned_steps, policy_saving, storage, unit
 from torch import nn
 
 import memfit
@@ -26,6 +24,8 @@ from memfit.solve import Candidate, Problem, Program, minimum_budget_bytes, repl
 from memfit.tradeoff import Frontier, Policy, Unit
 from memfit.tradeoff.columns import TraceColumns
 from memfit.tradeoff.policy import Role, UnitColumns, lost_inputs
+from tests.solve.level_replay import Replay, replay_levels
+from tests.solve.planned_steps import facts_of, make, op, planned_steps, policy_saving, storage, unit
 
 MIB = 1 << 20
 H100 = Target.parse("h100-sxm").device

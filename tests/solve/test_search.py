@@ -7,7 +7,15 @@ import math
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_programs import (
+
+from memfit.solve.checkpoint import CheckpointModel
+from memfit.solve.classes import ClassModel
+from memfit.solve.dp import WIDTHS, DpSolution, DynamicProgram
+from memfit.solve.milp import Limits, Status
+from memfit.solve.min_budget import min_budget
+from memfit.solve.program import Program
+from memfit.solve.search import search
+from tests.solve.random_programs import (
     best_by_trying_all,
     every_plan,
     holds,
@@ -17,14 +25,6 @@ from random_programs import (
     programs_of_two_passes,
     unmirrored_programs,
 )
-
-from memfit.solve.checkpoint import CheckpointModel
-from memfit.solve.classes import ClassModel
-from memfit.solve.dp import WIDTHS, DpSolution, DynamicProgram
-from memfit.solve.milp import Limits, Status
-from memfit.solve.min_budget import min_budget
-from memfit.solve.program import Program
-from memfit.solve.search import choose_most_freed, is_usable, search
 
 RELAXED = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import zoo_models
-from executor import Execution
 from torch import nn
 
 import memfit
@@ -18,6 +16,8 @@ from memfit.capture import Step
 from memfit.tradeoff import Unit, build_frontiers
 from memfit.tradeoff.columns import TraceColumns
 from memfit.tradeoff.policy import Role, UnitColumns
+from tests.tradeoff.executor import Execution
+from tests.zoo import zoo_models
 
 
 class Between(nn.Module):

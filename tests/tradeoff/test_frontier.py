@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from literal_rules import Literal
 from llama import Shape, training_step
-from random_units import units_in_traces
 
 import memfit
 from memfit.capture import Trace
@@ -17,6 +15,8 @@ from memfit.tradeoff import Frontier, Policy, Unit, build_frontier, build_fronti
 from memfit.tradeoff.columns import TraceColumns
 from memfit.tradeoff.pareto import GroupChoices, build_pool, hull_corners, lower_hull, thin_out
 from memfit.tradeoff.policy import Role, UnitColumns
+from tests.tradeoff.literal_rules import Literal
+from tests.tradeoff.random_units import units_in_traces
 
 ALL = 10**6
 Drawn = tuple[Trace, Unit, np.ndarray]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import zoo_models
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,6 +12,7 @@ from memfit.compat import SACStats, greedy_order
 from memfit.compat.sac import SACTable, group_of
 from memfit.tradeoff import build_frontier, units
 from memfit.tradeoff.policy import Role, UnitColumns
+from tests.zoo import zoo_models
 
 
 @st.composite

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from parity_models import MODELS, ask_memfit, ask_peer, theirs
 from torch import nn
 from torch.distributed._tools import sac_estimator as peer
 
 from memfit.compat import MSPS, SACGreedyOrderMeta, SACStats, greedy_order, tradeoff_curve
+from tests.tradeoff.parity_models import MODELS, ask_memfit, ask_peer, theirs
 
 FIELDS = ("func_names", "memory", "view_like_ops", "saved_autograd_ops", "inplace_ops")
 

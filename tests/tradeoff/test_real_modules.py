@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import zoo_models
-from literal_rules import Literal
 from torch import nn
 
 import memfit
 from memfit.capture import NO_INDEX, Op, Step, Trace
 from memfit.tradeoff import Frontier, Policy, Unit, build_frontiers, units
+from tests.tradeoff.literal_rules import Literal
+from tests.zoo import zoo_models
 
 
 def captured(model: nn.Module, *batch: Any) -> Trace:

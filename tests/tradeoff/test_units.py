@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-import zoo_models
 from llama import Shape, training_step
 from torch import nn
 
 import memfit
 from memfit.capture import NO_INDEX, Phase, Step, Trace
 from memfit.tradeoff import LOSS, Unit, units
+from tests.zoo import zoo_models
 
 SMALL = Shape(layers=2, hidden=32, heads=4, key_value_heads=2, feed_forward=64, vocabulary=128)
 

@@ -6,6 +6,7 @@ the run: the step fails at its next large allocation, and only a tighter plan ge
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import random
@@ -189,16 +190,20 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     return names + [name for name in one.keys() & other.keys() if not torch.equal(one[name], other[name])]
 
 
-def planned(training: Training, force: tuple[str, ...]) -> tuple[memfit.Plan, memfit.Trace, SolveOptions]:
+@functools.cache
+def captured(size: Size) -> memfit.Trace:
+    """The step of every run of a size. The model draws from Python's generator: capturing it takes a dozen passes."""
+    training = Training(size)
     x, labels = training.batch(0)
     step = memfit.Step(
         training.model, x, loss=lambda output, _: F.cross_entropy(output, labels), optimizer=training.optimizer
     )
-    captured = memfit.trace(step, target="cpu")
-    options = SolveOptions(force=force)
-    baseline = memfit.plan(captured, progress=False).baseline.peak_bytes
-    budget = int(training.size.part * baseline)
-    return memfit.plan(captured, budget=budget, options=options, progress=False), captured, options
+    return memfit.trace(step, target="cpu")
+
+
+def planned(size: Size, options: SolveOptions) -> memfit.Plan:
+    baseline = memfit.plan(captured(size), progress=False).baseline.peak_bytes
+    return memfit.plan(captured(size), budget=int(size.part * baseline), options=options, progress=False)
 
 
 def reference(cases: list[Case]) -> dict[int, dict[str, torch.Tensor]]:
@@ -215,16 +220,22 @@ def reference(cases: list[Case]) -> dict[int, dict[str, torch.Tensor]]:
 
 def run(case: Case, states: dict[int, dict[str, torch.Tensor]]) -> dict[str, Any]:
     """A run in which memory ends once, beside one that never failed."""
-    gc.collect()  # what the case before left
+    options = SolveOptions(force=case.force)
+    plan = planned(case.size, options)
+    gc.collect()  # what planning and the case before left
     training = Training(case.size, Limit(case.above_bytes))
-    plan, captured, options = planned(training, case.force)
     plan.apply(training.model, training.optimizer)
     training.loss = plan.loss(training.loss)  # type: ignore[method-assign]
     inside = case.where.startswith("inside")
     if not inside:
         training.place_limit(case.where)
     guard = memfit.guard(
-        plan, training.model, optimizer=training.optimizer, step=captured, options=options, **dict(case.guard)
+        plan,
+        training.model,
+        optimizer=training.optimizer,
+        step=captured(case.size),
+        options=options,
+        **dict(case.guard),
     )
     with guard:
         if inside:

@@ -14,9 +14,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-import verified_steps
-from verified_steps import Block, Counting, Failing, Forgetful, Hoarding, find_step, planned
-from zoo_models import STEPS
 
 import memfit
 from memfit.capture.kernels import AllocatorEvent
@@ -31,6 +28,9 @@ from memfit.verify import verifying as verifying_module
 from memfit.verify.align_events import align_sizes, find_outlived_ops
 from memfit.verify.exactness import host_copy
 from memfit.verify.verification import BytesCheck, MsCheck
+from tests.verify import verified_steps
+from tests.verify.verified_steps import Block, Counting, Failing, Forgetful, Hoarding, find_step, planned
+from tests.zoo.zoo_models import STEPS
 
 
 def state_of(step: memfit.Step) -> dict:

@@ -23,8 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from op_cases import BACKWARD, Case, cases, op_database
-from op_kernels import KernelCall, check_kernels, kernel_calls
 
 import memfit
 from memfit.capture import Phase, Step, Trace, check_trace
@@ -32,6 +30,8 @@ from memfit.capture.autograd_engine import SCATTERS
 from memfit.capture.environment import no_garbage_collection
 from memfit.errors import MemfitError
 from memfit.memory import Timeline, measured
+from tests.zoo.op_cases import BACKWARD, Case, cases, op_database
+from tests.zoo.op_kernels import KernelCall, check_kernels, kernel_calls
 
 ROOT = Path(__file__).parents[2]
 CERTIFIED = ROOT / "src/memfit/capture/certified.txt"

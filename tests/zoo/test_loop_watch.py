@@ -6,10 +6,10 @@ import warnings
 
 import pytest
 import torch
-from zoo_models import STEPS
 
 import memfit
 from memfit.errors import PlanDrift
+from tests.zoo.zoo_models import STEPS
 
 _SLICE = ("gpt2", "mlp")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from op_cases import cases, op_database
-from op_sweep import Verdict, judge, judge_cuda, quiet_heap
+
+from tests.zoo.op_cases import cases, op_database
+from tests.zoo.op_sweep import Verdict, judge, judge_cuda, quiet_heap
 
 GROUPS = 24
 SLICE = ("add", "nn.functional.layer_norm", "nn.functional.gelu", "index_select", "std")

@@ -6,10 +6,10 @@ import warnings
 
 import pytest
 import torch
-from real_run import differences
-from zoo_models import STEPS
 
 import memfit
+from tests.capture.real_run import differences
+from tests.zoo.zoo_models import STEPS
 
 SLICE = {"llama", "unet", "gru", "lstm", "resnet"}
 """The models that also run in `make test`."""

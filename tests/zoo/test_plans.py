@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from zoo_models import STEPS
 
 import memfit
 from memfit.cost import Roofline, Runtime
 from memfit.hardware import Target
 from memfit.solve import Limits, Problem, Solved, Status, minimum_budget_bytes, solve
 from memfit.solve.checkpoint import CheckpointModel
+from tests.zoo.zoo_models import STEPS
 
 SWEPT = ("llama", "gpt2", "bert", "vit", "unet", "resnet")
 SLICE = {"gpt2", "resnet"}

@@ -6,12 +6,12 @@ import warnings
 
 import pytest
 import torch
-from zoo_models import STEPS
 
 import memfit
 from memfit.cost import Roofline, Runtime
 from memfit.hardware import Target
 from memfit.solve import Problem, minimum_budget_bytes
+from tests.zoo.zoo_models import STEPS
 
 SLICE = {"llama", "resnet"}
 PARTS = (0, 1 / 3, 2 / 3)

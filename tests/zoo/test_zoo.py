@@ -8,12 +8,12 @@ import warnings
 
 import pytest
 import torch
-from zoo_models import STEPS
 
 import memfit
 from memfit.capture import check_trace
 from memfit.capture.environment import no_garbage_collection
 from memfit.memory import Timeline, measured
+from tests.zoo.zoo_models import STEPS
 
 SLICE = {"llama", "gpt2-autocast", "mlp", "lstm", "resnet", "llama-checkpointed"}
 """The models that also run in `make test`."""
