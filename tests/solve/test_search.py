@@ -14,7 +14,7 @@ from memfit.solve.dp import WIDTHS, DpSolution, DynamicProgram
 from memfit.solve.milp import Limits, Status
 from memfit.solve.min_budget import min_budget
 from memfit.solve.program import Program
-from memfit.solve.search import search
+from memfit.solve.search import choose_most_freed, is_usable, search
 from tests.solve.random_programs import (
     best_by_trying_all,
     every_plan,
