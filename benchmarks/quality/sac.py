@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from memfit.compat import module_info, sac_stats
 from memfit.compat import parse_module_info as memfit_graph
 from memfit.cost import Runtime
-from memfit.tradeoff import units
+from memfit.tradeoff import find_units
 from memfit.units import GiB
 
 from .models import Case
@@ -139,7 +139,7 @@ class Planner:
         for node in graph.nodes:
             node["is_leaf"] = node["is_leaf"] or not node["sac_memory"]  # its solver divides by it
         trace, times = self._runtime.trace, self._runtime.op_ms
-        return graph, {unit.name: sac_stats(trace, times, unit) for unit in units(trace)}
+        return graph, {unit.name: sac_stats(trace, times, unit) for unit in find_units(trace)}
 
 
 def _measured_times(runtime: Runtime) -> Callable[..., tuple[Any, float]]:

@@ -19,8 +19,8 @@ from memfit.memory import Timeline
 from memfit.sharded import Precision, Schedule, UnitOptions, shard
 from memfit.sharding import Sharding, ShardOptions
 from memfit.sharding.schedule import EventKind
-from memfit.sharding.shard import FlatOptions
-from memfit.sharding.shard import shard as predict_sharding
+from memfit.sharding.sharded_step import FlatOptions
+from memfit.sharding.sharded_step import shard as predict_sharding
 from tests.distributed.fsdp2_cases import CASES, train_in_backward
 
 _STEPS = 3

@@ -14,7 +14,7 @@ import memfit
 from memfit.capture import Step
 from memfit.plans import Plan
 from memfit.solve import SolveOptions
-from memfit.tradeoff import units
+from memfit.tradeoff import find_units
 from tests.engines.engine_cases import both, plan_for, run_steps, same
 
 
@@ -226,7 +226,7 @@ def every_unit(step: Step) -> list[Plan]:
     """A plan for each unit of the step that can give something up, dropping all it can."""
     trace = memfit.trace(step, target="cpu")
     found = []
-    for unit in dict.fromkeys(unit.name for unit in units(trace)):
+    for unit in dict.fromkeys(unit.name for unit in find_units(trace)):
         try:
             plan = memfit.plan(trace, budget="1GiB", options=SolveOptions(force=(unit,)), progress=False)
         except memfit.InputError:

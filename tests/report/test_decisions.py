@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import memfit
-from memfit.analysis.explain import explain
+from memfit.analysis.explaining import explain
 from memfit.analysis.report import Report
 from memfit.capture import Trace
 from memfit.report.decisions import list_decisions

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memfit
-from memfit.analysis.explain import explain
+from memfit.analysis.explaining import explain
 from memfit.capture import Category, Step, Trace
 from memfit.sharding import ShardOptions
 from memfit.solve import SolveOptions

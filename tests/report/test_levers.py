@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import memfit
-from memfit.analysis.explain import explain
+from memfit.analysis.explaining import explain
 from memfit.analysis.explanation import StepExplanation
 from memfit.analysis.levers import Case, Lever
 from memfit.analysis.levers.case import LEAST_PART, sort_levers

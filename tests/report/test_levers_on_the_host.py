@@ -22,7 +22,7 @@ from memfit.hardware import Target, load_device
 from memfit.hardware.efficiency import Family
 from memfit.memory import Timeline, measured
 from memfit.sharding import ShardOptions
-from memfit.sharding.shard import shard
+from memfit.sharding.sharded_step import shard
 
 WIDTH, BLOCKS = 512, 4
 BLOCK_BYTES = 4 * WIDTH * WIDTH

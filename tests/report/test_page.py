@@ -16,7 +16,7 @@ import pytest
 from llama import Shape, training_step
 
 import memfit
-from memfit.analysis.explain import explain
+from memfit.analysis.explaining import explain
 from memfit.analysis.report import Report
 from memfit.capture import Category
 from memfit.cost import Runtime

@@ -16,7 +16,7 @@ from memfit.memory import Stream, Timeline
 from memfit.sharding import Sharding, ShardOptions, shard
 from memfit.sharding.flat_schedule import Schedule, UnitOptions
 from memfit.sharding.schedule import EventKind, Role
-from memfit.sharding.shard import FlatOptions
+from memfit.sharding.sharded_step import FlatOptions
 
 _FLAT = (
     FlatOptions(),

@@ -14,7 +14,7 @@ from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import CATEGORIES, Timeline
 from memfit.sharding import ShardOptions, repeated_blocks, shard
-from memfit.sharding.shard import Sharding, shard_bytes
+from memfit.sharding.sharded_step import Sharding, shard_bytes
 
 WIDTH, BLOCKS, RANKS = 64, 3, 4
 BLOCK_BYTES = (WIDTH * WIDTH + WIDTH) * 4

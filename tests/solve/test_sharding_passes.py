@@ -18,7 +18,7 @@ from memfit.cost import Collective, CollectiveModel, Roofline, Runtime
 from memfit.hardware import Target
 from memfit.memory import CATEGORIES, Timeline
 from memfit.sharding import Sharding, ShardOptions, shard
-from memfit.sharding.shard import shard_bytes
+from memfit.sharding.sharded_step import shard_bytes
 
 WIDTH, RANKS, PASSES = 64, 4, 3
 BLOCK_BYTES = (WIDTH * WIDTH + WIDTH) * 4

@@ -14,7 +14,7 @@ from memfit.cost import Roofline, Runtime
 from memfit.hardware import Target
 from memfit.memory import CATEGORIES, Timeline
 from memfit.sharding import Sharding, ShardOptions, shard
-from memfit.sharding.shard import shard_bytes
+from memfit.sharding.sharded_step import shard_bytes
 
 WIDTH, RANKS = 64, 4
 BLOCK = WIDTH * WIDTH + WIDTH

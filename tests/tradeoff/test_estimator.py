@@ -15,7 +15,7 @@ import memfit
 from memfit.capture import Trace
 from memfit.compat import SACEstimator, sac_stats
 from memfit.errors import InputError, StateError
-from memfit.tradeoff import units
+from memfit.tradeoff import find_units
 
 SMALL = Shape(layers=2, hidden=32, heads=4, key_value_heads=2, feed_forward=64, vocabulary=128)
 
@@ -45,7 +45,7 @@ def test_modules_with_children_are_there_by_path(estimator: SACEstimator) -> Non
 
 
 def test_statistics_are_those_of_the_unit(estimator: SACEstimator, trace: Trace) -> None:
-    unit = next(each for each in units(trace) if each.name == "layers.1.feed_forward")
+    unit = next(each for each in find_units(trace) if each.name == "layers.1.feed_forward")
     op_ms = [(op.read_bytes + op.written_bytes) / 1e9 for op in trace.ops]
     assert estimator.sac_mod_stats["layers.1.feed_forward"] == sac_stats(trace, op_ms, unit)
     with pytest.raises(InputError, match="as many times"):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import memfit
 from memfit.compat import SACStats, greedy_order
 from memfit.compat.sac import SACTable, group_of
-from memfit.tradeoff import build_frontier, units
+from memfit.tradeoff import build_frontier, find_units
 from memfit.tradeoff.policy import Role, UnitColumns
 from tests.zoo import zoo_models
 
@@ -83,7 +83,7 @@ def test_no_prefix_of_the_greedy_order_of_a_real_unit_is_better_than_the_frontie
     trace = memfit.trace(zoo_models.STEPS[name](), target="cpu")
     op_ms = [0.0 if op.view else 0.001 + (op.read_bytes + op.written_bytes) / 1e6 for op in trace.ops]
     table = SACTable(trace, op_ms)
-    assert sum(compare(table.stats(unit)) for unit in units(trace) if unit.end - unit.begin <= 40) > 20
+    assert sum(compare(table.stats(unit)) for unit in find_units(trace) if unit.end - unit.begin <= 40) > 20
 
 
 def compare(stats: SACStats) -> int:

@@ -10,7 +10,7 @@ from torch import nn
 
 import memfit
 from memfit.capture import NO_INDEX, Op, Step, Trace
-from memfit.tradeoff import Frontier, Policy, Unit, build_frontiers, units
+from memfit.tradeoff import Frontier, Policy, Unit, build_frontiers, find_units
 from tests.tradeoff.literal_rules import Literal
 from tests.zoo import zoo_models
 
@@ -20,7 +20,7 @@ def captured(model: nn.Module, *batch: Any) -> Trace:
 
 
 def frontier_and_unit(trace: Trace, name: str) -> tuple[Frontier, Unit]:
-    unit = next(each for each in units(trace) if each.name == name)
+    unit = next(each for each in find_units(trace) if each.name == name)
     op_ms = np.array([0.0 if op.view else 1.0 for op in trace.ops])
     return build_frontiers(trace, op_ms, points=10**6).of(unit), unit
 
@@ -246,7 +246,7 @@ def test_what_read_an_input_before_it_was_overwritten_does_not_run_again() -> No
 
 def test_doing_nothing_keeps_what_autograd_keeps() -> None:
     trace = captured(Block(), torch.ones(4, 8))
-    for unit in units(trace):
+    for unit in find_units(trace):
         frontier, _ = frontier_and_unit(trace, unit.name)
         nothing = frontier.policies[0]
         assert (nothing.discarded_bytes, nothing.recompute_ms, nothing.stop) == (0, 0.0, NO_INDEX)

@@ -10,14 +10,14 @@ from torch import nn
 
 import memfit
 from memfit.capture import NO_INDEX, Phase, Step, Trace
-from memfit.tradeoff import LOSS, Unit, units
+from memfit.tradeoff import LOSS, Unit, find_units
 from tests.zoo import zoo_models
 
 SMALL = Shape(layers=2, hidden=32, heads=4, key_value_heads=2, feed_forward=64, vocabulary=128)
 
 
 def by_name(trace: Trace) -> dict[str, Unit]:
-    return {unit.name: unit for unit in units(trace)}
+    return {unit.name: unit for unit in find_units(trace)}
 
 
 def names_of(trace: Trace, unit: Unit) -> list[str]:
@@ -26,7 +26,7 @@ def names_of(trace: Trace, unit: Unit) -> list[str]:
 
 def test_units_are_calls_with_a_backward_outer_ones_first() -> None:
     trace = memfit.trace(training_step(SMALL, length=16), target="h100-sxm")
-    found = units(trace)
+    found = find_units(trace)
     names = [unit.name for unit in found]
     assert names[:5] == ["", "embedding", "layers.0", "layers.0.attention_norm", "layers.0.attention"]
     assert names[-1] == LOSS
@@ -102,9 +102,9 @@ def test_what_has_no_backward_or_no_ops_is_no_unit() -> None:
 
 def test_recomputed_calls_of_a_checkpointed_model_are_no_units() -> None:
     trace = memfit.trace(zoo_models.STEPS["llama-checkpointed"](), target="cpu")
-    for unit in units(trace):
+    for unit in find_units(trace):
         assert all(trace.ops[op].phase is not Phase.BACKWARD for op in range(unit.begin, unit.end))
-    assert not any("#" in unit.name for unit in units(trace))
+    assert not any("#" in unit.name for unit in find_units(trace))
 
 
 def test_a_call_that_computes_gradients_itself_is_no_unit() -> None:

@@ -10,13 +10,11 @@ import numpy as np
 from memfit.analysis.explanation import Checkpointing, StillHeld
 from memfit.analysis.holders import Holders
 from memfit.analysis.report import Report
-from memfit.capture import BEFORE_STEP, NO_INDEX, Category, Phase, Trace
-from memfit.capture.arguments import GENERATOR
-from memfit.capture.trace_types import short
-from memfit.cost.runtime import repeats
+from memfit.capture import BEFORE_STEP, GENERATOR, NO_INDEX, Category, Phase, Trace, short
+from memfit.cost import repeats
 from memfit.memory import Timeline
 from memfit.paths import module_label
-from memfit.plans.build import build_policy
+from memfit.plans import build_policy
 from memfit.tradeoff import UPDATES, Policy, Role, TraceColumns, Unit, UnitColumns, lost_inputs
 from memfit.units import display_bytes, display_ms
 

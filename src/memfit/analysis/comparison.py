@@ -26,9 +26,7 @@ from memfit.analysis.step_differences import (
 from memfit.capture import Category, Trace
 from memfit.errors import InputError
 from memfit.paths import alike, folded, module_label
-from memfit.plans import Plan
-from memfit.plans.record import Checkpoint, Estimate, ShardPlan
-from memfit.plans.trace_record import describe_peak
+from memfit.plans import Checkpoint, Estimate, Plan, ShardPlan, describe_peak
 from memfit.text import json_text, render_text
 from memfit.units import display_bytes
 
@@ -112,7 +110,7 @@ class Comparison:
         return json_text(self.to_dict())
 
     def __rich__(self) -> RenderableType:
-        from memfit.report.comparison_display import comparison_report
+        from memfit.report import comparison_report
 
         return comparison_report(self)
 

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 
 from memfit.analysis.levers.case import Lever
 from memfit.capture import Category
-from memfit.memory.summary import OpLocation
+from memfit.memory import OpLocation
 from memfit.text import json_text, render_text
 
 
@@ -162,7 +162,7 @@ class StepExplanation:
         return json_text(self.to_dict())
 
     def __rich__(self) -> RenderableType:
-        from memfit.report.explain_display import explanation_report
+        from memfit.report import explanation_report
 
         return explanation_report(self)
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from memfit.analysis.explanation import HeldStorage
-from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Phase, TensorRef
-from memfit.capture.trace_types import short
-from memfit.memory import Timeline
-from memfit.memory.timeline import Bytes
+from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Phase, TensorRef, short
+from memfit.memory import Bytes, Timeline
 from memfit.paths import module_label
 from memfit.tradeoff import LOSS
 

@@ -10,15 +10,11 @@ from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import Timeline
-from memfit.plans import Plan
-from memfit.plans.build import build_policy
-from memfit.plans.resolve import resolve_cost
+from memfit.plans import Plan, build_policy, resolve_cost
 from memfit.sharding import ShardOptions
-from memfit.solve import Curve, Problem, SolveOptions
-from memfit.solve.curve import build_curve
+from memfit.solve import Curve, Problem, SolveOptions, build_curve
 from memfit.tradeoff import Policy, Unit
-from memfit.verify import Verification
-from memfit.verify.prediction import capture_for_plan
+from memfit.verify import Verification, capture_for_plan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,17 @@ from dataclasses import dataclass, field
 from memfit.capture import NO_INDEX, Category, Trace
 from memfit.memory import Timeline, module_memory, reserved
 from memfit.paths import alike, folded, module_label, named_differences
-from memfit.plans import Plan, peak_at
-from memfit.plans.mismatch import describe_input, describe_parameter
-from memfit.plans.record import InputRecord, ParameterRecord, TraceRecord
-from memfit.plans.trace_record import build_trace_record, describe_peak
+from memfit.plans import (
+    InputRecord,
+    ParameterRecord,
+    Plan,
+    TraceRecord,
+    build_trace_record,
+    describe_input,
+    describe_parameter,
+    describe_peak,
+    peak_at,
+)
 
 Row = tuple[str, str | None, str | None]
 

@@ -3,9 +3,31 @@
 import memfit.torch_private.version  # noqa: F401  first, so that a torch which does not work is refused with the reason
 
 # isort: split
+from memfit.capture.arguments import GENERATOR, call_of, real_tensor
+from memfit.capture.call_stack import is_container, is_trained
 from memfit.capture.capture import trace
+from memfit.capture.environment import (
+    cheap_collections,
+    is_capturing,
+    neutral_modes,
+    no_garbage_collection,
+    same_attributes,
+)
 from memfit.capture.errors import CaptureError
-from memfit.capture.step import Step, spec
+from memfit.capture.kernels import AllocatorEvent, allocations
+from memfit.capture.optimizers import (
+    Implementation,
+    implementations,
+    implementations_of_step,
+    set_flags,
+    set_implementation,
+    step_with,
+)
+from memfit.capture.random_numbers import held_generators, host_state, with_host_state
+from memfit.capture.random_paths import SEVERAL_PATHS
+from memfit.capture.replacements import patched
+from memfit.capture.rules.base import fills_its_memory
+from memfit.capture.step import Companions, Step, call_model, find_step, spec
 from memfit.capture.trace_file import check_trace, load_trace, save_trace
 from memfit.capture.trace_types import (
     AFTER_STEP,
@@ -21,15 +43,21 @@ from memfit.capture.trace_types import (
     Storage,
     TensorRef,
     Trace,
+    short,
 )
 
 __all__ = [
     "AFTER_STEP",
     "BEFORE_STEP",
+    "GENERATOR",
     "NEVER",
     "NO_INDEX",
+    "SEVERAL_PATHS",
+    "AllocatorEvent",
     "CaptureError",
     "Category",
+    "Companions",
+    "Implementation",
     "Module",
     "ModuleCall",
     "Op",
@@ -39,9 +67,32 @@ __all__ = [
     "Storage",
     "TensorRef",
     "Trace",
+    "allocations",
+    "call_model",
+    "call_of",
+    "cheap_collections",
     "check_trace",
+    "fills_its_memory",
+    "find_step",
+    "held_generators",
+    "host_state",
+    "implementations",
+    "implementations_of_step",
+    "is_capturing",
+    "is_container",
+    "is_trained",
     "load_trace",
+    "neutral_modes",
+    "no_garbage_collection",
+    "patched",
+    "real_tensor",
+    "same_attributes",
     "save_trace",
+    "set_flags",
+    "set_implementation",
+    "short",
     "spec",
+    "step_with",
     "trace",
+    "with_host_state",
 ]

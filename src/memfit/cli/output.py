@@ -23,8 +23,7 @@ from memfit.progress import Progress
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from memfit.analysis.levers import Lever
-    from memfit.analysis.report import Report
+    from memfit.analysis import Lever, Report
 
 
 _WIDTH = 100
@@ -248,10 +247,7 @@ def _written(character: str) -> str:
 
 def write_files(files: FileOptions, report: Report, levers: Sequence[Lever] = ()) -> None:
     """Write what was asked for, and say so; levers are shown on the page and in the Markdown."""
-    from memfit.report.markdown import to_markdown
-    from memfit.report.page import write_page
-    from memfit.report.perfetto import write_perfetto
-    from memfit.report.snapshot import write_snapshot
+    from memfit.report import to_markdown, write_page, write_perfetto, write_snapshot
 
     if files.html is not None:
         with Progress("drawing the page"), for_file("--html"):

@@ -17,12 +17,11 @@ from memfit.errors import InputError
 from memfit.progress import Progress
 
 if TYPE_CHECKING:
-    from memfit.analysis.levers import Lever
-    from memfit.analysis.report import Report
+    from memfit.analysis import Lever, Report
     from memfit.capture import Step, Trace
     from memfit.hardware import Target
     from memfit.plans import Plan
-    from memfit.presets.named_steps import NamedSteps
+    from memfit.presets import NamedSteps
     from memfit.solve import SolveOptions
 
 _TRACE = b"memfit trace"
@@ -126,7 +125,7 @@ def _check_counts(options: StepOptions) -> None:
 @contextmanager
 def asked(of: str = "") -> Iterator[None]:
     """Raise it as a usage error when the step does not exist or cannot be as asked; errors inside the step pass."""
-    from memfit.presets.errors import WrongRequest
+    from memfit.presets import WrongRequest
 
     try:
         yield
@@ -231,9 +230,9 @@ def solve_options(
     """
     from memfit.sharding import ShardOptions
     from memfit.solve import Limits, SolveOptions
-    from memfit.tradeoff import units
+    from memfit.tradeoff import find_units
 
-    found = () if trace is None else units(trace)
+    found = () if trace is None else find_units(trace)
     names = [unit.name for unit in found]
     named = {option: _expanded(option, getattr(options, option), names) for option in ("force", "forbid", "units")}
     for option, given in named.items():
@@ -293,9 +292,9 @@ def _expanded(option: str, given: tuple[str, ...], names: list[str]) -> tuple[st
 
 def find_levers(report: Report, step: Step | Trace, cost: str) -> tuple[Lever, ...]:
     """Return what would lower the step's peak under its plan, or under the smallest budget where nothing fits."""
-    from memfit.analysis.levers import Case, find_levers
+    from memfit.analysis import Case, find_levers
     from memfit.capture import Step
-    from memfit.plans.resolve import resolve_cost
+    from memfit.plans import resolve_cost
 
     budget_bytes = report.target.usable_bytes if report.plan is None else report.plan.budget_bytes
     case = Case(

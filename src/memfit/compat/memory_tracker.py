@@ -23,8 +23,7 @@ from memfit.capture import Category, Phase, Step, Trace, trace
 from memfit.compat.step_capture import StepCapture
 from memfit.errors import InputError
 from memfit.hardware import Device, Target
-from memfit.memory import Timeline
-from memfit.memory.modules import CallMemory, ModuleMemory, Snapshot, module_memory
+from memfit.memory import CallMemory, ModuleMemory, Snapshot, Timeline, module_memory
 
 DeviceSnapshot = dict[torch.device, dict[str, int]]
 

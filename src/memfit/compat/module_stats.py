@@ -15,18 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from memfit.capture import AFTER_STEP, NO_INDEX, Category, Phase, Trace
-from memfit.capture.environment import no_garbage_collection
+from memfit.capture import AFTER_STEP, NO_INDEX, Category, Phase, Trace, no_garbage_collection
 from memfit.compat.graph import ModOrder, ModRuntime, ModStats, ModuleInfo
 from memfit.compat.runtime_estimator import CallOrders
 from memfit.compat.sac import SACTradeOffStats
 from memfit.compat.sac_estimator import SACEstimator
 from memfit.compat.tradeoff_curve import tradeoff_curve
-from memfit.cost import Runtime
-from memfit.cost.runtime import repeats
+from memfit.cost import Runtime, repeats
 from memfit.errors import InputError
 from memfit.memory import CallMemory, ModuleMemory, Snapshot, Timeline, module_memory
-from memfit.tradeoff.units import call_name
+from memfit.tradeoff import call_name
 
 
 @no_garbage_collection()

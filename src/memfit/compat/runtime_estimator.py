@@ -14,8 +14,7 @@ from rich.console import Console
 
 from memfit.capture import NO_INDEX, Phase, Step, Trace, trace
 from memfit.compat.step_capture import TimedStepCapture
-from memfit.cost.benchmark import cost_model
-from memfit.cost.runtime import Cost, Runtime, repeats
+from memfit.cost import Cost, Runtime, cost_model, repeats
 from memfit.errors import InputError
 from memfit.hardware import Device, Target
 

@@ -20,7 +20,7 @@ from memfit.capture import Step, Trace, trace
 from memfit.compat.sac import SACGreedyOrderMeta, SACStats, SACTable, SACTradeOffStats, greedy_order, group_of
 from memfit.compat.step_capture import TimedStepCapture
 from memfit.compat.tradeoff_curve import tradeoff_curve
-from memfit.cost.benchmark import cost_model
+from memfit.cost import cost_model
 from memfit.errors import MissingFeatureError
 from memfit.hardware import Device, Target
 from memfit.tradeoff import Frontiers, Times, build_frontiers, forward_calls

@@ -33,7 +33,7 @@ import numpy as np
 
 from memfit.compat.graph import Graph, is_submodule
 from memfit.errors import InputError
-from memfit.solve.milp import Limits, Milp, Solution, SolverError, Status
+from memfit.solve import Limits, Milp, Solution, SolverError, Status
 from memfit.text import close_names, did_you_mean
 from memfit.units import GiB
 

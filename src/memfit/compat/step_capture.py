@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from memfit.capture import Step
-from memfit.cost.benchmark import MODES
+from memfit.cost import MODES
 from memfit.errors import MissingFeatureError, StateError
 from memfit.hardware import Device, Target
 

@@ -1,6 +1,6 @@
 """Run time: of an op (roofline or benchmark), of a collective, and of a step by module."""
 
-from memfit.cost.benchmark import Benchmark, cost_model
+from memfit.cost.benchmark import BENCHMARK, MODES, ROOFLINE, Benchmark, cost_model
 from memfit.cost.calibration import Calibration, calibrate
 from memfit.cost.collectives import (
     Algorithm,
@@ -10,10 +10,13 @@ from memfit.cost.collectives import (
     Group,
     collective_ms,
 )
-from memfit.cost.roofline import Roofline
-from memfit.cost.runtime import Cost, ModuleTime, Runtime
+from memfit.cost.roofline import Precision, Roofline, item_bytes_of, peak_ms, real_flops
+from memfit.cost.runtime import Cost, ModuleTime, Runtime, repeats
 
 __all__ = [
+    "BENCHMARK",
+    "MODES",
+    "ROOFLINE",
     "Algorithm",
     "Benchmark",
     "Calibration",
@@ -23,9 +26,14 @@ __all__ = [
     "Cost",
     "Group",
     "ModuleTime",
+    "Precision",
     "Roofline",
     "Runtime",
     "calibrate",
     "collective_ms",
     "cost_model",
+    "item_bytes_of",
+    "peak_ms",
+    "real_flops",
+    "repeats",
 ]

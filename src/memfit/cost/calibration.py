@@ -22,9 +22,17 @@ from memfit.cost.roofline import Precision, dtype_of, estimate_work, real_flops
 from memfit.cost.runtime import Times
 from memfit.cost.timing import OpTimer, identity
 from memfit.errors import InputError
-from memfit.hardware import Device, Efficiency, Family, FamilyEfficiency, HostTimes, Rates, load_device
-from memfit.hardware.device import RATE_NAMES
-from memfit.hardware.load import user_device_paths
+from memfit.hardware import (
+    RATE_NAMES,
+    Device,
+    Efficiency,
+    Family,
+    FamilyEfficiency,
+    HostTimes,
+    Rates,
+    load_device,
+    user_device_paths,
+)
 
 _COPY_BYTES = 128 << 20
 _COPIES = 9

@@ -12,8 +12,7 @@ from typing import Literal
 import msgspec
 
 from memfit.errors import InputError
-from memfit.hardware import Device, Link, Target
-from memfit.hardware.schema import Figure, Reader, Source
+from memfit.hardware import Device, Figure, Link, Reader, Source, Target
 
 
 class Collective(str, enum.Enum):

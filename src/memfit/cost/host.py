@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memfit.capture import Phase, Step, Trace, trace
-from memfit.capture.step import call_model
+from memfit.capture import Phase, Step, Trace, call_model, trace
 from memfit.cost.runtime import Times
 from memfit.hardware import Device, HostTimes
 

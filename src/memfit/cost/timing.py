@@ -19,12 +19,11 @@ import msgspec
 import numpy as np
 import torch
 
-from memfit.capture import Op, TensorRef, Trace
-from memfit.capture.arguments import call_of, real_tensor
+from memfit.capture import Op, TensorRef, Trace, call_of, real_tensor
 from memfit.cost.roofline import index_bound, item_bytes_of
 from memfit.cost.runtime import Times
 from memfit.errors import InputError
-from memfit.hardware.device import DeviceType
+from memfit.hardware import DeviceType
 
 try:
     import resource

@@ -2,10 +2,15 @@
 
 from memfit.engines.attachment import unplanned
 from memfit.engines.local import Applied, apply, plan_of_model, remove
-from memfit.engines.loss import chunked_cross_entropy, has_planned_loss, plan_loss
+from memfit.engines.loss import CHUNKS, chunked_cross_entropy, has_planned_loss, plan_loss
+from memfit.engines.recompute import RecomputedCall
+from memfit.engines.tape import Tape
 
 __all__ = [
+    "CHUNKS",
     "Applied",
+    "RecomputedCall",
+    "Tape",
     "apply",
     "chunked_cross_entropy",
     "has_planned_loss",

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from memfit.capture.random_numbers import held_generators
+from memfit.capture import held_generators
 from memfit.torch_private.kernels import ATTENTION_SWITCHES
 from memfit.torch_private.modules import buffer_table, parameter_table
 

@@ -16,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from memfit.capture.call_stack import is_container
-from memfit.capture.optimizers import implementations, set_flags, set_implementation
+from memfit.capture import implementations, is_container, set_flags, set_implementation
 from memfit.engines.attachment import Handler, Outermost, attach, attached, detach
 from memfit.engines.compiled_policy import RunPolicy
 from memfit.engines.loop_watch import LoopWatch, WatchedUnit, user_level
@@ -25,9 +24,17 @@ from memfit.engines.loss import LossRegion
 from memfit.engines.step_position import Calls, Mode, StepPosition, needs_step
 from memfit.engines.unit import PlannedUnit
 from memfit.errors import InputError, PlanDrift, StateError
-from memfit.plans import Checkpoint, DdpPlan, Plan, PlanMismatch, find_model_differences
-from memfit.plans.mismatch import find_optimizer_differences
-from memfit.plans.wrappers import named_modules, unwrap, wrappers_of
+from memfit.plans import (
+    Checkpoint,
+    DdpPlan,
+    Plan,
+    PlanMismatch,
+    find_model_differences,
+    find_optimizer_differences,
+    named_modules,
+    unwrap,
+    wrappers_of,
+)
 from memfit.torch_private.pytree import tree_leaves
 from memfit.units import display_bytes
 

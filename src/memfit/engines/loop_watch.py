@@ -27,9 +27,7 @@ from memfit.engines.attachment import Handler
 from memfit.engines.recompute import is_recomputing
 from memfit.engines.step_position import Mode
 from memfit.errors import PlanDrift
-from memfit.plans import Plan
-from memfit.plans.record import LoopRecord, ModelCallRecord, OutputRecord
-from memfit.plans.wrappers import wrappers_of
+from memfit.plans import LoopRecord, ModelCallRecord, OutputRecord, Plan, wrappers_of
 from memfit.torch_private.autograd import in_backward, top_saved_tensor_hooks
 from memfit.torch_private.frames import frame_above
 from memfit.torch_private.functorch import transform_active

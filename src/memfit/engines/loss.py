@@ -29,8 +29,7 @@ from memfit.engines.recompute import is_recomputing
 from memfit.engines.step_position import Calls, Mode
 from memfit.engines.tape import Tape
 from memfit.errors import InputError
-from memfit.plans import Plan
-from memfit.plans.wrappers import named_modules
+from memfit.plans import Plan, named_modules
 from memfit.torch_private.autograd import in_backward, saved_tensor_hooks_enabled, top_saved_tensor_hooks
 from memfit.torch_private.dispatch import current_dispatch_mode
 from memfit.torch_private.functorch import transform_active

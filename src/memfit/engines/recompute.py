@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from memfit.capture.random_numbers import host_state, with_host_state
+from memfit.capture import host_state, with_host_state
 from memfit.engines.compiled_policy import CompiledPolicy, Gap, OpKey, OpKind, SubmoduleTracker, op_kind
 from memfit.engines.forward_context import Bindings, ForwardContext, generators_of, with_generators
 from memfit.engines.tensors import StridedView, is_strided, plain, strided_view_of

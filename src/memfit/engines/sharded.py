@@ -11,12 +11,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from memfit.errors import InputError
-from memfit.plans import Plan
-from memfit.plans.record import ShardPlan
-from memfit.sharded import Precision, Schedule, UnitOptions, shard
-from memfit.sharded.comm import check_agreement
-from memfit.sharded.fully_shard import get_runtime
-from memfit.sharded.mesh import device_of, make_comms, resolve_mesh
+from memfit.plans import Plan, ShardPlan
+from memfit.sharded import (
+    Precision,
+    Schedule,
+    UnitOptions,
+    check_agreement,
+    device_of,
+    get_runtime,
+    make_comms,
+    resolve_mesh,
+    shard,
+)
 
 
 def check_ranks(plan: Plan, mesh: DeviceMesh | None) -> None:

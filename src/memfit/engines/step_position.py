@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.capture.call_stack import is_trained
-from memfit.capture.environment import is_capturing
+from memfit.capture import is_capturing, is_trained
 from memfit.engines.compiled_policy import RunPolicy
 from memfit.paths import module_label
 from memfit.plans import Checkpoint, Plan

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from memfit.plans.wrappers import is_fully_sharded
+from memfit.plans import is_fully_sharded
 from memfit.torch_private.dispatch import schema_of
 from memfit.torch_private.storages import storage_key
 from memfit.torch_private.wrappers import fully_shard_parameters
-from memfit.tradeoff.columns import UPDATES
+from memfit.tradeoff import UPDATES
 
 
 class StridedView(NamedTuple):

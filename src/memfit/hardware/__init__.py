@@ -1,23 +1,30 @@
 """Devices and links as data with source and date, and the Target made of them."""
 
-from memfit.hardware.device import AllocatorRules, Device, Link, Provenance, Rates
+from memfit.hardware.device import RATE_NAMES, AllocatorRules, Device, DeviceType, Link, Provenance, Rates
 from memfit.hardware.efficiency import Efficiency, Family, FamilyEfficiency, HostTimes
-from memfit.hardware.load import list_devices, list_links, load_device, load_link
+from memfit.hardware.load import list_devices, list_links, load_device, load_link, user_device_paths
+from memfit.hardware.schema import Figure, Reader, Source
 from memfit.hardware.target import Target
 
 __all__ = [
+    "RATE_NAMES",
     "AllocatorRules",
     "Device",
+    "DeviceType",
     "Efficiency",
     "Family",
     "FamilyEfficiency",
+    "Figure",
     "HostTimes",
     "Link",
     "Provenance",
     "Rates",
+    "Reader",
+    "Source",
     "Target",
     "list_devices",
     "list_links",
     "load_device",
     "load_link",
+    "user_device_paths",
 ]

@@ -13,19 +13,28 @@ from memfit.memory.allocations import (
     Unit,
     round_up,
 )
+from memfit.memory.allocator import FREE, BlockSnapshot, BlockState, CachingAllocator, SegmentSnapshot
+from memfit.memory.blocks import Block, BlockPool, ExpandableSegment
 from memfit.memory.measurement import Measurement, measured
 from memfit.memory.modules import CallMemory, ModuleMemory, Snapshot, call_memory, module_memory
-from memfit.memory.steady_state import Reserved, allocator_config, events, reserved
+from memfit.memory.steady_state import ProcessEvents, Reserved, Row, allocator_config, events, reserved
 from memfit.memory.summary import Fit, MemorySummary, OpLocation, Overhead, StorageAtPeak, summarize
 from memfit.memory.timeline import Allocation, PhaseSpan, Timeline
 
 __all__ = [
     "BETWEEN",
     "CATEGORIES",
+    "FREE",
     "Allocation",
     "AllocationTable",
+    "Block",
+    "BlockPool",
+    "BlockSnapshot",
+    "BlockState",
     "Bytes",
+    "CachingAllocator",
     "CallMemory",
+    "ExpandableSegment",
     "Fit",
     "Flags",
     "Interval",
@@ -36,8 +45,11 @@ __all__ = [
     "OpLocation",
     "Overhead",
     "PhaseSpan",
+    "ProcessEvents",
     "Recompute",
     "Reserved",
+    "Row",
+    "SegmentSnapshot",
     "Snapshot",
     "StorageAtPeak",
     "Stream",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from memfit.capture.kernels import AllocatorEvent, allocations
+from memfit.capture import AllocatorEvent, allocations
 
 
 @dataclass(slots=True)

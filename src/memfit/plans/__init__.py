@@ -1,44 +1,88 @@
 """The plan document: decisions for one step, what they are predicted to do, and the step that they are for."""
 
-from memfit.plans.build import build_plan
+from memfit.plans.allocator import EXPANDABLE, Reservation, Room, reservation_under, with_room
+from memfit.plans.build import build_plan, build_policy
 from memfit.plans.document import Plan, load
-from memfit.plans.mismatch import PlanMismatch, find_model_differences
-from memfit.plans.planning import curve, plan
+from memfit.plans.mismatch import (
+    PlanMismatch,
+    describe_input,
+    describe_parameter,
+    find_model_differences,
+    find_optimizer_differences,
+)
+from memfit.plans.planning import curve, plan, plan_problem
 from memfit.plans.record import (
     Blocker,
     Checkpoint,
     DdpPlan,
     Estimate,
+    InputRecord,
+    LoopRecord,
+    ModelCallRecord,
+    OutputRecord,
+    ParameterRecord,
     PeakAt,
     Prediction,
     ShardedUnit,
     ShardPlan,
+    TraceRecord,
     UnitOp,
 )
-from memfit.plans.search_result import Search, SearchInterrupted, SearchPoint
+from memfit.plans.resolve import Inputs, Model, StepInputs, check_nothing_beside, resolve_cost, resolve_options
+from memfit.plans.search_result import Over, Search, SearchInterrupted, SearchPoint
 from memfit.plans.searching import search
-from memfit.plans.trace_record import peak_at
+from memfit.plans.trace_record import build_trace_record, describe_peak, peak_at
+from memfit.plans.wrappers import is_fully_sharded, named_modules, unwrap, wrappers_of
 
 __all__ = [
+    "EXPANDABLE",
     "Blocker",
     "Checkpoint",
     "DdpPlan",
     "Estimate",
+    "InputRecord",
+    "Inputs",
+    "LoopRecord",
+    "Model",
+    "ModelCallRecord",
+    "OutputRecord",
+    "Over",
+    "ParameterRecord",
     "PeakAt",
     "Plan",
     "PlanMismatch",
     "Prediction",
+    "Reservation",
+    "Room",
     "Search",
     "SearchInterrupted",
     "SearchPoint",
     "ShardPlan",
     "ShardedUnit",
+    "StepInputs",
+    "TraceRecord",
     "UnitOp",
     "build_plan",
+    "build_policy",
+    "build_trace_record",
+    "check_nothing_beside",
     "curve",
+    "describe_input",
+    "describe_parameter",
+    "describe_peak",
     "find_model_differences",
+    "find_optimizer_differences",
+    "is_fully_sharded",
     "load",
+    "named_modules",
     "peak_at",
     "plan",
+    "plan_problem",
+    "reservation_under",
+    "resolve_cost",
+    "resolve_options",
     "search",
+    "unwrap",
+    "with_room",
+    "wrappers_of",
 ]

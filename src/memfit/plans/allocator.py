@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from memfit.hardware import Device
-from memfit.memory import reserved
-from memfit.memory.timeline import Timeline
+from memfit.memory import Timeline, reserved
 from memfit.solve import Incumbent, Problem, Solved, minimum_budget_bytes, solve
 from memfit.units import display_bytes
 

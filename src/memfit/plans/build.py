@@ -8,8 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from memfit._version import __version__
-from memfit.capture import NO_INDEX, ModuleCall, Phase, Trace
-from memfit.capture.optimizers import Implementation
+from memfit.capture import NO_INDEX, Implementation, ModuleCall, Phase, Trace
 from memfit.hardware import Target
 from memfit.plans.document import Plan
 from memfit.plans.record import (

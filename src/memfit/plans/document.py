@@ -14,10 +14,8 @@ from rich.console import RenderableType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from memfit.capture import Step, Trace
+from memfit.capture import Implementation, Step, Trace, find_step, step_with
 from memfit.capture import trace as capture
-from memfit.capture.optimizers import Implementation, step_with
-from memfit.capture.step import find_step
 from memfit.errors import InputError
 from memfit.files import write_whole
 from memfit.plans.mismatch import PlanMismatch, find_differences
@@ -165,7 +163,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return verify(self, step, steps, memory_tolerance=memory_tolerance, time_tolerance=time_tolerance)
 
     def __rich__(self) -> RenderableType:
-        from memfit.report.plan_display import plan_report
+        from memfit.report import plan_report
 
         return plan_report(self)
 

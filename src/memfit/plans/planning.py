@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from memfit.capture import Step, trace
-from memfit.capture.optimizers import Implementation, implementations_of_step, step_with
+from memfit.capture import Implementation, Step, implementations_of_step, step_with, trace
 from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
 from memfit.memory import Timeline, reserved
@@ -25,11 +24,11 @@ from memfit.solve import (
     Solved,
     Status,
     build_curve,
+    check_points,
     choose_nothing,
     find_blocker,
     solve,
 )
-from memfit.solve.curve import check_points
 from memfit.units import display_bytes, display_ms
 
 if TYPE_CHECKING:

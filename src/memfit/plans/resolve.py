@@ -11,10 +11,8 @@ from typing import Any, TypedDict
 import torch
 from torch import nn
 
-from memfit.capture import Step, Trace, trace
-from memfit.capture.step import find_step
-from memfit.cost import Cost, Roofline, Runtime
-from memfit.cost.benchmark import BENCHMARK, ROOFLINE, cost_model
+from memfit.capture import Step, Trace, find_step, trace
+from memfit.cost import BENCHMARK, ROOFLINE, Cost, Roofline, Runtime, cost_model
 from memfit.errors import InputError
 from memfit.hardware import Device, Target, list_devices
 from memfit.plans.document import Plan

@@ -132,7 +132,7 @@ class Search:
         return json_text(msgspec.to_builtins(self.to_dict()))
 
     def __rich__(self) -> RenderableType:
-        from memfit.report.search_display import search_report
+        from memfit.report import search_report
 
         return search_report(self)
 

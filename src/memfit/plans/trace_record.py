@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Phase, TensorRef, Trace
-from memfit.capture.trace_types import short
+from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Phase, TensorRef, Trace, short
 from memfit.paths import module_label
 from memfit.plans.record import (
     InputRecord,
@@ -15,7 +14,7 @@ from memfit.plans.record import (
     TensorRecord,
     TraceRecord,
 )
-from memfit.solve.micro_batches import count_micro_batches
+from memfit.solve import count_micro_batches
 
 
 def build_trace_record(trace: Trace) -> TraceRecord:

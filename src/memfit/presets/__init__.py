@@ -1,11 +1,15 @@
 """Steps by name: built-in models of well-known shapes, configurations of transformers, functions of the user's own."""
 
-from memfit.presets.named_steps import named_step_at, named_steps_at, step_at
+from memfit.presets.errors import NotTaken, WrongRequest
+from memfit.presets.named_steps import NamedSteps, named_step_at, named_steps_at, step_at
 from memfit.presets.shapes import NamedStep, Shape, list_shapes, load_shape, shape_step
 
 __all__ = [
     "NamedStep",
+    "NamedSteps",
+    "NotTaken",
     "Shape",
+    "WrongRequest",
     "list_shapes",
     "load_shape",
     "named_step_at",

@@ -2,6 +2,6 @@
 
 from memfit.recovery.drift import Drift, PlanDrift
 from memfit.recovery.explanation import Explanation, OutOfMemory
-from memfit.recovery.guard import Guard, guard
+from memfit.recovery.guarding import Guard, guard
 
 __all__ = ["Drift", "Explanation", "Guard", "OutOfMemory", "PlanDrift", "guard"]

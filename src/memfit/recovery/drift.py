@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memfit.errors import PlanDrift as PlanDrift
-from memfit.plans.record import InputRecord
+from memfit.plans import InputRecord
 from memfit.torch_private.pytree import tree_leaves
 from memfit.units import display_bytes
 

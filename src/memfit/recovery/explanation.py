@@ -18,7 +18,7 @@ from memfit.plans import Plan
 from memfit.recovery.meter import Limit
 from memfit.torch_private.storages import storage_key
 from memfit.units import display_bytes
-from memfit.verify.faults import FailedAt
+from memfit.verify import FailedAt
 
 REST = "activations and temporaries"
 _SHOWN = 5

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from memfit.units import display_bytes
-from memfit.verify.measure import mapped_bytes
+from memfit.verify import mapped_bytes
 
 NOISE_BYTES = 64 << 20
 """Growth of the process that may be anything: buffers of libraries, Python's own memory."""

@@ -19,10 +19,8 @@ from memfit.memory import Timeline
 from memfit.plans import Plan
 from memfit.plans import plan as make_plan
 from memfit.solve import SolveOptions
-from memfit.tradeoff import LOSS, units
-from memfit.verify.faults import is_out_of_memory
-from memfit.verify.prediction import replay_plan, without_state
-from memfit.verify.resolve import resolve_step
+from memfit.tradeoff import LOSS, find_units
+from memfit.verify import is_out_of_memory, replay_plan, resolve_step, without_state
 
 LOWER = 0.1
 """The part of what did not fit by which the next budget is lower."""
@@ -137,7 +135,7 @@ def _loss_is_outside(trace: Trace) -> bool:
     outermost = [call for call in trace.calls if call.parent == NO_INDEX]
     return any(
         unit.kind == "loss" and not any(call.begin <= unit.begin and unit.end <= call.end for call in outermost)
-        for unit in units(trace)
+        for unit in find_units(trace)
     )
 
 

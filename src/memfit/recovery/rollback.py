@@ -29,7 +29,7 @@ from torch import nn
 from memfit.engines import plan_of_model
 from memfit.torch_private.autograd import version_of
 from memfit.torch_private.modules import buffer_table
-from memfit.verify.state import generators, set_generators
+from memfit.verify import generators, set_generators
 
 _COUNTED_FUSED = (torch.optim.Adam, torch.optim.AdamW)
 """Fused kernels raise no counter of parameters; these raise that of the state's step before they run, which tells that

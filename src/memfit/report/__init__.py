@@ -1,20 +1,35 @@
 """What people see: terminal tables, the page and, from the same results, files."""
 
+from memfit.report.comparison_display import comparison_report
+from memfit.report.curve_display import curve_report, describe_curve
+from memfit.report.explain_display import explanation_report, levers_in_short
 from memfit.report.json_document import to_json
 from memfit.report.markdown import to_markdown
 from memfit.report.memory_display import memory_report, print_memory
 from memfit.report.page.writing import write_page
 from memfit.report.perfetto import write_perfetto
+from memfit.report.plan_display import plan_report
+from memfit.report.search_display import display_rate, search_report
 from memfit.report.snapshot import write_snapshot
 from memfit.report.time_display import print_time, time_report
+from memfit.report.verify_display import verification_report
 
 __all__ = [
+    "comparison_report",
+    "curve_report",
+    "describe_curve",
+    "display_rate",
+    "explanation_report",
+    "levers_in_short",
     "memory_report",
+    "plan_report",
     "print_memory",
     "print_time",
+    "search_report",
     "time_report",
     "to_json",
     "to_markdown",
+    "verification_report",
     "write_page",
     "write_perfetto",
     "write_snapshot",

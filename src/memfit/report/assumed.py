@@ -7,13 +7,11 @@ from typing import Any
 import numpy as np
 
 from memfit._version import __version__
-from memfit.analysis.report import Report
+from memfit.analysis import Report
 from memfit.capture import Phase
 from memfit.cost import Roofline
-from memfit.hardware import Device
-from memfit.hardware.device import Link
-from memfit.hardware.efficiency import Family
-from memfit.plans.trace_record import build_trace_record
+from memfit.hardware import Device, Family, Link
+from memfit.plans import build_trace_record
 from memfit.units import display_bytes, display_ms
 
 

@@ -9,12 +9,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memfit.capture.trace_types import short
+from memfit.capture import short
 from memfit.text import caption_more, number_table
 from memfit.units import display_bytes, display_ms
 
 if TYPE_CHECKING:
-    from memfit.analysis.comparison import Comparison
+    from memfit.analysis import Comparison
 
 _ROWS = 12
 _NOTHING = "-"

@@ -7,12 +7,12 @@ import math
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memfit.solve.curve import Curve, CurvePoint
+from memfit.solve import Curve, CurvePoint
 from memfit.text import number_table
 from memfit.units import GiB, MiB, display_bytes, display_ms
 
 
-def headline(curve: Curve) -> str:
+def describe_curve(curve: Curve) -> str:
     """Return the curve in one line."""
     least = curve.points[0]
     begin, end = display_bytes(least.budget_bytes), display_bytes(curve.baseline_bytes)
@@ -40,7 +40,7 @@ def curve_report(curve: Curve) -> Group:
             *(() if proven else (f"{point.gap:.2%}" if point.gap else "",)),
         ]
         table.add_row(*cells)
-    parts: list[RenderableType] = [Text(headline(curve)), Text(), table, Text()]
+    parts: list[RenderableType] = [Text(describe_curve(curve)), Text(), table, Text()]
     parts.append(Text("slower by: than without a limit; saves: of a step, on the way to the next row", "dim"))
     if not proven:
         parts.append(Text("gap: the part of the added time that a better plan could save, at most", "dim"))

@@ -6,14 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from memfit.analysis.checkpointing import find_forced_ops
-from memfit.analysis.report import Report
-from memfit.capture.trace_types import short
+from memfit.analysis import Report, find_forced_ops
+from memfit.capture import short
 from memfit.paths import alike, folded, module_label
-from memfit.plans import Plan
-from memfit.plans.record import Checkpoint, UnitOp
+from memfit.plans import Checkpoint, Plan, UnitOp
 from memfit.report.plan_display import same_policy, units_label
-from memfit.solve.program import Candidate
+from memfit.solve import Candidate
 from memfit.units import display_bytes, display_ms
 
 _OPS = 4

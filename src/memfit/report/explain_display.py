@@ -10,10 +10,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memfit.analysis.explanation import Checkpointing, HeldStorage, ModuleAtPeak, StepExplanation, StillHeld
-from memfit.analysis.levers import Lever, describe_shortfall
-from memfit.capture import Category
-from memfit.capture.trace_types import short
+from memfit.analysis import (
+    Checkpointing,
+    HeldStorage,
+    Lever,
+    ModuleAtPeak,
+    StepExplanation,
+    StillHeld,
+    describe_shortfall,
+)
+from memfit.capture import Category, short
 from memfit.paths import alike, folded, module_label
 from memfit.plans import Plan
 from memfit.text import caption_more, counted, number_table

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from memfit.analysis.report import Report
+from memfit.analysis import Report
 from memfit.errors import InputError
 from memfit.hardware import load_device
 from memfit.paths import alike, folded, module_label
-from memfit.plans import Plan
-from memfit.plans.trace_record import describe_peak
+from memfit.plans import Plan, describe_peak
 from memfit.text import counted
 from memfit.units import display_bytes, display_ms
 

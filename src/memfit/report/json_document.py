@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 
 from memfit._version import __version__
-from memfit.analysis.report import Report
+from memfit.analysis import Report
 from memfit.memory import CATEGORIES, Timeline
 from memfit.paths import MODEL_LABEL
-from memfit.plans.trace_record import build_trace_record
+from memfit.plans import build_trace_record
 from memfit.report.assumed import list_assumptions
 from memfit.report.streams import build_clock
 from memfit.report.tree import Strings, module_tree

@@ -10,21 +10,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from memfit.analysis.comparison import reserves_more
-from memfit.analysis.levers import Lever, describe_shortfall
-from memfit.analysis.report import Report
+from memfit.analysis import Lever, Report, describe_shortfall, reserves_more
 from memfit.capture import Category
-from memfit.plans import Plan
-from memfit.plans.record import Blocker, Estimate
-from memfit.plans.trace_record import describe_peak
+from memfit.plans import Blocker, Estimate, Plan, describe_peak
 from memfit.report.assumed import list_assumptions
-from memfit.report.curve_display import headline as curve_headline
+from memfit.report.curve_display import describe_curve
 from memfit.report.decisions import list_decisions
 from memfit.report.headline import headline, without_plan_of
 from memfit.text import counted
 from memfit.units import display_bytes, display_ms
-from memfit.verify import Verification
-from memfit.verify.verification import BytesCheck, MsCheck
+from memfit.verify import BytesCheck, MsCheck, Verification
 
 _ROWS = 12
 _MEANING = re.compile(r"([\\`*_\[\]|~#@!])")
@@ -41,7 +36,7 @@ def to_markdown(report: Report, levers: Sequence[Lever] = ()) -> str:
         *_highest(report),
     ]
     if report.curve is not None:
-        parts.append(f"**Trade-off:** {_prose(curve_headline(report.curve))}.")
+        parts.append(f"**Trade-off:** {_prose(describe_curve(report.curve))}.")
     if report.verification is not None:
         parts += _verified(report.verification)
     parts += [*_decisions(report), *_levers(report, levers), *_assumed(report)]

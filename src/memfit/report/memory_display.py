@@ -10,7 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from memfit.capture.trace_types import short
+from memfit.capture import short
 from memfit.memory import Fit, MemorySummary, ModuleMemory, OpLocation
 from memfit.paths import alike, module_label
 from memfit.text import caption_more, number_table

@@ -17,9 +17,8 @@ import msgspec
 import numpy as np
 
 from memfit._version import __version__
-from memfit.analysis.report import Report
-from memfit.capture import NO_INDEX, Op, Phase, Trace
-from memfit.capture.trace_types import short
+from memfit.analysis import Report
+from memfit.capture import NO_INDEX, Op, Phase, Trace, short
 from memfit.cost import Collective
 from memfit.files import write_whole
 from memfit.memory import BETWEEN, CATEGORIES, Timeline

@@ -9,12 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memfit.capture import Category
-from memfit.capture.trace_types import short
+from memfit.capture import Category, short
 from memfit.paths import alike, folded, module_label, ranges
-from memfit.plans.document import Plan
-from memfit.plans.record import Blocker, Checkpoint, DdpPlan, Estimate, ShardPlan
-from memfit.plans.trace_record import describe_peak
+from memfit.plans import Blocker, Checkpoint, DdpPlan, Estimate, Plan, ShardPlan, describe_peak
 from memfit.report.headline import STEP_WAYS, Tone, changes_nothing, verdict_of, without_plan
 from memfit.text import counted, number_table
 from memfit.units import display_bytes, display_ms

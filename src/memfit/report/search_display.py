@@ -8,8 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memfit.plans.allocator import EXPANDABLE
-from memfit.plans.search_result import Over, Search, SearchPoint
+from memfit.plans import EXPANDABLE, Over, Search, SearchPoint
 from memfit.text import number_table
 from memfit.units import display_bytes, display_ms
 

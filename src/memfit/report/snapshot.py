@@ -18,15 +18,27 @@ from pathlib import Path
 from typing import Any
 
 from memfit._version import __version__
-from memfit.analysis.report import Report
-from memfit.capture import BEFORE_STEP, NO_INDEX, Category
-from memfit.capture.trace_types import short
+from memfit.analysis import Report
+from memfit.capture import BEFORE_STEP, NO_INDEX, Category, short
 from memfit.files import write_whole
 from memfit.hardware import Device
-from memfit.memory import BETWEEN, Allocation, AllocationTable, Timeline, allocator_config
-from memfit.memory.allocator import FREE, BlockSnapshot, BlockState, CachingAllocator, SegmentSnapshot
-from memfit.memory.blocks import Block, BlockPool, ExpandableSegment
-from memfit.memory.steady_state import ProcessEvents, Row
+from memfit.memory import (
+    BETWEEN,
+    FREE,
+    Allocation,
+    AllocationTable,
+    Block,
+    BlockPool,
+    BlockSnapshot,
+    BlockState,
+    CachingAllocator,
+    ExpandableSegment,
+    ProcessEvents,
+    Row,
+    SegmentSnapshot,
+    Timeline,
+    allocator_config,
+)
 from memfit.paths import MODEL_LABEL, module_label
 
 _PROTOCOL = 4

@@ -21,11 +21,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.report import Report
+from memfit.analysis import Report
 from memfit.cost import CollectiveModel
 from memfit.memory import Timeline
-from memfit.sharding import Sharding
-from memfit.sharding.shard import Transfer
+from memfit.sharding import Sharding, Transfer
 
 Ms = npt.NDArray[np.float64]
 Ns = npt.NDArray[np.int64]

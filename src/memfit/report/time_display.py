@@ -9,8 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memfit.cost import Runtime
-from memfit.cost.roofline import Precision, peak_ms, real_flops
+from memfit.cost import Precision, Runtime, peak_ms, real_flops
 from memfit.paths import alike, module_label
 from memfit.text import number_table
 from memfit.tradeoff import Frontiers

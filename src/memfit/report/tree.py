@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from memfit.analysis.holders import allocation_bytes
-from memfit.analysis.report import Report
+from memfit.analysis import Report, allocation_bytes
 from memfit.capture import BEFORE_STEP, NO_INDEX, Category, Op, Phase, Trace
 from memfit.memory import BETWEEN, CATEGORIES, Timeline
 from memfit.paths import module_label

@@ -12,7 +12,7 @@ from rich.text import Text
 from memfit.paths import alike, folded, module_label
 from memfit.text import caption_more, number_table
 from memfit.units import display_bytes, display_ms
-from memfit.verify.verification import BytesCheck, MsCheck, Verification
+from memfit.verify import BytesCheck, MsCheck, Verification
 
 _ROWS = 8
 

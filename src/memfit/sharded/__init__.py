@@ -4,10 +4,11 @@ import memfit.torch_private.version  # noqa: F401  first, so that a torch which 
 
 # isort: split
 from memfit.sharded.checkpoint import Loaded, load, save, saves
-from memfit.sharded.comm import CollectiveError, OrderError, RankMismatch
+from memfit.sharded.comm import CollectiveError, OrderError, RankMismatch, check_agreement
 from memfit.sharded.full_parameters import full_parameters
-from memfit.sharded.fully_shard import no_sync, shard
+from memfit.sharded.fully_shard import get_runtime, no_sync, shard
 from memfit.sharded.gradient_scaling import ShardedGradScaler, clip_grad_norm_, finite_gradients
+from memfit.sharded.mesh import device_of, make_comms, resolve_mesh
 from memfit.sharded.optimizer_state import plain_optimizer_state
 from memfit.sharded.options import Precision, Reduction, Schedule, UnitOptions
 from memfit.sharded.rank_coordinator import RankError
@@ -26,14 +27,19 @@ __all__ = [
     "ShardedGradScaler",
     "ShardedValue",
     "UnitOptions",
+    "check_agreement",
     "clip_grad_norm_",
+    "device_of",
     "finite_gradients",
     "full_parameters",
     "full_state_dict",
+    "get_runtime",
     "load",
     "load_state_dict",
+    "make_comms",
     "no_sync",
     "plain_optimizer_state",
+    "resolve_mesh",
     "save",
     "saves",
     "shard",

@@ -13,7 +13,7 @@ from torch import nn
 from memfit.errors import StateError
 from memfit.sharded.comm import ShardComm, Transfer
 from memfit.sharded.mesh import Streams
-from memfit.sharding.flat_layout import FlatLayout, Part
+from memfit.sharding import FlatLayout, Part
 from memfit.torch_private.autograd import set_version_counters, version_of
 from memfit.torch_private.modules import parameter_table
 

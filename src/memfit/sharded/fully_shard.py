@@ -26,7 +26,7 @@ from memfit.sharded.runtime import Runtime
 from memfit.sharded.sharded_value import attach_state
 from memfit.sharded.unit import Run, Unit
 from memfit.sharded.wrap_policy import FoundUnit, Units, find_units
-from memfit.sharding.flat_layout import group_alike
+from memfit.sharding import group_alike
 from memfit.torch_private.compiler import disable_dynamo
 from memfit.torch_private.modules import forward_hooks
 from memfit.torch_private.wrappers import has_compiled_parts

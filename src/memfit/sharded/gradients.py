@@ -24,7 +24,7 @@ from memfit.sharded.comm import ShardComm, SumTransfer, Transfer, join_parts
 from memfit.sharded.flat_param import FlatShard
 from memfit.sharded.mesh import Streams
 from memfit.sharded.options import Precision, Reduction
-from memfit.sharding.flat_layout import PartTable, Slot
+from memfit.sharding import PartTable, Slot
 from memfit.torch_private.autograd import post_accumulate_hooks
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from memfit.errors import InputError
-from memfit.sharding.flat_schedule import Schedule, UnitOptions
+from memfit.sharding import Schedule, UnitOptions
 
 __all__ = ["GradientHook", "Precision", "Reduction", "Schedule", "UnitOptions"]
 

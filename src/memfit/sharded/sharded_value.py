@@ -19,7 +19,7 @@ from memfit.sharded.comm import ShardComm
 from memfit.sharded.flat_param import Box, FlatShard, split_into_boxes
 from memfit.sharded.runtime import Runtime
 from memfit.sharded.unit import State, Unit
-from memfit.sharding.flat_layout import FlatLayout, Slot
+from memfit.sharding import FlatLayout, Slot
 from memfit.torch_private.dispatch import disabled_torch_function
 from memfit.torch_private.storages import make_wrapper_subclass
 

@@ -1,5 +1,26 @@
 """What sharding adds to a step: units, schedule, bytes, streams and times of FSDP2 and DDP on several ranks."""
 
-from memfit.sharding.shard import Sharding, ShardOptions, ShardUnit, repeated_blocks, shard
+from memfit.sharding.flat_layout import FlatLayout, Part, PartTable, Slot, group_alike
+from memfit.sharding.flat_schedule import Schedule, UnitOptions
+from memfit.sharding.options import ShardDtypes, shard_bytes
+from memfit.sharding.schedule import copies_ms
+from memfit.sharding.sharded_step import Sharding, ShardOptions, ShardUnit, Transfer, repeated_blocks, shard
 
-__all__ = ["ShardOptions", "ShardUnit", "Sharding", "repeated_blocks", "shard"]
+__all__ = [
+    "FlatLayout",
+    "Part",
+    "PartTable",
+    "Schedule",
+    "ShardDtypes",
+    "ShardOptions",
+    "ShardUnit",
+    "Sharding",
+    "Slot",
+    "Transfer",
+    "UnitOptions",
+    "copies_ms",
+    "group_alike",
+    "repeated_blocks",
+    "shard",
+    "shard_bytes",
+]

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from memfit.capture import NEVER, Category, Trace
 from memfit.cost import Collective, Runtime
 from memfit.errors import InputError
-from memfit.hardware import Device, Target
-from memfit.hardware.efficiency import Family
+from memfit.hardware import Device, Family, Target
 from memfit.memory import Stream, Timeline
 from memfit.sharding.allocations import Levels
 from memfit.sharding.gradients import WholeGradient, whole_gradients

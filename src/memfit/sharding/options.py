@@ -10,11 +10,9 @@ import numpy as np
 import torch
 
 from memfit.capture import Parameter, Phase, Trace
-from memfit.cost import Runtime
-from memfit.cost.roofline import item_bytes_of
+from memfit.cost import Runtime, item_bytes_of
 from memfit.errors import InputError
-from memfit.hardware import Device
-from memfit.hardware.efficiency import Family
+from memfit.hardware import Device, Family
 
 Parallel = Literal["fsdp", "ddp"]
 FIRST_BUCKET_BYTES = 1 << 20

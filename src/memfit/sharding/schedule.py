@@ -17,8 +17,7 @@ from typing import ClassVar, NamedTuple
 
 from memfit.capture import AFTER_STEP, NEVER, Category
 from memfit.cost import Collective, CollectiveModel, Runtime
-from memfit.hardware import Device, Target
-from memfit.hardware.efficiency import Family
+from memfit.hardware import Device, Family, Target
 from memfit.memory import Stream
 from memfit.sharding.gradients import WholeGradient
 from memfit.sharding.units import Pass, ShardCall

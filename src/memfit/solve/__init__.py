@@ -1,8 +1,10 @@
 """The fastest plan under a memory budget, proven: which units to checkpoint, and how."""
 
 from memfit.solve.blocker import BlockingPeak, find_blocker
-from memfit.solve.curve import Curve, CurvePoint, build_curve
-from memfit.solve.milp import Incumbent, Limits, SolverError, Status
+from memfit.solve.curve import Curve, CurvePoint, build_curve, check_points
+from memfit.solve.micro_batches import count_micro_batches
+from memfit.solve.milp import Incumbent, Limits, Milp, Solution, SolverError, Status
+from memfit.solve.min_budget import MinBudget
 from memfit.solve.options import SolveOptions
 from memfit.solve.program import Candidate, Choice, Program
 from memfit.solve.solution import Problem, Solved, choose_nothing, minimum_budget_bytes, replay, solve
@@ -15,14 +17,19 @@ __all__ = [
     "CurvePoint",
     "Incumbent",
     "Limits",
+    "Milp",
+    "MinBudget",
     "Problem",
     "Program",
+    "Solution",
     "SolveOptions",
     "Solved",
     "SolverError",
     "Status",
     "build_curve",
+    "check_points",
     "choose_nothing",
+    "count_micro_batches",
     "find_blocker",
     "minimum_budget_bytes",
     "replay",

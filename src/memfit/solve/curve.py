@@ -54,7 +54,7 @@ class Curve:
         return next(point for point in reversed(self.points) if point.budget_bytes <= budget_bytes).price_ms_per_gib
 
     def __rich__(self) -> RenderableType:
-        from memfit.report.curve_display import curve_report
+        from memfit.report import curve_report
 
         return curve_report(self)
 
@@ -62,9 +62,9 @@ class Curve:
         return render_text(self.__rich__())
 
     def __repr__(self) -> str:
-        from memfit.report.curve_display import headline
+        from memfit.report import describe_curve
 
-        return f"Curve({headline(self)}; points: {len(self.points)})"
+        return f"Curve({describe_curve(self)}; points: {len(self.points)})"
 
 
 def check_points(points: object) -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from memfit.errors import InputError
 from memfit.paths import MODEL_LABEL, around, module_label
-from memfit.sharding.shard import ShardOptions
+from memfit.sharding import ShardOptions
 from memfit.solve.milp import Limits
 from memfit.text import close_names, did_you_mean
 from memfit.tradeoff import Unit

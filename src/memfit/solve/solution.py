@@ -10,21 +10,19 @@ from functools import cached_property
 
 import numpy as np
 
-from memfit.capture import NO_INDEX, Trace
-from memfit.capture.environment import no_garbage_collection
+from memfit.capture import NO_INDEX, Trace, no_garbage_collection
 from memfit.cost import Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import Bytes, Interval, Timeline
-from memfit.sharding.shard import Sharding, shard
+from memfit.sharding import Sharding, shard
 from memfit.solve.micro_batches import find_micro_batches
 from memfit.solve.milp import Incumbent, Limits, Status, relative_gap
 from memfit.solve.min_budget import MinBudget, min_budget
 from memfit.solve.options import SolveOptions
 from memfit.solve.program import Candidate, Choice, MicroBatches, Program, build_candidates
 from memfit.solve.search import SAME_MS, SearchResult, infeasible, search
-from memfit.tradeoff import Policy, TraceColumns, Unit, build_frontiers, build_recompute
-from memfit.tradeoff.frontier import Frontiers
+from memfit.tradeoff import Frontiers, Policy, TraceColumns, Unit, build_frontiers, build_recompute
 
 _TIGHTENINGS = 8
 

@@ -5,7 +5,7 @@ from memfit.tradeoff.columns import PICOSECONDS, UPDATES, Times, TraceColumns
 from memfit.tradeoff.frontier import Frontier, Frontiers, build_frontier, build_frontiers
 from memfit.tradeoff.pareto import lower_hull
 from memfit.tradeoff.policy import Policy, Role, UnitColumns, build_recompute, lost_inputs
-from memfit.tradeoff.units import LOSS, forward_calls, units
+from memfit.tradeoff.units import LOSS, call_name, find_units, forward_calls
 
 __all__ = [
     "LOSS",
@@ -22,8 +22,9 @@ __all__ = [
     "build_frontier",
     "build_frontiers",
     "build_recompute",
+    "call_name",
+    "find_units",
     "forward_calls",
     "lost_inputs",
     "lower_hull",
-    "units",
 ]

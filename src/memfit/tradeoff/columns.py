@@ -14,8 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from memfit.capture import NO_INDEX, Op, Trace
-from memfit.capture.arguments import GENERATOR
+from memfit.capture import GENERATOR, NO_INDEX, Op, Trace
 from memfit.errors import InputError
 from memfit.memory import Flags, Ints, round_up
 from memfit.tradeoff.units import FORWARD

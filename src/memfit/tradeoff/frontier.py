@@ -8,13 +8,12 @@ from functools import cached_property
 
 import numpy as np
 
-from memfit.capture import Trace
-from memfit.capture.environment import no_garbage_collection
+from memfit.capture import Trace, no_garbage_collection
 from memfit.errors import InputError
 from memfit.tradeoff.columns import Times, TraceColumns
 from memfit.tradeoff.pareto import GroupChoices, build_pool, thin_out
 from memfit.tradeoff.policy import Policy, Role, UnitColumns, build_policy
-from memfit.tradeoff.units import Unit, units
+from memfit.tradeoff.units import Unit, find_units
 
 POINTS = 24
 """As many policies a frontier has at most, unless asked otherwise."""
@@ -53,7 +52,7 @@ class Frontiers(Mapping[str, Frontier]):
     @cached_property
     def units(self) -> tuple[Unit, ...]:
         """Every unit of the step."""
-        return units(self.trace_columns.trace)
+        return find_units(self.trace_columns.trace)
 
     @cached_property
     def _unit(self) -> dict[str, Unit]:

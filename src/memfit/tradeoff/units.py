@@ -16,7 +16,7 @@ LOSS = "<loss>"
 FORWARD = (Phase.FORWARD, Phase.LOSS)
 
 
-def units(trace: Trace) -> tuple[Unit, ...]:
+def find_units(trace: Trace) -> tuple[Unit, ...]:
     """Return every call that has ops and a backward, outer ones before those inside them, then the loss of each pass.
 
     A call that computes gradients itself cannot be recomputed as a whole and is left out.

@@ -1,8 +1,33 @@
 """Plans beside what really happens: peak, time and gradients, measured."""
 
 from memfit.verify.exactness import Difference, Exactness
-from memfit.verify.resolve import step_at
-from memfit.verify.verification import BytesCheck, MsCheck, Verification
+from memfit.verify.faults import FailedAt, is_out_of_memory, locate_failure, parse_asked_bytes, release
+from memfit.verify.measure import mapped_bytes
+from memfit.verify.prediction import capture_for_plan, replay_plan, without_state
+from memfit.verify.resolve import resolve_step, step_at
+from memfit.verify.state import generators, set_generators
+from memfit.verify.verification import TIME_TOLERANCE, BytesCheck, MsCheck, Verification
 from memfit.verify.verifying import verify
 
-__all__ = ["BytesCheck", "Difference", "Exactness", "MsCheck", "Verification", "step_at", "verify"]
+__all__ = [
+    "TIME_TOLERANCE",
+    "BytesCheck",
+    "Difference",
+    "Exactness",
+    "FailedAt",
+    "MsCheck",
+    "Verification",
+    "capture_for_plan",
+    "generators",
+    "is_out_of_memory",
+    "locate_failure",
+    "mapped_bytes",
+    "parse_asked_bytes",
+    "release",
+    "replay_plan",
+    "resolve_step",
+    "set_generators",
+    "step_at",
+    "verify",
+    "without_state",
+]

@@ -23,8 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memfit.capture import BEFORE_STEP, NO_INDEX, Category
-from memfit.capture.kernels import AllocatorEvent
+from memfit.capture import BEFORE_STEP, NO_INDEX, AllocatorEvent, Category
 from memfit.memory import CATEGORIES, Timeline, events
 from memfit.verify.measure import Rise
 

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from memfit.capture.replacements import patched
-from memfit.capture.rules.base import fills_its_memory
+from memfit.capture import fills_its_memory, patched
 from memfit.torch_private.autograd import in_backward, post_accumulate_hooks
 
 

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 
 from memfit.capture import Phase
-from memfit.engines.recompute import RecomputedCall
-from memfit.engines.tape import Tape
+from memfit.engines import RecomputedCall, Tape
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _MEMFIT = os.path.dirname(os.path.dirname(__file__)) + os.sep

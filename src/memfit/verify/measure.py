@@ -21,9 +21,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from memfit.capture import NO_INDEX, Phase, Trace
-from memfit.capture.environment import no_garbage_collection
-from memfit.capture.kernels import AllocatorEvent
+from memfit.capture import NO_INDEX, AllocatorEvent, Phase, Trace, no_garbage_collection
 from memfit.cost import Roofline, Runtime
 from memfit.memory import measured
 from memfit.torch_private.autograd import in_backward

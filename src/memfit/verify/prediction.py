@@ -10,10 +10,9 @@ import torch
 
 from memfit.capture import Step, Trace
 from memfit.memory import Timeline
-from memfit.plans import Plan, PlanMismatch
-from memfit.plans.build import build_policy
+from memfit.plans import Plan, PlanMismatch, build_policy
 from memfit.solve import replay
-from memfit.tradeoff import TraceColumns, units
+from memfit.tradeoff import TraceColumns, find_units
 
 
 def capture_for_plan(plan: Plan, step: Step) -> Trace:
@@ -40,7 +39,7 @@ def capture_for_plan(plan: Plan, step: Step) -> Trace:
 def replay_plan(plan: Plan, captured: Trace, *, planned: bool = True) -> Timeline:
     """Return the timeline of the step with the plan's units checkpointed, or with none."""
     trace_columns = TraceColumns.of(captured, np.zeros(len(captured.ops)))
-    found = {unit.name: unit for unit in units(captured)}
+    found = {unit.name: unit for unit in find_units(captured)}
     entries = plan.checkpoint if planned else ()
     return replay(trace_columns, [(found[entry.unit], build_policy(entry)) for entry in entries])
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.capture import Step
-from memfit.capture.step import find_step
+from memfit.capture import Step, find_step
 from memfit.engines import plan_of_model
 from memfit.errors import InputError, MissingFeatureError, StateError
 from memfit.plans import Plan

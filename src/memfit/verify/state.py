@@ -18,9 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from memfit.capture import Step
-from memfit.capture.environment import same_attributes
-from memfit.capture.step import Companions
+from memfit.capture import Companions, Step, same_attributes
 from memfit.torch_private.autograd import preserve_version_counters
 from memfit.torch_private.storages import storage_key
 

@@ -157,7 +157,7 @@ class Verification:
         return json_text(msgspec.to_builtins(self.to_dict()))
 
     def __rich__(self) -> RenderableType:
-        from memfit.report.verify_display import verification_report
+        from memfit.report import verification_report
 
         return verification_report(self)
 

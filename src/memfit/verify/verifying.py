@@ -20,10 +20,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from memfit.capture import BEFORE_STEP, Category, Step, Trace
-from memfit.capture.environment import cheap_collections, neutral_modes
-from memfit.capture.optimizers import set_flags
-from memfit.capture.random_paths import SEVERAL_PATHS
+from memfit.capture import (
+    BEFORE_STEP,
+    SEVERAL_PATHS,
+    Category,
+    Step,
+    Trace,
+    cheap_collections,
+    neutral_modes,
+    set_flags,
+)
 from memfit.engines import plan_of_model, unplanned
 from memfit.errors import InputError
 from memfit.plans import Plan

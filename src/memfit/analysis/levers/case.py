@@ -15,10 +15,8 @@ from memfit.cost import Cost, Runtime
 from memfit.errors import MemfitError
 from memfit.hardware import Target
 from memfit.memory import CATEGORIES, Bytes, Timeline
-from memfit.sharding import ShardOptions
-from memfit.sharding.schedule import copies_ms
-from memfit.solve import Limits, Problem, solve
-from memfit.solve.min_budget import MinBudget
+from memfit.sharding import ShardOptions, copies_ms
+from memfit.solve import Limits, MinBudget, Problem, solve
 from memfit.tradeoff import Policy, Unit
 from memfit.units import display_bytes
 

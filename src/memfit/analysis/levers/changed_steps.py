@@ -17,12 +17,22 @@ from torch import nn
 
 from memfit.analysis.levers.case import Case, Effect, Lever
 from memfit.analysis.levers.lifetimes import with_sizes
-from memfit.capture import NO_INDEX, Category, Op, Phase, Step, TensorRef, Trace
-from memfit.capture.optimizers import Implementation, implementations_of_step, step_with
-from memfit.capture.replacements import patched
-from memfit.engines.loss import CHUNKS, chunked_cross_entropy
+from memfit.capture import (
+    NO_INDEX,
+    Category,
+    Implementation,
+    Op,
+    Phase,
+    Step,
+    TensorRef,
+    Trace,
+    implementations_of_step,
+    patched,
+    step_with,
+)
+from memfit.engines import CHUNKS, chunked_cross_entropy
 from memfit.errors import InputError
-from memfit.sharding.options import ShardDtypes
+from memfit.sharding import ShardDtypes
 from memfit.torch_private.pytree import tree_flatten, tree_map_only, tree_unflatten
 
 _WAYS: dict[Implementation, tuple[str, str]] = {

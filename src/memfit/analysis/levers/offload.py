@@ -11,10 +11,8 @@ from memfit.analysis.levers.case import Case, Effect, Lever
 from memfit.analysis.levers.replanned import wrapped
 from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Parameter, Phase
 from memfit.cost import Collective, Runtime
-from memfit.hardware import load_device
-from memfit.hardware.efficiency import Family
-from memfit.sharding.options import ShardDtypes, shard_bytes
-from memfit.sharding.shard import shard
+from memfit.hardware import Family, load_device
+from memfit.sharding import ShardDtypes, shard, shard_bytes
 from memfit.units import display_bytes, display_ms
 
 

@@ -10,7 +10,7 @@ from memfit.analysis.levers.case import Case, Effect, Lever
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.paths import alike, folded
-from memfit.plans.allocator import EXPANDABLE, Reservation, Room, reservation_under, with_room
+from memfit.plans import EXPANDABLE, Reservation, Room, reservation_under, with_room
 from memfit.sharding import ShardOptions, repeated_blocks
 from memfit.solve import Problem, Solved, solve
 from memfit.units import GiB, MiB, display_bytes, display_ms

@@ -46,8 +46,7 @@ class Calibrate:
 
         from memfit.cost import calibrate
         from memfit.files import check_can_write
-        from memfit.hardware import load_device
-        from memfit.hardware.load import user_device_paths
+        from memfit.hardware import load_device, user_device_paths
 
         if self.threads is not None and self.threads < 1:
             raise UsageError(f"--threads is {self.threads}; write a whole number of at least 1")

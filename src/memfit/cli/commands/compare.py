@@ -38,7 +38,7 @@ class Compare:
     """Print JSON."""
 
     def run(self) -> int:
-        from memfit.analysis.comparison import compare
+        from memfit.analysis import compare
 
         first, second = _read(self.first, "A"), _read(self.second, "B")
         if type(first) is not type(second):

@@ -37,7 +37,7 @@ class Curve:
 
     def run(self) -> int:
         from memfit.plans import curve
-        from memfit.solve.curve import check_points
+        from memfit.solve import check_points
 
         with about("--points"):
             check_points(self.points)

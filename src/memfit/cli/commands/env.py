@@ -58,8 +58,7 @@ def environment() -> dict[str, Any]:
     """Return everything that is shown, by name."""
     import torch
 
-    from memfit.hardware import list_devices
-    from memfit.hardware.load import user_device_paths
+    from memfit.hardware import list_devices, user_device_paths
 
     folders = [path for path in user_device_paths() if path.exists()]
     return {

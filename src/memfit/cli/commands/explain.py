@@ -37,7 +37,7 @@ class Explain:
     """Print JSON."""
 
     def run(self) -> int:
-        from memfit.analysis.explain import explain
+        from memfit.analysis import explain
 
         path = Path(self.step.step)
         if path.suffix == ".json" and not self.step.step.startswith("hf:"):

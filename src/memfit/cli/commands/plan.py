@@ -14,7 +14,7 @@ from memfit.cli.problems import UsageError, check_files
 from memfit.cli.resolve import capture_step, find_levers, solve_options, step_and_target
 
 if TYPE_CHECKING:
-    from memfit.analysis.levers import Lever
+    from memfit.analysis import Lever
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +46,10 @@ class Plan:
     """Print the plan as JSON."""
 
     def run(self) -> int:
-        from memfit.analysis.report import Report
+        from memfit.analysis import Report
         from memfit.capture import Step, Trace
-        from memfit.plans.planning import plan_problem
-        from memfit.plans.resolve import Inputs, resolve_cost
-        from memfit.report.explain_display import levers_in_short
-        from memfit.report.plan_display import plan_report
+        from memfit.plans import Inputs, plan_problem, resolve_cost
+        from memfit.report import levers_in_short, plan_report
 
         check_files({"--output": self.output, **self.file.by_option})
         if self.curve and not self.file.any:

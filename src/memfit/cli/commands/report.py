@@ -43,16 +43,15 @@ class Report:
     """Print everything as JSON."""
 
     def run(self) -> int:
-        from memfit.analysis import report as record
-        from memfit.report.json_document import to_json
-        from memfit.report.markdown import to_markdown
+        from memfit.analysis import Report as ReportRecord
+        from memfit.report import to_json, to_markdown
 
         check_files(self.file.by_option)
         plan = read_plan(self.plan)
         verification = None if self.verified is None else _verification(self.verified)
         given = resolve_step(self.step)
         with Progress("capturing the step, and laying the plan over it"):
-            report = record.Report.of(
+            report = ReportRecord.of(
                 plan, given.step, cost=self.step.cost, verification=verification, title=given.title
             )
         if self.curve:

@@ -15,7 +15,7 @@ from memfit.cli.resolve import ResolvedStep, capture_step, resolve_steps, resolv
 
 if TYPE_CHECKING:
     from memfit.capture import Step, Trace
-    from memfit.plans.search_result import SearchPoint
+    from memfit.plans import SearchPoint
 
 _FIRST = {"batch": 1, "seq": 128, "ranks": 1}
 """Values whose step has the names of units."""
@@ -52,8 +52,7 @@ class Search:
         self._check()
         say(f"searching for the best {_WHAT[self.over]} of {self.step.step}")  # torch takes seconds to import
         began = time.monotonic()
-        from memfit.plans.search_result import SearchInterrupted
-        from memfit.plans.searching import search
+        from memfit.plans import SearchInterrupted, search
 
         values = None if self.values is None else _numbers(self.values)
         names = (self.solver.force, self.solver.forbid, self.solver.units, self.solver.shard_units)
@@ -89,7 +88,7 @@ class Search:
 
     def _tell(self, began: float, point: SearchPoint) -> None:
         """Say what was found for one value."""
-        from memfit.report.search_display import display_rate
+        from memfit.report import display_rate
         from memfit.units import display_bytes, display_ms
 
         seconds = f"{time.monotonic() - began:.0f} s"
@@ -120,7 +119,7 @@ class Search:
 
     def _step_at(self, steps: Callable[[StepOptions], ResolvedStep], value: int) -> Step | Trace:
         """Return the step of a value; errors in it name --over, since the option of that name was not given."""
-        from memfit.presets.errors import NotTaken
+        from memfit.presets import NotTaken
 
         options = self.step
         if self.over == "batch":

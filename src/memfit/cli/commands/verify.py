@@ -43,8 +43,7 @@ class Verify:
 
     def run(self) -> int:
         from memfit.capture import Trace
-        from memfit.verify import verify
-        from memfit.verify.verification import TIME_TOLERANCE
+        from memfit.verify import TIME_TOLERANCE, verify
 
         check_files({"--output": self.output})
         self._check()

@@ -8,23 +8,18 @@ from typing import Any
 
 import msgspec
 
-from memfit.analysis.comparison import reserves_more
-from memfit.analysis.levers import Lever
-from memfit.analysis.report import Report
+from memfit.analysis import Lever, Report, reserves_more
 from memfit.capture import Category, Phase
 from memfit.memory import CATEGORIES
 from memfit.paths import alike, folded, module_label
-from memfit.plans import Plan
-from memfit.plans.record import Estimate, ShardPlan
-from memfit.plans.trace_record import describe_peak
+from memfit.plans import Estimate, Plan, ShardPlan, describe_peak
 from memfit.report.assumed import list_assumptions
 from memfit.report.decisions import list_decisions
 from memfit.report.page.drawn import draw_timeline
 from memfit.report.tree import Strings, module_tree
-from memfit.sharding.shard import Sharding
+from memfit.sharding import Sharding
 from memfit.solve import Curve
-from memfit.verify import Verification
-from memfit.verify.verification import BytesCheck, MsCheck
+from memfit.verify import BytesCheck, MsCheck, Verification
 
 
 def page_data(report: Report, levers: Sequence[Lever] = ()) -> dict[str, Any]:

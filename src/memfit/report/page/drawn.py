@@ -14,10 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from memfit.analysis.holders import allocation_bytes, round_to_block
-from memfit.analysis.report import Report
-from memfit.capture import NO_INDEX, Category, Phase
-from memfit.capture.trace_types import short
+from memfit.analysis import Report, allocation_bytes, round_to_block
+from memfit.capture import NO_INDEX, Category, Phase, short
 from memfit.memory import BETWEEN, CATEGORIES, Allocation, Timeline
 from memfit.paths import alike, module_label
 from memfit.report.streams import build_clock

@@ -19,8 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from memfit.analysis.levers import Lever
-from memfit.analysis.report import Report
+from memfit.analysis import Lever, Report
 from memfit.files import write_whole
 from memfit.report.headline import Headline, headline
 from memfit.report.page.data import page_data

@@ -41,7 +41,7 @@ from memfit.solve import SolveOptions
 from memfit.torch_private.modules import forward_pre_hooks
 from memfit.torch_private.pytree import tree_map_only
 from memfit.units import display_bytes
-from memfit.verify.faults import FailedAt, is_out_of_memory, locate_failure, parse_asked_bytes, release
+from memfit.verify import FailedAt, is_out_of_memory, locate_failure, parse_asked_bytes, release
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -25,12 +25,19 @@ from memfit.capture import Category, Step, Trace
 from memfit.errors import InputError
 from memfit.memory import CATEGORIES, Timeline
 from memfit.paths import around
-from memfit.plans import Plan
-from memfit.plans.record import PeakAt
-from memfit.plans.resolve import Inputs, Model, StepInputs, check_nothing_beside, resolve_cost, resolve_options
-from memfit.plans.trace_record import peak_at
+from memfit.plans import (
+    Inputs,
+    Model,
+    PeakAt,
+    Plan,
+    StepInputs,
+    check_nothing_beside,
+    peak_at,
+    resolve_cost,
+    resolve_options,
+)
 from memfit.progress import Progress
-from memfit.solve.min_budget import MinBudget
+from memfit.solve import MinBudget
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
