@@ -1,4 +1,4 @@
-"""What sharding adds to a step: units, schedule, bytes, streams and times of FSDP2 and DDP on several ranks."""
+"""What sharding adds to a step: units, schedule, bytes, streams and times of FSDP2, memfit's runtime and DDP."""
 
 from memfit.sharding.shard import Sharding, ShardOptions, ShardUnit, repeated_blocks, shard
 
