@@ -1,4 +1,4 @@
-"""What sharding adds to a step: units, schedule, bytes, streams and times of FSDP2 and DDP on several ranks."""
+"""What sharding adds to a step: units, schedule, bytes, streams and times of FSDP2, memfit's runtime and DDP."""
 
 from memfit.sharding.flat_layout import FlatLayout, Part, PartTable, Slot, group_alike
 from memfit.sharding.flat_schedule import Schedule, UnitOptions

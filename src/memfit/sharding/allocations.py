@@ -18,6 +18,7 @@ class Levels:
         self._ended: dict[int, tuple[int, int]] = {}
         self._taken: set[int] = set()
         self._noted = 0
+        self._built: tuple[Interval, ...] | None = None
 
     @property
     def removed(self) -> frozenset[int]:
@@ -27,12 +28,14 @@ class Levels:
     @property
     def allocations(self) -> tuple[Interval, ...]:
         """Everything that was made, in that order."""
-        return tuple(
-            replace(each, end=self._ended[number][0], freed_order=self._ended[number][1])
-            if number in self._ended
-            else each
-            for number, each in enumerate(self._made)
-        )
+        if self._built is None:
+            self._built = tuple(
+                replace(each, end=self._ended[number][0], freed_order=self._ended[number][1])
+                if number in self._ended
+                else each
+                for number, each in enumerate(self._made)
+            )
+        return self._built
 
     def has_taken(self, storage: int) -> bool:
         """Whether a storage was taken away."""
@@ -44,32 +47,33 @@ class Levels:
 
     def add(self, schedule: ShardSchedule) -> None:
         """Make and end what the events of a schedule allocate and free."""
+        self._built = None
         first = len(self._made)
-        for role, unit, n_bytes, stream in schedule.buffers:
-            self._made.append(
-                Interval(
-                    category=role.category,
-                    size_bytes=n_bytes,
-                    begin=NEVER,
-                    end=NEVER,
-                    module=schedule.modules[unit],
-                    stream=stream,
-                )
-            )
+        made: list[tuple[int, bool, int]] = [(NEVER, False, NEVER)] * len(schedule.buffers)
         for event in schedule.events:
-            number = first + event.number
             if event.kind is EventKind.ALLOCATE:
-                order = NEVER if event.by_op else self._next_order()
-                self._made[number] = replace(
-                    self._made[number], begin=event.moment, ahead=not event.by_op, made_order=order
-                )
+                made[event.number] = event.moment, event.by_op, NEVER if event.by_op else self._next_order()
             elif event.kind is EventKind.FREE and event.by_op:
-                self.end_with(number, event.moment)
+                self.end_with(first + event.number, event.moment)
             elif event.kind is EventKind.FREE:
-                self.end(number, event.moment)
+                self.end(first + event.number, event.moment)
+        self._made += [
+            Interval(
+                category=buffer.role.category,
+                size_bytes=buffer.size_bytes,
+                begin=begin,
+                end=NEVER,
+                ahead=not by_op,
+                made_order=order,
+                module=schedule.modules[buffer.unit],
+                stream=buffer.stream,
+            )
+            for buffer, (begin, by_op, order) in zip(schedule.buffers, made, strict=True)
+        ]
 
     def make(self, category: Category, n_bytes: int, begin: int, *, module: str = "", by_op: bool = False) -> int:
         """Make an allocation before op `begin`, or by it, and give its number; it stays until it is ended."""
+        self._built = None
         order = NEVER
         if not by_op and begin != NEVER:
             order = self._next_order()
@@ -88,10 +92,12 @@ class Levels:
 
     def end(self, allocation: int, moment: int) -> None:
         """Free an allocation before op `moment`, after what was noted there until now."""
+        self._built = None
         self._ended[allocation] = (moment, self._next_order())
 
     def end_with(self, allocation: int, free_after: int) -> None:
         """Free an allocation as the step frees it, after op `free_after` and before anything else."""
+        self._built = None
         if free_after != NEVER:
             self._ended[allocation] = (free_after + 1, NEVER)
 

@@ -41,10 +41,15 @@ from memfit.sharding.units import ShardUnit
 
 @dataclass(slots=True)
 class _Group:
-    """The parameters of a unit, where they are, and its whole gradients that wait for a reduction."""
+    """The parameters of a unit, where they are, and its whole gradients that wait for a reduction.
 
-    parameters: list[Parameter]
+    `input_bytes` are those of shards that are cast or come from the host before they are gathered.
+    """
+
+    parameter_bytes: list[int]
     gathered_bytes: int
+    kept_bytes: int
+    input_bytes: int
     waiting: list[tuple[WholeGradient, int]] = field(default_factory=list)
     unsharded: list[int] = field(default_factory=list)
     buffer: int | None = None
@@ -85,7 +90,7 @@ class FSDP2Scheduler(Scheduler):
         """The input of the last reduction, its transfer and its unit."""
         self._forward: list[int] = []
         self._groups = [
-            _Group([trace.parameters[number] for number in held], unit.gathered_bytes)
+            self._group(unit, [trace.parameters[number] for number in held])
             for unit, held in zip(units, members, strict=True)
         ]
         super().__init__((unit.module for unit in units), gradients_before(trace))
@@ -108,7 +113,7 @@ class FSDP2Scheduler(Scheduler):
         group = self._groups[unit]
         if not self.is_root(unit):
             self._reshard(group)
-        if group.parameters:
+        if group.parameter_bytes:
             group.places.append(len(self._forward))
             self._forward.append(unit)
         if self.is_root(unit) and self._forward_buffer is not None:
@@ -153,15 +158,12 @@ class FSDP2Scheduler(Scheduler):
 
     def _unshard(self, unit: int, *, ahead: bool = False) -> None:
         """Begin to gather, unless it is gathered or has begun. Shards that are cast or on the host are copied first."""
-        group, dtypes = self._groups[unit], self._dtypes
-        if group.buffer is not None or group.unsharded or not group.parameters:
+        group = self._groups[unit]
+        if group.buffer is not None or group.unsharded or not group.parameter_bytes:
             return
-        other = [each for each in group.parameters if self._on_host or dtypes.gathered(each) != dtypes.kept(each)]
-        copied = self._flat_bytes(other, dtypes.gathered) // self._ranks
-        copy = self.allocate(Role.GATHER_INPUT, unit, copied) if other else None
+        copy = self.allocate(Role.GATHER_INPUT, unit, group.input_bytes) if group.input_bytes else None
         group.buffer = self.allocate(Role.GATHER_OUTPUT, unit, group.gathered_bytes)
-        kept = self._flat_bytes(group.parameters, dtypes.kept) // self._ranks
-        self.copy(unit, kept + group.gathered_bytes // self._ranks, Stream.COPY)
+        self.copy(unit, group.kept_bytes + group.gathered_bytes // self._ranks, Stream.COPY)
         if copy is not None:
             self.free(copy)
         group.gather = self.begin(
@@ -170,7 +172,7 @@ class FSDP2Scheduler(Scheduler):
             group.gathered_bytes,
             Stream.GATHER,
             ahead=ahead,
-            host_bytes=kept if self._on_host else 0,
+            host_bytes=group.kept_bytes if self._on_host else 0,
         )
 
     def _copy_out(self, unit: int) -> int | None:
@@ -179,9 +181,7 @@ class FSDP2Scheduler(Scheduler):
         if group.buffer is None:
             return None
         self.wait(group.gather, unit)
-        for parameter in group.parameters:
-            n_bytes = self._flat_bytes([parameter], self._dtypes.gathered)
-            group.unsharded.append(self.allocate(Role.PARAMETER, unit, n_bytes))
+        group.unsharded += [self.allocate(Role.PARAMETER, unit, n_bytes) for n_bytes in group.parameter_bytes]
         self.copy(unit, 2 * group.gathered_bytes, Stream.COMPUTE)
         buffer, group.buffer = group.buffer, None
         return buffer
@@ -219,6 +219,16 @@ class FSDP2Scheduler(Scheduler):
             self.wait(transfer, unit)
             self.free(buffer)
             self._input = None
+
+    def _group(self, unit: ShardUnit, parameters: Sequence[Parameter]) -> _Group:
+        dtypes = self._dtypes
+        other = [each for each in parameters if self._on_host or dtypes.gathered(each) != dtypes.kept(each)]
+        return _Group(
+            parameter_bytes=[self._flat_bytes([each], dtypes.gathered) for each in parameters],
+            gathered_bytes=unit.gathered_bytes,
+            kept_bytes=self._flat_bytes(parameters, dtypes.kept) // self._ranks,
+            input_bytes=self._flat_bytes(other, dtypes.gathered) // self._ranks,
+        )
 
     def _gradient_bytes(self, gradient: WholeGradient) -> int:
         parameter = self._parameters[gradient.parameter]
