@@ -16,6 +16,8 @@ from memfit.recovery import Drift, OutOfMemory
 from memfit.recovery.drift import different, seen
 from memfit.verify.faults import asked_bytes, is_out_of_memory
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("frozen_heap")]
+
 
 class Stack(nn.Module):
     def __init__(self, width: int = 32) -> None:
