@@ -11,6 +11,8 @@ import torch
 
 import memfit
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 
 

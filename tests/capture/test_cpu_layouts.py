@@ -17,6 +17,8 @@ from memfit.capture.kernels import probe_workspace
 from memfit.capture.rules import RuleContext, measured_kernels, rules_for
 from memfit.memory import Timeline, measured
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 aten = torch.ops.aten
 RULES = rules_for("cpu")
 

@@ -15,6 +15,8 @@ from memfit.capture.kernels import probe_workspace
 from memfit.capture.rules import RuleContext, products, rules_for
 from memfit.memory import Timeline, measured
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 aten = torch.ops.aten
 WORKSPACES = rules_for("cpu").workspaces
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

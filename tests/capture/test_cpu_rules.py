@@ -18,6 +18,8 @@ from memfit.capture.rules import RuleContext, rules_for
 from memfit.capture.rules.base import suggested_format
 from tests.capture.real_run import real_ops
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 aten = torch.ops.aten
 RULES = rules_for("cpu")
 

@@ -14,6 +14,8 @@ import memfit
 from memfit.capture import CaptureError, Step, check_trace
 from memfit.memory import Timeline, measured
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 LENGTH, HEADS, WIDTH = 128, 2, 16
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 

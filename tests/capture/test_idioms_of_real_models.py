@@ -14,6 +14,8 @@ import memfit
 from memfit.capture import CaptureError, Step, check_trace
 from memfit.memory import Timeline, measured
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 WIDTH = 64
 
 

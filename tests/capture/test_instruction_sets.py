@@ -6,6 +6,8 @@ import pytest
 
 from tests.capture.instruction_sets import onednn_sets, run, settings
 
+pytestmark = pytest.mark.slow
+
 SLICE = (
     "tests/capture/test_cpu_products.py::test_the_peak_of_a_step_is_that_of_a_real_one",
     "tests/capture/test_cpu_rules.py::test_flash_attention_workspaces[33-16-77-dtype1]",

@@ -15,6 +15,8 @@ from memfit.capture import execution as execution_module
 from memfit.capture.kernels import certified_ops, operand_kind
 from memfit.memory import Timeline, measured
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 
 class Weights(nn.Module):
     """Two parameters that a step computes with."""

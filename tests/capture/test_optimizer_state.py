@@ -16,6 +16,8 @@ from memfit.capture import BEFORE_STEP, Category, Step, check_trace
 from memfit.memory import Timeline, measured
 from tests.capture import optimizer_cases as cases
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("frozen_heap")]
+
 GPU = "h100-sxm"
 PARAMETERS = 4
 TARGETS = ("cpu", GPU)

@@ -17,6 +17,8 @@ from memfit.capture import Step, check_trace
 from memfit.memory import Timeline, measured
 from tests.capture.real_run import differences
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 LAST, LAST3D = torch.channels_last, torch.channels_last_3d
 
 

@@ -15,7 +15,7 @@ TIMEOUT = timedelta(seconds=60)
 _WAIT_S = 240
 
 _context = get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "memfit.sharded"])
+_context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "memfit.sharded", "pytest"])
 
 
 class RankFailure(AssertionError):

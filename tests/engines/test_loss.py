@@ -26,6 +26,8 @@ from memfit.solve import SolveOptions
 from tests.engines.engine_cases import both, plan_for, same
 from tests.engines.test_tape import VECTORS, forced_loss
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 TARGETS = torch.arange(32)
 Loss = Callable[..., torch.Tensor]
 Run = Callable[[nn.Module, Callable[[Loss], Loss]], Any]

@@ -16,6 +16,8 @@ from memfit.hardware import Target
 from memfit.solve import Problem, minimum_budget_bytes
 from tests.engines.test_exact import Blocks, Remembers, squares
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 
 class Flops:
     """Times that make products dear and all else cheap, so that plans save products."""

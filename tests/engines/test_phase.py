@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +19,8 @@ from memfit.plans import Plan
 from memfit.solve import SolveOptions
 from tests.engines.engine_cases import plan_for
 from tests.engines.test_exact import squares
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("frozen_heap")]
 
 ROWS, WIDTH, PLANNED = 96, 48, 4
 
@@ -66,7 +67,6 @@ class Loop:
         before()
         x = batch(len(self.peaks))
         resident = sum(each.nbytes for each in (*self.model.parameters(), x))
-        gc.collect()
         with measured() as found:
             for _ in range(micro_batches):
                 (self.forward(x) / micro_batches).backward()

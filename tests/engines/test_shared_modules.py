@@ -12,6 +12,8 @@ import memfit
 from memfit.solve import SolveOptions
 from tests.engines.engine_cases import plan_for
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 X = torch.randn(128, 16, generator=torch.Generator().manual_seed(1))
 
 

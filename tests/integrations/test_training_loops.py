@@ -15,6 +15,8 @@ from memfit.plans import Plan
 from tests.integrations import training_loops
 from tests.integrations.training_loops import ACCUMULATE, EPOCHS, STEPS_IN_EPOCH, Training
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("frozen_heap")]
+
 _SCALARS_BYTES = 1024
 """Losses and counters that libraries keep, beside the step."""
 

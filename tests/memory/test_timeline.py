@@ -18,6 +18,8 @@ from memfit.errors import InputError
 from memfit.memory import Timeline, measured
 from tests.memory.synthetic import call, make, op, storage, traces
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 
 def small() -> Trace:
     return make(

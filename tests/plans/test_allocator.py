@@ -17,6 +17,8 @@ from memfit.solve import Problem, solve
 from memfit.units import display_bytes
 from tests.plans.test_searching import Model, loss
 
+pytestmark = pytest.mark.slow
+
 PLACES = 10
 
 

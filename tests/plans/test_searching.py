@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
@@ -17,6 +18,8 @@ from memfit.hardware import Target
 from memfit.plans.search_result import Search, SearchInterrupted, SearchPoint
 from memfit.plans.searching import _round_between, search
 from memfit.solve import SolveOptions
+
+pytestmark = pytest.mark.slow
 
 
 class Layer(nn.Module):
@@ -54,6 +57,11 @@ def of_batch(batch: int) -> Step:
 
 def of_seq(seq: int) -> Step:
     return Step(Model, memfit.spec((2, seq), torch.int64), loss=loss)
+
+
+@functools.cache
+def captured_seq(seq: int) -> memfit.Trace:
+    return memfit.trace(of_seq(seq), target="h100-sxm")
 
 
 class Counted:
@@ -124,7 +132,7 @@ def test_points_are_what_plan_says(by_hand: dict[int, memfit.Plan], batches: tup
 def test_the_longest_sequence_is_that_of_trying_every_one() -> None:
     make = Counted(of_seq)
     found = search(make, over="seq", target="h100-sxm", budget="90MiB")
-    fits = [n for n in range(128, 1664, 128) if memfit.plan(of_seq(n), target="h100-sxm", budget="90MiB").predicted]
+    fits = [n for n in range(128, 1664, 128) if memfit.plan(captured_seq(n), budget="90MiB").predicted]
     assert found.largest is not None and found.largest.value == max(fits) and found.exact
     assert found.grid == 128 and found.counts == "tokens"
     assert len(make.asked) < len(fits)
@@ -135,7 +143,7 @@ def test_the_longest_sequence_is_that_of_trying_every_one() -> None:
 
 def test_a_sequence_shorter_than_the_first_that_is_tried_is_found() -> None:
     found = search(of_seq, over="seq", target="h100-sxm", budget="60MiB")
-    fits = [n for n in range(128, 1024, 128) if memfit.plan(of_seq(n), target="h100-sxm", budget="60MiB").predicted]
+    fits = [n for n in range(128, 1024, 128) if memfit.plan(captured_seq(n), budget="60MiB").predicted]
     assert fits and found.largest is not None and found.largest.value == max(fits) and found.exact
 
 

@@ -34,6 +34,8 @@ from memfit.sharding import ShardOptions
 from memfit.solve import SolveOptions
 from memfit.units import display_ms
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("frozen_heap")]
+
 CLASSES, WIDTH = 2048, 32
 
 

@@ -24,6 +24,8 @@ from memfit.memory import Timeline, measured
 from memfit.sharding import ShardOptions
 from memfit.sharding.sharded_step import shard
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 WIDTH, BLOCKS = 512, 4
 BLOCK_BYTES = 4 * WIDTH * WIDTH
 

@@ -58,49 +58,59 @@ def named(levers: tuple[Lever, ...], name: str) -> Lever:
     return next(each for each in levers if each.name.startswith(name))
 
 
-def test_levers_begin_where_no_plan_gets_lower() -> None:
-    least = least_of(deep())
-    case = hopeless(least - (1 << 20))
+@pytest.fixture(scope="module")
+def least() -> int:
+    return least_of(deep())
+
+
+@pytest.fixture(scope="module")
+def case(least: int) -> Case:
+    """A budget that is a little too small."""
+    return hopeless(least - (1 << 20))
+
+
+@pytest.fixture(scope="module")
+def levers(case: Case) -> tuple[Lever, ...]:
+    return find_levers(case)
+
+
+def test_levers_begin_where_no_plan_gets_lower(least: int, case: Case, levers: tuple[Lever, ...]) -> None:
     blocker = case.report.plan.blocker if case.report.plan is not None else None
     assert blocker is not None and case.peak_bytes <= blocker.peak_bytes <= least
     assert case.peak_bytes == pytest.approx(least, rel=1e-3)
-    found = find_levers(case)
-    assert found and all(each.saves_bytes == case.peak_bytes - each.peak_bytes for each in found)
-    assert not any(each.name.startswith("checkpointing") for each in found), "there is no more of that"
+    assert levers and all(each.saves_bytes == case.peak_bytes - each.peak_bytes for each in levers)
+    assert not any(each.name.startswith("checkpointing") for each in levers), "there is no more of that"
 
 
-def test_half_the_micro_batch_on_top_of_the_smallest_plan_needs_no_less_than_a_plan_for_it() -> None:
-    case = hopeless(least_of(deep()) - (1 << 20))
-    halved = named(find_levers(case), "micro-batch")
+def test_half_the_micro_batch_on_top_of_the_smallest_plan_needs_no_less_than_a_plan_for_it(
+    case: Case, levers: tuple[Lever, ...]
+) -> None:
+    halved = named(levers, "micro-batch")
     half = Step(Deep, memfit.spec((ROWS // 2, WIDTH)), optimizer=torch.optim.AdamW, accumulation_steps=2)
     best = least_of(half)
     assert best <= halved.peak_bytes < case.peak_bytes
     assert halved.peak_bytes == pytest.approx(best, rel=0.1)
 
 
-def test_a_lever_says_whether_it_is_enough_or_what_is_missing() -> None:
-    case = hopeless(least_of(deep()) - (1 << 20))
-    halved = named(find_levers(case), "micro-batch")
+def test_a_lever_says_whether_it_is_enough_or_what_is_missing(case: Case, levers: tuple[Lever, ...]) -> None:
+    halved = named(levers, "micro-batch")
     assert describe_shortfall(halved, case.budget_bytes) == "enough by itself"
     assert describe_shortfall(halved, halved.peak_bytes - 3 * 2**20) == "3.00 MiB missing"
 
 
-def test_what_a_plan_may_not_checkpoint_levers_do_not_either() -> None:
+def test_what_a_plan_may_not_checkpoint_levers_do_not_either(least: int) -> None:
     names = [f"layers.{number}" for number in range(8)]
     inner = [f"{name}.{part}" for name in names for part in range(3)]
     forbidden = {"forbid": (*names, *inner, "")}
     case = hopeless(least_of(deep(), **forbidden) - (1 << 20), **forbidden)
     assert not set(names) & {unit.name for unit, _ in case.chosen}
-    assert case.peak_bytes > 1.5 * least_of(deep())
+    assert case.peak_bytes > 1.5 * least
 
 
-def test_a_plan_that_fits_nothing_is_explained_with_the_same_levers() -> None:
-    case = hopeless(least_of(deep()) - (1 << 20))
+def test_a_plan_that_fits_nothing_is_explained_with_the_same_levers(case: Case, levers: tuple[Lever, ...]) -> None:
     plan = case.report.plan
     assert plan is not None
     found = memfit.explain(plan, deep(), progress=False)
     assert found.peak_bytes == case.peak_bytes and not found.fits
-    assert [(each.name, each.peak_bytes) for each in found.levers] == [
-        (each.name, each.peak_bytes) for each in find_levers(case)
-    ]
+    assert [(each.name, each.peak_bytes) for each in found.levers] == [(each.name, each.peak_bytes) for each in levers]
     assert any("under the plan that needs least" in note for note in found.notes)

@@ -14,6 +14,8 @@ from memfit.errors import InputError
 from memfit.sharded.checkpoint import load, save
 from tests.distributed.sharded_state_plain import made, snapshot, step
 
+pytestmark = pytest.mark.slow
+
 OPERATIONS = ("mkdir", "open", "write", "fsync", "rename", "replace", "rmdir", "unlink")
 
 

@@ -9,6 +9,8 @@ from torch import nn
 import memfit
 from memfit.solve import SolveOptions
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 
 class Channels(nn.Module):
     """Layers on an input that is not contiguous, where torch adds the bias in place unless its ops are watched."""

@@ -16,6 +16,8 @@ from memfit.recovery import Drift, OutOfMemory
 from memfit.recovery.drift import find_different, list_tensors
 from memfit.verify.faults import is_out_of_memory, parse_asked_bytes
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("frozen_heap")]
+
 
 class Stack(nn.Module):
     def __init__(self, width: int = 32) -> None:

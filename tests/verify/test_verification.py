@@ -32,6 +32,8 @@ from tests.verify import verified_steps
 from tests.verify.verified_steps import Block, Counting, Failing, Forgetful, Hoarding, find_step, planned
 from tests.zoo.zoo_models import STEPS
 
+pytestmark = pytest.mark.slow
+
 
 def state_of(step: memfit.Step) -> dict:
     """Everything of a step that verify could change, copied."""

@@ -11,6 +11,8 @@ import memfit
 from tests.capture.real_run import differences
 from tests.zoo.zoo_models import STEPS
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 SLICE = {"llama", "unet", "gru", "lstm", "resnet"}
 """The models that also run in `make test`."""
 

@@ -13,6 +13,8 @@ from memfit.hardware import Target
 from memfit.solve import Problem, minimum_budget_bytes
 from tests.zoo.zoo_models import STEPS
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("frozen_heap")]
+
 SLICE = {"llama", "resnet"}
 PARTS = (0, 1 / 3, 2 / 3)
 """Budgets, as parts of the way from the smallest that can be met to the baseline."""

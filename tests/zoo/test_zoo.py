@@ -15,6 +15,8 @@ from memfit.capture.environment import no_garbage_collection
 from memfit.memory import Timeline, measured
 from tests.zoo.zoo_models import STEPS
 
+pytestmark = pytest.mark.usefixtures("frozen_heap")
+
 SLICE = {"llama", "gpt2-autocast", "mlp", "lstm", "resnet", "llama-checkpointed"}
 """The models that also run in `make test`."""
 
