@@ -23,6 +23,7 @@ AFFECTED = (
     "tests/memory",
     "tests/engines",
     "tests/verify",
+    "tests/recovery",
     "tests/distributed/test_fsdp2_memory.py",
 )
 THREADS = (1, 2, 4)
