@@ -12,7 +12,7 @@ from torch._C._profiler import _EventType
 
 import memfit
 from memfit import Step, spec
-from memfit.capture import BEFORE_STEP, Trace
+from memfit.capture import BEFORE_STEP, Category, Trace
 from memfit.cost import Roofline, Runtime
 from memfit.hardware import Target
 from memfit.memory import Timeline
@@ -88,15 +88,15 @@ def predict_layers(case: Layers, ranks: int) -> tuple[int, list[tuple[int, str]]
     sharding = _predict(trace, ranks, ShardOptions(units=tuple(case.unit_options), **case.dtypes), flat)
     found = sharding.schedule
     buffers = [found.buffers[event.number] for event in found.events if event.kind is EventKind.ALLOCATE]
-    return _predicted_rise(trace, sharding), [
+    return sharding.peak_bytes - _resident_bytes(trace, sharding), [
         (each.size_bytes, f"{each.role.title} of {found.modules[each.unit]!r}")
         for each in buffers
         if each.size_bytes > _LARGE_BYTES
     ]
 
 
-def measure_case(name: str) -> int:
-    """How far a step of one of FSDP2's cases rises on memfit's runtime above what is there before it."""
+def measure_case(name: str) -> tuple[int, int]:
+    """What shards, their gradients and state of one of FSDP2's cases take, and how far a step rises above that."""
     case = CASES[name]
     torch.manual_seed(0)
     model = case.model()
@@ -104,17 +104,28 @@ def measure_case(name: str) -> int:
     shard(model, units=case.units, precision=half if case.mixed else Precision())
     if case.in_backward:
         train_in_backward(model)
-    return _rise(_trained(case.step(model, case.batch()), model))
+    step = case.step(model, case.batch())
+    optimizer = step.build_optimizer(model)
+    for _ in range(2):
+        step.execute(model, optimizer, "cpu")
+    states = optimizer.state.values() if optimizer is not None else ()
+    tensors = [*model.parameters(), *(each.grad for each in model.parameters() if each.grad is not None)]
+    tensors += [each for state in states for each in state.values() if each is not None]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    return sum(storages.values()), _rise(lambda: step.execute(model, optimizer, "cpu"))
 
 
-def predict_case(name: str, ranks: int) -> int:
+def predict_case(name: str, ranks: int) -> tuple[int, int]:
     """The same as `measure_case` for the captured step."""
     case = CASES[name]
     model, batch = case.model(), case.batch()
     if case.in_backward:
         train_in_backward(model)
     trace = memfit.trace(case.step(model, spec(tuple(batch.shape), batch.dtype)), target="cpu")
-    return _predicted_rise(trace, _predict(trace, ranks, ShardOptions(units=case.units), FlatOptions()))
+    sharding = _predict(trace, ranks, ShardOptions(units=case.units), FlatOptions())
+    resident = _resident_bytes(trace, sharding)
+    inputs = sum(storage.bytes for storage in trace.storages if storage.category is Category.INPUT)
+    return resident - inputs, sharding.peak_bytes - resident
 
 
 def _predict(trace: Trace, ranks: int, options: ShardOptions, flat: FlatOptions) -> Sharding:
@@ -122,9 +133,10 @@ def _predict(trace: Trace, ranks: int, options: ShardOptions, flat: FlatOptions)
     return predict_sharding(Timeline.of(trace, 1), Runtime.of(trace, Roofline()), target, options, flat=flat)
 
 
-def _predicted_rise(trace: Trace, sharding: Sharding) -> int:
+def _resident_bytes(trace: Trace, sharding: Sharding) -> int:
+    """What is there before the step, the batch included."""
     kept = sum(s.bytes for n, s in enumerate(trace.storages) if s.alloc_at == BEFORE_STEP and n not in sharding.removed)
-    return sharding.peak_bytes - kept - sum(a.size_bytes for a in sharding.allocations if a.begin == BEFORE_STEP)
+    return kept + sum(each.size_bytes for each in sharding.allocations if each.begin == BEFORE_STEP)
 
 
 def _trained(step: Step, model: nn.Module) -> Callable[[], None]:

@@ -74,12 +74,14 @@ def test_every_buffer_on_four_ranks_is_allocated_when_the_schedule_says(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_peak_of_a_captured_step_is_that_on_real_ranks(two_ranks: Ranks, name: str) -> None:
-    expected = predict_case(name, two_ranks.count)
+def test_the_memory_of_a_captured_step_is_that_on_real_ranks(two_ranks: Ranks, name: str) -> None:
+    resident, rise = predict_case(name, two_ranks.count)
     # In bfloat16 the kernels' own workspaces, and an embedding that is float32 in the capture, are not exact.
     tolerance = 0.01 if CASES[name].mixed else 0.001
-    for measured in two_ranks.run(measure_case, name):
-        assert measured == pytest.approx(expected, rel=tolerance)
+    found = two_ranks.run(measure_case, name)
+    assert found[0][0] == resident, "shards, gradients and optimizer state of the first rank"
+    for _, measured in found:
+        assert measured == pytest.approx(rise, rel=tolerance)
 
 
 def _compare_peaks(ranks: Ranks, case: Layers) -> None:

@@ -132,6 +132,14 @@ def flat_units(
     dtypes: ShardDtypes,
 ) -> list[FlatUnit]:
     """The units of a trace in the flat layout; `members` are the numbers of each unit's parameters."""
+    for module, choice in options.items():
+        if module not in members:
+            raise InputError(f"there are options for {module!r}, which is no unit; the units are {sorted(members)}")
+        if choice.reshard_ranks is not None and (ranks % choice.reshard_ranks or choice.reshard_ranks >= ranks):
+            raise InputError(
+                f"reshard_ranks of {module!r} is {choice.reshard_ranks}; give a divisor of the {ranks} ranks, smaller "
+                "than it"
+            )
 
     def kind(number: int) -> tuple[str, bool]:
         return dtypes.kept(trace.parameters[number]), trace.parameters[number].trainable

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from memfit.capture import NEVER, Category, Phase, Trace
+from memfit.capture import BEFORE_STEP, NEVER, Category, Phase, Trace
 from memfit.cost import Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
@@ -93,8 +93,8 @@ def shard(
     """
     options = options or ShardOptions()
     if options.parallel == "ddp":
-        if on_host:
-            raise InputError("a replicated step (DDP) cannot have its shards on the host; it has none")
+        if on_host or flat is not None:
+            raise InputError("a replicated step (DDP) has no shards, on the host or in a flat layout; leave these out")
         return replicate(timeline, runtime, target, options)
     ranks, dtypes = target.ranks, ShardDtypes.of(timeline.trace, options)
     casts = casts_of(timeline.trace, dtypes)
@@ -103,6 +103,7 @@ def shard(
     passes, members = find_passes(trace), members_of(trace, options)
     units = find_units(trace, members, passes, ranks, dtypes)
     gradients = whole_gradients(trace, casts, passes, dtypes)
+    padding: dict[str, int] = {}
     if flat is None:
         kept = [padded_elements(each, ranks) // ranks for each in trace.parameters]
         scheduler: Scheduler = FSDP2Scheduler(
@@ -111,7 +112,7 @@ def shard(
     else:
         flats = flat_units(trace, members, flat.units, ranks, dtypes)
         units = tuple(_in_flat_layout(unit, own) for unit, own in zip(units, flats, strict=True))
-        kept = _kept_of_flat(flats, len(trace.parameters))
+        kept, padding = _kept_of_flat(flats, len(trace.parameters))
         scheduler = FlatScheduler(
             flats,
             gradients,
@@ -132,6 +133,8 @@ def shard(
         home = {number: name for name, numbers in members.items() for number in numbers}
         for number in range(len(trace.parameters)):
             _shard_parameter(levels, shards, number, home[number])
+        for name, n_bytes in padding.items():
+            levels.make(Category.PARAMETER, n_bytes, BEFORE_STEP, module=name)
         _shard_gradients(levels, shards, gradients)
         _shard_optimizer_temporaries(levels, shards)
     levels.add(schedule)
@@ -153,14 +156,16 @@ def shard(
     )
 
 
-def _kept_of_flat(units: Sequence[FlatUnit], parameters: int) -> list[int]:
-    """The elements of each parameter that the first rank keeps; the padding of a shard counts to its last parameter."""
-    kept = [0] * parameters
-    for group in (group for unit in units for group in unit.groups):
-        for number, slot in zip(group.parameters, group.layout.slots, strict=True):
-            kept[number] = group.layout.part(slot, 0).elements
-        kept[group.parameters[-1]] += group.layout.shard_elements - sum(kept[number] for number in group.parameters)
-    return kept
+def _kept_of_flat(units: Sequence[FlatUnit], parameters: int) -> tuple[list[int], dict[str, int]]:
+    """The elements of each parameter that the first rank keeps, and the bytes of padding in its shard of each unit."""
+    kept, padding = [0] * parameters, {}
+    for unit in units:
+        for group in unit.groups:
+            for number, slot in zip(group.parameters, group.layout.slots, strict=True):
+                kept[number] = group.layout.part(slot, 0).elements
+            empty = sum(end - begin for begin, end in group.layout.gaps(0))
+            padding[unit.module] = padding.get(unit.module, 0) + empty * group.kept_item_bytes
+    return kept, padding
 
 
 def _in_flat_layout(unit: ShardUnit, flat: FlatUnit) -> ShardUnit:
