@@ -52,6 +52,34 @@ def render_text(report: RenderableType) -> str:
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
+class PrintedResult:
+    """Base of results that print as their report, which `__rich__` asks the report room for."""
+
+    __slots__ = ()
+
+    def __rich__(self) -> RenderableType:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return render_text(self.__rich__())
+
+
+class PrintedDocument(PrintedResult):
+    """Base of results that can also be written as JSON."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain values, for JSON."""
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """Return `to_dict` as JSON text."""
+        import msgspec
+
+        return json_text(msgspec.to_builtins(self.to_dict()))
+
+
 def edgeless_table(title: str | None = None) -> Table:
     """Return a table without edges; its columns are still to be added."""
     from rich.table import Table

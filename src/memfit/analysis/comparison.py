@@ -27,7 +27,7 @@ from memfit.capture import Category, Trace
 from memfit.errors import InputError
 from memfit.paths import alike, folded, module_label
 from memfit.plans import Checkpoint, Estimate, Plan, ShardPlan, describe_peak
-from memfit.text import json_text, render_text
+from memfit.text import PrintedDocument
 from memfit.units import display_bytes
 
 _OWN = "the parameter's own"
@@ -67,7 +67,7 @@ class DecisionChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class Comparison(PrintedDocument):
     """What differs between two plans or two traces.
 
     `changed` is what they were made from, the rest what came of it. `memory` and `times` have a row also where nothing
@@ -105,17 +105,10 @@ class Comparison:
         """Return everything as plain values, for JSON."""
         return {"same": self.same, **msgspec.to_builtins(dataclasses.asdict(self))}
 
-    def to_json(self) -> str:
-        """Return `to_dict` as JSON text."""
-        return json_text(self.to_dict())
-
     def __rich__(self) -> RenderableType:
         from memfit.report import comparison_report
 
         return comparison_report(self)
-
-    def __str__(self) -> str:
-        return render_text(self.__rich__())
 
 
 def compare(first: Plan | Trace, second: Plan | Trace) -> Comparison:

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from memfit.analysis.levers.case import Lever
 from memfit.capture import Category
 from memfit.memory import OpLocation
-from memfit.text import json_text, render_text
+from memfit.text import PrintedDocument
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class Checkpointing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepExplanation:
+class StepExplanation(PrintedDocument):
     """What fills the peak of a step on one rank, what holds it, and the levers that would lower it.
 
     Everything is predicted, nothing measured. `planned` says whether the step runs under a plan. Tables are empty where
@@ -157,14 +157,7 @@ class StepExplanation:
         """Return everything as plain values, for JSON."""
         return {"measured": False, "fits": self.fits, **msgspec.to_builtins(dataclasses.asdict(self))}
 
-    def to_json(self) -> str:
-        """Return `to_dict` as JSON text."""
-        return json_text(self.to_dict())
-
     def __rich__(self) -> RenderableType:
         from memfit.report import explanation_report
 
         return explanation_report(self)
-
-    def __str__(self) -> str:
-        return render_text(self.__rich__())

@@ -6,10 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import msgspec
 from rich.console import RenderableType
 
-from memfit.text import json_text, render_text
+from memfit.text import PrintedDocument
 
 Over = Literal["batch", "seq", "ranks"]
 PointStatus = Literal["optimal", "feasible", "infeasible", "unknown"]
@@ -46,7 +45,7 @@ class SearchPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
+class Search(PrintedDocument):
     """Points by growing value. `grid` is how far apart values are, 0 when the values were given.
 
     `counts` is what throughput counts: samples or tokens. `refused` is the smallest value that no step could be made
@@ -127,17 +126,10 @@ class Search:
             found[name] = None if point is None else point.value
         return {"fits": self.fits, "exact": self.exact, "tried_all": self.tried_all, **found}
 
-    def to_json(self) -> str:
-        """Return `to_dict` as JSON text."""
-        return json_text(msgspec.to_builtins(self.to_dict()))
-
     def __rich__(self) -> RenderableType:
         from memfit.report import search_report
 
         return search_report(self)
-
-    def __str__(self) -> str:
-        return render_text(self.__rich__())
 
     def __repr__(self) -> str:
         best, largest = (None if point is None else point.value for point in (self.best, self.largest))

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from memfit.errors import InputError
 from memfit.solve.milp import Status
 from memfit.solve.solution import Problem, Solved, minimum_budget_bytes, solve
-from memfit.text import render_text
+from memfit.text import PrintedResult
 from memfit.units import display_bytes, parse_bytes
 
 _GIB = float(1 << 30)
@@ -31,7 +31,7 @@ class CurvePoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
+class Curve(PrintedResult):
     """Points by growing budget, from the smallest that can be met to the one that needs nothing."""
 
     points: tuple[CurvePoint, ...]
@@ -57,9 +57,6 @@ class Curve:
         from memfit.report import curve_report
 
         return curve_report(self)
-
-    def __str__(self) -> str:
-        return render_text(self.__rich__())
 
     def __repr__(self) -> str:
         from memfit.report import describe_curve

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 from rich.console import RenderableType
 
 from memfit.paths import module_label
-from memfit.text import json_text, render_text
+from memfit.text import PrintedDocument
 from memfit.units import display_bytes, display_ms
 from memfit.verify.exactness import Exactness
 
@@ -59,7 +58,7 @@ class MsCheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verification:
+class Verification(PrintedDocument):
     """A plan beside what really happened.
 
     Peaks count what is there when the step begins, as the trace does. `by_category` and `by_module` take the peak apart
@@ -152,17 +151,10 @@ class Verification:
             "time_differs_most": None if slowest is None else slowest.name,
         }
 
-    def to_json(self) -> str:
-        """Return `to_dict` as JSON text."""
-        return json_text(msgspec.to_builtins(self.to_dict()))
-
     def __rich__(self) -> RenderableType:
         from memfit.report import verification_report
 
         return verification_report(self)
-
-    def __str__(self) -> str:
-        return render_text(self.__rich__())
 
 
 def _findings(found: Verification) -> Iterator[str]:
