@@ -45,8 +45,8 @@ def problem_on(trace: Trace, device: Device) -> Problem:
 def devices(trace: Trace) -> dict[tuple[Room, Room], Device]:
     """Devices from too small to large enough, by the room of the first plan and of the one that has the most."""
     whole = problem_on(trace, load_device("h100-sxm"))
-    assert whole.least is not None
-    low, high = whole.least.peak_bytes, whole.baseline_bytes
+    assert whole.min_budget is not None
+    low, high = whole.min_budget.peak_bytes, whole.baseline_bytes
     found: dict[tuple[Room, Room], Device] = {}
     for place in range(1, PLACES):
         device = device_with(low + (high - low) * place // PLACES)

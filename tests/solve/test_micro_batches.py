@@ -48,7 +48,7 @@ def problem() -> Problem:
 @pytest.mark.parametrize("part", [0.0, 0.2, 0.5, 0.8])
 def test_the_folded_optimum_is_that_of_the_full_program_with_equal_policies(problem: Problem, part: float) -> None:
     least, members = minimum_budget_bytes(problem), problem.micro_batches
-    assert least is not None and members is not None and problem.least is not None and problem.least.proven
+    assert least is not None and members is not None and problem.min_budget is not None and problem.min_budget.proven
     budget = least + int((problem.baseline_bytes - least) * part)
     solved = solve(problem, budget)
     assert solved.status is Status.OPTIMAL and solved.choice is not None and solved.replay is not None

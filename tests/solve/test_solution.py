@@ -166,7 +166,7 @@ def test_a_unit_around_a_named_sharded_one_is_not_checkpointed_on_one_rank_eithe
 
 
 def test_the_smallest_budget_is_proven(captured: Trace) -> None:
-    least = problem_of(captured).least
+    least = problem_of(captured).min_budget
     assert least is not None and least.proven
     assert not dataclasses.replace(least, bound_bytes=least.bound_bytes // 2).proven
 

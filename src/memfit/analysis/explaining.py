@@ -91,7 +91,7 @@ def explain(
     if levers:
         with Progress("working out levers", show=progress) as spinner:
             found = find_levers(case, spinner.add)
-    return _explanation(case, found, case.least if levers else None)
+    return _explanation(case, found, case.min_budget if levers else None)
 
 
 def _explanation(case: Case, levers: tuple[Lever, ...], least: MinBudget | None) -> StepExplanation:

@@ -220,7 +220,7 @@ def _ddp_plan(problem: Problem) -> DdpPlan | None:
 
 def _why(problem: Problem) -> Blocker | None:
     """Return what stands in the way; what would help is for `memfit.explain`, which takes the step itself."""
-    least = problem.least
+    least = problem.min_budget
     if least is None:
         return None
     found = find_blocker(problem, least.choice)

@@ -330,7 +330,7 @@ class Guard:
     def _gave_up(self) -> str:
         """Say why nothing is left to try: the step ran with the plan of the lowest peak."""
         assert self._replanner is not None
-        least = self._replanner.least(self.plan)
+        least = self._replanner.find_min_budget_plan(self.plan)
         if least is None or least.predicted is None:
             return "no plan of this step with a lower peak was found"
         text = (

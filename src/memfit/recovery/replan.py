@@ -50,7 +50,7 @@ class Replanner:
         self._min_budget_plan: Plan | None = None
         self._spare: tuple[Plan, Trace] | None = None
         if plan.trace.device_type == "cpu":  # planning may find no memory when a step has not
-            least = self.least(plan)
+            least = self.find_min_budget_plan(plan)
             self._spare = None if least is None else (least, self.trace)
 
     def timeline(self, plan: Plan) -> Timeline:
@@ -83,7 +83,7 @@ class Replanner:
         The latter where there is no such plan, and at the last try; None when the step ran with it already.
         """
         try:
-            found = (None if last else self._below(plan, failed_bytes)) or self.least(plan)
+            found = (None if last else self._below(plan, failed_bytes)) or self.find_min_budget_plan(plan)
         except Exception as error:
             if not is_out_of_memory(error) or self._spare is None or same_decisions(self._spare[0], plan):
                 raise
@@ -100,7 +100,7 @@ class Replanner:
         found = self.plan(plan, max(1, int(failed_bytes * (1 - LOWER))))
         return None if found.predicted is None or same_decisions(found, plan) else found
 
-    def least(self, plan: Plan) -> Plan | None:
+    def find_min_budget_plan(self, plan: Plan) -> Plan | None:
         """Return the plan with the lowest peak for the step as it is now."""
         if self._min_budget_plan is None or self._min_budget_plan.fingerprint != self.trace.fingerprint:
             least = self.plan(plan, 1).minimum_budget_bytes

@@ -132,7 +132,7 @@ class Problem:
         return int(self.program(0).during.max())
 
     @cached_property
-    def least(self) -> MinBudget | None:
+    def min_budget(self) -> MinBudget | None:
         """The plan with the lowest peak; None when none was found in the time that options give.
 
         Its replay may be a little lower than the rows are, which count what several units hold for each of them.
@@ -141,12 +141,14 @@ class Problem:
 
     def is_known_to_need_more_than(self, budget_bytes: int) -> bool:
         """Return whether the lowest peak is known and proven to be above a budget, which saves a long search."""
-        return "least" in self.__dict__ and self.least is not None and self.least.bound_bytes > budget_bytes
+        return (
+            "min_budget" in self.__dict__ and self.min_budget is not None and self.min_budget.bound_bytes > budget_bytes
+        )
 
     @property
     def min_budget_is_unproven(self) -> bool:
         """Whether the lowest peak was asked for and could not be proven in its time."""
-        return "least" in self.__dict__ and self.least is not None and not self.least.proven
+        return "min_budget" in self.__dict__ and self.min_budget is not None and not self.min_budget.proven
 
     def replay(self, chosen: Iterable[tuple[Unit, Policy]]) -> Timeline:
         """Replay the step under these policies, op by op."""
@@ -254,13 +256,13 @@ def solve(
 
 
 def minimum_budget_bytes(problem: Problem) -> int | None:
-    """Return the smallest budget that the rows of a plan hold; `problem.least` says whether it is proven."""
-    return None if problem.least is None else problem.least.peak_bytes
+    """Return the smallest budget that the rows of a plan hold; `problem.min_budget` says whether it is proven."""
+    return None if problem.min_budget is None else problem.min_budget.peak_bytes
 
 
 def _without_plan(problem: Problem, budget_bytes: int, outcome: SearchResult, tightened: int, began: float) -> Solved:
     """Return the plan of the lowest peak if it fits and the search found none in its time; else why none does."""
-    least = problem.least
+    least = problem.min_budget
     program = problem.program(budget_bytes)
     chosen = () if least is None else tuple(program.chosen(least.choice))
     judged = None if least is None else problem.replay((candidate.unit, policy) for candidate, policy in chosen)

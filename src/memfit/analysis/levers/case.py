@@ -72,7 +72,7 @@ class Case:
         """What is checkpointed, and how."""
         if not self.hopeless:
             return self.report.chosen
-        least = self.least
+        least = self.min_budget
         if least is None:
             return ()
         fastest = solve(self.quick, least.peak_bytes, start=least.choice).chosen
@@ -101,9 +101,9 @@ class Case:
         return self.report.problem.with_limits(_LIMITS)
 
     @property
-    def least(self) -> MinBudget | None:
+    def min_budget(self) -> MinBudget | None:
         """The plan that needs least; as it is proven where nothing fits."""
-        return self.report.problem.least if self.hopeless else self.quick.least
+        return self.report.problem.min_budget if self.hopeless else self.quick.min_budget
 
     def matters(self, saves_bytes: int) -> bool:
         """Return whether so many bytes are worth a lever."""

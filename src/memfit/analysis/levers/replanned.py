@@ -23,7 +23,7 @@ def checkpointing(case: Case) -> Iterator[Lever]:
 
     Where nothing fits, it is the knee of the whole trade-off: another lever must help.
     """
-    problem, least = case.quick, case.least
+    problem, least = case.quick, case.min_budget
     if least is None or not case.matters(case.peak_bytes - least.peak_bytes):
         return
     low, high = least.peak_bytes, case.peak_bytes
