@@ -239,7 +239,7 @@ def _place(trace: Trace, op: int) -> str:
     return "the loss" if makes_loss else module or "the model itself"
 
 
-# Why ops of a checkpointed unit cannot run again
+# Why ops of a checkpointed unit cannot be recomputed
 
 
 def find_forced_ops(trace_columns: TraceColumns, unit: Unit) -> dict[int, str]:

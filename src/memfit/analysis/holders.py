@@ -25,7 +25,7 @@ _OWNED = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTIM
 class Holders:
     """Tells what holds allocations at one instant; reads the ops once.
 
-    `now` is the first op of the step that is not over; between two ops and in a second run it is not `running` yet.
+    `now` is the first op of the step that is not over; between two ops and in a recompute it is not `running` yet.
     """
 
     def __init__(self, timeline: Timeline, instant: int, kept: dict[int, str] | None = None) -> None:

@@ -64,7 +64,7 @@ class MSPS(NamedTuple):
 class SACGreedyOrderMeta:
     """The order in which groups are given up, most bytes per millisecond first.
 
-    `recomputed_ops` always run again and `stored_ops` never, the latter by the heads of their groups. Groups
+    `recomputed_ops` are always recomputed and `stored_ops` never, the latter by the heads of their groups. Groups
     are by their heads: those of in-place ops, and the one of random ops with the groups that these touch.
     """
 

@@ -1,7 +1,7 @@
 """Every allocation of a step as columns: when each is made and freed, as captured or under a plan.
 
 Note [Allocations under a plan]: instants are the ops of the step and, before the op at which a unit is recomputed,
-those of its ops that run again. A storage lives as it did in the captured step, except that
+those of its ops that are recomputed. A storage lives as it did in the captured step, except that
 
 1. one that a policy drops is freed when nothing but autograd held it; the recompute makes another in its place, which
    lives until the original would have been freed;
@@ -63,7 +63,7 @@ class Unit:
 class Recompute:
     """What recomputing a unit changes in the allocations of a step (Note [Allocations under a plan]).
 
-    `ops` run again before the unit's backward, in this order. `held` are storages that stay until they are over,
+    `ops` are recomputed before the unit's backward, in this order. `held` are storages that stay until they are over,
     `dropped` those that are freed after op `dropped_after` already. `remade` are made by the recompute at its op
     `remade_at` and freed after its op `remade_until` or, where `replaces`, when the original would have been.
     """
@@ -188,7 +188,7 @@ class AllocationTable:
             free_after[each.held] = np.maximum(free_after[each.held], instants[-1])
             row[each.held] = np.where(row[each.held] == _TEMPORARY, _ACTIVATION, row[each.held])
             free_after[each.dropped] = at[each.dropped_after]
-            # What is freed after an op that does not run again is gone before the next that does.
+            # What is freed after an op that is not recomputed is gone before the next one that is.
             in_run = instants[np.searchsorted(each.ops, each.remade_until, side="right") - 1]
             columns.append(
                 np.stack(

@@ -2,8 +2,8 @@
 
 Note [Clock]: ops run one after another. Under sharding collectives run beside them, one after another too, and where
 one is needed the device waits for it (`memfit.sharding.schedule`). A wait is as long with a plan as without,
-so what runs again moves everything after it by as much; a collective that is under way meanwhile keeps its length.
-What the host takes for a unit that runs again, beyond its ops, stands before the second run, though a part of it is
+so a recompute moves everything after it by as much; a collective that is under way meanwhile keeps its length.
+What the host takes for a recomputed unit, beyond its ops, stands before the recompute, though a part of it is
 really spent in the first.
 
 A sharded step keeps of its collectives the ops between which each runs. Where going through them in order gives the

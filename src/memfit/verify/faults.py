@@ -47,7 +47,7 @@ _ASKED = (
 class FailedAt:
     """Where a step failed. `phase` is None outside a step, `module` where it is not known.
 
-    `second_run_of` is the unit that ran again. `source` is the user's line.
+    `second_run_of` is the unit that was recomputed. `source` is the user's line.
     """
 
     phase: Phase | None

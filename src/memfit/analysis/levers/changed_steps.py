@@ -158,7 +158,7 @@ def _is_likelihood(op: Op) -> bool:
 
 
 def _copies(trace: Trace, logits: TensorRef) -> list[int]:
-    """Return copies of the logits, all but the last gradient, which the model's backward takes."""
+    """Return storages of the logits' size that the loss makes, but for the last gradient, which the model takes."""
     classes, count = logits.shape[-1], math.prod(logits.shape)
     owned = {number for module in trace.modules for number in (*module.parameters, *module.buffers)}
     made: dict[int, Phase] = {}

@@ -1,7 +1,7 @@
 """Memory over a step as it is drawn: few points, the exact highest ones among them, and what is alive at each.
 
 Note [Points]: a step of 126 layers has tens of thousands of instants. They are cut into buckets of neighbours; the
-highest and the lowest instant of each are drawn, and so is every instant at which a phase or a second run begins or
+highest and the lowest instant of each are drawn, and so is every instant at which a phase or a recompute begins or
 ends. So no local maximum that could be seen is lost, and the highest point drawn is the peak, to the byte.
 """
 
@@ -39,7 +39,7 @@ _OF_SHARDING = {
 
 Ints = npt.NDArray[np.int64]
 _Kind = tuple[str, str, Category, bool, int]
-"""Name and module without their numbers, category, whether a second run makes it, bytes."""
+"""Name and module without their numbers, category, whether it is recomputed, bytes."""
 
 
 def draw_timeline(report: Report, timeline: Timeline, strings: Strings) -> dict[str, Any]:
