@@ -1,7 +1,8 @@
 """Devices and links as data with source and date, and the Target made of them."""
 
-from memfit.hardware.device import AllocatorRules, Device, Link, Provenance, Rates
+from memfit.hardware.device import AllocatorRules, Device, Link, Provenance, Rates, Sustained
 from memfit.hardware.efficiency import Efficiency, Family, FamilyEfficiency, HostTimes
+from memfit.hardware.kernels import KernelFigures, TileModel, kernel_figures
 from memfit.hardware.load import list_devices, list_links, load_device, load_link
 from memfit.hardware.target import Target
 
@@ -12,10 +13,14 @@ __all__ = [
     "Family",
     "FamilyEfficiency",
     "HostTimes",
+    "KernelFigures",
     "Link",
     "Provenance",
     "Rates",
+    "Sustained",
     "Target",
+    "TileModel",
+    "kernel_figures",
     "list_devices",
     "list_links",
     "load_device",

@@ -12,6 +12,7 @@ class Family(str, enum.Enum):
     MATRIX_LARGE = "matrix_large"
     MATRIX_SMALL = "matrix_small"
     MATRIX_UNALIGNED = "matrix_unaligned"
+    MATRIX_SIMT = "matrix_simt"
     ATTENTION = "attention"
     ATTENTION_BACKWARD = "attention_backward"
     CONVOLUTION = "convolution"

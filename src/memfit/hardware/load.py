@@ -17,7 +17,7 @@ from memfit.hardware.efficiency import Efficiency
 from memfit.hardware.schema import build_allocators, build_device, build_efficiencies, build_links, read_toml
 
 ENVIRONMENT = "MEMFIT_DEVICES"
-_SECTIONS = ("memory", "flops", "links", "overheads", "compute", "efficiency", "sources")
+_SECTIONS = ("memory", "flops", "links", "overheads", "compute", "sustained", "efficiency", "sources")
 
 _NAME_IT = "name it, such as 'h100-sxm', 'a100-sxm-80gb', 'rtx-4090' or 'mi300x'"
 _MAKERS = re.compile(r"\b(nvidia|amd|intel|geforce|tesla|instinct|gpu)\b")
