@@ -36,9 +36,9 @@ def attention_ms(op: Op, flops: int, device: Device, flops_per_s: float, *, caus
 def backend_speed(name: str, device: Device) -> float:
     """How fast the backend of an op is beside FlashAttention-2 on the same device."""
     figures, backward = kernel_figures().attention, "backward" in name
-    if "efficient" in name:
-        return figures.efficient
     capability = device.compute_capability or (0, 0)
+    if "efficient" in name:
+        return figures.efficient_hopper if capability >= _HOPPER else figures.efficient
     if "cudnn" not in name or device.vendor != "NVIDIA" or capability < _HOPPER or capability >= _CONSUMER:
         return figures.cudnn if "cudnn" in name else 1.0
     if capability >= _BLACKWELL:

@@ -67,18 +67,23 @@ class Roofline:
             key += tuple((ref.shape, ref.dtype) for ref in (*op.inputs[:1], *op.outputs))
             found = known.get(key)
             if found is None:
-                found = known[key] = kernel_ms(op, device, precision)
+                found = known[key] = kernel_ms(op, device, precision, in_step=True)
             times[index] = found
         return times
 
 
-def kernel_ms(op: Op, device: Device, precision: Precision | None = None) -> float:
-    """The roofline of one op."""
+def kernel_ms(op: Op, device: Device, precision: Precision | None = None, *, in_step: bool = False) -> float:
+    """The roofline of one op, by itself or in a step that is one of many: see `Sustained.long_run`."""
     if op.view or op.name == "aten._local_scalar_dense.default":
         return 0.0
     work = estimate_work(op, device, precision or Precision())
     factors = device.efficiency[work.family]
-    return work.joined_ms(factors.compute, factors.bandwidth) + factors.overhead_ms
+    compute, bandwidth = factors.compute, factors.bandwidth
+    if in_step and device.type == "cuda":
+        compute *= device.sustained.long_run
+        if work.family in _BROADCAST:
+            bandwidth *= kernel_figures().steps_elementwise
+    return work.joined_ms(compute, bandwidth) + factors.overhead_ms
 
 
 def with_host(trace: Trace, kernel_ms: Times, host: HostTimes, asynchronous: bool) -> Times:
@@ -122,6 +127,8 @@ _BANDWIDTH_BOUND = {
     Family.RANDOM,
 }  # fmt: skip
 """Families whose tensors the cache may still hold."""
+_BROADCAST = {Family.ELEMENTWISE, Family.TRANSCENDENTAL}
+"""Families that steps run on other layouts than published kernel times are of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from memfit.hardware import Device, kernel_figures
 _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536}
 """Threads that a multiprocessor holds, by compute capability; 2,048 elsewhere."""
 _USUAL_THREADS = 2048
+_FLOAT_BYTES = 4
 _LAYER_NORM_THREADS = 128
 _SOFTMAX_BLOCKS = 2
 _WARP_SOFTMAX = 1024
@@ -58,7 +59,8 @@ def row_work(op: Op, packet: str, moved_bytes: int, item_bytes: int, device: Dev
         steps = length / figures.layer_norm_step
         again = missed + (1.0 if backward else 0.0)  # gradients of weight and bias read both inputs once more
         speed = steps / (math.ceil(steps) + figures.start)
-        return RowWork(memory_bytes=moved_bytes + again * read_bytes, handled_bytes=moved_bytes, speed=speed)
+        handled = moved_bytes * _FLOAT_BYTES / item_bytes  # four elements to a load, whatever their size
+        return RowWork(memory_bytes=moved_bytes + again * read_bytes, handled_bytes=handled, speed=speed)
     if packet in _SOFTMAX:
         return _softmax(op, moved_bytes, read_bytes, item_bytes, device)
     if packet in _GROUP:

@@ -79,12 +79,14 @@ class Sustained:
     """What long runs reach of the sheet's rates, where power or memory allow less or more than other devices do.
 
     `vector` is for float32 and float64, `matrix` for the matrix units, `bandwidth` for the memory. A family's parts
-    are multiplied by them.
+    are multiplied by them. `long_run` is what steps that follow one another keep of the rates that a kernel has by
+    itself: the clock falls when power runs out.
     """
 
     vector: float = 1.0
     matrix: float = 1.0
     bandwidth: float = 1.0
+    long_run: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

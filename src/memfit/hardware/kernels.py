@@ -78,6 +78,7 @@ class AttentionFigures:
     causal: float
     causal_backward: float
     efficient: float
+    efficient_hopper: float
     cudnn: float
     cudnn_hopper: float
     cudnn_hopper_backward: float
@@ -97,6 +98,7 @@ class KernelFigures:
     rows: RowFigures
     cache: CacheFigures
     attention: AttentionFigures
+    steps_elementwise: float
 
 
 class _Tiles(FigureTable, frozen=True):
@@ -113,6 +115,7 @@ class _File(FigureTable, frozen=True):
     convolution: dict[str, dict[str, Figure]]
     rows: dict[str, Figure]
     cache: dict[str, Figure]
+    steps: dict[str, Figure]
     attention: dict[str, Figure]
     sources: dict[str, Source]
 
@@ -141,7 +144,10 @@ def build_kernel_figures(raw: dict[str, Any], where: str) -> KernelFigures:
         common, cache_table = file.convolution["common"], dict(file.cache)
         cache_table = {{"from": "begin", "to": "end"}.get(name, name): each for name, each in cache_table.items()}
         return KernelFigures(
-            **{name: tiles(name) for name in ("tensor", "simt", "simt_batched", "simt_batched_before_ampere")},
+            tensor=tiles("tensor"),
+            simt=tiles("simt"),
+            simt_batched=tiles("simt_batched"),
+            simt_batched_before_ampere=tiles("simt_batched_before_ampere"),
             convolution=ConvolutionFigures(**numbers("convolution.ampere", common, file.convolution["ampere"])),
             convolution_before_ampere=ConvolutionFigures(
                 **numbers("convolution.before_ampere", common, file.convolution["before_ampere"])
@@ -149,6 +155,7 @@ def build_kernel_figures(raw: dict[str, Any], where: str) -> KernelFigures:
             rows=RowFigures(**numbers("rows", file.rows)),
             cache=CacheFigures(**numbers("cache", cache_table)),
             attention=AttentionFigures(**numbers("attention", file.attention)),
+            steps_elementwise=numbers("steps", file.steps)["elementwise"],
         )
     except (KeyError, TypeError) as error:
         raise InputError(f"{where}: {error}; memfit.hardware.kernels has the layout") from error

@@ -70,6 +70,7 @@ class SustainedTable(FigureTable, frozen=True):
     vector: Number | None = None
     matrix: Number | None = None
     bandwidth: Number | None = None
+    long_run: Number | None = None
 
 
 class OverheadsTable(FigureTable, frozen=True):

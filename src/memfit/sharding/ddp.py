@@ -25,7 +25,7 @@ from memfit.sharding.allocations import Levels
 from memfit.sharding.gradients import WholeGradient, whole_gradients
 from memfit.sharding.options import FIRST_BUCKET_BYTES, ShardDtypes, ShardOptions, elements, item_bytes
 from memfit.sharding.result import Sharding
-from memfit.sharding.schedule import Transfer, communication
+from memfit.sharding.schedule import Transfer, communication, slowed_ms
 from memfit.sharding.units import Pass, find_passes
 
 _OWN = ShardDtypes(shard=None, param=None, reduce=None)
@@ -59,6 +59,7 @@ def replicate(timeline: Timeline, runtime: Runtime, target: Target, options: Sha
     transfers, program = _reductions(buckets, passes)
     reduced_ms, waited_ms = communication(runtime, target, transfers, program)
     copied_ms = _copies_ms(sum(bucket.size_bytes for bucket in buckets), target.device, back=not as_view)
+    beside_ms = copied_ms + slowed_ms(reduced_ms - waited_ms, target)
     return Sharding(
         runtime=runtime,
         before_by_row=before,
@@ -68,7 +69,8 @@ def replicate(timeline: Timeline, runtime: Runtime, target: Target, options: Sha
         allocations=levels.allocations,
         transfers=tuple(transfers),
         communication_ms=reduced_ms + copied_ms,
-        exposed_ms=waited_ms + copied_ms,
+        exposed_ms=waited_ms + beside_ms,
+        beside_ms=beside_ms,
         shard_dtype=None,
         param_dtype=None,
         reduce_dtype=None,

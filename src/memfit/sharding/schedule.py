@@ -364,11 +364,16 @@ def communication(
     return total, waited
 
 
+def slowed_ms(hidden_ms: float, target: Target) -> float:
+    """What kernels lose while collectives of so many milliseconds run beside them."""
+    return hidden_ms * CollectiveModel(target).backend.slowdown
+
+
 def copies_ms(transfers: Sequence[Transfer], units: Sequence[ShardUnit], device: Device) -> float:
     """What FSDP2 copies between its buffers and whole tensors while nothing else computes, at the device's bandwidth.
 
     A gathered buffer is read and written once to become parameters, whole gradients to become a reduction's input.
-    It is not part of `communication`.
+    It is not part of `communication`, but of a sharding's `beside_ms`.
     """
     gradients = {unit.module: unit.gradient_bytes for unit in units}
     moved = sum(

@@ -29,7 +29,7 @@ from memfit.sharding.options import (
     shard_bytes,
 )
 from memfit.sharding.result import Sharding
-from memfit.sharding.schedule import ShardedRuntime, Transfer, actings, communication
+from memfit.sharding.schedule import ShardedRuntime, Transfer, actings, communication, copies_ms, slowed_ms
 from memfit.sharding.units import ShardCall, ShardUnit, find_passes, find_units, members_of, repeated_blocks
 
 __all__ = [
@@ -84,7 +84,10 @@ def shard(
     sharded = ShardedRuntime(trace, levels, ranks, dtypes, units, list(members.values()), gradients, on_host)
     sharded.run(actings(units, passes))
     before, during = levels.levels()
-    communication_ms, exposed_ms = communication(runtime, target, sharded.transfers, sharded.program)
+    communication_ms, waited_ms = communication(runtime, target, sharded.transfers, sharded.program)
+    beside_ms = slowed_ms(communication_ms - waited_ms, target)
+    if target.device.type == "cuda":
+        beside_ms += copies_ms(sharded.transfers, units, target.device)
     return Sharding(
         runtime=runtime,
         before_by_row=before,
@@ -94,7 +97,8 @@ def shard(
         allocations=levels.allocations,
         transfers=tuple(sharded.transfers),
         communication_ms=communication_ms,
-        exposed_ms=exposed_ms,
+        exposed_ms=waited_ms + beside_ms,
+        beside_ms=beside_ms,
         shard_dtype=dtypes.shard,
         param_dtype=dtypes.param,
         reduce_dtype=dtypes.reduce,
