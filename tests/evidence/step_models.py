@@ -75,7 +75,7 @@ SHAPES = {
     "Llama 3 8B": llama(32, 4096, 32, 8, 14336, 128256),
     "Llama 3 70B": llama(80, 8192, 64, 8, 28672, 128256),
     "Llama 3.2 3B": llama(28, 3072, 24, 8, 8192, 128256, tied=True),
-    "Qwen3 32B": llama(64, 5120, 64, 8, 25600, 151936, head=128),
+    "Qwen3 32B": llama(64, 5120, 64, 8, 25600, 151936, head=128, fused_norm=True),
 }
 
 

@@ -112,6 +112,8 @@ def issue_ms(trace: Trace, host: HostTimes) -> Times:
         Phase.OPTIMIZER: host.optimizer_ms,
     }
     times = np.array([host.view_ms if op.view else by_phase[op.phase] for op in trace.ops])
+    if host.convolution_ms:
+        times[[_by_name(op.name) is Family.CONVOLUTION for op in trace.ops]] += host.convolution_ms
     for call in trace.calls:
         if call.begin < call.end:
             times[call.begin] += host.call_ms

@@ -117,6 +117,7 @@ class HostTable(FigureTable, frozen=True):
     view_ms: Number
     call_ms: Number
     second_run_ms: Number | None = None
+    convolution_ms: Number | None = None
 
 
 class EfficiencyTable(FigureTable, frozen=True):
