@@ -45,8 +45,8 @@ class HostTimes:
 
     `view_ms` is an op that launches nothing, `second_run_ms` what each op of a unit that runs again takes beyond its
     own time: hooks around both runs, and answers for saved ops, `convolution_ms` what a library's convolution takes
-    beyond another op: descriptors, the choice of a plan, the workspace. On a GPU the host runs ahead; on a CPU it takes turns
-    with the kernels.
+    beyond another op: descriptors, the choice of a plan, the workspace. On a GPU the host runs ahead; on a CPU it takes
+    turns with the kernels.
     """
 
     forward_ms: float
