@@ -59,7 +59,7 @@ def replicate(timeline: Timeline, runtime: Runtime, target: Target, options: Sha
     transfers, program = _reductions(buckets, passes)
     reduced_ms, waited_ms = communication(runtime, target, transfers, program)
     copied_ms = _copies_ms(sum(bucket.size_bytes for bucket in buckets), target.device, back=not as_view)
-    beside_ms = copied_ms + slowed_ms(reduced_ms - waited_ms, target)
+    beside_ms = copied_ms + slowed_ms(transfers, target, reduced_ms, waited_ms)
     return Sharding(
         runtime=runtime,
         before_by_row=before,

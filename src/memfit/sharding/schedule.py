@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -364,9 +365,15 @@ def communication(
     return total, waited
 
 
-def slowed_ms(hidden_ms: float, target: Target) -> float:
-    """What kernels lose while collectives of so many milliseconds run beside them."""
-    return hidden_ms * CollectiveModel(target).backend.slowdown
+def slowed_ms(transfers: Sequence[Transfer], target: Target, communication_ms: float, waited_ms: float) -> float:
+    """What kernels lose while collectives move data beside them; a collective's latency slows none."""
+    model = CollectiveModel(target)
+    slowdown = model.backend.slowdown
+    if not slowdown or not communication_ms:
+        return 0.0
+    sizes = Counter((each.kind, each.size_bytes) for each in transfers)
+    moving_ms = sum(times * model.estimate(kind, size).transfer_ms for (kind, size), times in sizes.items())
+    return slowdown * moving_ms * (1.0 - waited_ms / communication_ms)
 
 
 def copies_ms(transfers: Sequence[Transfer], units: Sequence[ShardUnit], device: Device) -> float:

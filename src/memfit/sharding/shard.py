@@ -85,7 +85,7 @@ def shard(
     sharded.run(actings(units, passes))
     before, during = levels.levels()
     communication_ms, waited_ms = communication(runtime, target, sharded.transfers, sharded.program)
-    beside_ms = slowed_ms(communication_ms - waited_ms, target)
+    beside_ms = slowed_ms(sharded.transfers, target, communication_ms, waited_ms)
     if target.device.type == "cuda":
         beside_ms += copies_ms(sharded.transfers, units, target.device)
     return Sharding(
