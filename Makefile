@@ -9,7 +9,7 @@ INPUTS := pyproject.toml constraints.txt
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint browser bench zoo isa ops compat docs clean
+.PHONY: demo test lint browser bench zoo isa ops evidence compat docs clean
 
 DEMO = llama3-8b --target h100-sxm --ranks 8 --batch 2 --seq 8192 --budget 64GiB
 
@@ -52,6 +52,12 @@ isa: $(DEV)
 # Sweeps PyTorch's OpInfo database: which kernels are captured to the byte, and docs/ops.md. About half an hour on two cores.
 ops: $(DEV)
 	PYTHONPATH=src $(BIN)/python -m tests.zoo.op_sweep
+
+# Predicted beside published speeds: kernels (all of them where MEMFIT_EVIDENCE or ../shared/evidence has them) and a
+# sample of whole steps, or all of these with STEPS=all, about ten minutes. Writes docs/evidence.md.
+STEPS = few
+evidence: $(DEV)
+	PYTHONPATH=src:. $(BIN)/python -m tests.evidence.speeds --steps $(STEPS) --write docs/evidence.md
 
 # Every minor release of torch in a virtualenv of its own: about 6 GB and 5 minutes each.
 compat: $(BASE)

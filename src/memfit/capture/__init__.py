@@ -32,7 +32,6 @@ from memfit.capture.trace_file import check_trace, load_trace, save_trace
 from memfit.capture.trace_types import (
     AFTER_STEP,
     BEFORE_STEP,
-    NEVER,
     NO_INDEX,
     Category,
     Module,
@@ -50,7 +49,6 @@ __all__ = [
     "AFTER_STEP",
     "BEFORE_STEP",
     "GENERATOR",
-    "NEVER",
     "NO_INDEX",
     "SEVERAL_PATHS",
     "AllocatorEvent",

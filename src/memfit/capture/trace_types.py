@@ -17,8 +17,6 @@ AFTER_STEP = -1
 """The `free_after` of a storage that the step does not free."""
 NO_INDEX = -1
 """Marks an index that does not apply: no call, no storage, no op."""
-NEVER = -1
-"""Any of the three above."""
 
 
 class Phase(str, enum.Enum):

@@ -71,13 +71,18 @@ class ProtocolFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendFigures:
-    """A communication library: what a call costs, which algorithms it has, and their protocols, plainest first."""
+    """A communication library: what a call costs, which algorithms it has, and their protocols, plainest first.
+
+    `slowdown` is what kernels lose of the time in which a collective runs beside them, to its multiprocessors and
+    memory traffic.
+    """
 
     name: str
     launch_ms: float
     algorithms: Mapping[Collective, tuple[Algorithm, ...]]
     protocols: Mapping[Algorithm, tuple[ProtocolFigures, ...]]
     instead: Mapping[Collective, Collective]
+    slowdown: float = 0.0
 
     def run_as(self, kind: Collective) -> Collective:
         """The collective that the library really runs for this one."""
@@ -130,6 +135,7 @@ class _Backend(_Table, frozen=True):
     tree: dict[str, _Protocol]
     direct: dict[str, _Protocol]
     instead: dict[Collective, Collective] = {}
+    slowdown: Figure | None = None
 
 
 class _File(_Table, frozen=True):
@@ -184,6 +190,7 @@ def _backend_figures(name: str, table: _Backend, reader: Reader) -> BackendFigur
             for algorithm, protocols in rows.items()
         },
         instead=table.instead,
+        slowdown=0.0 if table.slowdown is None else reader.number(f"backends.{name}.slowdown", table.slowdown),
     )
 
 

@@ -1,5 +1,8 @@
 """The roofline: an op takes what its FLOPs or its bytes need at the rate that its family reaches, and a fixed time.
 
+On a GPU the needs are those of the blocks a library cuts the work into: `products`, `convolutions`, `attention` and
+`rows` have a module each; their constants are data (`hardware/data/kernels.toml`).
+
 Multiply and add are two operations, in the ops and in the devices' rates alike.
 
 Note [Host and device]: on a CPU the host and the kernels take turns, so their times add up. On a GPU the host only
@@ -10,6 +13,7 @@ waits. Times are whole multiples of 2**-20 ms, so that sums are exact and equal 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,9 +23,13 @@ import numpy as np
 import torch
 
 from memfit.capture import Op, Phase, TensorRef, Trace
+from memfit.cost.attention import attention_ms
+from memfit.cost.convolutions import Convolution, convolution_ms
+from memfit.cost.products import Product, product_ms, tile_model
+from memfit.cost.rows import ROW_OPS, row_work
 from memfit.cost.runtime import Times
 from memfit.errors import InputError
-from memfit.hardware import Device, Family, HostTimes, Target
+from memfit.hardware import Device, Family, HostTimes, Target, kernel_figures
 from memfit.torch_private.dispatch import OpOverload, schema_of
 
 _TICKS_PER_MS = 1 << 20
@@ -59,18 +67,23 @@ class Roofline:
             key += tuple((ref.shape, ref.dtype) for ref in (*op.inputs[:1], *op.outputs))
             found = known.get(key)
             if found is None:
-                found = known[key] = kernel_ms(op, device, precision)
+                found = known[key] = kernel_ms(op, device, precision, in_step=True)
             times[index] = found
         return times
 
 
-def kernel_ms(op: Op, device: Device, precision: Precision | None = None) -> float:
-    """The roofline of one op."""
+def kernel_ms(op: Op, device: Device, precision: Precision | None = None, *, in_step: bool = False) -> float:
+    """The roofline of one op, by itself or in a step that is one of many: see `Sustained.long_run`."""
     if op.view or op.name == "aten._local_scalar_dense.default":
         return 0.0
     work = estimate_work(op, device, precision or Precision())
     factors = device.efficiency[work.family]
-    return max(work.compute_ms / factors.compute, work.memory_ms / factors.bandwidth) + factors.overhead_ms
+    compute, bandwidth = factors.compute, factors.bandwidth
+    if in_step and device.type == "cuda":
+        compute *= device.sustained.long_run
+        if work.family in _BROADCAST:
+            bandwidth *= kernel_figures().steps_elementwise
+    return work.joined_ms(compute, bandwidth) + factors.overhead_ms
 
 
 def with_host(trace: Trace, kernel_ms: Times, host: HostTimes, asynchronous: bool) -> Times:
@@ -99,6 +112,8 @@ def issue_ms(trace: Trace, host: HostTimes) -> Times:
         Phase.OPTIMIZER: host.optimizer_ms,
     }
     times = np.array([host.view_ms if op.view else by_phase[op.phase] for op in trace.ops])
+    if host.convolution_ms:
+        times[[_by_name(op.name) is Family.CONVOLUTION for op in trace.ops]] += host.convolution_ms
     for call in trace.calls:
         if call.begin < call.end:
             times[call.begin] += host.call_ms
@@ -108,9 +123,14 @@ def issue_ms(trace: Trace, host: HostTimes) -> Times:
 # -- What an op asks of a device: a family, and the time its FLOPs and its bytes would need at the device's peaks -----
 
 
-_PRODUCTS = (Family.MATRIX_LARGE, Family.MATRIX_SMALL, Family.MATRIX_UNALIGNED)
-_SPLIT_DEPTH = 2048
-"""cuBLAS splits a product with few results along its depth to fill the multiprocessors; about so much to a part."""
+_MATRIX_UNITS = ("fp16", "bf16", "tf32", "fp8", "int8")
+_BANDWIDTH_BOUND = {
+    Family.NORM, Family.ELEMENTWISE, Family.TRANSCENDENTAL, Family.COPY, Family.REDUCTION, Family.OPTIMIZER,
+    Family.RANDOM,
+}  # fmt: skip
+"""Families whose tensors the cache may still hold."""
+_BROADCAST = {Family.ELEMENTWISE, Family.TRANSCENDENTAL}
+"""Families that steps run on other layouts than published kernel times are of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,27 +155,69 @@ class Precision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """Milliseconds at the device's peaks; a family reaches a part of each."""
+    """Milliseconds at the device's peaks; a family reaches a part of each.
+
+    The longer of the two counts, or, with a finite `overlap`, the root of the sum of these powers: both limits slow a
+    kernel that is near both. `fixed_ms` is beside them whatever a family reaches.
+    """
 
     family: Family
     compute_ms: float
     memory_ms: float
+    overlap: float = math.inf
+    fixed_ms: float = 0.0
+
+    def joined_ms(self, compute: float, bandwidth: float) -> float:
+        """The time with these parts of the peaks."""
+        compute_ms, memory_ms = self.compute_ms / compute, self.memory_ms / bandwidth
+        longer = max(compute_ms, memory_ms)
+        if self.overlap == math.inf or not longer:
+            return longer + self.fixed_ms
+        shorter = min(compute_ms, memory_ms) / longer
+        return longer * (1.0 + shorter**self.overlap) ** (1.0 / self.overlap) + self.fixed_ms
 
 
 def estimate_work(op: Op, device: Device, precision: Precision) -> Work:
     """The work of one op that is not a view."""
     dtype = dtype_of(op)
-    family = classify_op(op, multiprocessors=device.multiprocessors, item_bytes=item_bytes_of(dtype))
-    rate = device.peak_flops_per_s(dtype, tf32=_uses_tf32(family, precision))
-    if family in _PRODUCTS and device.multiprocessors is not None:
-        product = Product.of(op)
-        parts = max(1, product.tiles) * max(1, product.depth // _SPLIT_DEPTH)
-        rate *= min(1.0, parts / device.multiprocessors)
-    return Work(
-        family=family,
-        compute_ms=real_flops(op) / rate * 1e3,
-        memory_ms=moved_bytes(op) / device.memory_bandwidth_bytes_per_s * 1e3,
-    )
+    item_bytes = item_bytes_of(dtype)
+    tf32 = _uses_tf32(op, precision)
+    family = classify_op(op, multiprocessors=device.multiprocessors, item_bytes=item_bytes, tf32=tf32)
+    rate = device.peak_flops_per_s(dtype, tf32=tf32)
+    matrix_units = device.multiprocessors is not None and device.rate_name(dtype, tf32=tf32) in _MATRIX_UNITS
+    rate *= device.sustained.matrix if matrix_units else device.sustained.vector
+    bandwidth = device.memory_bandwidth_bytes_per_s * device.sustained.bandwidth
+    flops, moved = real_flops(op), moved_bytes(op)
+    if device.multiprocessors is None:
+        return Work(family=family, compute_ms=flops / rate * 1e3, memory_ms=moved / bandwidth * 1e3)
+    packet = op.name.split(".")[1]
+    if packet in _MATRIX and flops:
+        model = tile_model(device, matrix_units=matrix_units, batched=len(op.outputs[0].shape) > 2)
+        times = flops // max(1, op.flops)  # four for complex numbers
+        compute_ms = times * product_ms(Product.of(op), model, device.multiprocessors, rate, bandwidth)
+        return Work(family=family, compute_ms=compute_ms, memory_ms=moved / bandwidth * 1e3, overlap=model.overlap)
+    if family is Family.CONVOLUTION:
+        given = Convolution.of(op, item_bytes)
+        if given is not None and flops:
+            forward_flops = 2 * given.batch * math.prod(given.out) * given.weights
+            once_ms = convolution_ms(
+                given, device.compute_capability, device.multiprocessors, rate, bandwidth, matrix_units
+            )
+            return Work(family=family, compute_ms=once_ms * max(1.0, flops / forward_flops), memory_ms=0.0)
+    if family in (Family.ATTENTION, Family.ATTENTION_BACKWARD):
+        compute_ms = attention_ms(op, flops, device, rate, causal=is_causal(op))
+        return Work(family=family, compute_ms=compute_ms, memory_ms=moved / bandwidth * 1e3)
+    handled_ms, speedup = 0.0, 1.0
+    if packet in ROW_OPS and op.inputs:
+        rows, figures = row_work(op, packet, moved, item_bytes_of(op.inputs[0].dtype), device), kernel_figures().rows
+        limit = device.multiprocessors * figures.bytes_per_s_per_multiprocessor * rows.speed
+        handled_ms, moved = rows.handled_bytes / limit * 1e3, rows.memory_bytes
+    if family in _BANDWIDTH_BOUND:
+        speedup = kernel_figures().cache.speedup(moved, device.l2_cache_bytes)
+    memory_ms = moved / (bandwidth * speedup) * 1e3
+    if handled_ms:
+        return Work(family=family, compute_ms=handled_ms, memory_ms=memory_ms, overlap=kernel_figures().rows.overlap)
+    return Work(family=family, compute_ms=flops / rate * 1e3, memory_ms=memory_ms)
 
 
 def real_flops(op: Op) -> int:
@@ -169,13 +231,13 @@ def peak_ms(op: Op, device: Device, precision: Precision) -> float:
     flops = real_flops(op)
     if not flops:
         return 0.0
-    dtype = dtype_of(op)
-    family = classify_op(op, multiprocessors=device.multiprocessors, item_bytes=item_bytes_of(dtype))
-    return flops / device.peak_flops_per_s(dtype, tf32=_uses_tf32(family, precision)) * 1e3
+    return flops / device.peak_flops_per_s(dtype_of(op), tf32=_uses_tf32(op, precision)) * 1e3
 
 
-def _uses_tf32(family: Family, precision: Precision) -> bool:
-    return precision.convolution_tf32 if family is Family.CONVOLUTION else precision.matmul_tf32
+def _uses_tf32(op: Op, precision: Precision) -> bool:
+    if op.name.split(".")[1] not in _MATRIX and _by_name(op.name) is Family.CONVOLUTION:
+        return precision.convolution_tf32
+    return precision.matmul_tf32
 
 
 def dtype_of(op: Op) -> str:
@@ -286,48 +348,24 @@ _FAMILY_OF = {name: family for family, names in _NAMES.items() for name in names
 _MATRIX = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "addbmm", "mv", "addmv", "_int_mm"}
 _SMALL_CPU_FLOPS = 1 << 21
 """Below two million operations a CPU product is mostly packing and the call itself."""
-_TILE = 128
-_ALIGNMENT_BYTES = 16
+_VECTOR_BYTES = 4
+"""Elements of this size and above have no matrix units, but for TF32."""
+_FULL_TILE = 128
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
-    """A (batched) matrix product: `batch` results of `rows` by `columns`, over `depth`."""
-
-    batch: int
-    rows: int
-    columns: int
-    depth: int
-
-    @classmethod
-    def of(cls, op: Op) -> Product:
-        """The product that an op computes, from its result and its FLOPs."""
-        shape = op.outputs[0].shape if op.outputs else ()
-        rows, columns = (*(1, 1), *shape)[-2:]
-        batch = shape[0] if len(shape) > 2 else 1
-        return cls(batch, rows, columns, op.flops // max(1, 2 * batch * rows * columns))
-
-    @property
-    def tiles(self) -> int:
-        """How many blocks of cuBLAS's usual tile cover the results."""
-        return self.batch * -(-self.rows // _TILE) * -(-self.columns // _TILE)
-
-    def aligned(self, item_bytes: int) -> bool:
-        """Whether rows and depth are whole multiples of what tensor cores load at once."""
-        step = max(1, _ALIGNMENT_BYTES // item_bytes)
-        return self.depth % step == 0 and self.columns % step == 0
-
-
-def classify_op(op: Op, *, multiprocessors: int | None, item_bytes: int) -> Family:
+def classify_op(op: Op, *, multiprocessors: int | None, item_bytes: int, tf32: bool = False) -> Family:
     """The family whose efficiency an op has on a device; without multiprocessors, on a CPU."""
     packet = op.name.split(".")[1]
     if packet in _MATRIX:
         product = Product.of(op)
         if multiprocessors is None:
             return Family.MATRIX_SMALL if op.flops < _SMALL_CPU_FLOPS * product.batch else Family.MATRIX_LARGE
-        if item_bytes < 4 and not product.aligned(item_bytes):
+        if item_bytes >= _VECTOR_BYTES and not tf32:
+            return Family.MATRIX_SIMT
+        if item_bytes < _VECTOR_BYTES and not product.aligned(item_bytes):
             return Family.MATRIX_UNALIGNED
-        return Family.MATRIX_SMALL if product.tiles < multiprocessors else Family.MATRIX_LARGE
+        tiles = product.batch * -(-product.rows // _FULL_TILE) * -(-product.columns // _FULL_TILE)
+        return Family.MATRIX_SMALL if tiles < multiprocessors else Family.MATRIX_LARGE
     family = _by_name(op.name)
     if op.phase is Phase.OPTIMIZER and family in (Family.ELEMENTWISE, Family.TRANSCENDENTAL, Family.OTHER):
         return Family.OPTIMIZER

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from memfit.capture import NEVER, ModuleCall, Phase, Trace
+from memfit.capture import NO_INDEX, ModuleCall, Phase, Trace
 from memfit.errors import InputError
 
 Times = NDArray[np.float64]
@@ -81,14 +81,14 @@ class Runtime:
         forward, backward = np.zeros(len(calls)), np.zeros(len(calls))
         of_call = np.array([op.call for op in ops], dtype=np.int64)
         in_backward = np.array([op.phase is Phase.BACKWARD for op in ops], dtype=bool)
-        placed = of_call != NEVER
+        placed = of_call != NO_INDEX
         for times, chosen in ((forward, placed & ~in_backward), (backward, placed & in_backward)):
             np.add.at(times, of_call[chosen], self.op_ms[chosen])
         for again, first in repeats(self.trace).items():
             backward[first] += backward[again]
         for index in range(len(calls) - 1, -1, -1):
             parent = calls[index].parent
-            if parent != NEVER:
+            if parent != NO_INDEX:
                 forward[parent] += forward[index]
                 backward[parent] += backward[index]
         return forward, backward
@@ -142,7 +142,7 @@ def repeats(trace: Trace) -> dict[int, int]:
             found[index] = again[number] if number < len(again) else found[call.parent]
         else:
             chosen = _outermost(trace, call, forward[call.module], found)
-            if chosen != NEVER:
+            if chosen != NO_INDEX:
                 found[index] = chosen
     return found
 
@@ -152,4 +152,4 @@ def _outermost(trace: Trace, call: ModuleCall, candidates: list[int], found: dic
     if under_way:
         return min(under_way, key=lambda each: trace.calls[each].backward_end)
     repeated = set(found.values())
-    return next((each for each in reversed(candidates) if each not in repeated), NEVER)
+    return next((each for each in reversed(candidates) if each not in repeated), NO_INDEX)

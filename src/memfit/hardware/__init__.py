@@ -1,7 +1,8 @@
 """Devices and links as data with source and date, and the Target made of them."""
 
-from memfit.hardware.device import RATE_NAMES, AllocatorRules, Device, DeviceType, Link, Provenance, Rates
+from memfit.hardware.device import RATE_NAMES, AllocatorRules, Device, DeviceType, Link, Provenance, Rates, Sustained
 from memfit.hardware.efficiency import Efficiency, Family, FamilyEfficiency, HostTimes
+from memfit.hardware.kernels import ConvolutionFigures, KernelFigures, TileModel, kernel_figures
 from memfit.hardware.load import list_devices, list_links, load_device, load_link, user_device_paths
 from memfit.hardware.schema import Figure, Reader, Source
 from memfit.hardware.target import Target
@@ -9,6 +10,7 @@ from memfit.hardware.target import Target
 __all__ = [
     "RATE_NAMES",
     "AllocatorRules",
+    "ConvolutionFigures",
     "Device",
     "DeviceType",
     "Efficiency",
@@ -16,12 +18,16 @@ __all__ = [
     "FamilyEfficiency",
     "Figure",
     "HostTimes",
+    "KernelFigures",
     "Link",
     "Provenance",
     "Rates",
     "Reader",
     "Source",
+    "Sustained",
     "Target",
+    "TileModel",
+    "kernel_figures",
     "list_devices",
     "list_links",
     "load_device",

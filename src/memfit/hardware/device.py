@@ -75,6 +75,21 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sustained:
+    """What long runs reach of the sheet's rates, where power or memory allow less or more than other devices do.
+
+    `vector` is for float32 and float64, `matrix` for the matrix units, `bandwidth` for the memory. A family's parts
+    are multiplied by them. `long_run` is what steps that follow one another keep of the rates that a kernel has by
+    itself: the clock falls when power runs out.
+    """
+
+    vector: float = 1.0
+    matrix: float = 1.0
+    bandwidth: float = 1.0
+    long_run: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
     """Where one figure comes from."""
 
@@ -112,6 +127,8 @@ class Device:
     multiprocessors: int | None = None
     shared_memory_per_block_bytes: int | None = None
     threads: int | None = None
+    l2_cache_bytes: int | None = None
+    sustained: Sustained = Sustained()
     notes: str = ""
     provenance: tuple[Provenance, ...] = ()
 
@@ -138,11 +155,15 @@ class Device:
 
         With `tf32`, float32 products run at the TF32 rate where the device has one.
         """
+        return getattr(self.flops_per_s, self.rate_name(dtype, tf32=tf32))
+
+    def rate_name(self, dtype: object, *, tf32: bool = False) -> str:
+        """Which of the device's rates a dtype runs at, such as 'bf16'; 'fp32' where it has none of its own."""
         name = str(dtype).removeprefix("torch.")
         if name.startswith("float8"):
             name = "fp8"
         name = _RATE_OF_DTYPE.get(name, name)
         if name == "fp32" and tf32:
             name = "tf32"
-        rate = getattr(self.flops_per_s, name) if name in RATE_NAMES else None
-        return rate if rate is not None else self.flops_per_s.fp32
+        known = name in RATE_NAMES and getattr(self.flops_per_s, name) is not None
+        return name if known else "fp32"

@@ -12,6 +12,7 @@ class Family(str, enum.Enum):
     MATRIX_LARGE = "matrix_large"
     MATRIX_SMALL = "matrix_small"
     MATRIX_UNALIGNED = "matrix_unaligned"
+    MATRIX_SIMT = "matrix_simt"
     ATTENTION = "attention"
     ATTENTION_BACKWARD = "attention_backward"
     CONVOLUTION = "convolution"
@@ -43,8 +44,9 @@ class HostTimes:
     """What the host needs to issue an op, by phase, and to enter and leave a module.
 
     `view_ms` is an op that launches nothing, `second_run_ms` what each op of a unit that runs again takes beyond its
-    own time: hooks around both runs, and answers for saved ops. On a GPU the host runs ahead; on a CPU it takes turns
-    with the kernels.
+    own time: hooks around both runs, and answers for saved ops, `convolution_ms` what a library's convolution takes
+    beyond another op: descriptors, the choice of a plan, the workspace. On a GPU the host runs ahead; on a CPU it takes
+    turns with the kernels.
     """
 
     forward_ms: float
@@ -53,6 +55,7 @@ class HostTimes:
     view_ms: float
     call_ms: float
     second_run_ms: float = 0.0
+    convolution_ms: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

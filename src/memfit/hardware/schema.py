@@ -11,17 +11,17 @@ from typing import Any, TypeVar
 import msgspec
 
 from memfit.errors import InputError
-from memfit.hardware.device import AllocatorRules, Device, DeviceType, Link, Provenance, Rates
+from memfit.hardware.device import AllocatorRules, Device, DeviceType, Link, Provenance, Rates, Sustained
 from memfit.hardware.efficiency import Efficiency, Family, FamilyEfficiency, HostTimes
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-class _Table(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    pass
+class FigureTable(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """A table of a data file; unknown keys are errors."""
 
 
-class Source(_Table, frozen=True):
+class Source(FigureTable, frozen=True):
     """A document. `seen` is how its figure was read: installed, stored, measured or recalled."""
 
     title: str
@@ -30,7 +30,7 @@ class Source(_Table, frozen=True):
     seen: str = "recalled"
 
 
-class Figure(_Table, frozen=True):
+class Figure(FigureTable, frozen=True):
     """One figure and where it comes from. An estimate says why it is one."""
 
     value: int | float | str | bool
@@ -43,12 +43,12 @@ Number = int | float | Figure
 Text = str | Figure
 
 
-class MemoryTable(_Table, frozen=True):
+class MemoryTable(FigureTable, frozen=True):
     total_bytes: int | str | Figure
     bandwidth_bytes_per_s: Number
 
 
-class FlopsTable(_Table, frozen=True):
+class FlopsTable(FigureTable, frozen=True):
     fp32: Number
     tf32: Number | None = None
     fp16: Number | None = None
@@ -58,20 +58,28 @@ class FlopsTable(_Table, frozen=True):
     fp64: Number | None = None
 
 
-class ComputeTable(_Table, frozen=True):
+class ComputeTable(FigureTable, frozen=True):
     capability: Text | None = None
     multiprocessors: int | Figure | None = None
     shared_memory_per_block_bytes: int | Figure | None = None
     threads: int | Figure | None = None
+    l2_cache_bytes: int | Figure | None = None
 
 
-class OverheadsTable(_Table, frozen=True):
+class SustainedTable(FigureTable, frozen=True):
+    vector: Number | None = None
+    matrix: Number | None = None
+    bandwidth: Number | None = None
+    long_run: Number | None = None
+
+
+class OverheadsTable(FigureTable, frozen=True):
     context_bytes: int | Figure
     blas_workspace_bytes: int | Figure
     blaslt_workspace_bytes: int | Figure
 
 
-class LinkTable(_Table, frozen=True):
+class LinkTable(FigureTable, frozen=True):
     kind: str
     bandwidth_bytes_per_s: Number
     latency_ms: Number
@@ -79,14 +87,14 @@ class LinkTable(_Table, frozen=True):
     lanes: int | None = None
 
 
-class LinksTable(_Table, frozen=True):
+class LinksTable(FigureTable, frozen=True):
     host: str | LinkTable
     inter_node: str | LinkTable
     ranks_per_node: int | Figure
     peer: str | LinkTable | None = None
 
 
-class AllocatorTable(_Table, frozen=True):
+class AllocatorTable(FigureTable, frozen=True):
     rounding_bytes: Number
     small_limit_bytes: Number
     small_segment_bytes: Number
@@ -96,26 +104,28 @@ class AllocatorTable(_Table, frozen=True):
     expandable_segments: bool | Figure
 
 
-class FamilyTable(_Table, frozen=True):
+class FamilyTable(FigureTable, frozen=True):
     compute: Number
     bandwidth: Number
     overhead_ms: Number
 
 
-class HostTable(_Table, frozen=True):
+class HostTable(FigureTable, frozen=True):
     forward_ms: Number
     backward_ms: Number
     optimizer_ms: Number
     view_ms: Number
     call_ms: Number
     second_run_ms: Number | None = None
+    convolution_ms: Number | None = None
 
 
-class EfficiencyTable(_Table, frozen=True):
+class EfficiencyTable(FigureTable, frozen=True):
     host: HostTable | None = None
     matrix_large: FamilyTable | None = None
     matrix_small: FamilyTable | None = None
     matrix_unaligned: FamilyTable | None = None
+    matrix_simt: FamilyTable | None = None
     attention: FamilyTable | None = None
     attention_backward: FamilyTable | None = None
     convolution: FamilyTable | None = None
@@ -132,7 +142,7 @@ class EfficiencyTable(_Table, frozen=True):
     other: FamilyTable | None = None
 
 
-class DeviceFile(_Table, frozen=True):
+class DeviceFile(FigureTable, frozen=True):
     name: str
     title: str
     vendor: str
@@ -143,23 +153,24 @@ class DeviceFile(_Table, frozen=True):
     links: LinksTable
     overheads: OverheadsTable
     compute: ComputeTable = ComputeTable()
+    sustained: SustainedTable = SustainedTable()
     efficiency: EfficiencyTable = EfficiencyTable()
     aliases: list[str] = []
     notes: str = ""
     sources: dict[str, Source] = {}
 
 
-class AllocatorsFile(_Table, frozen=True):
+class AllocatorsFile(FigureTable, frozen=True):
     allocators: dict[str, AllocatorTable]
     sources: dict[str, Source] = {}
 
 
-class LinksFile(_Table, frozen=True):
+class LinksFile(FigureTable, frozen=True):
     links: dict[str, LinkTable]
     sources: dict[str, Source] = {}
 
 
-class EfficiencyFile(_Table, frozen=True):
+class EfficiencyFile(FigureTable, frozen=True):
     cpu: EfficiencyTable
     cuda: EfficiencyTable
     sources: dict[str, Source] = {}
@@ -293,7 +304,7 @@ def build_device(
     compute, overheads = file.compute, file.overheads
     optional = {
         name: None if figure is None else reader.whole(f"compute.{name}", figure)
-        for name in ("multiprocessors", "shared_memory_per_block_bytes", "threads")
+        for name in ("multiprocessors", "shared_memory_per_block_bytes", "threads", "l2_cache_bytes")
         for figure in [getattr(compute, name)]
     }
     return Device(
@@ -317,6 +328,13 @@ def build_device(
         ),
         compute_capability=None if compute.capability is None else _capability(reader, compute.capability),
         **optional,
+        sustained=Sustained(
+            **{
+                name: reader.number(f"sustained.{name}", figure)
+                for name in SustainedTable.__struct_fields__
+                if (figure := getattr(file.sustained, name)) is not None
+            }
+        ),
         efficiency=Efficiency(
             families=tuple(families.get(each.family, each) for each in usual.families), host=host or usual.host
         ),

@@ -152,8 +152,9 @@ class _Sent:
             total += took
             heapq.heappush(pending, (transfer.needed, number))
         waited_ms = np.zeros(len(times))
-        if _same(waited, sharding.exposed_ms) and _same(total, sharding.communication_ms):
+        if _same(waited + sharding.beside_ms, sharding.exposed_ms) and _same(total, sharding.communication_ms):
             np.add.at(waited_ms, [transfer.needed for transfer in transfers], waits_ms)
+            waited_ms[-1] += sharding.beside_ms  # copies, and kernels slowed by collectives, wherever they are
         else:
             begins_ms = ends_ms = waits_ms = np.zeros(0)
             waited_ms[-1] = sharding.exposed_ms

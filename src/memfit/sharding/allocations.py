@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memfit.capture import NEVER, Category
+from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category
 from memfit.memory import Bytes, Interval, Timeline
 from memfit.sharding.schedule import EventKind, ShardSchedule
 
@@ -49,10 +49,10 @@ class Levels:
         """Make and end what the events of a schedule allocate and free."""
         self._built = None
         first = len(self._made)
-        made: list[tuple[int, bool, int]] = [(NEVER, False, NEVER)] * len(schedule.buffers)
+        made: list[tuple[int, bool, int]] = [(BEFORE_STEP, False, NO_INDEX)] * len(schedule.buffers)
         for event in schedule.events:
             if event.kind is EventKind.ALLOCATE:
-                made[event.number] = event.moment, event.by_op, NEVER if event.by_op else self._next_order()
+                made[event.number] = event.moment, event.by_op, NO_INDEX if event.by_op else self._next_order()
             elif event.kind is EventKind.FREE and event.by_op:
                 self.end_with(first + event.number, event.moment)
             elif event.kind is EventKind.FREE:
@@ -62,7 +62,7 @@ class Levels:
                 category=buffer.role.category,
                 size_bytes=buffer.size_bytes,
                 begin=begin,
-                end=NEVER,
+                end=AFTER_STEP,
                 ahead=not by_op,
                 made_order=order,
                 module=schedule.modules[buffer.unit],
@@ -74,15 +74,15 @@ class Levels:
     def make(self, category: Category, n_bytes: int, begin: int, *, module: str = "", by_op: bool = False) -> int:
         """Make an allocation before op `begin`, or by it, and give its number; it stays until it is ended."""
         self._built = None
-        order = NEVER
-        if not by_op and begin != NEVER:
+        order = NO_INDEX
+        if not by_op and begin != BEFORE_STEP:
             order = self._next_order()
         self._made.append(
             Interval(
                 category=category,
                 size_bytes=n_bytes,
                 begin=begin,
-                end=NEVER,
+                end=AFTER_STEP,
                 ahead=not by_op,
                 made_order=order,
                 module=module,
@@ -98,15 +98,17 @@ class Levels:
     def end_with(self, allocation: int, free_after: int) -> None:
         """Free an allocation as the step frees it, after op `free_after` and before anything else."""
         self._built = None
-        if free_after != NEVER:
-            self._ended[allocation] = (free_after + 1, NEVER)
+        if free_after != AFTER_STEP:
+            self._ended[allocation] = (free_after + 1, NO_INDEX)
 
     def replace(self, storage: int, category: Category, n_bytes: int, module: str = "") -> None:
         """Put other bytes in the place of a storage, with its life."""
         alloc_at, free_after = int(self.timeline.alloc_at[storage]), int(self.timeline.free_after[storage])
         self.take(storage)
-        if free_after == NEVER or free_after >= alloc_at:
-            self.end_with(self.make(category, n_bytes, alloc_at, module=module, by_op=alloc_at != NEVER), free_after)
+        if free_after == AFTER_STEP or free_after >= alloc_at:
+            self.end_with(
+                self.make(category, n_bytes, alloc_at, module=module, by_op=alloc_at != BEFORE_STEP), free_after
+            )
 
     def levels(self) -> tuple[Bytes, Bytes]:
         """Return the bytes before and during each op, a row for each category (`Timeline.step_levels`)."""

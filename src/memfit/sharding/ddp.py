@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memfit.capture import NEVER, Category, Trace
+from memfit.capture import BEFORE_STEP, NO_INDEX, Category, Trace
 from memfit.cost import Collective, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Device, Family, Target
@@ -24,7 +24,7 @@ from memfit.sharding.allocations import Levels
 from memfit.sharding.gradients import WholeGradient, whole_gradients
 from memfit.sharding.options import FIRST_BUCKET_BYTES, ShardDtypes, ShardOptions, elements, item_bytes
 from memfit.sharding.result import Sharding
-from memfit.sharding.schedule import Event, EventKind, ShardSchedule, Transfer, communication
+from memfit.sharding.schedule import Event, EventKind, ShardSchedule, Transfer, communication, slowed_ms
 from memfit.sharding.units import Pass, find_passes
 
 _OWN = ShardDtypes(shard=None, param=None, reduce=None)
@@ -47,10 +47,10 @@ def replicate(timeline: Timeline, runtime: Runtime, target: Target, options: Sha
     buckets = assign_buckets(trace, gradients, passes, options)
     as_view = options.gradient_as_bucket_view
     for number, storage in enumerate(trace.storages):
-        if storage.category is Category.COMMUNICATION and storage.alloc_at == NEVER:
+        if storage.category is Category.COMMUNICATION and storage.alloc_at == BEFORE_STEP:
             levels.take(number)  # a model that was wrapped already when it was captured
     for bucket in buckets:
-        levels.make(Category.GRADIENT if as_view else Category.COMMUNICATION, bucket.size_bytes, NEVER)
+        levels.make(Category.GRADIENT if as_view else Category.COMMUNICATION, bucket.size_bytes, BEFORE_STEP)
     if as_view:
         _move_into_buckets(levels, trace, gradients)
     _send_buffers(levels, trace, passes)
@@ -58,6 +58,7 @@ def replicate(timeline: Timeline, runtime: Runtime, target: Target, options: Sha
     schedule = _reductions(buckets, passes)
     reduced_ms, waited_ms = communication(runtime, target, schedule)
     copied_ms = _copies_ms(sum(bucket.size_bytes for bucket in buckets), target.device, back=not as_view)
+    beside_ms = copied_ms + slowed_ms(schedule.transfers, target, reduced_ms, waited_ms)
     return Sharding(
         runtime=runtime,
         before_by_row=before,
@@ -67,7 +68,8 @@ def replicate(timeline: Timeline, runtime: Runtime, target: Target, options: Sha
         allocations=levels.allocations,
         schedule=schedule,
         communication_ms=reduced_ms + copied_ms,
-        exposed_ms=waited_ms + copied_ms,
+        exposed_ms=waited_ms + beside_ms,
+        beside_ms=beside_ms,
         shard_dtype=None,
         param_dtype=None,
         reduce_dtype=None,
@@ -111,7 +113,7 @@ def assign_buckets(
 def _move_into_buckets(levels: Levels, trace: Trace, gradients: Sequence[WholeGradient]) -> None:
     """What autograd makes of a gradient goes once it is in its bucket; one from an earlier step is there already."""
     for parameter in trace.parameters:
-        if parameter.gradient != NEVER and trace.storages[parameter.gradient].alloc_at == NEVER:
+        if parameter.gradient != NO_INDEX and trace.storages[parameter.gradient].alloc_at == BEFORE_STEP:
             levels.take(parameter.gradient)
     for gradient in gradients:
         kept = trace.parameters[gradient.parameter].gradient
@@ -123,7 +125,9 @@ def _move_into_buckets(levels: Levels, trace: Trace, gradients: Sequence[WholeGr
 
 def _send_buffers(levels: Levels, trace: Trace, passes: Sequence[Pass]) -> None:
     """The flat copy in which buffers are sent, there only while that is done."""
-    total = sum(each.bytes for each in trace.storages if each.category is Category.BUFFER and each.alloc_at == NEVER)
+    total = sum(
+        each.bytes for each in trace.storages if each.category is Category.BUFFER and each.alloc_at == BEFORE_STEP
+    )
     if total and passes:
         levels.end(levels.make(Category.COMMUNICATION, total, passes[0].begin), passes[0].begin)
 

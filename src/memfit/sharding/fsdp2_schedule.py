@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from memfit.capture import NEVER, Parameter, Trace
+from memfit.capture import NO_INDEX, Parameter, Trace
 from memfit.cost import Collective
 from memfit.memory import Stream
 from memfit.sharding.gradients import WholeGradient, gradients_before
@@ -53,7 +53,7 @@ class _Group:
     waiting: list[tuple[WholeGradient, int]] = field(default_factory=list)
     unsharded: list[int] = field(default_factory=list)
     buffer: int | None = None
-    gather: int = NEVER
+    gather: int = NO_INDEX
     in_backward: bool = False
     after_backward: bool = False
     places: list[int] = field(default_factory=list)

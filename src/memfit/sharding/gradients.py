@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from memfit.capture import BEFORE_STEP, NEVER, Op, Parameter, Phase, Trace
+from memfit.capture import BEFORE_STEP, NO_INDEX, Op, Parameter, Phase, Trace
 from memfit.cost import Runtime
 from memfit.sharding.options import ShardDtypes, elements, item_bytes
 from memfit.sharding.units import Pass, pass_of
@@ -81,11 +81,11 @@ def whole_gradients(
     arrivals: dict[int, list[int]] = defaultdict(list)
     for index, op in enumerate(trace.ops):
         for ref in op.outputs:
-            if ref.storage != NEVER and not op.view and trace.storages[ref.storage].alloc_at == index:
+            if ref.storage != NO_INDEX and not op.view and trace.storages[ref.storage].alloc_at == index:
                 writes[ref.storage].append(index)
         for storage in op.mutates:
             writes[storage].append(index)
-        if op.phase is Phase.BACKWARD and op.forward_op != NEVER and op.name in (*_TAKEN, *_COPIED, *_ADDED):
+        if op.phase is Phase.BACKWARD and op.forward_op != NO_INDEX and op.name in (*_TAKEN, *_COPIED, *_ADDED):
             arrivals[op.forward_op].append(index)
     uses = _first_uses(trace)
     claimed = {parameter.gradient for parameter in trace.parameters}
@@ -94,14 +94,14 @@ def whole_gradients(
         if not parameter.trainable:
             continue
         own: dict[int, tuple[int, int, int]] = {}  # for each pass the op, the storage and the gradient that it joins
-        for index in arrivals[uses.get(parameter.storage, NEVER)]:
+        for index in arrivals[uses.get(parameter.storage, NO_INDEX)]:
             place = pass_of(passes, index)
             arrived = _arrived(trace, parameter, index, claimed)
             if arrived is not None and place not in own:
                 own[place] = index, *arrived
                 claimed.add(arrived[0])
-        alloc_at = trace.storages[parameter.gradient].alloc_at if parameter.gradient != NEVER else NEVER
-        if alloc_at != NEVER and alloc_at < len(trace.ops) and trace.ops[alloc_at].phase is Phase.BACKWARD:
+        alloc_at = trace.storages[parameter.gradient].alloc_at if parameter.gradient != NO_INDEX else BEFORE_STEP
+        if alloc_at != BEFORE_STEP and alloc_at < len(trace.ops) and trace.ops[alloc_at].phase is Phase.BACKWARD:
             own.setdefault(pass_of(passes, alloc_at), (alloc_at, parameter.gradient, parameter.gradient))
         for index, storage, kept in own.values():
             found.append(_whole(trace, number, index, storage, kept, casts, passes, writes, dtypes))
@@ -113,7 +113,7 @@ def gradients_before(trace: Trace) -> dict[int, int]:
     return {
         number: trace.storages[parameter.gradient].free_after
         for number, parameter in enumerate(trace.parameters)
-        if parameter.gradient != NEVER and trace.storages[parameter.gradient].alloc_at == BEFORE_STEP
+        if parameter.gradient != NO_INDEX and trace.storages[parameter.gradient].alloc_at == BEFORE_STEP
     }
 
 
@@ -127,8 +127,8 @@ def _arrived(trace: Trace, parameter: Parameter, index: int, claimed: set[int]) 
     if made.shape != parameter.shape or made.dtype != parameter.dtype:
         return None
     storage = op.inputs[-1].storage if op.name in _ADDED else made.storage
-    alloc_at = trace.storages[storage].alloc_at if storage != NEVER else NEVER
-    if alloc_at == NEVER or trace.ops[alloc_at].phase is not Phase.BACKWARD:
+    alloc_at = trace.storages[storage].alloc_at if storage != NO_INDEX else BEFORE_STEP
+    if alloc_at == BEFORE_STEP or trace.ops[alloc_at].phase is not Phase.BACKWARD:
         return None
     if op.name in _ADDED:
         return (storage, parameter.gradient) if parameter.gradient in op.mutates else None

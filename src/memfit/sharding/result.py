@@ -19,8 +19,10 @@ class Sharding:
     `runtime` has the times and, as its `trace`, the step without casts of parameters that are gathered in their dtype:
     it is the one to checkpoint units of, since such a cast makes nothing that could be dropped or made again. `removed`
     are the storages that a rank does not have and `allocations` what it has instead; `schedule` has the events that
-    these come from. The dtypes are those that were used; None is the parameter's own. `buckets` are the bytes of DDP's
-    gradient buckets, where the step is replicated and not sharded.
+    these come from. The dtypes are those that were used; None is the parameter's own. `exposed_ms` is what the
+    communication adds to the step: waits, and `beside_ms`, which is copies in and out of its buffers and what kernels
+    lose to collectives that run beside them. `buckets` are the bytes of DDP's gradient buckets, where the step is
+    replicated and not sharded.
     """
 
     runtime: Runtime
@@ -36,6 +38,7 @@ class Sharding:
     param_dtype: str | None
     reduce_dtype: str | None
     buckets: tuple[int, ...] = ()
+    beside_ms: float = 0.0
 
     @property
     def trace(self) -> Trace:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
-from memfit.capture import AFTER_STEP, NEVER, Category
+from memfit.capture import AFTER_STEP, NO_INDEX, Category
 from memfit.cost import Collective, CollectiveModel, Runtime
 from memfit.hardware import Device, Family, Target
 from memfit.memory import Stream
@@ -59,7 +60,7 @@ def actings(calls: Iterable[Sequence[ShardCall]], passes: Sequence[Pass]) -> lis
 
     for number, runs in enumerate(calls):
         for call in runs:
-            has_backward = call.backward_begin != NEVER
+            has_backward = call.backward_begin != NO_INDEX
             note(call.begin, Act.BEFORE_FORWARD, number, call.depth, has_backward=has_backward)
             note(call.end, Act.AFTER_FORWARD, number, -call.depth, has_backward=has_backward)
             if has_backward:
@@ -67,7 +68,7 @@ def actings(calls: Iterable[Sequence[ShardCall]], passes: Sequence[Pass]) -> lis
                 if call.reduces:
                     note(call.backward_end, Act.AFTER_BACKWARD, number, -call.depth)
     for each in passes:
-        note(each.end, Act.END_OF_PASS, NEVER)
+        note(each.end, Act.END_OF_PASS, NO_INDEX)
     return [acting for _, acting in sorted(found, key=lambda pair: pair[0])]
 
 
@@ -143,7 +144,7 @@ class Event(NamedTuple):
     unit: int
     size_bytes: int
     stream: Stream
-    number: int = NEVER
+    number: int = NO_INDEX
     by_op: bool = False
 
 
@@ -265,7 +266,7 @@ class Scheduler(ABC):
         ends = [gradient.free_after for gradient in new]
         if AFTER_STEP in ends:
             return
-        last = max(ends, default=NEVER)
+        last = max(ends, default=NO_INDEX)
         if last < self.moment:
             self.free(buffer)
         else:
@@ -321,11 +322,22 @@ def communication(runtime: Runtime, target: Target, schedule: ShardSchedule) -> 
     return total, waited
 
 
+def slowed_ms(transfers: Sequence[Transfer], target: Target, communication_ms: float, waited_ms: float) -> float:
+    """Return what kernels lose while collectives move data beside them; a collective's latency slows none."""
+    model = CollectiveModel(target)
+    slowdown = model.backend.slowdown
+    if not slowdown or not communication_ms:
+        return 0.0
+    sizes = Counter((each.kind, each.size_bytes) for each in transfers)
+    moving_ms = sum(times * model.estimate(kind, size).transfer_ms for (kind, size), times in sizes.items())
+    return slowdown * moving_ms * (1.0 - waited_ms / communication_ms)
+
+
 def copies_ms(schedule: ShardSchedule, device: Device) -> float:
-    """What is copied between buffers and whole tensors while nothing else computes, at the device's bandwidth.
+    """Return what is copied between buffers and whole tensors while nothing else computes, at the device's bandwidth.
 
     A buffer that FSDP2 gathers is read and written once to become parameters, whole gradients to become a reduction's
-    input. It is not part of `communication`.
+    input. It is not part of `communication`, but of a sharding's `beside_ms`.
     """
     moved = sum(
         event.size_bytes for event in schedule.events if event.kind is EventKind.COPY and event.stream is Stream.COMPUTE

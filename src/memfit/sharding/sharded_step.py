@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from memfit.capture import BEFORE_STEP, NEVER, Category, Phase, Trace
+from memfit.capture import BEFORE_STEP, NO_INDEX, Category, Phase, Trace
 from memfit.cost import Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
@@ -33,7 +33,7 @@ from memfit.sharding.options import (
     shard_bytes,
 )
 from memfit.sharding.result import Sharding
-from memfit.sharding.schedule import Scheduler, Transfer, actings, communication
+from memfit.sharding.schedule import Scheduler, Transfer, actings, communication, copies_ms, slowed_ms
 from memfit.sharding.units import ShardCall, ShardUnit, find_passes, find_units, members_of, repeated_blocks
 
 __all__ = [
@@ -139,7 +139,10 @@ def shard(
         _shard_optimizer_temporaries(levels, shards)
     levels.add(schedule)
     before, during = levels.levels()
-    communication_ms, exposed_ms = communication(runtime, target, schedule)
+    communication_ms, waited_ms = communication(runtime, target, schedule)
+    beside_ms = slowed_ms(schedule.transfers, target, communication_ms, waited_ms)
+    if target.device.type == "cuda":
+        beside_ms += copies_ms(schedule, target.device)
     return Sharding(
         runtime=runtime,
         before_by_row=before,
@@ -149,7 +152,8 @@ def shard(
         allocations=levels.allocations,
         schedule=schedule,
         communication_ms=communication_ms,
-        exposed_ms=exposed_ms,
+        exposed_ms=waited_ms + beside_ms,
+        beside_ms=beside_ms,
         shard_dtype=dtypes.shard,
         param_dtype=dtypes.param,
         reduce_dtype=dtypes.reduce,
@@ -182,7 +186,7 @@ def _leave_on_host(levels: Levels, gradients: Sequence[WholeGradient]) -> None:
     trace = levels.timeline.trace
     for parameter in trace.parameters:
         levels.take(parameter.storage)
-        if parameter.gradient != NEVER:
+        if parameter.gradient != NO_INDEX:
             levels.take(parameter.gradient)
     for gradient in gradients:
         for storage in gradient.storages:
@@ -212,7 +216,7 @@ def _shard_gradients(levels: Levels, shards: Shards, gradients: Sequence[WholeGr
         for storage in gradient.storages:
             levels.take(storage)
     for number, parameter in enumerate(shards.trace.parameters):
-        if parameter.gradient != NEVER and not levels.has_taken(parameter.gradient):
+        if parameter.gradient != NO_INDEX and not levels.has_taken(parameter.gradient):
             levels.replace(parameter.gradient, Category.GRADIENT, shards.bytes_of(number))
 
 

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from memfit.capture import NEVER, ModuleCall, Parameter, Phase, Trace
+from memfit.capture import NO_INDEX, ModuleCall, Parameter, Phase, Trace
 from memfit.errors import InputError
 from memfit.paths import around
 from memfit.paths import repeated_blocks as blocks_among
@@ -30,7 +30,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardCall:
-    """One run of a unit; its backward is that of its own pass, `NEVER` when it has none.
+    """One run of a unit; its backward is that of its own pass, `NO_INDEX` when it has none.
 
     `reduces` says whether its gradients are reduced when its backward ends. That of a run whose inputs need no gradient
     is not seen to end, and its gradients wait for the end of the whole backward.
@@ -150,7 +150,7 @@ def _calls(trace: Trace, name: str, passes: Sequence[Pass]) -> tuple[ShardCall, 
 
 def _call(trace: Trace, call: ModuleCall, depth: int, passes: Sequence[Pass]) -> ShardCall:
     first, last, reduces = call.backward_begin, call.backward_end, False
-    if first != NEVER:
+    if first != NO_INDEX:
         own = passes[pass_of(passes, first)]
         reduces = own.earliest < call.begin
         if last > own.end:  # a trace counts what later passes add to a gradient as backward of its first use

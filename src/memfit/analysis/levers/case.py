@@ -31,7 +31,7 @@ _LEAST_MS = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """The peak and the time of a changed step; `copies_ms` is what FSDP2's copies would take, which is not in it."""
+    """The peak and the time of a changed step; `copies_ms` is the part that FSDP2's copies take."""
 
     peak_bytes: int
     step_ms: float

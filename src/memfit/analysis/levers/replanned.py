@@ -121,7 +121,7 @@ def sharding(case: Case) -> Iterator[Lever]:
             return
         assumes = "a batch of this size on every device"
         if now == 1:
-            assumes += f"; FSDP2's copies in and out of its buffers, about {display_ms(effect.copies_ms)}, not counted"
+            assumes += f"; FSDP2's copies in and out of its buffers, about {display_ms(effect.copies_ms)}, are counted"
         yield case.lever(
             f"sharding over {ranks} ranks" if now == 1 else f"sharding over {ranks} ranks instead of {now}",
             f"torchrun on {ranks} devices; fully_shard {units}",
