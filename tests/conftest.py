@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadGroupScheduling
+
+# Threads of one worker that spin while they wait take the cores from the other. OpenMP reads this when torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 class FileScheduling(LoadGroupScheduling):

@@ -105,8 +105,15 @@ def test_the_best_and_the_largest_batch_are_those_of_trying_every_one(
     assert len(asked) == len(set(asked)) < len(by_hand) and not found.tried_all
 
 
-def test_a_few_batch_sizes_are_all_tried() -> None:
-    found = search(of_batch, target="h100-sxm", budget="115MiB")
+@pytest.fixture(scope="module")
+def watched() -> tuple[Search, list[int], list[SearchPoint]]:
+    """A search among few batch sizes, the sizes that it asked for, and what it told of them."""
+    make, heard = Counted(of_batch), list[SearchPoint]()
+    return search(make, target="h100-sxm", budget="115MiB", watch=heard.append), make.asked, heard
+
+
+def test_a_few_batch_sizes_are_all_tried(watched: tuple[Search, list[int], list[SearchPoint]]) -> None:
+    found, _, _ = watched
     assert found.largest is not None and 4 < found.largest.value <= 8
     assert [point.value for point in found.points if point.fits] == list(range(1, found.largest.value + 1))
     assert found.exact and found.tried_all and "tried among" not in str(found)
@@ -211,11 +218,9 @@ def test_values_without_a_step_end_the_search() -> None:
         search(make, over="seq", target="h100-sxm", values=[2048])
 
 
-def test_every_value_is_told_of_when_it_has_been_tried(batches: tuple[Search, list[int]]) -> None:
-    heard: list[SearchPoint] = []
-    make = Counted(of_batch)
-    found = search(make, target="h100-sxm", budget="115MiB", watch=heard.append)
-    assert heard[0].value == make.asked[0] and {point.value for point in heard} == {p.value for p in found.points}
+def test_every_value_is_told_of_when_it_has_been_tried(watched: tuple[Search, list[int], list[SearchPoint]]) -> None:
+    found, asked, heard = watched
+    assert heard[0].value == asked[0] and {point.value for point in heard} == {p.value for p in found.points}
     assert set(found.points) <= set(heard)
 
 
