@@ -33,6 +33,27 @@ EXPANDABLE = AllocatorConfig(expandable_segments=True)
 # Each case: what it shows, configuration, events, allocated bytes and reserved bytes after each event.
 SEQUENCES = [
     (
+        "get_free_block: a free block serves only the stream that it was allocated on",
+        DEFAULT,
+        [(0, 30 * MIB, 1), (0, FREE), (1, 30 * MIB, 2), (2, 30 * MIB, 1), (1, FREE), (3, 20 * MIB, 2)],
+        [30 * MIB, 0, 30 * MIB, 60 * MIB, 30 * MIB, 50 * MIB],
+        [30 * MIB, 30 * MIB, 60 * MIB, 60 * MIB, 60 * MIB, 60 * MIB],
+    ),
+    (
+        "release_cached_blocks: at the limit free blocks of every stream go back, and are another stream's after that",
+        AllocatorConfig(limit_bytes=40 * MIB),
+        [(0, 30 * MIB, 1), (0, FREE), (1, 30 * MIB, 2)],
+        [30 * MIB, 0, 30 * MIB],
+        [30 * MIB, 30 * MIB, 30 * MIB],
+    ),
+    (
+        "find_expandable_block: an expandable segment belongs to one stream",
+        EXPANDABLE,
+        [(0, 30 * MIB, 1), (0, FREE), (1, 30 * MIB, 2), (2, 40 * MIB, 1)],
+        [30 * MIB, 0, 30 * MIB, 70 * MIB],
+        [40 * MIB, 40 * MIB, 80 * MIB, 80 * MIB],
+    ),
+    (
         "round_size: at least 512 bytes, then multiples of 512; one small segment of 2 MiB serves them",
         DEFAULT,
         [(0, 1), (1, 512), (2, 513), (0, FREE), (2, FREE), (1, FREE)],
@@ -419,21 +440,22 @@ def test_a_configuration_that_torch_would_refuse_is_refused(options, name):
 class NaiveAllocator:
     """A second implementation: segments are lists of [bytes, owner] runs, searched from end to end.
 
-    An owner is a key, "free" or "unmapped"; neighbouring runs of one kind are joined after every change.
+    A pool is whether it is small, and its stream. An owner is a key, "free" or "unmapped"; neighbouring runs of one
+    kind are joined after every change.
     """
 
     def __init__(self, config: AllocatorConfig) -> None:
         self.config = config
-        self.segments: list[dict] = []  # address, small, runs
+        self.segments: list[dict] = []  # address, pool, runs
         self.next_address = 1
         self.peak_reserved = 0
 
-    def _runs(self, small, owner):
+    def _runs(self, pool, owner):
         found = []
         for segment in self.segments:
             address = segment["address"]
             for index, (size, who) in enumerate(segment["runs"]):
-                if segment["small"] == small and who == owner:
+                if segment["pool"] == pool and who == owner:
                     found.append((size, address, segment, index))
                 address += size
         return sorted(found, key=lambda run: run[:2])
@@ -463,16 +485,16 @@ class NaiveAllocator:
             self.peak_reserved = max(self.peak_reserved, self.reserved + more)
         return fits
 
-    def _page(self, small):
-        return self.config.small_segment_bytes if small else self.config.large_segment_bytes
+    def _page(self, pool):
+        return self.config.small_segment_bytes if pool[0] else self.config.large_segment_bytes
 
-    def _search(self, small, size):
+    def _search(self, pool, size):
         def growth(run):
             runs, index = run[2]["runs"], run[3]
             behind = runs[index + 1] if index + 1 < len(runs) else [0, "free"]
             return run[0] + (behind[0] if behind[1] == "unmapped" else 0)
 
-        fitting = [run for run in self._runs(small, "free") if run[0] >= size]
+        fitting = [run for run in self._runs(pool, "free") if run[0] >= size]
         if not fitting:
             return None
         if self.config.expandable_segments:
@@ -486,20 +508,20 @@ class NaiveAllocator:
                 return None
         return fitting[0][2:]
 
-    def _grow(self, small, size):
+    def _grow(self, pool, size):
         if self.config.expandable_segments:
-            return self._grow_expandable(small, size)
+            return self._grow_expandable(pool, size)
         new = self.config.allocation_size(size)
         if not self._fits(new):
             return None
-        segment = {"address": self.next_address, "small": small, "runs": [[new, "free"]]}
+        segment = {"address": self.next_address, "pool": pool, "runs": [[new, "free"]]}
         self.next_address += new
         self.segments.append(segment)
         return segment, 0
 
-    def _grow_expandable(self, small, size):
-        page = self._page(small)
-        places = sorted(self._runs(small, "unmapped"), key=lambda run: run[1])
+    def _grow_expandable(self, pool, size):
+        page = self._page(pool)
+        places = sorted(self._runs(pool, "unmapped"), key=lambda run: run[1])
         for _, _, segment, index in places:
             start = index - 1 if index and segment["runs"][index - 1][1] == "free" else index
             room = 0
@@ -512,7 +534,7 @@ class NaiveAllocator:
         else:
             memory = self.config.limit_bytes or 1 << 44
             space = -(-(memory + memory // 8) // page) * page
-            segment = {"address": self.next_address, "small": small, "runs": [[space, "unmapped"]]}
+            segment = {"address": self.next_address, "pool": pool, "runs": [[space, "unmapped"]]}
             self.next_address += space
             self.segments.append(segment)
             start = 0
@@ -528,12 +550,12 @@ class NaiveAllocator:
             self._tidy(segment)
         return segment, start
 
-    def _release_some(self, small, size):
+    def _release_some(self, pool, size):
         limit = self.config.max_split_bytes
         if limit is None or self.config.expandable_segments:
             return False
         target = max(size, limit)
-        free = self._runs(small, "free")
+        free = self._runs(pool, "free")
         for run in free:
             if run[0] >= target:
                 self.segments.remove(run[2])
@@ -552,7 +574,7 @@ class NaiveAllocator:
                 if len(segment["runs"]) == 1 and segment["runs"][0][1] == "free":
                     self.segments.remove(segment)
                 continue
-            page = self._page(segment["small"])
+            page = self._page(segment["pool"])
             runs, offset, freed = [], 0, False
             for size, who in segment["runs"]:
                 begin, end = -(-offset // page) * page, (offset + size) // page * page
@@ -572,22 +594,22 @@ class NaiveAllocator:
             if freed and len(segment["runs"]) == 1:
                 self.segments.remove(segment)
 
-    def malloc(self, key, requested):
+    def malloc(self, key, requested, stream):
         if requested == 0:
             return
         size = max(-(-requested // 512) * 512, 512)
-        small = size <= self.config.small_limit_bytes
-        found = self._search(small, size) or self._grow(small, size)
-        if not found and self._release_some(small, size):
-            found = self._grow(small, size)
+        pool = (size <= self.config.small_limit_bytes, stream)
+        found = self._search(pool, size) or self._grow(pool, size)
+        if not found and self._release_some(pool, size):
+            found = self._grow(pool, size)
         if not found:
             self.empty_cache()
-            found = self._grow(small, size)
+            found = self._grow(pool, size)
         if not found:
             raise MemoryError
         segment, index = found
         have = segment["runs"][index][0]
-        if small or self.config.expandable_segments:
+        if pool[0] or self.config.expandable_segments:
             split = have - size >= 512
         else:
             limit = self.config.max_split_bytes
@@ -639,7 +661,7 @@ def to_events(steps):
     for key, (is_malloc, size, choice) in enumerate(steps):
         if is_malloc or not live:
             live.append(key)
-            yield MemoryEvent(key, size)
+            yield MemoryEvent(key, size, choice % 3)
         else:
             yield MemoryEvent(live.pop(choice % len(live)), FREE)
 
@@ -673,7 +695,7 @@ def check_invariants(allocator: CachingAllocator) -> None:
 def test_agrees_with_the_naive_allocator_and_keeps_its_invariants(steps, config):
     allocator, naive = CachingAllocator(config), NaiveAllocator(config)
     live = set()
-    for key, size in to_events(steps):
+    for key, size, stream in to_events(steps):
         if size == FREE:
             if key in live:
                 allocator.free(key)
@@ -681,13 +703,13 @@ def test_agrees_with_the_naive_allocator_and_keeps_its_invariants(steps, config)
                 live.remove(key)
         else:
             try:
-                allocator.malloc(key, size)
+                allocator.malloc(key, size, stream)
                 live.add(key)
             except AllocatorOutOfMemory:
                 with pytest.raises(MemoryError):
-                    naive.malloc(key, size)
+                    naive.malloc(key, size, stream)
             else:
-                naive.malloc(key, size)
+                naive.malloc(key, size, stream)
         check_invariants(allocator)
         assert (allocator.allocated_bytes, allocator.reserved_bytes) == (naive.allocated, naive.reserved)
         assert allocator.peak_reserved_bytes == naive.peak_reserved
@@ -718,9 +740,9 @@ def test_simulate_records_what_the_allocator_holds_after_each_event(steps, confi
     allocator = CachingAllocator(config)
     events = list(to_events(steps))
     allocated, reserved = [], []
-    for index, (key, size) in enumerate(events):
+    for index, (key, size, stream) in enumerate(events):
         try:
-            allocator.free(key) if size == FREE else allocator.malloc(key, size)
+            allocator.free(key) if size == FREE else allocator.malloc(key, size, stream)
         except AllocatorOutOfMemory:
             events = events[:index]
             break

@@ -34,14 +34,14 @@ def test_events_come_as_residents_outputs_workspace_deaths() -> None:
         ),
     )
     assert [tuple(event) for event in events(step)] == [
-        (0, 1),
-        (1, 2),
-        (2, 3),
-        (4, 7),
-        (4, FREE),
-        (2, FREE),
-        (1, FREE),
-        (3, 4),
+        (0, 1, 0),
+        (1, 2, 0),
+        (2, 3, 0),
+        (4, 7, 0),
+        (4, FREE, 0),
+        (2, FREE, 0),
+        (1, FREE, 0),
+        (3, 4, 0),
     ]
 
 
@@ -71,6 +71,7 @@ def test_a_table_may_come_from_elsewhere() -> None:
         run=np.full(3, -1),
         storage=np.arange(2),
         remade=np.full(2, -1),
+        stream=np.zeros(2, np.int64),
         size_bytes=np.array([8, 5]),
         row=np.array([0, 3]),
         alloc_at=np.array([-1, 0]),
@@ -78,7 +79,8 @@ def test_a_table_may_come_from_elsewhere() -> None:
         workspace_bytes=np.array([0, 3]),
         states_made=2,
     )
-    assert [tuple(event) for event in events(table)] == [(0, 8), (1, 5), (1, FREE), (2 + 1, 3), (2 + 1, FREE)]
+    expected = [(0, 8, 0), (1, 5, 0), (1, FREE, 0), (2 + 1, 3, 0), (2 + 1, FREE, 0)]
+    assert [tuple(event) for event in events(table)] == expected
     assert table.levels()[1].sum(axis=0).tolist() == [13, 11, 8]
     assert reserved(table, CPU).peak_reserved_bytes == 13
     assert reserved(table, H100).peak_reserved_bytes == 2 * MIB

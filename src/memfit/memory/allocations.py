@@ -88,6 +88,11 @@ class Stream(str, enum.Enum):
     COPY = "copy"
 
 
+STREAMS = tuple(Stream)
+STREAM_NUMBER = {stream: number for number, stream in enumerate(STREAMS)}
+"""The number of each stream, in tables and in the allocator's model; compute is 0."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
     """Bytes that sharding adds, there while ops `begin` up to (not including) `end` run, allocated on `stream`.
@@ -121,7 +126,7 @@ class AllocationTable:
     is made at instant `alloc_at` (or `BEFORE_STEP`) and freed after instant `free_after` (or `AFTER_STEP`); one that is
     freed before it is made was made and freed between two ops and is in no instant. `storage` is the storage that it is
     or is made in place of, `remade` the number of the recompute that made it. The last allocations are the intervals of
-    sharding, which have neither.
+    sharding, which have neither. `stream` is the place in `STREAMS` of the stream that it is allocated on.
 
     `states_made` is the instant before which a first step makes the optimizer state.
     """
@@ -135,6 +140,7 @@ class AllocationTable:
     free_after: Ints
     storage: Ints
     remade: Ints
+    stream: Ints
     states_made: int
 
     @classmethod
@@ -165,6 +171,7 @@ class AllocationTable:
             free_after=np.fromiter((storage.free_after for storage in storages), np.int64, count),
             storage=np.arange(count),
             remade=np.full(count, NO_INDEX),
+            stream=np.zeros(count, np.int64),
             states_made=_first_reader(trace, set(states.tolist())),
         )
         return captured.under_plan(recomputes, intervals, removed)
@@ -216,6 +223,7 @@ class AllocationTable:
             free_after=np.concatenate((free_after, spans[:, 1])),
             storage=np.concatenate((storage, none)),
             remade=np.concatenate((remade, none)),
+            stream=np.concatenate((self.stream[storage], _column(STREAM_NUMBER[each.stream] for each in added))),
             states_made=int(at[self.states_made]),
         )
 

@@ -1,4 +1,4 @@
-"""What PyTorch's CUDA caching allocator reserves for a sequence of mallocs and frees on one stream.
+"""What PyTorch's CUDA caching allocator reserves for a sequence of mallocs and frees on its streams.
 
 A replica of `DeviceCachingAllocator` in c10/cuda/CUDACachingAllocator.cpp (torch 2.10 to 2.13); each method
 names the C++ function it follows, and docs/design/allocator.md lists what is modelled and what is not. The decisions:
@@ -6,6 +6,7 @@ names the C++ function it follows, and docs/design/allocator.md lists what is mo
 - how large a block a request needs, and how large a segment: `AllocatorConfig.round_size`, `allocation_size`
 - which free block serves it: `CachingAllocator._get_free_block`
 - whether that block is split: `CachingAllocator._should_split`
+- which free blocks it looks at: those of the stream that asks, `CachingAllocator._pool_for`
 - which free neighbours are merged: `Block.merge` (blocks.py)
 - what goes back to the device when memory is short: `CachingAllocator.malloc`, `_release_available_cached_blocks`,
   `empty_cache`
@@ -146,6 +147,7 @@ class SegmentSnapshot:
     is_large: bool
     is_expandable: bool
     blocks: tuple[BlockSnapshot, ...]
+    stream: int = 0
 
 
 class AllocatorOutOfMemory(StateError):
@@ -179,13 +181,15 @@ class AllocatorOutOfMemory(StateError):
 class CachingAllocator:
     """The allocator itself: malloc and free by key, and what is requested, allocated and reserved meanwhile.
 
-    A key is any int that the caller uses for one live allocation; it may be used again once freed.
+    A key is any int that the caller uses for one live allocation; it may be used again once freed. A stream is any int;
+    a free block serves only the stream that it was first allocated for, until it goes back to the device.
     """
 
     def __init__(self, config: AllocatorConfig | None = None) -> None:
         self.config = config = config or AllocatorConfig()
-        self._small = BlockPool(is_small=True, segment_bytes=config.small_segment_bytes)
-        self._large = BlockPool(is_small=False, segment_bytes=config.large_segment_bytes)
+        # torch orders the blocks of one pool by stream, then size; a pool for each stream is the same.
+        self._small: dict[int, BlockPool] = {}
+        self._large: dict[int, BlockPool] = {}
         self._live: dict[int, Block | None] = {}  # None for an allocation of zero bytes
         self._max_split_bytes = sys.maxsize if config.max_split_bytes is None else config.max_split_bytes
         self._limit_bytes = sys.maxsize if config.limit_bytes is None else config.limit_bytes
@@ -232,7 +236,7 @@ class CachingAllocator:
         self._peak_allocated_bytes = self._allocated_bytes
         self._peak_reserved_bytes = self._reserved_bytes
 
-    def malloc(self, key: int, requested_bytes: int) -> None:
+    def malloc(self, key: int, requested_bytes: int, stream: int = 0) -> None:
         """`malloc`: take the best free block, or a new segment, or one after emptying the cache."""
         if requested_bytes < 0:
             raise InputError(f"malloc of {requested_bytes} bytes for key {key}; give zero or more")
@@ -242,7 +246,7 @@ class CachingAllocator:
             self._live[key] = None
             return
         size_bytes = self.config.round_size(requested_bytes)
-        pool = self._small if size_bytes <= self.config.small_limit_bytes else self._large
+        pool = self._pool_for(size_bytes, stream)
         block = self._get_free_block(pool, size_bytes)
         if block is None:
             block = self._alloc_block(pool, size_bytes)
@@ -274,15 +278,26 @@ class CachingAllocator:
         block.pool.insert(block)
 
     def empty_cache(self) -> None:
-        """`emptyCache`, that is `release_cached_blocks`: give back all that is wholly free."""
-        self._release_blocks(self._large)
-        self._release_blocks(self._small)
+        """`emptyCache`, that is `release_cached_blocks`: give back all that is wholly free, on every stream."""
+        for pool in (*self._large.values(), *self._small.values()):
+            self._release_blocks(pool)
 
     def segments(self) -> tuple[SegmentSnapshot, ...]:
         """`snapshot`: the segments by address. An expandable segment gives one for each mapped range."""
-        blocks = [*self._small, *self._large, *(block for block in self._live.values() if block is not None)]
+        free = [block for pool in (*self._small.values(), *self._large.values()) for block in pool]
+        blocks = [*free, *(block for block in self._live.values() if block is not None)]
         heads = [block for block in blocks if block.prev is None or not block.prev.mapped]
         return tuple(_snapshot_segment(head) for head in sorted(heads, key=lambda block: block.address))
+
+    def _pool_for(self, size_bytes: int, stream: int) -> BlockPool:
+        """`get_pool`, and the free blocks of a stream in it."""
+        is_small = size_bytes <= self.config.small_limit_bytes
+        pools = self._small if is_small else self._large
+        pool = pools.get(stream)
+        if pool is None:
+            segment_bytes = self.config.small_segment_bytes if is_small else self.config.large_segment_bytes
+            pool = pools[stream] = BlockPool(is_small=is_small, segment_bytes=segment_bytes, stream=stream)
+        return pool
 
     def _get_free_block(self, pool: BlockPool, size_bytes: int) -> Block | None:
         """`get_free_block`: best fit, within the rules for blocks that may not be split."""
@@ -455,6 +470,7 @@ class MemoryEvent(NamedTuple):
 
     key: int
     requested_bytes: int
+    stream: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -475,7 +491,7 @@ class AllocatorResult:
     retries: int
 
 
-def simulate(events: Iterable[tuple[int, int]], config: AllocatorConfig | None = None) -> AllocatorResult:
+def simulate(events: Iterable[tuple[int, int] | MemoryEvent], config: AllocatorConfig | None = None) -> AllocatorResult:
     """Run events, each a `MemoryEvent` or such a pair, through a new allocator.
 
     Raises `AllocatorOutOfMemory`, with the index of the event, when one does not fit under the limit.
@@ -486,12 +502,12 @@ def simulate(events: Iterable[tuple[int, int]], config: AllocatorConfig | None =
     peak_allocated = peak_reserved = 0
     peak_allocated_event: int | None = None
     peak_reserved_event: int | None = None
-    for index, (key, requested_bytes) in enumerate(events):
-        if requested_bytes == FREE:
-            allocator.free(key)
+    for index, event in enumerate(events):
+        if event[1] == FREE:
+            allocator.free(event[0])
         else:
             try:
-                allocator.malloc(key, requested_bytes)
+                allocator.malloc(*event)
             except AllocatorOutOfMemory as error:
                 error.event_index = index
                 raise
@@ -544,6 +560,7 @@ def _snapshot_segment(head: Block) -> SegmentSnapshot:
         size_bytes=sum(each.size_bytes for each in blocks),
         is_large=not head.pool.is_small,
         is_expandable=head.segment is not None,
+        stream=head.pool.stream,
         blocks=tuple(blocks),
     )
 

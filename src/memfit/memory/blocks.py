@@ -1,7 +1,7 @@
 """Blocks of device memory and the ordered pools that hold the free ones (the allocator's data structures).
 
-They mirror `Block`, `BlockPool` and `ExpandableSegment` of c10/cuda/CUDACachingAllocator.cpp, for one stream. They only
-carry out what `CachingAllocator` (allocator.py) decides, such as whether a block is split.
+They mirror `Block`, `BlockPool` and `ExpandableSegment` of c10/cuda/CUDACachingAllocator.cpp. They only carry out what
+`CachingAllocator` (allocator.py) decides, such as whether a block is split.
 """
 
 from __future__ import annotations
@@ -105,16 +105,17 @@ class Block:
 
 
 class BlockPool:
-    """Free blocks ordered by size then address, and unmapped blocks ordered by address.
+    """Free blocks of one stream ordered by size then address, and unmapped blocks ordered by address.
 
     Python lists kept sorted by bisection: a search is O(log n) and an insertion only moves pointers, which is
     quick for the thousands of free blocks that a step can leave.
     """
 
-    __slots__ = ("_by_address", "_free", "_unmapped", "is_small", "segment_bytes")
+    __slots__ = ("_by_address", "_free", "_unmapped", "is_small", "segment_bytes", "stream")
 
-    def __init__(self, *, is_small: bool, segment_bytes: int) -> None:
+    def __init__(self, *, is_small: bool, segment_bytes: int, stream: int = 0) -> None:
         self.is_small = is_small
+        self.stream = stream
         self.segment_bytes = segment_bytes
         self._by_address: dict[int, Block] = {}
         self._free: list[tuple[int, int]] = []

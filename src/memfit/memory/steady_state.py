@@ -66,12 +66,13 @@ def events(step: Trace | AllocationTable) -> Iterator[MemoryEvent]:
     The key of an allocation is its number (of a captured step: its storage's); that of the workspace of instant k is
     the number of allocations plus k.
     """
-    for _, key, requested_bytes in ProcessEvents(_table(step)).alone():
-        yield MemoryEvent(key, requested_bytes)
+    process = ProcessEvents(_table(step))
+    for _, key, requested_bytes in process.alone():
+        yield MemoryEvent(key, requested_bytes, process.stream_of(key))
 
 
 def reserved(step: Trace | AllocationTable, device: Device, *, limit_bytes: int | None = None) -> Reserved:
-    """Return the peaks of the device's allocator (Note [Steady state]), all on one stream.
+    """Return the peaks of the device's allocator (Note [Steady state]), which keeps free blocks of each stream apart.
 
     Without a cache, reserved equals allocated.
     """
@@ -89,8 +90,9 @@ def reserved(step: Trace | AllocationTable, device: Device, *, limit_bytes: int 
     allocator = CachingAllocator(allocator_config(device, limit_bytes=limit_bytes))
     failed: int | None = None
     reserved_bytes: list[int] = []
-    for stream in ProcessEvents(table).steps():
-        failed = _run(allocator, stream)
+    process = ProcessEvents(table)
+    for rows in process.steps():
+        failed = _run(allocator, rows, process)
         reserved_bytes.append(allocator.peak_reserved_bytes)
         settled = len(reserved_bytes) > 1 and reserved_bytes[-1] == reserved_bytes[-2]
         if failed is not None or settled:
@@ -114,14 +116,14 @@ def _peak_bytes(table: AllocationTable, rounding_bytes: int) -> int:
     return int(table.levels(rounding_bytes)[1].sum(axis=0).max())
 
 
-def _run(allocator: CachingAllocator, stream: Iterable[Row]) -> int | None:
+def _run(allocator: CachingAllocator, rows: Iterable[Row], process: ProcessEvents) -> int | None:
     """Run the allocator on the events; return the instant whose malloc did not fit, None when all did."""
-    for instant, key, requested_bytes in stream:
+    for instant, key, requested_bytes in rows:
         if requested_bytes == FREE:
             allocator.free(key)
             continue
         try:
-            allocator.malloc(key, requested_bytes)
+            allocator.malloc(key, requested_bytes, process.stream_of(key))
         except AllocatorOutOfMemory:
             return instant
     return None
@@ -133,6 +135,7 @@ class ProcessEvents:
     def __init__(self, table: AllocationTable) -> None:
         self.table = table
         self.size = table.size_bytes.tolist()
+        self._stream = table.stream.tolist()
         self.end = table.instants
         alloc_at, free_after, seen = table.alloc_at, table.free_after, table.seen
         resident, stays = alloc_at == BEFORE_STEP, free_after == AFTER_STEP
@@ -145,6 +148,10 @@ class ProcessEvents:
         self.alloc_at = _grouped(alloc_at, seen & ~resident, self.end + 1)
         self.freed = _grouped(free_after, seen & ~stays, self.end + 1)
         self.workspace = table.workspace_bytes.tolist()
+
+    def stream_of(self, key: int) -> int:
+        """Return the number of the stream on which a key is allocated; workspaces are on compute."""
+        return self._stream[key] if key < len(self._stream) else 0
 
     def steps(self) -> Iterator[list[Row]]:
         """Yield the steps of a process on one allocator, as many as it may take until one reserves nothing more."""

@@ -72,6 +72,7 @@ class _Act:
     instant: int
     address: int
     size_bytes: int
+    stream: int = 0
     key: int | None = None
 
 
@@ -93,9 +94,9 @@ def _record(table: AllocationTable, device: Device) -> _Recorded:
         return apart.recorded
     allocator = _RecordingAllocator(device)
     best, highest = _Recorded(), 0
-    for stream in replay.steps():
+    for rows in replay.steps():
         reserved = allocator.reserved_bytes
-        found = allocator.run(stream)
+        found = allocator.run(rows, replay)
         if allocator.peak_allocated_bytes >= highest:
             best, highest = found, allocator.peak_allocated_bytes
         if allocator.reserved_bytes == reserved:
@@ -111,54 +112,65 @@ class _RecordingAllocator(CachingAllocator):
         self._acts: list[_Act] = []
         self._instant = NO_INDEX
 
-    def run(self, stream: Iterable[Row]) -> _Recorded:
+    def run(self, rows: Iterable[Row], process: ProcessEvents) -> _Recorded:
         """Run a step; the peaks are then those of the step."""
         before, self._acts = self.segments(), []
         self.reset_peaks()
-        for self._instant, key, requested_bytes in stream:
+        for self._instant, key, requested_bytes in rows:
             if requested_bytes == FREE:
                 self.free(key)
             else:
-                self.malloc(key, requested_bytes)
+                self.malloc(key, requested_bytes, process.stream_of(key))
         return _Recorded(before=before, acts=self._acts, after=self.segments())
 
     def free(self, key: int) -> None:
         block = self._live.get(key)
         if block is not None:
-            self._note("free", block.address, block.size_bytes, key)
+            self._note("free", block, block.size_bytes, key)
         super().free(key)
 
     def _alloc_found_block(self, key: int, requested_bytes: int, block: Block, size_bytes: int) -> None:
         super()._alloc_found_block(key, requested_bytes, block, size_bytes)
         given = self._live[key]
         assert given is not None  # it was just made
-        self._note("alloc", given.address, given.size_bytes, key)
+        self._note("alloc", given, given.size_bytes, key)
 
     def _alloc_block(self, pool: BlockPool, size_bytes: int) -> Block | None:
         block = super()._alloc_block(pool, size_bytes)
         if block is not None and block.segment is None:
-            self._note("segment_alloc", block.address, block.size_bytes)
+            self._note("segment_alloc", block, block.size_bytes)
         return block
 
     def _map_block(self, block: Block, size_bytes: int) -> bool:
         address, reserved = block.address, self.reserved_bytes
         mapped = super()._map_block(block, size_bytes)
         if mapped:
-            self._note("segment_map", address, self.reserved_bytes - reserved)
+            self._note("segment_map", block, self.reserved_bytes - reserved, address=address)
         return mapped
 
     def _release_block(self, block: Block) -> None:
-        self._note("segment_free", block.address, block.size_bytes)
+        self._note("segment_free", block, block.size_bytes)
         super()._release_block(block)
 
     def _unmap_block(self, block: Block, segment: ExpandableSegment) -> None:
         address, size_bytes = segment.whole_pages(block.address, block.size_bytes)
         if size_bytes:
-            self._note("segment_unmap", address, size_bytes)
+            self._note("segment_unmap", block, size_bytes, address=address)
         super()._unmap_block(block, segment)
 
-    def _note(self, action: str, address: int, size_bytes: int, key: int | None = None) -> None:
-        self._acts.append(_Act(action=action, instant=self._instant, address=address, size_bytes=size_bytes, key=key))
+    def _note(
+        self, action: str, block: Block, size_bytes: int, key: int | None = None, *, address: int | None = None
+    ) -> None:
+        address = block.address if address is None else address
+        act = _Act(
+            action=action,
+            instant=self._instant,
+            address=address,
+            size_bytes=size_bytes,
+            stream=block.pool.stream,
+            key=key,
+        )
+        self._acts.append(act)
 
 
 class _Apart:
@@ -228,28 +240,29 @@ class _Snapshot:
         events = []
         for segment in recorded.before:
             action = "segment_map" if segment.is_expandable else "segment_alloc"
-            events.append(self._event(action, segment.address, segment.size_bytes, self._nowhere))
-        held = [block for segment in recorded.before for block in segment.blocks if block.key is not None]
-        for block in sorted(held, key=lambda block: block.key or 0):
-            events.append(self._alloc(block.address, block.size_bytes, block.key or 0))
+            events.append(self._event(action, segment.address, segment.size_bytes, self._nowhere, segment.stream))
+        held = [(block, each.stream) for each in recorded.before for block in each.blocks if block.key is not None]
+        for block, stream in sorted(held, key=lambda each: each[0].key or 0):
+            events.append(self._alloc(block.address, block.size_bytes, block.key or 0, stream))
         for act in recorded.acts:
             if act.action == "alloc" and act.key is not None:
-                events.append(self._alloc(act.address, act.size_bytes, act.key))
+                events.append(self._alloc(act.address, act.size_bytes, act.key, act.stream))
             elif act.action == "free":
                 frames = self._frames_of_free(act.instant)
-                events.append(self._event("free_requested", act.address, act.size_bytes, frames))
-                events.append(self._event("free_completed", act.address, act.size_bytes, frames))
+                for action in ("free_requested", "free_completed"):
+                    events.append(self._event(action, act.address, act.size_bytes, frames, act.stream))
             else:
-                events.append(self._event(act.action, act.address, act.size_bytes, self._frames_of_free(act.instant)))
-        events.append(self._event("snapshot", 0, 0, self._nowhere) | {"category": _NOTHING})
+                frames = self._frames_of_free(act.instant)
+                events.append(self._event(act.action, act.address, act.size_bytes, frames, act.stream))
+        events.append(self._event("snapshot", 0, 0, self._nowhere, 0) | {"category": _NOTHING})
         return events
 
-    def _event(self, action: str, address: int, size_bytes: int, frames: Frames) -> dict[str, Any]:
-        return {"action": action, "addr": address, "size": size_bytes, "stream": 0, "frames": frames}
+    def _event(self, action: str, address: int, size_bytes: int, frames: Frames, stream: int) -> dict[str, Any]:
+        return {"action": action, "addr": address, "size": size_bytes, "stream": stream, "frames": frames}
 
-    def _alloc(self, address: int, size_bytes: int, key: int) -> dict[str, Any]:
+    def _alloc(self, address: int, size_bytes: int, key: int, stream: int) -> dict[str, Any]:
         frames, category = self._frames_of_alloc(key)
-        return self._event("alloc", address, size_bytes, frames) | {"category": category}
+        return self._event("alloc", address, size_bytes, frames, stream) | {"category": category}
 
     def _segment(self, segment: SegmentSnapshot) -> dict[str, Any]:
         held = [block for block in segment.blocks if block.key is not None]
@@ -261,7 +274,7 @@ class _Snapshot:
             "allocated_size": allocated,
             "active_size": allocated,
             "requested_size": sum(block.requested_bytes for block in held),
-            "stream": 0,
+            "stream": segment.stream,
             "segment_type": "large" if segment.is_large else "small",
             "segment_pool_id": (0, 0),
             "is_expandable": segment.is_expandable,
