@@ -124,7 +124,7 @@ class _Process:
 
     def _wait(self, wait: Wait) -> _Event:
         if wait.transfer is None:
-            args = {"note": "all waits of the step together; where each of them is, is not known"}
+            args = {"note": "waits, copies and slower kernels together; where each of them is, is not known"}
             return self._slice(_COMPUTE, "waiting for collectives", wait.begin_ns, wait.end_ns, args, "wait")
         what = _COLLECTIVES[wait.transfer.kind][1]
         args = {"module": module_label(wait.transfer.module), "bytes": wait.transfer.size_bytes}

@@ -32,7 +32,8 @@ Ns = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """The device waits for a collective; `transfer` is None where it is not known for which."""
+    """The device waits for a collective; `transfer` is None where it is not known for which, and for what collectives
+    cost beside waits."""
 
     transfer: Transfer | None
     begin_ns: int
@@ -123,6 +124,7 @@ class _Sent:
     waits_ms: Ms
     waited_ms: Ms
     alone_ms: Ms
+    beside_ms: float
 
     @classmethod
     def of(cls, report: Report, sharding: Sharding) -> _Sent:
@@ -165,6 +167,7 @@ class _Sent:
             waits_ms=waits_ms,
             waited_ms=waited_ms,
             alone_ms=times + np.cumsum(waited_ms),
+            beside_ms=sharding.beside_ms,
         )
 
     @property
@@ -180,15 +183,19 @@ class _Sent:
         by_op: dict[int, list[int]] = defaultdict(list)
         for number in np.flatnonzero(self.waits_ms).tolist():
             by_op[self.transfers[number].needed].append(number)
-        found = []
+        found, last = [], len(self.waited_ms) - 1
         for op, numbers in sorted(by_op.items()):
             now_ms = float(resumes_ms[op])
             for number in numbers:
                 begin_ns = int(_whole_ns(now_ms))
                 now_ms += float(self.waits_ms[number])
-                end_ns = int(ready_ns[op]) if number == numbers[-1] else int(_whole_ns(now_ms))
+                until_ready = number == numbers[-1] and not (op == last and self.beside_ms)
+                end_ns = int(ready_ns[op]) if until_ready else int(_whole_ns(now_ms))
                 if end_ns > begin_ns:
                     found.append(Wait(transfer=self.transfers[number], begin_ns=begin_ns, end_ns=end_ns))
+        if self.beside_ms:
+            begin_ns = int(_whole_ns(float(resumes_ms[last]) + float(self.waited_ms[last]) - self.beside_ms))
+            found.append(Wait(transfer=None, begin_ns=begin_ns, end_ns=int(ready_ns[last])))
         return tuple(found)
 
     def sendings(self, again_ms: Ms, resumes_ns: Ns, ready_ns: Ns) -> tuple[Sending, ...]:
