@@ -108,6 +108,9 @@ def figure(device: Device, key: str) -> str:
         return "" if rate is None else f"{rate / 1e12:,.1f} TFLOP/s"
     if section == "efficiency":
         return _efficiency(device, name)
+    if section == "sustained":
+        part = getattr(device.sustained, name, None)
+        return "" if part is None else f"{part:.0%}"
     known: dict[str, object] = {
         "memory.total_bytes": display_bytes(device.memory_total_bytes),
         "memory.bandwidth_bytes_per_s": f"{device.memory_bandwidth_bytes_per_s / 1e9:,.0f} GB/s",
@@ -119,6 +122,7 @@ def figure(device: Device, key: str) -> str:
         "compute.shared_memory_per_block_bytes": display_bytes(device.shared_memory_per_block_bytes or 0),
         "compute.capability": ".".join(map(str, device.compute_capability or ())),
         "compute.threads": device.threads,
+        "compute.l2_cache_bytes": display_bytes(device.l2_cache_bytes or 0),
     }
     value = known.get(key)
     return "" if value is None else str(value)
