@@ -39,7 +39,7 @@ def test_communication_costs_copies_and_slower_kernels_beside_its_waits() -> Non
     problem = Problem.of(Runtime.of(trace, Roofline()), Target.parse("h100-sxm", ranks=8), SolveOptions())
     sharding = problem.sharding
     assert sharding is not None
-    copied_ms = copies_ms(sharding.transfers, sharding.units, trace.hardware)
+    copied_ms = copies_ms(sharding.schedule, trace.hardware)
     hidden_ms = sharding.communication_ms - (sharding.exposed_ms - sharding.beside_ms)
     slowdown = CollectiveModel(Target.parse("h100-sxm", ranks=8)).backend.slowdown
     assert 0 < copied_ms < sharding.beside_ms < copied_ms + slowdown * hidden_ms

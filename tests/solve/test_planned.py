@@ -71,7 +71,7 @@ def test_a_unit_without_saved_results_is_made_again_in_full() -> None:
     assert found.during_bytes.tolist() == [160, 180, 215, 257, 200, 160, 180, 215, 257, 177, 157, 150, 150]
     assert found.before_bytes.tolist() == [150, 160, 180, 210, 200, 160, 160, 180, 210, 177, 157, 150, 150]
     again = (7, 8, 9, 10)  # in place of storages 3 to 6
-    assert [tuple(event) for event in events(found.allocations)] == [
+    assert [event[:2] for event in events(found.allocations)] == [
         *((0, 100), (1, 50)),
         (2, 10),
         (3, 20),
@@ -161,7 +161,7 @@ def test_events_are_well_formed_and_their_level_is_the_timeline(step: tuple[Trac
     live: dict[int, int] = {}
     during = np.full(lives.instants + 1, NO_INDEX)
     instant = NO_INDEX
-    for key, n_bytes in events(found.allocations):
+    for key, n_bytes, _ in events(found.allocations):
         own = key < len(lives.alloc_at)
         here = int((lives.free_after if n_bytes == FREE else lives.alloc_at)[key]) if own else key - len(lives.alloc_at)
         assert here >= instant, "in the order of instants"
