@@ -24,6 +24,7 @@ AFFECTED = (
     "tests/engines",
     "tests/verify",
     "tests/recovery",
+    "tests/recovery",
     "tests/distributed/test_fsdp2_memory.py",
 )
 THREADS = (1, 2, 4)
