@@ -64,8 +64,10 @@ def find_model_differences(plan: Plan, model: nn.Module) -> list[str]:
         found.append(f"torch is {strip_build(torch.__version__)} here and {plan.trace.torch} in the plan")
     kinds = sorted({parameter.device.type for parameter in model.parameters()} - {plan.trace.device_type})
     if kinds:
+        planned = f"{plan.trace.device} ({plan.trace.device_type})"
         found.append(
-            f"the model is on {' and '.join(kinds)}, and the plan is for {plan.trace.device} ({plan.trace.device_type})"
+            f"the model is on {' and '.join(kinds)}, and the plan is for {planned}; move the model there, or plan for "
+            "the device that it is on"
         )
     if not _flattened(model):
         here = _parameters(model)
