@@ -459,7 +459,7 @@ def test_steps_that_ask_for_the_gpu_find_one() -> None:
 
 
 def test_matrix_functions_are_measured_on_cpu() -> None:
-    torch.manual_seed(0)  # what matrix_exp allocates depends on the norm of the matrix, which the capture has a note for
+    torch.manual_seed(0)  # what matrix_exp allocates depends on the norm of the matrix; the capture has a note for it
     model = nn.utils.parametrizations.orthogonal(nn.Linear(32, 32))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = Step(model, torch.randn(4, 32), loss=lambda o, _: o.mean(), optimizer=optimizer)
