@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import io
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -52,13 +53,13 @@ def render_text(report: RenderableType) -> str:
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
-class PrintedResult:
+class PrintedResult(ABC):
     """Base of results that print as their report, which `__rich__` asks the report room for."""
 
     __slots__ = ()
 
-    def __rich__(self) -> RenderableType:
-        raise NotImplementedError
+    @abstractmethod
+    def __rich__(self) -> RenderableType: ...
 
     def __str__(self) -> str:
         return render_text(self.__rich__())
@@ -69,9 +70,9 @@ class PrintedDocument(PrintedResult):
 
     __slots__ = ()
 
+    @abstractmethod
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values, for JSON."""
-        raise NotImplementedError
 
     def to_json(self) -> str:
         """Return `to_dict` as JSON text."""

@@ -93,21 +93,23 @@ def torch_threads(count: int | None) -> Iterator[None]:
 @contextlib.contextmanager
 def compiled_functions_eager() -> Iterator[None]:
     """Run compiled functions eagerly: those that exist, and those that are compiled inside the block."""
+    entered = deferred_dynamo.is_loaded()
+
+    def eagerly(compile_function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal entered
+            compiled = compile_function(*args, **kwargs)
+            if not entered:
+                entered = True
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            return compiled
+
+        return run
+
     with contextlib.ExitStack() as stack:
-        if deferred_dynamo.is_loaded():
+        if entered:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        else:  # and need not be, unless the step compiles something
-
-            def eagerly(compile_function: Callable[..., Any]) -> Callable[..., Any]:
-                def run(*args: Any, **kwargs: Any) -> Any:
-                    compiled = compile_function(*args, **kwargs)
-                    if not entered:
-                        entered.append(stack.enter_context(torch.compiler.set_stance("force_eager")))
-                    return compiled
-
-                return run
-
-            entered: list[Any] = []
+        else:  # the compiler is loaded only if the step compiles something
             stack.enter_context(patched(torch, "compile", eagerly))
         yield
 

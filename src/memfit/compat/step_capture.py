@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 FoundT = TypeVar("FoundT")
 
 
-class StepCapture(Generic[FoundT]):
+class StepCapture(ABC, Generic[FoundT]):
     """Captures its step on entry; a subclass says in `_capture` how, and keeps what it finds in `_found`."""
 
     _variable = "estimator"
@@ -49,8 +50,8 @@ class StepCapture(Generic[FoundT]):
             )
         return self._found
 
-    def _capture(self, step: Step | Callable[[], Any]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _capture(self, step: Step | Callable[[], Any]) -> None: ...
 
 
 class TimedStepCapture(StepCapture[FoundT]):

@@ -181,14 +181,14 @@ class ProcessEvents:
         return [*self._malloc(BEFORE_STEP, self.residents), *ops, *self._malloc(self.end, self.alloc_at[-1])]
 
     def _ops(self, begin: int, end: int) -> list[Row]:
-        stream: list[Row] = []
+        rows: list[Row] = []
         for instant in range(begin, end):
-            stream += self._malloc(instant, self.alloc_at[instant])
+            rows += self._malloc(instant, self.alloc_at[instant])
             if self.workspace[instant]:
                 key = len(self.size) + instant
-                stream += ((instant, key, self.workspace[instant]), (instant, key, FREE))
-            stream += [(instant, key, FREE) for key in self.freed[instant]]
-        return stream
+                rows += ((instant, key, self.workspace[instant]), (instant, key, FREE))
+            rows += [(instant, key, FREE) for key in self.freed[instant]]
+        return rows
 
     def _end(self) -> list[Row]:
         """Return the events of the end: what the step leaves behind is replaced by what the next one leaves."""

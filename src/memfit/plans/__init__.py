@@ -1,6 +1,5 @@
 """The plan document: decisions for one step, what they are predicted to do, and the step that they are for."""
 
-from memfit.plans.allocator import EXPANDABLE, Reservation, Room, reservation_under, with_room
 from memfit.plans.build import build_plan, build_policy
 from memfit.plans.document import Plan, load
 from memfit.plans.mismatch import (
@@ -28,6 +27,7 @@ from memfit.plans.record import (
     TraceRecord,
     UnitOp,
 )
+from memfit.plans.reservation import EXPANDABLE, Reservation, Room, reservation_under, with_room
 from memfit.plans.resolve import Inputs, Model, StepInputs, check_nothing_beside, resolve_cost, resolve_options
 from memfit.plans.search_result import Over, Search, SearchInterrupted, SearchPoint
 from memfit.plans.searching import search

@@ -9,10 +9,10 @@ from memfit.capture import Implementation, Step, implementations_of_step, step_w
 from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
 from memfit.memory import Timeline, reserved
-from memfit.plans.allocator import Reservation, note_on_room, reservation_under, with_room
 from memfit.plans.build import build_plan
 from memfit.plans.document import Plan
 from memfit.plans.record import Blocker, DdpPlan, Dtype, Estimate, Prediction, ShardedUnit, ShardPlan
+from memfit.plans.reservation import Reservation, note_on_room, reservation_under, with_room
 from memfit.plans.resolve import Inputs, Model, StepInputs, check_start
 from memfit.plans.trace_record import peak_at
 from memfit.progress import Progress

@@ -30,7 +30,7 @@ from memfit.capture import Step, Trace, trace
 from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
-from memfit.plans.allocator import Room, reservation_under, with_room
+from memfit.plans.reservation import Room, reservation_under, with_room
 from memfit.plans.resolve import TargetLike, resolve_cost, resolve_options, resolve_target
 from memfit.plans.search_result import Over, PointStatus, Search, SearchInterrupted, SearchPoint
 from memfit.progress import Progress

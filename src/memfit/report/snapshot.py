@@ -182,9 +182,9 @@ class _Apart:
         self._next_address = _FIRST_ADDRESS
         self._live: dict[int, BlockSnapshot] = {}
 
-    def run(self, stream: Iterable[Row]) -> None:
+    def run(self, rows: Iterable[Row]) -> None:
         """Run a step."""
-        for instant, key, requested_bytes in stream:
+        for instant, key, requested_bytes in rows:
             if requested_bytes == FREE:
                 block = self._live.pop(key, None)
                 if block is not None:

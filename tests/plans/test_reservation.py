@@ -11,7 +11,7 @@ import memfit
 from memfit.capture import Step, Trace
 from memfit.cost import Roofline, Runtime
 from memfit.hardware import Device, Target, load_device
-from memfit.plans.allocator import Room, reservation_under, with_room
+from memfit.plans.reservation import Room, reservation_under, with_room
 from memfit.plans.searching import search
 from memfit.solve import Problem, solve
 from memfit.units import display_bytes
