@@ -46,7 +46,7 @@ def test_defaults_that_the_help_names_are_those_of_the_library(run: Runner) -> N
 def test_nothing_heavy_is_imported_before_a_command_runs() -> None:
     """`memfit --help` is quick because files of the command import torch and other rooms inside functions only."""
     light = {*sys.stdlib_module_names, "tyro", "rich", "memfit.cli", "memfit.errors", "memfit.units", "memfit._version"}
-    light |= {"memfit.progress", "memfit.text", "memfit.torch_private.deferred_dynamo"}
+    light |= {"memfit.processes", "memfit.progress", "memfit.text", "memfit.torch_private.deferred_imports"}
     for path in Path(memfit.cli.__file__).parent.rglob("*.py"):
         for node in ast.parse(path.read_text()).body:
             names = [each.name for each in node.names] if isinstance(node, ast.Import) else []

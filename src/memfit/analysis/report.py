@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from memfit.capture import Step, Trace
 from memfit.cost import Cost, Runtime
@@ -14,7 +15,9 @@ from memfit.plans import Plan, build_policy, resolve_cost
 from memfit.sharding import ShardOptions
 from memfit.solve import Curve, Problem, SolveOptions, build_curve
 from memfit.tradeoff import Policy, Unit
-from memfit.verify import Verification, capture_for_plan
+
+if TYPE_CHECKING:
+    from memfit.verify import Verification
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,10 @@ class Report:
         `options` are those that the plan was made with, of which its document knows only what it decided.
         """
         if isinstance(step, Step):
+            from memfit.verify import (
+                capture_for_plan,  # where nothing is verified, `verify` and the engines are not loaded
+            )
+
             trace = capture_for_plan(plan, step)
         elif isinstance(step, Trace):
             trace = step

@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from memfit.capture.cuda_api import cuda_answers, cuda_objects
 from memfit.capture.replacements import patched
 from memfit.hardware import Device
-from memfit.torch_private import deferred_dynamo
+from memfit.torch_private import deferred_imports
 from memfit.torch_private.compiler import function_from_graph
 from memfit.torch_private.storages import Generator
 
@@ -93,7 +93,7 @@ def torch_threads(count: int | None) -> Iterator[None]:
 @contextlib.contextmanager
 def compiled_functions_eager() -> Iterator[None]:
     """Run compiled functions eagerly: those that exist, and those that are compiled inside the block."""
-    entered = deferred_dynamo.is_loaded()
+    entered = deferred_imports.is_loaded()
 
     def eagerly(compile_function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from memfit.analysis import Lever, Report, describe_shortfall, reserves_more
 from memfit.capture import Category
@@ -19,7 +20,9 @@ from memfit.report.decisions import list_decisions
 from memfit.report.headline import headline, without_plan_of
 from memfit.text import counted
 from memfit.units import display_bytes, display_ms
-from memfit.verify import BytesCheck, MsCheck, Verification
+
+if TYPE_CHECKING:
+    from memfit.verify import BytesCheck, MsCheck, Verification
 
 _ROWS = 12
 _MEANING = re.compile(r"([\\`*_\[\]|~#@!])")
@@ -160,10 +163,10 @@ def _verified(found: Verification) -> list[str]:
     else:
         verdict = "the plan holds, but for its time" if found.only_time_differs else "the plan does not hold"
     rows = [
-        *_beside("peak without the plan", found.baseline_peak),
-        *_beside("peak with the plan", found.peak),
-        *_beside("step without the plan", found.baseline_step),
-        *_beside("step with the plan", found.step),
+        *_bytes_row("peak without the plan", found.baseline_peak),
+        *_bytes_row("peak with the plan", found.peak),
+        *_ms_row("step without the plan", found.baseline_step),
+        *_ms_row("step with the plan", found.step),
     ]
     parts = [f"**Verified on {_prose(found.device)}:** {verdict}.", _table(["", "predicted", "measured", "by"], rows)]
     if found.findings:
@@ -177,11 +180,14 @@ def _verified(found: Verification) -> list[str]:
     return parts
 
 
-def _beside(name: str, each: BytesCheck | MsCheck | None) -> Iterator[list[str]]:
-    if isinstance(each, BytesCheck):
+def _bytes_row(name: str, each: BytesCheck | None) -> Iterator[list[str]]:
+    if each is not None:
         off = f"{each.error:+.2%}" if each.difference_bytes else "none"
         yield [name, display_bytes(each.predicted_bytes), display_bytes(each.measured_bytes), off]
-    elif each is not None:
+
+
+def _ms_row(name: str, each: MsCheck | None) -> Iterator[list[str]]:
+    if each is not None:
         yield [name, display_ms(each.predicted_ms), display_ms(each.measured_ms), f"{each.error:+.1%}"]
 
 

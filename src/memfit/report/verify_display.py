@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -12,7 +13,9 @@ from rich.text import Text
 from memfit.paths import alike, folded, module_label
 from memfit.text import caption_more, number_table
 from memfit.units import display_bytes, display_ms
-from memfit.verify import BytesCheck, MsCheck, Verification
+
+if TYPE_CHECKING:
+    from memfit.verify import BytesCheck, MsCheck, Verification
 
 _ROWS = 8
 

@@ -62,6 +62,11 @@ class Case:
         """The hardware."""
         return self.report.target
 
+    @cached_property
+    def runtime(self) -> Runtime:
+        """Times of the step as it was captured, whole."""
+        return Runtime.of(self.trace, self.cost)
+
     @property
     def hopeless(self) -> bool:
         """Whether there is a plan, and it says that nothing fits."""
@@ -129,7 +134,7 @@ class Case:
         """
         options = self.report.problem.options
         options = options if shard is None else replace(options, shard=shard)
-        found = Runtime.of(self.trace if changed is None else changed, self.cost)
+        found = self.runtime if changed is None else Runtime.of(changed, self.cost)
         problem = Problem.of(found, target or self.target, options)
         chosen = list(self._carried(problem))
         recompute_ms = sum(policy.recompute_ms for _, policy in chosen)

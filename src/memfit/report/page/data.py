@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,7 +19,9 @@ from memfit.report.page.drawn import draw_timeline
 from memfit.report.tree import Strings, module_tree
 from memfit.sharding import Sharding
 from memfit.solve import Curve
-from memfit.verify import BytesCheck, MsCheck, Verification
+
+if TYPE_CHECKING:
+    from memfit.verify import BytesCheck, MsCheck, Verification
 
 
 def page_data(report: Report, levers: Sequence[Lever] = ()) -> dict[str, Any]:

@@ -1,0 +1,51 @@
+"""`find_levers`: every family of levers tried on a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from memfit.analysis.levers.case import Case, Lever, sort_levers
+from memfit.analysis.levers.changed_steps import loss, micro_batch, optimizer, precision
+from memfit.analysis.levers.lifetimes import gradients, holding
+from memfit.analysis.levers.offload import offload
+from memfit.analysis.levers.replanned import checkpointing, sharding
+from memfit.processes import both
+
+LEVERS: dict[str, Callable[[Case], Iterator[Lever]]] = {
+    "results that are held": holding,
+    "gradients between steps": gradients,
+    "the optimizer's step": optimizer,
+    "a chunked loss": loss,
+    "checkpointing": checkpointing,
+    "a smaller micro-batch": micro_batch,
+    "bfloat16": precision,
+    "more ranks": sharding,
+    "offloading": offload,
+}
+"""Every family of levers, by what it tries."""
+_BESIDE = ("bfloat16", "more ranks", "offloading")
+"""Those that are tried beside the others. A family that captures the changed step takes longest: each half has one."""
+_Tried = dict[str, tuple[list[Lever], list[str]]]
+"""By family: its levers, and what could not be worked out."""
+
+
+def find_levers(case: Case, watch: Callable[[str], None] | None = None) -> tuple[Lever, ...]:
+    """Return all levers that save enough, by bytes saved per millisecond lost; `watch` is told what is tried."""
+    _ = case.timeline, case.step_ms, case.runtime  # worked out before there are two processes
+    others = [what for what in LEVERS if what not in _BESIDE]
+    tried, beside = both(lambda: _try(case, others, watch), lambda: _try(case, _BESIDE, watch))
+    tried |= beside
+    case.left_out.extend(reason for what in LEVERS for reason in tried[what][1])
+    return sort_levers([lever for what in LEVERS for lever in tried[what][0]])
+
+
+def _try(case: Case, families: Iterable[str], watch: Callable[[str], None] | None) -> _Tried:
+    tried: _Tried = {}
+    for what in families:
+        if watch is not None:
+            watch(what)
+        before = len(case.left_out)
+        levers = [lever for lever in LEVERS[what](case) if case.matters(lever.saves_bytes)]
+        tried[what] = levers, case.left_out[before:]
+        del case.left_out[before:]
+    return tried

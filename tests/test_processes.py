@@ -1,0 +1,108 @@
+"""Two pieces of work at once: in a process of our own the second runs beside the first, with the same results."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from memfit.processes import both, can_fork
+
+OWN = """
+import os, sys, time
+from memfit.processes import allow_fork, both, can_fork
+os.sched_getaffinity = lambda pid: {0, 1}  # also where one core is given
+allow_fork()
+assert can_fork()
+"""
+
+
+def run(program: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", OWN + textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
+
+
+def test_a_process_of_somebody_else_is_not_forked() -> None:
+    assert not can_fork()
+    assert both(os.getpid, os.getpid) == (os.getpid(), os.getpid())
+
+
+@linux
+def test_the_second_runs_in_another_process() -> None:
+    run("first, second = both(os.getpid, os.getpid); assert first == os.getpid() != second")
+
+
+@linux
+def test_both_run_at_once() -> None:
+    run("""
+        reader, writer = os.pipe()
+        first, second = both(lambda: os.read(reader, 1), lambda: os.write(writer, b"x"))  # one after the other: hangs
+        assert (first, second) == (b"x", 1)
+    """)
+
+
+@linux
+@pytest.mark.parametrize(
+    "second",
+    ["os._exit(3)", "sys.exit(0)", "[][1]", "(lambda: 0)"],
+    ids=["dies", "exits", "raises", "cannot be pickled"],
+)
+def test_what_fails_beside_is_done_here(second: str) -> None:
+    run(f"""
+        here = os.getpid()
+        assert both(lambda: 1, lambda: "done here" if os.getpid() == here else {second}) == (1, "done here")
+    """)
+
+
+@linux
+def test_an_error_of_either_is_raised_and_leaves_no_process() -> None:
+    run("""
+        for work in ((lambda: [][1], lambda: time.sleep(100)), (lambda: 1, lambda: [][1])):
+            try:
+                both(*work)
+            except IndexError:
+                pass
+            else:
+                raise SystemExit("no error")
+        try:
+            os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            pass
+        else:
+            raise SystemExit("a process is left")
+    """)
+
+
+@linux
+def test_a_large_result_comes_through() -> None:
+    run("assert both(lambda: 0, lambda: 'x' * 10_000_000) == (0, 'x' * 10_000_000)")
+
+
+@linux
+def test_levers_are_the_same_in_one_process_and_in_two() -> None:
+    program = """
+        import memfit
+        import memfit.processes
+        from memfit.presets import load_shape, shape_step
+
+        step = shape_step(load_shape("gpt2"), batch=2, seq=128).step
+        two = memfit.explain(step, target="rtx-4090", ranks=2, progress=False)
+        memfit.processes._own_process = False
+        one = memfit.explain(step, target="rtx-4090", ranks=2, progress=False)
+        assert one.levers and one == two
+        print(len(one.levers))
+    """
+    assert int(run(program)) > 2
