@@ -26,7 +26,7 @@ def test_a_command_that_captures_does_not_load_the_compiler() -> None:
     program = """
         import sys
         from memfit.cli import main
-        sys.argv = ["memfit", "plan", "gpt2", "--target", "h100-sxm", "--batch", "1", "--seq", "64"]
+        sys.argv = ["memfit", "plan", "llama3.2-1b", "--target", "h100-sxm", "--batch", "1", "--seq", "64"]
         assert main() == 0
         from memfit.torch_private import deferred_imports
         assert not deferred_imports.is_loaded()
