@@ -16,7 +16,7 @@ from memfit.cli import main
 from memfit.cost import Roofline, calibrate, calibration
 from memfit.cost.calibration import Sample, fit_family
 from memfit.cost.host import Size, image_step, language_step
-from memfit.cost.roofline import Precision, kernel_ms
+from memfit.cost.roofline import Float32Precision, kernel_ms
 from memfit.errors import InputError
 from memfit.hardware import Family, FamilyEfficiency, load_device
 
@@ -54,7 +54,7 @@ def test_a_gpus_own_roofline_comes_back_from_its_times() -> None:
     measured = []
     for step in (language_step(Size(batch=4, length=256, width=512), plain=True), image_step(64, 32)):
         captured = trace(step, target=base)
-        times = Roofline(precision=Precision()).kernel_ms(captured.ops, base).tolist()
+        times = Roofline(precision=Float32Precision()).kernel_ms(captured.ops, base).tolist()
         measured += [(op, ms) for op, ms in zip(captured.ops, times, strict=True) if not op.view]
     blank = tuple(
         dataclasses.replace(each, compute=0.5, bandwidth=0.5, overhead_ms=0.01) for each in base.efficiency.families
@@ -62,7 +62,7 @@ def test_a_gpus_own_roofline_comes_back_from_its_times() -> None:
     other = dataclasses.replace(base, efficiency=dataclasses.replace(base.efficiency, families=blank))
     found = calibration.fitted(measured, other)
     again = dataclasses.replace(base, efficiency=dataclasses.replace(base.efficiency, families=found))
-    ratios = [kernel_ms(op, again, Precision()) / ms for op, ms in measured if ms]
+    ratios = [kernel_ms(op, again, Float32Precision()) / ms for op, ms in measured if ms]
     assert 0.9 < np.median(ratios) < 1.1
     assert min(ratios) > 0.5 and max(ratios) < 2
 

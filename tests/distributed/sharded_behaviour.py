@@ -14,7 +14,7 @@ from torch import nn
 from memfit.sharded import shard
 from memfit.sharded.comm import ShardComm
 from memfit.sharded.fully_shard import get_runtime
-from memfit.sharded.runtime import Runtime
+from memfit.sharded.runtime import ShardedRuntime
 from tests.distributed.sharded_models import GPT, VOCABULARY
 from tests.distributed.sharded_parity import average, check_equal, check_freed, whole_gradients, whole_parameters
 
@@ -93,7 +93,7 @@ def gathers(seen: Sequence[str], phase: str) -> list[str]:
     return [each.removesuffix(f" in {phase}").removeprefix("unit ").strip("'") for each in found]
 
 
-def states(runtime: Runtime) -> set[str]:
+def states(runtime: ShardedRuntime) -> set[str]:
     """The states that units are in."""
     return {unit.state.value for unit in runtime.units}
 

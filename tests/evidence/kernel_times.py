@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy as np
 
 from memfit.capture import Op, Phase, TensorRef
-from memfit.cost.roofline import Precision, kernel_ms
+from memfit.cost.roofline import Float32Precision, kernel_ms
 from memfit.hardware import Device, load_device
 
 HERE = Path(__file__).parent
@@ -53,7 +53,7 @@ _ATEN = {
 }  # fmt: skip
 _KINDS = {"mm": "products", "addmm": "products", "bmm": "batched products", "conv2d": "convolutions"}
 _KINDS |= {name: name.replace("_", " ") for name in ("layer_norm", "softmax", "embedding")}
-_PRECISION = Precision(matmul_tf32=False, convolution_tf32=False)
+_PRECISION = Float32Precision(matmul_tf32=False, convolution_tf32=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

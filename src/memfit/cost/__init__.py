@@ -10,7 +10,7 @@ from memfit.cost.collectives import (
     Group,
     collective_ms,
 )
-from memfit.cost.roofline import Precision, Roofline, item_bytes_of, peak_ms, real_flops
+from memfit.cost.roofline import Float32Precision, Roofline, item_bytes_of, peak_ms, real_flops
 from memfit.cost.runtime import Cost, ModuleTime, Runtime, repeats
 
 __all__ = [
@@ -24,9 +24,9 @@ __all__ = [
     "CollectiveEstimate",
     "CollectiveModel",
     "Cost",
+    "Float32Precision",
     "Group",
     "ModuleTime",
-    "Precision",
     "Roofline",
     "Runtime",
     "calibrate",

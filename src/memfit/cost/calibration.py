@@ -18,7 +18,7 @@ from rich.console import Console
 from memfit.capture import Op, trace
 from memfit.cost.benchmark import Benchmark
 from memfit.cost.host import reference_steps
-from memfit.cost.roofline import Precision, dtype_of, estimate_work, real_flops
+from memfit.cost.roofline import Float32Precision, dtype_of, estimate_work, real_flops
 from memfit.cost.runtime import Times
 from memfit.cost.timing import OpTimer, identity
 from memfit.errors import InputError
@@ -123,7 +123,7 @@ def calibrate(
 
 def fitted(measured: Sequence[tuple[Op, float]], device: Device) -> tuple[FamilyEfficiency, ...]:
     """The factors with which the device's roofline comes nearest to measured times of ops."""
-    precision = Precision.of_torch() if device.type == "cuda" else Precision()
+    precision = Float32Precision.of_torch() if device.type == "cuda" else Float32Precision()
     samples: dict[Family, list[Sample]] = defaultdict(list)
     for op, op_ms in measured:
         work = estimate_work(op, device, precision)

@@ -40,7 +40,7 @@ class Roofline:
     """Run times by arithmetic, for the device of the trace or for another of its type; TF32 as torch is set."""
 
     device: Device | None = None
-    precision: Precision | None = None
+    precision: Float32Precision | None = None
 
     @classmethod
     def of(cls, target: str | Device | Target) -> Roofline:
@@ -59,7 +59,7 @@ class Roofline:
 
     def kernel_ms(self, ops: Sequence[Op], device: Device) -> Times:
         """Milliseconds of each op's kernels alone; none for views."""
-        precision = self.precision or (Precision.of_torch() if device.type == "cuda" else Precision())
+        precision = self.precision or (Float32Precision.of_torch() if device.type == "cuda" else Float32Precision())
         known: dict[tuple[object, ...], float] = {}
         times = np.empty(len(ops))
         for index, op in enumerate(ops):
@@ -72,11 +72,11 @@ class Roofline:
         return times
 
 
-def kernel_ms(op: Op, device: Device, precision: Precision | None = None, *, in_step: bool = False) -> float:
+def kernel_ms(op: Op, device: Device, precision: Float32Precision | None = None, *, in_step: bool = False) -> float:
     """The roofline of one op, by itself or in a step that is one of many: see `Sustained.long_run`."""
     if op.view or op.name == "aten._local_scalar_dense.default":
         return 0.0
-    work = estimate_work(op, device, precision or Precision())
+    work = estimate_work(op, device, precision or Float32Precision())
     factors = device.efficiency[work.family]
     compute, bandwidth = factors.compute, factors.bandwidth
     if in_step and device.type == "cuda":
@@ -134,14 +134,14 @@ _BROADCAST = {Family.ELEMENTWISE, Family.TRANSCENDENTAL}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
+class Float32Precision:
     """Whether float32 products and convolutions may use TF32."""
 
     matmul_tf32: bool = False
     convolution_tf32: bool = True
 
     @classmethod
-    def of_torch(cls) -> Precision:
+    def of_torch(cls) -> Float32Precision:
         """As torch is set now."""
         matmul = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
         convolution = getattr(getattr(torch.backends.cudnn, "conv", None), "fp32_precision", None)
@@ -177,7 +177,7 @@ class Work:
         return longer * (1.0 + shorter**self.overlap) ** (1.0 / self.overlap) + self.fixed_ms
 
 
-def estimate_work(op: Op, device: Device, precision: Precision) -> Work:
+def estimate_work(op: Op, device: Device, precision: Float32Precision) -> Work:
     """The work of one op that is not a view."""
     dtype = dtype_of(op)
     item_bytes = item_bytes_of(dtype)
@@ -226,7 +226,7 @@ def real_flops(op: Op) -> int:
     return 4 * flops if flops and dtype_of(op).startswith("complex") else flops
 
 
-def peak_ms(op: Op, device: Device, precision: Precision) -> float:
+def peak_ms(op: Op, device: Device, precision: Float32Precision) -> float:
     """The least time an op's FLOPs need on a device with nothing idle."""
     flops = real_flops(op)
     if not flops:
@@ -234,7 +234,7 @@ def peak_ms(op: Op, device: Device, precision: Precision) -> float:
     return flops / device.peak_flops_per_s(dtype_of(op), tf32=_uses_tf32(op, precision)) * 1e3
 
 
-def _uses_tf32(op: Op, precision: Precision) -> bool:
+def _uses_tf32(op: Op, precision: Float32Precision) -> bool:
     if op.name.split(".")[1] not in _MATRIX and _by_name(op.name) is Family.CONVOLUTION:
         return precision.convolution_tf32
     return precision.matmul_tf32

@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memfit.cost import Precision, Runtime, peak_ms, real_flops
+from memfit.cost import Float32Precision, Runtime, peak_ms, real_flops
 from memfit.paths import alike, module_label
 from memfit.text import number_table
 from memfit.tradeoff import Frontiers
@@ -39,7 +39,7 @@ def _headline(runtime: Runtime) -> Text:
     )
     flops = sum(real_flops(op) for op in trace.ops)
     if flops and runtime.total_ms:
-        precision = Precision.of_torch() if trace.device_type == "cuda" else Precision()
+        precision = Float32Precision.of_torch() if trace.device_type == "cuda" else Float32Precision()
         busy_ms = sum(peak_ms(op, trace.hardware, precision) for op in trace.ops)
         rate, part = flops / runtime.total_ms / 1e9, busy_ms / runtime.total_ms
         text.append(f"\n{rate:,.1f} TFLOP/s, {part:.0%} of what the device could do in its number formats")

@@ -52,7 +52,7 @@ from memfit.sharded.checkpoint_files import (
 )
 from memfit.sharded.optimizer_state import check_elementwise, flat_places, load_named_state, parameter_names
 from memfit.sharded.rank_coordinator import RankCoordinator
-from memfit.sharded.runtime import Runtime
+from memfit.sharded.runtime import ShardedRuntime
 from memfit.sharded.sharded_value import ShardedValue, sharded_value
 from memfit.sharded.state_dict import sharded_runtime, sharded_state_dict
 
@@ -329,7 +329,7 @@ def _load_model(
 
 def _load_optimizer(
     model: nn.Module,
-    runtime: Runtime | None,
+    runtime: ShardedRuntime | None,
     optimizer: torch.optim.Optimizer,
     manifest: Manifest,
     stored: Mapping[PathNames, StoredTensor],

@@ -11,8 +11,8 @@ from torch import nn
 from memfit.errors import InputError, StateError
 from memfit.sharded.flat_param import FlatShard
 from memfit.sharded.fully_shard import get_runtime
-from memfit.sharded.runtime import Runtime
-from memfit.sharded.unit import State, Unit, check_transition
+from memfit.sharded.runtime import ShardedRuntime
+from memfit.sharded.unit import ShardedUnit, State, check_transition
 from memfit.torch_private.autograd import in_backward
 
 STATE_TAG = 1 << 28
@@ -69,7 +69,7 @@ def gather_alike(
     return buffer
 
 
-def _chosen(runtime: Runtime, names: Sequence[str] | None) -> list[Unit]:
+def _chosen(runtime: ShardedRuntime, names: Sequence[str] | None) -> list[ShardedUnit]:
     if names is None:
         return runtime.units
     if isinstance(names, str):
@@ -81,14 +81,14 @@ def _chosen(runtime: Runtime, names: Sequence[str] | None) -> list[Unit]:
     return [by_name[name] for name in dict.fromkeys(names)]
 
 
-def _recover(runtime: Runtime) -> None:
+def _recover(runtime: ShardedRuntime) -> None:
     """Reset state after a backward that an exception ended, of which the runtime does not know yet."""
     running = in_backward() or any(unit.state is State.FORWARD for unit in runtime.units)
     if not runtime.idle and not running:
         runtime.recover()
 
 
-def _check_between_steps(runtime: Runtime, chosen: Sequence[Unit]) -> None:
+def _check_between_steps(runtime: ShardedRuntime, chosen: Sequence[ShardedUnit]) -> None:
     for unit in runtime.units:
         if unit in chosen or unit.state is not State.SUMMONED:
             check_transition(unit.title, unit.state, State.SUMMONED)

@@ -22,9 +22,9 @@ from memfit.sharded.gradients import Gradients
 from memfit.sharded.materialize import Init, check_init, check_source, prepare_buffers, with_values
 from memfit.sharded.mesh import Streams, device_of, make_comms, nearby, resolve_mesh
 from memfit.sharded.options import Precision, Reduction, Schedule
-from memfit.sharded.runtime import Runtime
+from memfit.sharded.runtime import ShardedRuntime
 from memfit.sharded.sharded_value import attach_state
-from memfit.sharded.unit import Run, Unit
+from memfit.sharded.unit import Run, ShardedUnit
 from memfit.sharded.wrap_policy import FoundUnit, Units, find_units
 from memfit.sharding import group_alike
 from memfit.torch_private.compiler import disable_dynamo
@@ -84,14 +84,14 @@ def shard(
         raise refusal
     streams = Streams(device)
     home = torch.device("cpu") if offload else device
-    made: list[Unit] = []
+    made: list[ShardedUnit] = []
     for number, (each, inside) in enumerate(zip(found, _insides(found), strict=True)):
         with with_values(each, inside, device, init, links if from_rank_0 else None) as value:
             flats = [
                 FlatShard(members, shards, home, device, streams, value) for members in group_alike(each.members, _kind)
             ]
         made.append(
-            Unit(
+            ShardedUnit(
                 number=number,
                 name=each.name,
                 module=each.module,
@@ -103,7 +103,7 @@ def shard(
                 nearby=nearby(mesh, each.options.reshard_ranks, device, timeout),
             )
         )
-    runtime = Runtime(model, made, links, device, precision, schedule)
+    runtime = ShardedRuntime(model, made, links, device, precision, schedule)
     if schedule.order is not None:
         runtime.order.expect(_ordered(made, schedule.order))
     for unit in made:
@@ -120,7 +120,7 @@ def shard(
 class _ZeroGrad:
     """`model.zero_grad`, also after an exception in a backward, which leaves gathered parameters in the modules."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: ShardedRuntime) -> None:
         self._runtime = runtime
 
     def __call__(self, set_to_none: bool = True) -> None:
@@ -128,7 +128,7 @@ class _ZeroGrad:
         nn.Module.zero_grad(self._runtime.model, set_to_none)
 
 
-def get_runtime(model: nn.Module) -> Runtime:
+def get_runtime(model: nn.Module) -> ShardedRuntime:
     """Return the runtime of a model that was sharded."""
     runtime = model.__dict__.get(_RUNTIME)
     if runtime is None:
@@ -179,7 +179,7 @@ def _insides(found: Sequence[FoundUnit]) -> list[list[nn.Module]]:
     return insides
 
 
-def _ordered(units: Sequence[Unit], names: Sequence[str]) -> list[Unit]:
+def _ordered(units: Sequence[ShardedUnit], names: Sequence[str]) -> list[ShardedUnit]:
     by_name = {unit.name: unit for unit in units}
     unknown = [name for name in names if name not in by_name]
     if unknown:
@@ -215,7 +215,7 @@ def _agreed_settings(
 # -- How modules call the runtime -------------------------------------------------------------------------------------
 
 
-def attach(runtime: Runtime, unit: Unit) -> None:
+def attach(runtime: ShardedRuntime, unit: ShardedUnit) -> None:
     """Make a unit's module call the runtime around its forward; user hooks see gathered parameters."""
     module = unit.module
     entered: list[tuple[Run | None, BaseException | None]] = []

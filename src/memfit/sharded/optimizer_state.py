@@ -18,14 +18,14 @@ from torch.distributed.tensor import DTensor
 from memfit.errors import InputError
 from memfit.sharded.comm import check_agreement
 from memfit.sharded.flat_param import FlatShard
-from memfit.sharded.runtime import Runtime
+from memfit.sharded.runtime import ShardedRuntime
 from memfit.sharded.sharded_value import ShardedValue, sharded_value
 
 NamedState = dict[str, Any]
 """`state` by parameter names, and `param_groups` whose `params` are names."""
 
 
-def get_named_state(model: nn.Module, runtime: Runtime | None, optimizer: torch.optim.Optimizer) -> NamedState:
+def get_named_state(model: nn.Module, runtime: ShardedRuntime | None, optimizer: torch.optim.Optimizer) -> NamedState:
     """Return an optimizer's state by names; sharded values as ShardedValue on the optimizer's own tensors."""
     names = parameter_names(model, optimizer)
     places = flat_places(runtime)
@@ -59,7 +59,7 @@ def get_named_state(model: nn.Module, runtime: Runtime | None, optimizer: torch.
 
 def load_named_state(
     model: nn.Module,
-    runtime: Runtime | None,
+    runtime: ShardedRuntime | None,
     optimizer: torch.optim.Optimizer,
     given: Mapping[str, Any],
     *,
@@ -169,7 +169,7 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     return found
 
 
-def flat_places(runtime: Runtime | None) -> dict[nn.Parameter, tuple[FlatShard, int]]:
+def flat_places(runtime: ShardedRuntime | None) -> dict[nn.Parameter, tuple[FlatShard, int]]:
     """Return the flat shard of every sharded parameter and its number there."""
     if runtime is None:
         return {}

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 
 from memfit.sharded.comm import CollectiveError, OrderError, ShardComm
-from memfit.sharded.unit import Unit
+from memfit.sharded.unit import ShardedUnit
 
 _END = -1
 
@@ -18,22 +18,22 @@ class Order:
     the recorded order. Prefetching stops there until the next pass, since what comes next is not known.
     """
 
-    def __init__(self, units: Sequence[Unit], links: Sequence[ShardComm]) -> None:
+    def __init__(self, units: Sequence[ShardedUnit], links: Sequence[ShardComm]) -> None:
         self._units = units
         self._links = links
-        self._recorded: dict[tuple[Unit, bool], list[Unit]] = {}
-        self._given: list[Unit] | None = None
-        self._expected: list[Unit] = []
-        self._key: tuple[Unit, bool] | None = None
-        self._now: list[Unit] = []
-        self._ended: list[Unit] = []
+        self._recorded: dict[tuple[ShardedUnit, bool], list[ShardedUnit]] = {}
+        self._given: list[ShardedUnit] | None = None
+        self._expected: list[ShardedUnit] = []
+        self._key: tuple[ShardedUnit, bool] | None = None
+        self._now: list[ShardedUnit] = []
+        self._ended: list[ShardedUnit] = []
         self._known = False
 
-    def expect(self, units: Sequence[Unit]) -> None:
+    def expect(self, units: Sequence[ShardedUnit]) -> None:
         """Use an order that was given instead of a recorded one, where the whole model runs."""
         self._given = list(units)
 
-    def begin(self, outermost: Unit) -> None:
+    def begin(self, outermost: ShardedUnit) -> None:
         """Begin a pass."""
         self._key = (outermost, outermost.module.training)
         given = None if outermost.name else self._given
@@ -41,7 +41,7 @@ class Order:
         self._now, self._ended = [], []
         self._known = bool(self._expected)
 
-    def enter(self, unit: Unit) -> None:
+    def enter(self, unit: ShardedUnit) -> None:
         """Note that a unit's forward begins."""
         position = len(self._now)
         self._known = self._known and position < len(self._expected) and self._expected[position] is unit
@@ -49,7 +49,7 @@ class Order:
         if not self._known:
             self._compare(position, unit)
 
-    def leave(self, unit: Unit, count: int) -> tuple[Unit, ...]:
+    def leave(self, unit: ShardedUnit, count: int) -> tuple[ShardedUnit, ...]:
         """Note that a unit's forward has ended; return the units whose backward comes after its own, nearest first."""
         before = self._ended
         if self._given is not None and unit in self._given:
@@ -66,11 +66,11 @@ class Order:
         if self._key is not None:
             self._recorded[self._key] = self._now
 
-    def following(self, count: int) -> list[Unit]:
+    def following(self, count: int) -> list[ShardedUnit]:
         """Return the units whose forward comes next."""
         return self._expected[len(self._now) : len(self._now) + count] if self._known else []
 
-    def _compare(self, position: int, unit: Unit | None) -> None:
+    def _compare(self, position: int, unit: ShardedUnit | None) -> None:
         """Ask every rank which unit it runs here, also replicas: they sum gradients in the order of units."""
         left = self._left(position, unit)
         content = struct.pack("<qq", position, _END if unit is None else unit.number)
@@ -91,7 +91,7 @@ class Order:
                 )
                 raise OrderError(f"ranks run units in different orders: {said}. Every rank must run the same units")
 
-    def _left(self, position: int, unit: Unit | None) -> str | None:
+    def _left(self, position: int, unit: ShardedUnit | None) -> str | None:
         """Say how this pass leaves the recorded order, if there is one."""
         if not self._expected:
             return None
@@ -100,9 +100,9 @@ class Order:
         return f"rank {own} {_doing(unit, position)} of its forward, where it {before} before"
 
 
-def _doing(unit: Unit | None, position: int) -> str:
+def _doing(unit: ShardedUnit | None, position: int) -> str:
     return f"{'ends' if unit is None else f'runs {unit.title}'} at position {position}"
 
 
-def _where(unit: Unit | None, position: int) -> str:
+def _where(unit: ShardedUnit | None, position: int) -> str:
     return f" at {'its end' if unit is None else unit.title}, position {position},"

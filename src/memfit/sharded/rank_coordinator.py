@@ -8,7 +8,7 @@ import msgspec
 
 from memfit.errors import MemfitError
 from memfit.sharded.comm import CollectiveError, ShardComm
-from memfit.sharded.runtime import Runtime
+from memfit.sharded.runtime import ShardedRuntime
 
 
 class _Said(msgspec.Struct, frozen=True):
@@ -21,7 +21,7 @@ class _Said(msgspec.Struct, frozen=True):
 class RankCoordinator:
     """All ranks of a sharded model, numbered through replicas; a plain model has one."""
 
-    def __init__(self, runtime: Runtime | None) -> None:
+    def __init__(self, runtime: ShardedRuntime | None) -> None:
         self._links: Sequence[ShardComm] = [] if runtime is None else runtime.links
         self.rank, self.ranks = 0, 1
         for link in self._links:  # ranks that shard first, then replicas

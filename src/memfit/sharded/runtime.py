@@ -33,7 +33,7 @@ from memfit.errors import StateError
 from memfit.sharded.comm import CollectiveError, RankMismatch, ShardComm, Transfer, check_agreement
 from memfit.sharded.options import Precision, Schedule
 from memfit.sharded.order import Order
-from memfit.sharded.unit import Run, RunHook, State, Unit
+from memfit.sharded.unit import Run, RunHook, ShardedUnit, State
 from memfit.sharded.values import map_values, tensors_in
 from memfit.torch_private.autograd import base_of, current_graph_task_id, in_backward, queue_callback
 from memfit.torch_private.frames import frame_above
@@ -42,13 +42,13 @@ from memfit.torch_private.modules import CALL_CODE
 _ASKED = "all-reduce of which parameters were used in backward"
 
 
-class Runtime:
+class ShardedRuntime:
     """All units of a model, and the pass that is under way."""
 
     def __init__(
         self,
         model: nn.Module,
-        units: Sequence[Unit],
+        units: Sequence[ShardedUnit],
         links: Sequence[ShardComm],
         device: torch.device,
         precision: Precision,
@@ -62,12 +62,12 @@ class Runtime:
         self.schedule = schedule
         self.communicates = True
         self.order = Order(self.units, self.links)
-        self._active: list[Unit] = []
+        self._active: list[ShardedUnit] = []
         self._caller: FrameType | None = None
         self._in_backward = False
         self._began: list[Run] = []
-        self._summing: list[Unit] = []
-        self._owing: set[Unit] = set()
+        self._summing: list[ShardedUnit] = []
+        self._owing: set[ShardedUnit] = set()
         self._all_came = torch.ones(sum(len(flat.parameters) for unit in units for flat in unit.flats), device=device)
         self._turn = 0
         self._trained = self._training()
@@ -89,7 +89,7 @@ class Runtime:
         return not self._active and not self._in_backward
 
     def before_forward(
-        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Unshard a unit, prefetch the next ones, and prepare its inputs."""
         self.settle()
@@ -133,7 +133,7 @@ class Runtime:
 
         return map_values((args, kwargs), mark)
 
-    def after_forward(self, unit: Unit, run: Run | None, inputs: Any, output: Any) -> Any:
+    def after_forward(self, unit: ShardedUnit, run: Run | None, inputs: Any, output: Any) -> Any:
         """Hook the outputs' gradients, and reshard what the backward gathers again."""
         self._leave(unit)
         output = map_values(output, lambda tensor: self._own(unit, tensor))
@@ -160,7 +160,7 @@ class Runtime:
                 link.notices.clear()
         return output
 
-    def failed_forward(self, unit: Unit) -> None:
+    def failed_forward(self, unit: ShardedUnit) -> None:
         """Handle an exception in a unit's forward, which somebody may catch and go on."""
         self._leave(unit)
         if self._in_backward:  # also how a checkpoint ends its second forward
@@ -308,7 +308,7 @@ class Runtime:
         for gradients in every:
             gradients.resolve([next(used, True) for _ in gradients.flat.parameters])
 
-    def _begin_pass(self, unit: Unit) -> None:
+    def _begin_pass(self, unit: ShardedUnit) -> None:
         for link in (*self.links, *(each.nearby for each in self.units if each.nearby is not None)):
             link.check(f"forward of {unit.title}")
         self._turn += 1
@@ -341,7 +341,7 @@ class Runtime:
                 raise RankMismatch(f"{said}. Freeze the same parameters on every rank. {error}") from error
         self._trained = trained
 
-    def _leave(self, unit: Unit) -> None:
+    def _leave(self, unit: ShardedUnit) -> None:
         if unit in self._active:
             while self._active.pop() is not unit:
                 pass
@@ -356,7 +356,7 @@ class Runtime:
         for tensor in (*outputs, *{base for base in bases if base.requires_grad and base not in given}):
             tensor.register_hook(hook)
 
-    def _own(self, unit: Unit, tensor: torch.Tensor) -> torch.Tensor:
+    def _own(self, unit: ShardedUnit, tensor: torch.Tensor) -> torch.Tensor:
         """Return an output in the root's dtype, in memory that stays, with a hook where it needs a gradient."""
         if unit.outermost and self.precision.output_dtype is not None:
             tensor = _cast(tensor, self.precision.output_dtype)
@@ -369,7 +369,7 @@ class Runtime:
     def _gather_before(self, run: Run) -> None:
         self._gather_ahead(run.unit, [each for each in run.before if each.options.backward_gather], "backward")
 
-    def _gather_ahead(self, now: Unit, ahead: Sequence[Unit], phase: str) -> None:
+    def _gather_ahead(self, now: ShardedUnit, ahead: Sequence[ShardedUnit], phase: str) -> None:
         """Prefetch units that come after the one that runs now, as far as the bound allows."""
         limit = self.schedule.in_flight_bytes
         taken = 0 if limit is None else sum(unit.bytes for unit in self.units if unit.in_flight and unit is not now)
@@ -383,7 +383,7 @@ class Runtime:
             unit.unshard(phase)
 
     def _cast_inputs(
-        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         wanted, precision = self.precision.param_dtype, self.precision
         if wanted is None or precision.cast_inputs == "none":

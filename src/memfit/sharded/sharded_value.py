@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from memfit.errors import StateError
 from memfit.sharded.comm import ShardComm
 from memfit.sharded.flat_param import Box, FlatShard, split_into_boxes
-from memfit.sharded.runtime import Runtime
-from memfit.sharded.unit import State, Unit
+from memfit.sharded.runtime import ShardedRuntime
+from memfit.sharded.unit import ShardedUnit, State
 from memfit.sharding import FlatLayout, Slot
 from memfit.torch_private.dispatch import disabled_torch_function
 from memfit.torch_private.storages import make_wrapper_subclass
@@ -176,7 +176,7 @@ class _Held:
     """A parameter that a module holds."""
 
     attribute: str
-    unit: Unit
+    unit: ShardedUnit
     flat: FlatShard
     number: int
 
@@ -184,7 +184,7 @@ class _Held:
         return sharded_value(self.flat, self.number, self.flat.own(self.number))
 
 
-def attach_state(runtime: Runtime) -> None:
+def attach_state(runtime: ShardedRuntime) -> None:
     """Make the modules of a sharded model give and take state as those of a plain model do."""
     held: dict[nn.Module, list[_Held]] = defaultdict(list)
     for unit in runtime.units:

@@ -14,7 +14,7 @@ from memfit.sharded.flat_param import FlatShard
 from memfit.sharded.full_parameters import gather_alike, gather_shard
 from memfit.sharded.fully_shard import get_runtime
 from memfit.sharded.optimizer_state import NamedState, flat_places, get_named_state, load_named_state, parameter_names
-from memfit.sharded.runtime import Runtime
+from memfit.sharded.runtime import ShardedRuntime
 from memfit.sharded.sharded_value import ShardedValue
 
 
@@ -68,7 +68,7 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], optimizer: torch
         load_named_state(model, sharded_runtime(model), optimizer, state["optimizer"])
 
 
-def sharded_runtime(model: nn.Module) -> Runtime | None:
+def sharded_runtime(model: nn.Module) -> ShardedRuntime | None:
     """Return the runtime of a model, or None where it is a plain one."""
     try:
         return get_runtime(model)
@@ -104,7 +104,7 @@ def make_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
                 parameter.copy_(value)
 
 
-def _full_model(model: nn.Module, runtime: Runtime, keeps: bool, cpu: bool) -> dict[str, Any]:
+def _full_model(model: nn.Module, runtime: ShardedRuntime, keeps: bool, cpu: bool) -> dict[str, Any]:
     found: dict[str, torch.Tensor] = {}
     for unit in runtime.units:
         for flat in unit.flats:
@@ -122,7 +122,7 @@ def _full_model(model: nn.Module, runtime: Runtime, keeps: bool, cpu: bool) -> d
 
 
 def _full_optimizer(
-    model: nn.Module, runtime: Runtime, optimizer: torch.optim.Optimizer, keeps: bool, cpu: bool
+    model: nn.Module, runtime: ShardedRuntime, optimizer: torch.optim.Optimizer, keeps: bool, cpu: bool
 ) -> NamedState:
     named = get_named_state(model, runtime, optimizer)
     names = {every[0]: parameter for parameter, every in parameter_names(model, optimizer).items()}

@@ -22,7 +22,7 @@ _TAGS = 1 << 19
 _PASSES = 1 << 9
 
 
-class Unit:
+class ShardedUnit:
     """A module with its flat shards; the root has the empty name.
 
     `outermost` says whether its last forward was that of the whole pass. `pending` counts forwards whose backward has
@@ -66,7 +66,7 @@ class Unit:
         self._event: torch.cuda.Event | None = None
 
     def __repr__(self) -> str:
-        return f"Unit({self.title})"
+        return f"ShardedUnit({self.title})"
 
     @property
     def title(self) -> str:
@@ -229,9 +229,9 @@ class Run:
 
     __slots__ = ("before", "began", "counted", "ended", "passed", "unit")
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: ShardedUnit) -> None:
         self.unit = unit
-        self.before: Sequence[Unit] = ()
+        self.before: Sequence[ShardedUnit] = ()
         self.began = self.ended = self.counted = False
         self.passed = -1
 
