@@ -343,13 +343,15 @@ def remove_leftovers(storages: Iterable[weakref.ref[Any]], error: BaseException 
     `functools.lru_cache` is cleared, which costs its owner time alone. What only the functions hold that an error came
     through goes with the error.
     """
-    pointers = {key_of(storage) for storage in (each() for each in storages) if storage is not None}
-    if not pointers:
-        return []
-    gc.collect()  # what only cycles hold is gone; this is rare, and a cache is worth it
+    storages = list(storages)
+    for generation in (0, 2):  # what only cycles hold is gone: those of the step are young, and others are rare
+        if not _alive(storages):
+            return []
+        gc.collect(generation)
+    pointers = _alive(storages)
     tensors = [
         each
-        for each in gc.get_objects()
+        for each in (gc.get_objects() if pointers else ())
         if issubclass(type(each), torch.Tensor) and each.layout is torch.strided and storage_key(each) in pointers
     ]
     emptied: dict[str, None] = {}
@@ -360,6 +362,10 @@ def remove_leftovers(storages: Iterable[weakref.ref[Any]], error: BaseException 
         "again. If something else was there before, set it again, or let an attribute of the model refer to it"
         for place in emptied
     ]
+
+
+def _alive(storages: Iterable[weakref.ref[Any]]) -> set[int]:
+    return {key_of(storage) for storage in (each() for each in storages) if storage is not None}
 
 
 def _release(held: list[Any], emptied: dict[str, None], depth: int, own: set[int], raised: set[int]) -> None:
