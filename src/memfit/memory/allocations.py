@@ -38,6 +38,7 @@ BETWEEN = -2
 """The `run` of an instant between two ops, when sharding has made something and not yet freed something else."""
 
 _TEMPORARY, _ACTIVATION, _STATE = ROW[Category.TEMPORARY], ROW[Category.ACTIVATION], ROW[Category.OPTIMIZER_STATE]
+_GRADIENT = ROW[Category.GRADIENT]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +129,11 @@ class AllocationTable:
     or is made in place of, `remade` the number of the recompute that made it. The last allocations are the intervals of
     sharding, which have neither. `stream` is the place in `STREAMS` of the stream that it is allocated on.
 
-    `states_made` is the instant before which a first step makes the optimizer state.
+    The rest is about the first step of a process, which has neither optimizer state nor gradients before it:
+    `states_made` is the instant before which it makes the state. `first_use` is the instant at which the backward first
+    adds to a gradient that is there before the step and stays, so that a first step makes it; `NO_INDEX` for all other
+    allocations. With `zeroed_first`, gradients that are freed with the first op are gone before it, since `zero_grad`
+    comes before the forward.
     """
 
     op: Ints
@@ -141,7 +146,9 @@ class AllocationTable:
     storage: Ints
     remade: Ints
     stream: Ints
+    first_use: Ints
     states_made: int
+    zeroed_first: bool = False
 
     @classmethod
     def of(
@@ -172,7 +179,9 @@ class AllocationTable:
             storage=np.arange(count),
             remade=np.full(count, NO_INDEX),
             stream=np.zeros(count, np.int64),
+            first_use=_first_uses(trace, (alloc_at == BEFORE_STEP) & (row == _GRADIENT)),
             states_made=_first_reader(trace, set(states.tolist())),
+            zeroed_first=bool(trace.ops) and trace.ops[0].phase is Phase.FORWARD,
         )
         return captured.under_plan(recomputes, intervals, removed)
 
@@ -224,7 +233,11 @@ class AllocationTable:
             storage=np.concatenate((storage, none)),
             remade=np.concatenate((remade, none)),
             stream=np.concatenate((self.stream[storage], _column(STREAM_NUMBER[each.stream] for each in added))),
+            first_use=np.concatenate(
+                (np.where(remade == NO_INDEX, _instants_of(at, self.first_use)[storage], NO_INDEX), none)
+            ),
             states_made=int(at[self.states_made]),
+            zeroed_first=self.zeroed_first,
         )
 
     @property
@@ -353,6 +366,21 @@ def _instants_of(at: Ints, ops: Ints) -> Ints:
 
 def _column(values: Iterable[int]) -> Ints:
     return np.array(list(values), np.int64)
+
+
+def _first_uses(trace: Trace, gradients: Flags) -> Ints:
+    """Return the first op of the backward that uses each of these storages, `NO_INDEX` where none does."""
+    found = np.full(len(gradients), NO_INDEX)
+    waiting = set(np.flatnonzero(gradients).tolist())
+    phase = Phase.BACKWARD
+    for index, op in enumerate(trace.ops):
+        if not waiting:
+            break
+        if op.phase is phase:
+            used = waiting.intersection(ref.storage for ref in op.inputs)
+            found[list(used)] = index
+            waiting -= used
+    return found
 
 
 def _first_reader(trace: Trace, states: set[int]) -> int:
