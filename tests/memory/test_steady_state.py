@@ -80,6 +80,8 @@ def test_a_table_may_come_from_elsewhere() -> None:
         workspace_bytes=np.array([0, 3]),
         first_use=np.full(2, -1),
         states_made=2,
+        product_thread=np.full(2, -1),
+        first_made_at=np.full(2, -1),
     )
     expected = [(0, 8, 0), (1, 5, 0), (1, FREE, 0), (2 + 1, 3, 0), (2 + 1, FREE, 0)]
     assert [tuple(event) for event in events(table)] == expected
@@ -214,4 +216,5 @@ def test_real_step_reserves_at_least_what_it_allocates() -> None:
     assert result.peak_requested_bytes == Timeline.of(captured).peak_bytes
     assert Timeline.of(captured, 512).peak_bytes <= result.peak_allocated_bytes <= result.peak_reserved_bytes
     expandable = replace(H100, allocator=replace(H100.allocator, expandable_segments=True))
-    assert reserved(captured, expandable).peak_reserved_bytes <= result.peak_reserved_bytes
+    page_bytes = H100.allocator.large_segment_bytes  # what an expandable segment grows by
+    assert reserved(captured, expandable).peak_reserved_bytes < result.peak_reserved_bytes + page_bytes

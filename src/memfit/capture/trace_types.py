@@ -40,6 +40,7 @@ class Category(str, enum.Enum):
     INPUT = "input"
     GATHERED_PARAMETER = "gathered parameter"
     COMMUNICATION = "communication"
+    WORKSPACE = "workspace"
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):

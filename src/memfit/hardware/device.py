@@ -142,8 +142,8 @@ class Device:
 
     @property
     def overhead_bytes(self) -> int:
-        """What a process takes before the first tensor: context and library workspaces."""
-        return self.context_bytes + self.blas_workspace_bytes + self.blaslt_workspace_bytes
+        """What a process takes outside the caching allocator: its context."""
+        return self.context_bytes
 
     @property
     def usable_bytes(self) -> int:

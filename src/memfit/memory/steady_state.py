@@ -1,6 +1,7 @@
 """A step as mallocs and frees, and what the caching allocator of the target reserves for it.
 
 Note [Steady state]: reserved memory depends on history. A process makes parameters, buffers and the batch;
+its first products make the workspaces of cuBLAS, which lie among activations and stay there;
 its first optimizer step makes the optimizer state, and takes it from blocks that activations have just freed;
 later steps find those blocks taken and may have to reserve more. So the step is run more than once: the first
 time with the state allocated where the optimizer first uses it, then again with everything in place until a step
@@ -14,6 +15,7 @@ calls `zero_grad`, first or last, makes no difference, as it makes none on a dev
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -154,7 +156,9 @@ class ProcessEvents:
         late = resident & state & (stays | (free_after >= table.states_made))
         late_gradients = resident & gradient & stays & (table.first_use >= 0)
         self.late = np.flatnonzero(late).tolist()
-        self.early = np.flatnonzero(resident & ~late & ~late_gradients & ~(gradient & ~stays)).tolist()
+        lazy = table.first_made_at != BEFORE_STEP
+        self.lazy = np.flatnonzero(lazy).tolist()
+        self.early = np.flatnonzero(resident & ~late & ~lazy & ~late_gradients & ~(gradient & ~stays)).tolist()
         self.alloc_at = _grouped(alloc_at, seen & ~resident, self.end + 1)
         self.freed = _grouped(free_after, seen & ~stays, self.end + 1)
         self.workspace = table.workspace_bytes.tolist()
@@ -176,7 +180,7 @@ class ProcessEvents:
 
     def steps(self) -> Iterator[list[Row]]:
         """Yield the steps of a process on one allocator, as many as it may take until one reserves nothing more."""
-        yield self.first()
+        yield self._with_workspaces(self.first())
         later = self.later()
         for _ in range(MOST_STEPS - 1):
             yield later
@@ -191,6 +195,18 @@ class ProcessEvents:
             *self._ops(made, self.end, alloc_at, freed),
             *self._end(),
         ]
+
+    def _with_workspaces(self, rows: list[Row]) -> list[Row]:
+        """Return the events of a first step with the workspaces that its first products make, after their results."""
+        made_at = self.table.first_made_at
+        for key in self.lazy:
+            instant = int(made_at[key])
+            # `bisect` by instant, then past what the op makes and keeps; copies for cuBLAS are there at that time
+            place = bisect_left(rows, instant, key=lambda row: row[0])
+            while place < len(rows) and rows[place][0] == instant and rows[place][2] != FREE:
+                place += 1
+            rows.insert(place, (instant, key, self.size[key]))
+        return rows
 
     def later(self) -> list[Row]:
         """Return the events of a step after another on the same allocator."""

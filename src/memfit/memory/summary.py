@@ -89,7 +89,7 @@ class MemorySummary:
 
     @property
     def overhead_bytes(self) -> int:
-        """Context and library workspaces together."""
+        """All of them together."""
         return sum(overhead.bytes for overhead in self.overheads)
 
     @property
@@ -165,12 +165,7 @@ def _fit(trace: Trace, device: Device, free: Reserved) -> tuple[Fit, Reserved]:
 
 
 def _overheads(device: Device) -> tuple[Overhead, ...]:
-    named = (
-        ("context", device.context_bytes),
-        ("BLAS workspace", device.blas_workspace_bytes),
-        ("BLASLt workspace", device.blaslt_workspace_bytes),
-    )
-    return tuple(Overhead(name=name, bytes=n_bytes) for name, n_bytes in named if n_bytes)
+    return (Overhead(name="context", bytes=device.context_bytes),) if device.context_bytes else ()
 
 
 def _storage_at_peak(timeline: Timeline, number: int) -> StorageAtPeak:
