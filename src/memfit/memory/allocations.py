@@ -48,6 +48,7 @@ BETWEEN = -2
 """The `run` of an instant between two ops, when sharding has made something and not yet freed something else."""
 
 _TEMPORARY, _ACTIVATION, _STATE = ROW[Category.TEMPORARY], ROW[Category.ACTIVATION], ROW[Category.OPTIMIZER_STATE]
+_GRADIENT = ROW[Category.GRADIENT]
 _WORKSPACE = ROW[Category.WORKSPACE]
 
 
@@ -139,10 +140,12 @@ class AllocationTable:
     or is made in place of, `remade` the number of the recompute that made it. The last allocations are the intervals of
     sharding, which have neither. `stream` is the place in `STREAMS` of the stream that it is allocated on.
 
-    `states_made` is the instant before which a first step makes the optimizer state. `product_thread` is, of each
-    instant but the last, the thread in which a product runs, `NO_INDEX` where none does; `first_made_at`, of each
-    allocation, the instant at which a first step makes a workspace of such a thread, `BEFORE_STEP` for all others
-    (Note [cuBLAS workspaces]).
+    The rest is about the first step of a process. `states_made` is the instant before which it makes the optimizer
+    state. `product_thread` is, of each instant but the last, the thread in which a product runs, `NO_INDEX` where none
+    does; `first_made_at`, of each allocation, the instant at which a first step makes a workspace of such a thread,
+    `BEFORE_STEP` for all others (Note [cuBLAS workspaces]). `first_use` is the instant at which the backward first adds
+    to a gradient that is there before the step and stays, so that a first step makes it, `NO_INDEX` for all others.
+    With `zeroed_first`, gradients that are freed with the first op are gone before it, since `zero_grad` comes first.
     """
 
     op: Ints
@@ -155,9 +158,11 @@ class AllocationTable:
     storage: Ints
     remade: Ints
     stream: Ints
+    first_use: Ints
     states_made: int
     product_thread: Ints
     first_made_at: Ints
+    zeroed_first: bool = False
 
     @classmethod
     def of(
@@ -189,7 +194,9 @@ class AllocationTable:
             storage=np.arange(count),
             remade=np.full(count, NO_INDEX),
             stream=np.zeros(count, np.int64),
+            first_use=_first_uses(trace, (alloc_at == BEFORE_STEP) & (row == _GRADIENT)),
             states_made=_first_reader(trace, set(states.tolist())),
+            zeroed_first=bool(trace.ops) and trace.ops[0].phase is Phase.FORWARD,
             product_thread=product,
             first_made_at=_first_products(trace, product, row),
         )
@@ -247,7 +254,11 @@ class AllocationTable:
             storage=np.concatenate((storage, none)),
             remade=np.concatenate((remade, none)),
             stream=np.concatenate((self.stream[storage], _column(STREAM_NUMBER[each.stream] for each in added))),
+            first_use=np.concatenate(
+                (np.where(remade == NO_INDEX, _instants_of(at, self.first_use)[storage], NO_INDEX), none)
+            ),
             states_made=int(at[self.states_made]),
+            zeroed_first=self.zeroed_first,
             product_thread=product,
             first_made_at=np.concatenate((self._first_made_under(product)[storage], none)),
         )
@@ -385,6 +396,21 @@ def _instants_of(at: Ints, ops: Ints) -> Ints:
 
 def _column(values: Iterable[int]) -> Ints:
     return np.array(list(values), np.int64)
+
+
+def _first_uses(trace: Trace, gradients: Flags) -> Ints:
+    """Return the first op of the backward that uses each of these storages, `NO_INDEX` where none does."""
+    found = np.full(len(gradients), NO_INDEX)
+    waiting = set(np.flatnonzero(gradients).tolist())
+    phase = Phase.BACKWARD
+    for index, op in enumerate(trace.ops):
+        if not waiting:
+            break
+        if op.phase is phase:
+            used = waiting.intersection(ref.storage for ref in op.inputs)
+            found[list(used)] = index
+            waiting -= used
+    return found
 
 
 def _first_products(trace: Trace, product: Ints, row: Ints) -> Ints:
