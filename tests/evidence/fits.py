@@ -20,7 +20,7 @@ from memfit.memory import CachingAllocator, ProcessEvents, Timeline, allocator_c
 from memfit.memory.allocator import FREE, AllocatorOutOfMemory
 from memfit.plans import Inputs, Plan, plan_problem
 from memfit.presets import named_steps_at
-from memfit.solve import SolveOptions
+from memfit.solve import Problem, SolveOptions
 from memfit.units import display_bytes
 
 STEPS = 4
@@ -61,7 +61,7 @@ PLANS = (
     Asked(shape="gpt2-large", target="h100-sxm", ranks=8, batch=32),
     Asked(shape="gpt2-xl", target="a100-sxm-80gb", batch=8),
     Asked(shape="gpt2-xl", target="a100-sxm-40gb", ranks=8, batch=8),
-    Asked(shape="llama3.2-1b", target="a100-sxm-80gb", batch=4, seq=8192),
+    Asked(shape="llama3.2-1b", target="a100-sxm-80gb", batch=2, seq=8192),
     Asked(shape="llama3.2-1b", target="rtx-4090", batch=1, seq=2048),
     Asked(shape="llama3.2-3b", target="h100-sxm", ranks=8, batch=4, seq=8192),
     Asked(shape="llama3.2-3b", target="h200", batch=2, seq=8192),
@@ -81,6 +81,7 @@ class Outcome:
 
     asked: Asked
     plan: Plan
+    problem: Problem
     limit_bytes: int
     reserved_bytes: int
     emptied: tuple[int, ...]
@@ -118,6 +119,7 @@ def outcome_of(asked: Asked) -> Outcome:
     return Outcome(
         asked=asked,
         plan=plan,
+        problem=problem,
         limit_bytes=limit_bytes,
         reserved_bytes=reserved_bytes,
         emptied=emptied,
