@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 from functools import partial
@@ -16,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import memfit
 from memfit.analysis.explaining import explain
 from memfit.capture import Category, Step, Trace
+from memfit.hardware import Target
+from memfit.memory import reserved
 from memfit.sharding import ShardOptions
 from memfit.solve import SolveOptions
 from tests.devices import without_workspaces
@@ -265,3 +268,17 @@ def test_to_json_has_everything(trace: Trace) -> None:
     assert {each["basis"] for each in read["levers"]} == {"captured", "estimated"}
     assert read["by_category"]["parameter"] == found.by_category[Category.PARAMETER]
     assert read["largest"][0]["held_by"] == found.largest[0].held_by
+
+
+def test_a_step_whose_allocator_has_no_room_does_not_fit() -> None:
+    """Below the budget, but between what is available and what is usable: only without the margin."""
+    whole = without_workspaces()
+    step = Step(lambda: nn.Linear(512, 512), memfit.spec((64, 512)), loss=lambda out, _: out.sum())
+    trace = memfit.trace(step, target=whole)
+    held = reserved(trace, whole).peak_reserved_bytes
+    small = dataclasses.replace(whole, memory_total_bytes=int(held * 1.01))
+    found = explain(trace, target=Target.parse(small, context=0), budget=held, levers=False, progress=False)
+    assert found.reserved_bytes == held and not found.has_room and not found.fits
+    assert "with care: the caching allocator reserves" in str(found)
+    roomy = dataclasses.replace(whole, memory_total_bytes=int(held * 1.05))
+    assert explain(trace, target=Target.parse(roomy, context=0), budget=held, levers=False, progress=False).fits

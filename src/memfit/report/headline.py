@@ -8,6 +8,7 @@ from typing import Literal
 from memfit.analysis import Report
 from memfit.errors import InputError
 from memfit.hardware import load_device
+from memfit.memory import Room, judge_room
 from memfit.paths import alike, folded, module_label
 from memfit.plans import Plan, TargetRecord, describe_peak
 from memfit.text import counted
@@ -56,15 +57,21 @@ def headline(report: Report) -> Headline:
 def _unplanned(report: Report, subject: str) -> Headline:
     peak, usable = report.baseline.peak_bytes, report.target.usable_bytes
     step_ms = report.runtime.total_ms + report.problem.exposed_ms
-    fits = peak <= usable
+    reservation = judge_room(report.target, report.baseline)
+    care = peak <= usable and reservation.room is not Room.ENOUGH
+    fits = peak <= usable and not care
     rest = display_bytes(abs(usable - peak))
+    reserved = display_bytes(reservation.reserved_bytes)
+    leaves = f"leaves {rest} of the device free" if fits else f"needs {rest} more than there is"
+    if care:
+        leaves = f"has room for its tensors, but the caching allocator would reserve {reserved} for them"
     return Headline(
-        tone="good" if fits else "bad",
-        verdict="Fits" if fits else "Does not fit",
+        tone="good" if fits else "care" if care else "bad",
+        verdict="Fits" if fits else "Fits, with care" if care else "Does not fit",
         figures=f"peak {display_bytes(peak)} of {display_bytes(usable)} usable, {display_ms(step_ms)} a step",
         subject=subject,
         sentences=(
-            f"The step as it is {f'leaves {rest} of the device free' if fits else f'needs {rest} more than there is'}.",
+            f"The step as it is {leaves}.",
             "No plan was made: this is what the step takes when nothing is changed.",
         ),
     )
