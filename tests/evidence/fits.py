@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from memfit.analysis import Report
 from memfit.cost import Roofline
 from memfit.hardware import Target
-from memfit.memory import CachingAllocator, ProcessEvents, Timeline, allocator_config
+from memfit.memory import AllocationTable, CachingAllocator, ProcessEvents, allocator_config
 from memfit.memory.allocator import FREE, AllocatorOutOfMemory
+from memfit.memory.convolution_workspace import convolution_workspaces, with_convolutions
 from memfit.plans import Inputs, Plan, plan_problem
 from memfit.presets import named_steps_at
 from memfit.solve import Problem, SolveOptions
@@ -115,7 +116,12 @@ def outcome_of(asked: Asked) -> Outcome:
     report = Report(problem=problem, plan=plan)
     limit_bytes = plan.target.usable_bytes
     assert limit_bytes is not None
-    reserved_bytes, emptied, failed_step = run_at(report.planned or report.baseline, target, limit_bytes)
+    replay = report.planned or report.baseline
+    tables, workspaces = [replay.allocations], convolution_workspaces(problem.trace)
+    if workspaces is not None:  # also with the largest that cuDNN may take
+        tables.append(with_convolutions(replay.allocations, workspaces))
+    runs = [run_at(each, target, limit_bytes) for each in tables]
+    reserved_bytes, emptied, failed_step = max(runs, key=lambda run: (run[2] is not None, sum(run[1][1:]), run[0]))
     return Outcome(
         asked=asked,
         plan=plan,
@@ -127,10 +133,10 @@ def outcome_of(asked: Asked) -> Outcome:
     )
 
 
-def run_at(replay: Timeline, target: Target, limit_bytes: int) -> tuple[int, tuple[int, ...], int | None]:
+def run_at(table: AllocationTable, target: Target, limit_bytes: int) -> tuple[int, tuple[int, ...], int | None]:
     """Run steps on a new allocator: what it reserved, how often each emptied the cache, and which one failed."""
     allocator = CachingAllocator(allocator_config(target.device, limit_bytes=limit_bytes))
-    process = ProcessEvents(replay.allocations)
+    process = ProcessEvents(table)
     emptied: list[int] = []
     for number, rows in zip(range(1, STEPS + 1), process.steps(), strict=False):
         before = allocator.retries
@@ -146,7 +152,7 @@ def run_at(replay: Timeline, target: Target, limit_bytes: int) -> tuple[int, tup
     return allocator.peak_reserved_bytes, tuple(emptied), None
 
 
-def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
+def rows_of(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """Yield a table in Markdown with a row for each plan."""
     yield "| plan | says | peak | reserved | context + NCCL + margin | device | failed | emptied, by step |"
     yield "|---|---|---|---|---|---|---|---|"
@@ -166,7 +172,7 @@ def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
 def main() -> int:
     """Print the table; 1 when a plan that says it fits does not."""
     outcomes = [outcome_of(asked) for asked in PLANS]
-    print("\n".join(table(outcomes)))
+    print("\n".join(rows_of(outcomes)))
     wrong = [each for each in outcomes if each.says_fits and not each.fits]
     print(
         f"\n{sum(each.says_fits for each in outcomes)} of {len(outcomes)} plans say that they fit; wrong: {len(wrong)}"

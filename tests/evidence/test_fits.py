@@ -28,9 +28,9 @@ def test_the_same_steps_do_not_run_on_less() -> None:
     report = Report(problem=found.problem, plan=found.plan)
     assert report.planned is not None and found.plan.predicted is not None
     target = Target.parse(found.asked.target, ranks=found.asked.ranks)
-    _, _, failed_step = run_at(report.planned, target, int(found.plan.predicted.peak_bytes * 0.9))
+    _, _, failed_step = run_at(report.planned.allocations, target, int(found.plan.predicted.peak_bytes * 0.9))
     assert failed_step is not None
-    _, emptied, failed_step = run_at(report.planned, target, found.plan.predicted.peak_bytes)
+    _, emptied, failed_step = run_at(report.planned.allocations, target, found.plan.predicted.peak_bytes)
     assert failed_step is not None or any(emptied)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypedDict
 
 import msgspec
 from msgspec import Meta
@@ -158,6 +158,15 @@ class DdpPlan(_Part, frozen=True):
     gradient_as_bucket_view: bool
 
 
+class RankSettings(TypedDict):
+    """How much of a rank's device is not for tensors, and how its allocator's segments are."""
+
+    context: int | None
+    nccl: int | None
+    margin: float | None
+    expandable_segments: bool
+
+
 class TargetRecord(_Part, frozen=True):
     """The hardware that a plan is for, by name.
 
@@ -177,6 +186,16 @@ class TargetRecord(_Part, frozen=True):
     margin_bytes: Bytes | None = None
     margin: Ratio | None = None
     expandable_segments: bool = False
+
+    @property
+    def settings(self) -> RankSettings:
+        """What `Target.parse` takes to have a rank's memory as it was for this plan."""
+        return RankSettings(
+            context=self.context_bytes,
+            nccl=self.nccl_bytes,
+            margin=self.margin,
+            expandable_segments=self.expandable_segments,
+        )
 
     @property
     def usable_bytes(self) -> int | None:
