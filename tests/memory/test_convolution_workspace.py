@@ -88,3 +88,13 @@ def test_the_plan_and_what_it_prints_have_the_range() -> None:
     assert found.peak_reserved_bytes == (found.peak_reserved_low_bytes + found.peak_reserved_high_bytes) // 2
     assert " to " in found.reserved and found.reserved in str(plan)
     assert memfit.Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_note_says_that_the_largest_workspaces_have_no_room() -> None:
+    found = captured(*(nn.Conv2d(16, 16, 3, padding=1) for _ in range(4)))
+    low, high = reserved_range(A100, Timeline.of(found, 512))
+    device = replace(A100, memory_total_bytes=(low + high) // 2)
+    plan = memfit.plan(found, target=Target.parse(device, context=0, margin=0), budget=low, progress=False)
+    assert plan.predicted is not None and plan.predicted.room == "margin"
+    assert any("workspaces that cuDNN chooses" in note for note in plan.notes)
+    assert "with care" in str(plan)

@@ -94,6 +94,12 @@ def note_on_room(
         )
     holds = f"the caching allocator would hold {display_bytes(reservation.reserved_bytes)}"
     remedy = _remedy(problem, solved, asked_bytes)
+    if reservation.room is Room.MARGIN and reservation.low_bytes is not None:
+        between = f"{display_bytes(reservation.low_bytes)} to {display_bytes(reservation.wanted_bytes)}"
+        return (
+            f"the caching allocator would hold {between}, by the workspaces that cuDNN chooses for convolutions, and "
+            f"the device has {usable}: with the largest it does not fit, and cuDNN takes slower algorithms. {remedy}"
+        )
     if reservation.room is Room.MARGIN:
         return (
             f"{holds}, and the device has {usable} with the margin of {memory.margin:.1%} that predictions have been "
