@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 from functools import partial
@@ -16,8 +17,13 @@ from torch.utils.checkpoint import checkpoint
 import memfit
 from memfit.analysis.explaining import explain
 from memfit.capture import Category, Step, Trace
+from memfit.hardware import Target
+from memfit.memory import reserved
 from memfit.sharding import ShardOptions
 from memfit.solve import SolveOptions
+from tests.devices import without_workspaces
+
+H100 = without_workspaces()
 
 SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512, vocabulary=4096)
 explained = partial(explain, progress=False, levers=False)
@@ -30,7 +36,7 @@ def step() -> Step:
 
 @pytest.fixture(scope="module")
 def trace(step: Step) -> Trace:
-    return memfit.trace(step, target="h100-sxm")
+    return memfit.trace(step, target=H100)
 
 
 class Blocks(nn.Module):
@@ -114,7 +120,7 @@ def test_what_holds_the_largest_storages(trace: Trace) -> None:
 
 def test_parameters_state_and_gradients_are_held_by_name() -> None:
     model = Blocks()
-    found = explained(model, memfit.spec((2, 64)), target="h100-sxm", optimizer=torch.optim.AdamW)
+    found = explained(model, memfit.spec((2, 64)), target=H100, optimizer=torch.optim.AdamW)
     assert found.at.phase == "optimizer"
     said = {each.holder: each.held_by for each in found.largest}
     assert said["optimizer"].startswith("optimizer state of layers.")
@@ -141,9 +147,11 @@ def test_sharded_units_say_what_they_gather(trace: Trace) -> None:
     assert any(each.holder == "sharding" and "gathered parameters of unit" in each.held_by for each in found.largest)
 
 
-def test_a_plan_is_explained_as_it_runs(step: Step, trace: Trace) -> None:
-    whole = memfit.plan(trace, progress=False).baseline.peak_bytes
-    plan = memfit.plan(trace, budget=int(0.8 * whole), progress=False)
+def test_a_plan_is_explained_as_it_runs(step: Step) -> None:
+    trace = memfit.trace(step, target="h100-sxm")
+    free = memfit.plan(trace, progress=False).baseline
+    whole, workspaces = free.peak_bytes, free.peak_by_category[Category.WORKSPACE]
+    plan = memfit.plan(trace, budget=workspaces + int(0.8 * (whole - workspaces)), progress=False)
     assert plan.predicted is not None and plan.checkpoint
     for given in (step, trace):
         found = explained(plan, given)
@@ -187,7 +195,7 @@ def test_a_plan_by_itself_says_what_its_document_knows(trace: Trace) -> None:
 
 def forced(model: nn.Module, rows: int, *units: str, **options: Any) -> Any:
     step = Step(model, memfit.spec((rows, 64)), **options)
-    trace = memfit.trace(step, target="h100-sxm")
+    trace = memfit.trace(step, target=H100)
     plan = memfit.plan(trace, options=SolveOptions(force=units), progress=False)
     assert [entry.unit for entry in plan.checkpoint] == list(units)
     return explained(plan, trace).checkpointing
@@ -212,9 +220,9 @@ def test_checkpointing_does_not_release_what_python_holds() -> None:
 
 def test_the_models_own_checkpoints_are_seen() -> None:
     batch = memfit.spec((4096, 64))
-    plain = explained(Blocks(), batch, target="h100-sxm", optimizer=torch.optim.SGD)
+    plain = explained(Blocks(), batch, target=H100, optimizer=torch.optim.SGD)
     assert plain.checkpointing is None
-    found = explained(Blocks(checkpoints=True), batch, target="h100-sxm", optimizer=torch.optim.SGD)
+    found = explained(Blocks(checkpoints=True), batch, target=H100, optimizer=torch.optim.SGD)
     assert found.peak_bytes < plain.peak_bytes
     held = found.checkpointing
     assert held is not None and held.by_the_model and held.units == tuple(f"layers.{number}" for number in range(4))
@@ -260,3 +268,17 @@ def test_to_json_has_everything(trace: Trace) -> None:
     assert {each["basis"] for each in read["levers"]} == {"captured", "estimated"}
     assert read["by_category"]["parameter"] == found.by_category[Category.PARAMETER]
     assert read["largest"][0]["held_by"] == found.largest[0].held_by
+
+
+def test_a_step_whose_allocator_has_no_room_does_not_fit() -> None:
+    """Below the budget, but between what is available and what is usable: only without the margin."""
+    whole = without_workspaces()
+    step = Step(lambda: nn.Linear(512, 512), memfit.spec((64, 512)), loss=lambda out, _: out.sum())
+    trace = memfit.trace(step, target=whole)
+    held = reserved(trace, whole).peak_reserved_bytes
+    small = dataclasses.replace(whole, memory_total_bytes=int(held * 1.01))
+    found = explain(trace, target=Target.parse(small, context=0), budget=held, levers=False, progress=False)
+    assert found.reserved_bytes == held and not found.has_room and not found.fits
+    assert "with care: the caching allocator reserves" in str(found)
+    roomy = dataclasses.replace(whole, memory_total_bytes=int(held * 1.05))
+    assert explain(trace, target=Target.parse(roomy, context=0), budget=held, levers=False, progress=False).fits

@@ -23,16 +23,21 @@ from memfit.analysis.levers.case import LEAST_PART, sort_levers
 from memfit.analysis.levers.changed_steps import loss, micro_batch, optimizer, precision
 from memfit.analysis.levers.lifetimes import gradients, holding
 from memfit.analysis.levers.replanned import checkpointing, sharding
+from memfit.analysis.levers.segments import segments
 from memfit.analysis.report import Report
 from memfit.capture import Category, Step
 from memfit.cost import Roofline
 from memfit.engines import chunked_cross_entropy
-from memfit.hardware import Target
+from memfit.hardware import Device, Target
 from memfit.hardware.efficiency import Family
-from memfit.memory import Timeline, measured
+from memfit.memory import Timeline, measured, reserved
+from memfit.presets import named_steps_at
 from memfit.sharding import ShardOptions
 from memfit.solve import SolveOptions
 from memfit.units import display_ms
+from tests.devices import without_workspaces
+
+H100 = without_workspaces()
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("frozen_heap")]
 
@@ -82,7 +87,7 @@ def talking(**options: Any) -> Step:
     return Step(lambda: Talker().to(torch.bfloat16), memfit.spec((4, 64), torch.int64), **options)
 
 
-def explained(step: Any, target: str = "h100-sxm", **options: Any) -> StepExplanation:
+def explained(step: Any, target: str | Device = H100, **options: Any) -> StepExplanation:
     return explain(step, target=target, progress=False, **options)
 
 
@@ -90,7 +95,7 @@ def lever(found: StepExplanation, name: str) -> Lever:
     return next(each for each in found.levers if each.name.startswith(name))
 
 
-def case_of(step: Step, target: str = "h100-sxm", ranks: int | None = None, budget: int | None = None) -> Case:
+def case_of(step: Step, target: str | Device = H100, ranks: int | None = None, budget: int | None = None) -> Case:
     aim = Target.parse(target, ranks=ranks)
     report = Report.of_trace(memfit.trace(step, target=aim), target=aim)
     return Case(report=report, step=step, cost=Roofline.of(aim), budget_bytes=aim.budget_bytes(budget))
@@ -103,13 +108,13 @@ def only(family: Callable[[Case], Iterator[Lever]], step: Step, *names: str, **o
     return found
 
 
-def peak_of(step: Step, target: str = "h100-sxm") -> int:
+def peak_of(step: Step, target: str | Device = H100) -> int:
     """The peak of a step that is captured afresh."""
     trace = memfit.trace(step, target=target)
     return Timeline.of(trace, trace.hardware.allocator.rounding_bytes).peak_bytes
 
 
-def step_ms_of(step: Step, target: str = "h100-sxm") -> float:
+def step_ms_of(step: Step, target: str | Device = H100) -> float:
     return memfit.plan(step, target=target, progress=False).baseline.step_ms
 
 
@@ -314,7 +319,7 @@ def test_sharding_over_more_ranks_is_what_a_plan_for_them_says(ranks: int | None
 def test_sharding_one_device_says_what_fsdp2_copies_besides() -> None:
     step = Step(Wide, memfit.spec((1, WIDE)))
     first = next(sharding(case_of(step)))
-    device = Target.parse("h100-sxm").device
+    device = Target.parse(H100).device
     # two gathers of each matrix, read and written once each, and a gradient copied into a reduction's input
     moved = 4 * (2 * 2 * MATRIX_BYTES + 2 * MATRIX_BYTES)
     took_ms = moved / (device.memory_bandwidth_bytes_per_s * device.efficiency[Family.COPY].bandwidth) * 1e3
@@ -327,7 +332,7 @@ def test_ranks_of_one_cpu_share_its_memory() -> None:
 
 def test_checkpointing_for_a_budget_is_the_plan_for_it() -> None:
     step = Step(lambda: Blocks(64, 8), memfit.spec((4096, 64)), optimizer=torch.optim.SGD)
-    trace = memfit.trace(step, target="h100-sxm")
+    trace = memfit.trace(step, target=H100)
     budget = int(0.8 * memfit.plan(trace, progress=False).baseline.peak_bytes)
     each = next(checkpointing(case_of(step, budget=budget)))
     plan = memfit.plan(trace, budget=budget, progress=False)
@@ -340,7 +345,7 @@ def test_checkpointing_for_a_budget_is_the_plan_for_it() -> None:
 
 def test_levers_on_top_of_a_plan_keep_its_policies() -> None:
     step = Step(lambda: Blocks(64, 8), memfit.spec((4096, 64)), optimizer=torch.optim.SGD)
-    trace = memfit.trace(step, target="h100-sxm")
+    trace = memfit.trace(step, target=H100)
     whole = memfit.plan(trace, progress=False).baseline.peak_bytes
     plan = memfit.plan(trace, budget=int(0.8 * whole), progress=False)
     assert plan.predicted is not None
@@ -422,3 +427,21 @@ def test_half_a_micro_batch_on_the_cpu_peaks_where_its_lever_says() -> None:
     (each,) = only(micro_batch, step, "micro-batch of 256 instead of 512", target="cpu")
     changed = Step(Blocks, torch.randn(256, 64), accumulation_steps=2)
     assert measured_peak(changed, Blocks()) == pytest.approx(each.peak_bytes, abs=64)
+
+
+def test_expandable_segments_save_what_the_allocator_reserves_and_no_tensor() -> None:
+    step = named_steps_at("gpt2")(batch=8, seq=None).step
+    case = case_of(step, "h100-sxm", ranks=8)
+    device = case.target.device
+    (found,) = segments(case)
+    grown = dataclasses.replace(device, allocator=dataclasses.replace(device.allocator, expandable_segments=True))
+    held = [reserved(case.timeline.allocations, each).peak_reserved_bytes for each in (device, grown)]
+    assert found.of_reserved and found.saves_bytes == held[0] - held[1] > 0
+    assert found.peak_bytes == case.peak_bytes and found.free and found.option == "--expandable-segments"
+    with_them = Target.parse(case.target, expandable_segments=True)
+    assert not list(segments(dataclasses.replace(case, report=Report.of_trace(case.trace, target=with_them))))
+
+
+def test_a_cpu_has_no_segments() -> None:
+    step = named_steps_at("gpt2")(batch=1, seq=64).step
+    assert not list(segments(case_of(step, "cpu")))

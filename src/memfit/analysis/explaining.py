@@ -23,7 +23,7 @@ from memfit.analysis.levers.case import Case, Lever
 from memfit.analysis.report import Report
 from memfit.capture import Category, Step, Trace
 from memfit.errors import InputError
-from memfit.memory import CATEGORIES, Timeline
+from memfit.memory import CATEGORIES, Room, Timeline, judge_room
 from memfit.paths import around
 from memfit.plans import (
     Inputs,
@@ -83,7 +83,7 @@ def explain(
         allowed = model.budget_bytes if budget is None else report.target.budget_bytes(budget)
     else:
         given = Inputs.of(model, batch, **inputs)
-        allowed = min(given.target.budget_bytes(budget), given.target.usable_bytes)
+        allowed = given.target.allowed_bytes(budget)
         step, timed = given.step, given.cost
         report = Report(problem=given.problem(), plan=None)
     case = Case(report=report, step=step, cost=timed, budget_bytes=allowed)
@@ -108,7 +108,10 @@ def _explanation(case: Case, levers: tuple[Lever, ...], least: MinBudget | None)
         notes.append("no plan fits: this is the step under the plan that needs least, and levers are on top of that")
     if levers and case.step is None:
         notes.append("levers that need the step captured again are left out or estimated: give the step, not its trace")
+    reservation = judge_room(case.target, timeline)
     return StepExplanation(
+        reserved_bytes=reservation.reserved_bytes,
+        has_room=reservation.room is Room.ENOUGH,
         device=case.target.device.name,
         device_title=case.target.device.title,
         ranks=case.target.ranks,
@@ -135,6 +138,8 @@ def _of_document(plan: Plan) -> StepExplanation:
     """Explain a step from the plan document alone."""
     estimate = plan.predicted or plan.baseline
     return StepExplanation(
+        reserved_bytes=estimate.peak_reserved_bytes,
+        has_room=plan.predicted is not None and plan.predicted.room in (None, "enough"),
         device=plan.target.device,
         device_title=plan.target.title,
         ranks=plan.ranks,

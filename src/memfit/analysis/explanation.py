@@ -125,7 +125,8 @@ class StepExplanation(PrintedDocument):
 
     Everything is predicted, nothing measured. `planned` says whether the step runs under a plan. Tables are empty where
     only a plan's document is known. `least_bytes` is the lowest peak that checkpointing alone can reach. `left_out`
-    names levers that could not be worked out, and why.
+    names levers that could not be worked out, and why. `reserved_bytes` is what the caching allocator reserves, and
+    `has_room` whether the device has room for that (Note [What fits]).
     """
 
     device: str
@@ -147,11 +148,13 @@ class StepExplanation(PrintedDocument):
     least_bytes: int | None = None
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    reserved_bytes: int | None = None
+    has_room: bool = True
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the budget."""
-        return self.peak_bytes <= self.budget_bytes
+        """Whether the peak is within the budget, and the allocator has room for it."""
+        return self.peak_bytes <= self.budget_bytes and self.has_room
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values, for JSON."""

@@ -112,6 +112,7 @@ class Holders:
             Category.GRADIENT: ("gradient", f"gradient of {found.name}"),
             Category.BUFFER: ("buffer", f"buffer {found.name}".strip()),
             Category.INPUT: ("input", "the batch"),
+            Category.WORKSPACE: ("library", f"{found.name}, kept until the process ends"),
         }.get(found.category)
         if owner is not None:
             return owner

@@ -4,6 +4,7 @@ import memfit.torch_private.version  # noqa: F401  first, so that a torch which 
 
 # isort: split
 from memfit.capture.arguments import GENERATOR, call_of, real_tensor
+from memfit.capture.blas_workspaces import AUTOGRAD_THREAD, product_thread, workspace_thread
 from memfit.capture.call_stack import is_container, is_trained
 from memfit.capture.capture import trace
 from memfit.capture.environment import (
@@ -47,6 +48,7 @@ from memfit.capture.trace_types import (
 
 __all__ = [
     "AFTER_STEP",
+    "AUTOGRAD_THREAD",
     "BEFORE_STEP",
     "GENERATOR",
     "NO_INDEX",
@@ -83,6 +85,7 @@ __all__ = [
     "neutral_modes",
     "no_garbage_collection",
     "patched",
+    "product_thread",
     "real_tensor",
     "same_attributes",
     "save_trace",
@@ -93,4 +96,5 @@ __all__ = [
     "step_with",
     "trace",
     "with_host_state",
+    "workspace_thread",
 ]

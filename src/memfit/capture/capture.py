@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from memfit._version import __version__
 from memfit.capture.arguments import tensor_leaves, tensors_of, visit_tensors
+from memfit.capture.blas_workspaces import blas_workspaces
 from memfit.capture.call_stack import CallTracker, SourceTable, is_container, module_calls
 from memfit.capture.emulation import Emulation, python_functions_open
 from memfit.capture.environment import (
@@ -430,6 +431,7 @@ class _Capture:
             )
             for key, (parameter, names) in self.parameters.items()
         )
+        ops = recorder.frozen_ops()
         return Trace(
             schema=SCHEMA,
             memfit=__version__,
@@ -440,8 +442,8 @@ class _Capture:
             threads=self.context.threads if self.context.device_type == "cpu" else 0,
             autocast=str(self.step.autocast)[6:] if self.step.autocast is not None else None,
             optimizer=", ".join(self.states.names),
-            ops=recorder.frozen_ops(),
-            storages=recorder.frozen_storages(),
+            ops=ops,
+            storages=(*recorder.frozen_storages(), *blas_workspaces(ops, self.device)),
             calls=self.calls.freeze(),
             modules=tuple(self.modules),
             parameters=parameters,
@@ -450,6 +452,7 @@ class _Capture:
             notes=(*notes, *sorted(recorder.notes), *recorder.batch_notes(), *self.advice.notes(), *self.context.notes),
             shared=self.calls.shared,
             in_eval=tuple(sorted(self.calls.in_eval)),
+            cudnn_benchmark=bool(torch.backends.cudnn.benchmark),
         )
 
 

@@ -40,6 +40,7 @@ class Category(str, enum.Enum):
     INPUT = "input"
     GATHERED_PARAMETER = "gathered parameter"
     COMMUNICATION = "communication"
+    WORKSPACE = "workspace"
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
@@ -178,6 +179,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     in_eval: tuple[str, ...] = ()
     """Paths of the modules that the forward calls in eval mode, all modules around them in eval mode too. Not part of
     the fingerprint."""
+    cudnn_benchmark: bool = False
+    """Whether `torch.backends.cudnn.benchmark` was on when the step ended. Not part of the fingerprint."""
 
     def instance_of(self, path: str) -> str:
         """Return the first path of the module that this path leads to."""

@@ -38,6 +38,7 @@ _KEYS = {
     Category.INPUT: "Other",
     Category.GATHERED_PARAMETER: "Other",
     Category.COMMUNICATION: "Other",
+    Category.WORKSPACE: "Other",
 }
 
 

@@ -25,7 +25,17 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Phase, Trace
+from memfit.capture import (
+    AFTER_STEP,
+    AUTOGRAD_THREAD,
+    BEFORE_STEP,
+    NO_INDEX,
+    Category,
+    Phase,
+    Trace,
+    product_thread,
+    workspace_thread,
+)
 from memfit.errors import InputError
 
 Ints = npt.NDArray[np.int64]
@@ -38,6 +48,8 @@ BETWEEN = -2
 """The `run` of an instant between two ops, when sharding has made something and not yet freed something else."""
 
 _TEMPORARY, _ACTIVATION, _STATE = ROW[Category.TEMPORARY], ROW[Category.ACTIVATION], ROW[Category.OPTIMIZER_STATE]
+_GRADIENT = ROW[Category.GRADIENT]
+_WORKSPACE = ROW[Category.WORKSPACE]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +140,12 @@ class AllocationTable:
     or is made in place of, `remade` the number of the recompute that made it. The last allocations are the intervals of
     sharding, which have neither. `stream` is the place in `STREAMS` of the stream that it is allocated on.
 
-    `states_made` is the instant before which a first step makes the optimizer state.
+    The rest is about the first step of a process. `states_made` is the instant before which it makes the optimizer
+    state. `product_thread` is, of each instant but the last, the thread in which a product runs, `NO_INDEX` where none
+    does; `first_made_at`, of each allocation, the instant at which a first step makes a workspace of such a thread,
+    `BEFORE_STEP` for all others (Note [cuBLAS workspaces]). `first_use` is the instant at which the backward first adds
+    to a gradient that is there before the step and stays, so that a first step makes it, `NO_INDEX` for all others.
+    With `zeroed_first`, gradients that are freed with the first op are gone before it, since `zero_grad` comes first.
     """
 
     op: Ints
@@ -141,7 +158,11 @@ class AllocationTable:
     storage: Ints
     remade: Ints
     stream: Ints
+    first_use: Ints
     states_made: int
+    product_thread: Ints
+    first_made_at: Ints
+    zeroed_first: bool = False
 
     @classmethod
     def of(
@@ -161,6 +182,7 @@ class AllocationTable:
         row = np.fromiter((ROW[storage.category] for storage in storages), np.int64, count)
         alloc_at = np.fromiter((storage.alloc_at for storage in storages), np.int64, count)
         states = np.flatnonzero((alloc_at == BEFORE_STEP) & (row == _STATE))
+        product = np.fromiter((product_thread(op) for op in trace.ops), np.int64, ops)
         captured = cls(
             op=np.arange(ops + 1),
             run=np.full(ops + 1, NO_INDEX),
@@ -172,7 +194,11 @@ class AllocationTable:
             storage=np.arange(count),
             remade=np.full(count, NO_INDEX),
             stream=np.zeros(count, np.int64),
+            first_use=_first_uses(trace, (alloc_at == BEFORE_STEP) & (row == _GRADIENT)),
             states_made=_first_reader(trace, set(states.tolist())),
+            zeroed_first=bool(trace.ops) and trace.ops[0].phase is Phase.FORWARD,
+            product_thread=product,
+            first_made_at=_first_products(trace, product, row),
         )
         return captured.under_plan(recomputes, intervals, removed)
 
@@ -212,6 +238,10 @@ class AllocationTable:
         here = ~np.isin(storage, list(removed))
         storage, remade, alloc_at, free_after = (column[here] for column in (storage, remade, alloc_at, free_after))
         spans = _spans(added, between, at)
+        # A unit is recomputed in autograd's thread, whatever thread its forward ran in.
+        product = np.append(self.product_thread, NO_INDEX)[op]
+        product = np.where((run >= 0) & (product != NO_INDEX), AUTOGRAD_THREAD, product)
+        product = np.where(run == BETWEEN, NO_INDEX, product)[:-1]
         none = np.full(len(added), NO_INDEX)
         return AllocationTable(
             op=op,
@@ -224,8 +254,21 @@ class AllocationTable:
             storage=np.concatenate((storage, none)),
             remade=np.concatenate((remade, none)),
             stream=np.concatenate((self.stream[storage], _column(STREAM_NUMBER[each.stream] for each in added))),
+            first_use=np.concatenate(
+                (np.where(remade == NO_INDEX, _instants_of(at, self.first_use)[storage], NO_INDEX), none)
+            ),
             states_made=int(at[self.states_made]),
+            zeroed_first=self.zeroed_first,
+            product_thread=product,
+            first_made_at=np.concatenate((self._first_made_under(product)[storage], none)),
         )
+
+    def _first_made_under(self, product: Ints) -> Ints:
+        """Return `first_made_at` when the products of the instants run in these threads."""
+        found = self.first_made_at.copy()
+        for number in np.flatnonzero(found != BEFORE_STEP).tolist():
+            found[number] = np.flatnonzero(product == self.product_thread[found[number]])[0]
+        return found
 
     @property
     def instants(self) -> int:
@@ -353,6 +396,31 @@ def _instants_of(at: Ints, ops: Ints) -> Ints:
 
 def _column(values: Iterable[int]) -> Ints:
     return np.array(list(values), np.int64)
+
+
+def _first_uses(trace: Trace, gradients: Flags) -> Ints:
+    """Return the first op of the backward that uses each of these storages, `NO_INDEX` where none does."""
+    found = np.full(len(gradients), NO_INDEX)
+    waiting = set(np.flatnonzero(gradients).tolist())
+    phase = Phase.BACKWARD
+    for index, op in enumerate(trace.ops):
+        if not waiting:
+            break
+        if op.phase is phase:
+            used = waiting.intersection(ref.storage for ref in op.inputs)
+            found[list(used)] = index
+            waiting -= used
+    return found
+
+
+def _first_products(trace: Trace, product: Ints, row: Ints) -> Ints:
+    """Return the op at which a first step makes each workspace, `BEFORE_STEP` for other storages."""
+    found = np.full(len(trace.storages), BEFORE_STEP)
+    for number in np.flatnonzero(row == _WORKSPACE).tolist():
+        thread = workspace_thread(trace.storages[number])
+        if thread != NO_INDEX:
+            found[number] = np.flatnonzero(product == thread)[0]
+    return found
 
 
 def _first_reader(trace: Trace, states: set[int]) -> int:

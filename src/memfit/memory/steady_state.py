@@ -1,20 +1,28 @@
 """A step as mallocs and frees, and what the caching allocator of the target reserves for it.
 
 Note [Steady state]: reserved memory depends on history. A process makes parameters, buffers and the batch;
+its first products make the workspaces of cuBLAS, which lie among activations and stay there;
 its first optimizer step makes the optimizer state, and takes it from blocks that activations have just freed;
 later steps find those blocks taken and may have to reserve more. So the step is run more than once: the first
 time with the state allocated where the optimizer first uses it, then again with everything in place until a step
 reserves nothing more.
+
+Gradients are the same: a new process has none. Those that a captured step begins with and frees (`zero_grad` before the
+forward or the backward) are not in the first step, and in a later one they are what the step before has left, where it
+left it. Those that stay (`zero_grad` never, or without `set_to_none`) are made by the first backward. So where a loop
+calls `zero_grad`, first or last, makes no difference, as it makes none on a device.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from memfit.capture import AFTER_STEP, BEFORE_STEP, Category, Trace
+from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Trace
 from memfit.hardware import Device
 from memfit.memory.allocations import ROW, AllocationTable, Flags, Ints
 from memfit.memory.allocator import FREE, AllocatorConfig, AllocatorOutOfMemory, CachingAllocator, MemoryEvent
@@ -24,6 +32,8 @@ Row = tuple[int, int, int]
 
 MOST_STEPS = 8
 """After so many a process is taken as settled (Note [Steady state])."""
+STEPS_AT_LIMIT = 4
+"""At least so many are run under a limit: a cache that is emptied in every step reserves no more than the limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +42,9 @@ class Reserved:
 
     `peak_allocated_bytes` and `peak_reserved_bytes` are `torch.cuda.max_memory_allocated` and
     `max_memory_reserved`. `steps` is how many steps it took until one reserved nothing more. `retries` counts
-    how often the allocator had to give its cache back to the device. `out_of_memory_op` is the op that failed
-    under the limit, also when it was recomputed, None when none did.
+    how often the allocator had to give its cache back to the device, `later_retries` those of them in later steps than
+    the first. `out_of_memory_op` is the op that failed under the limit, also when it was recomputed, None when none
+    did.
     """
 
     peak_requested_bytes: int
@@ -42,7 +53,13 @@ class Reserved:
     first_step_reserved_bytes: int
     steps: int
     retries: int
+    later_retries: int = 0
     out_of_memory_op: int | None = None
+
+    @property
+    def runs_freely(self) -> bool:
+        """Whether no allocation failed, and no step after the first emptied the cache."""
+        return self.out_of_memory_op is None and not self.later_retries
 
 
 def allocator_config(device: Device, *, limit_bytes: int | None = None) -> AllocatorConfig:
@@ -74,7 +91,7 @@ def events(step: Trace | AllocationTable) -> Iterator[MemoryEvent]:
 def reserved(step: Trace | AllocationTable, device: Device, *, limit_bytes: int | None = None) -> Reserved:
     """Return the peaks of the device's allocator (Note [Steady state]), which keeps free blocks of each stream apart.
 
-    Without a cache, reserved equals allocated.
+    Without a cache, reserved equals allocated. With a limit, at least `STEPS_AT_LIMIT` steps are run.
     """
     table = _table(step)
     if not device.allocator.caches:
@@ -89,12 +106,15 @@ def reserved(step: Trace | AllocationTable, device: Device, *, limit_bytes: int 
         )
     allocator = CachingAllocator(allocator_config(device, limit_bytes=limit_bytes))
     failed: int | None = None
+    first_retries = 0
     reserved_bytes: list[int] = []
+    least_steps = 2 if limit_bytes is None else STEPS_AT_LIMIT
     process = ProcessEvents(table)
     for rows in process.steps():
         failed = _run(allocator, rows, process)
         reserved_bytes.append(allocator.peak_reserved_bytes)
-        settled = len(reserved_bytes) > 1 and reserved_bytes[-1] == reserved_bytes[-2]
+        first_retries = allocator.retries if len(reserved_bytes) == 1 else first_retries
+        settled = len(reserved_bytes) >= least_steps and reserved_bytes[-1] == reserved_bytes[-2]
         if failed is not None or settled:
             break
     return Reserved(
@@ -104,6 +124,7 @@ def reserved(step: Trace | AllocationTable, device: Device, *, limit_bytes: int 
         first_step_reserved_bytes=reserved_bytes[0],
         steps=len(reserved_bytes),
         retries=allocator.retries,
+        later_retries=allocator.retries - first_retries,
         out_of_memory_op=failed if failed is None or failed == BEFORE_STEP else int(table.op[failed]),
     )
 
@@ -139,15 +160,32 @@ class ProcessEvents:
         self.end = table.instants
         alloc_at, free_after, seen = table.alloc_at, table.free_after, table.seen
         resident, stays = alloc_at == BEFORE_STEP, free_after == AFTER_STEP
+        state, gradient = table.row == ROW[Category.OPTIMIZER_STATE], table.row == ROW[Category.GRADIENT]
         self.residents = np.flatnonzero(resident).tolist()
-        self.lost = np.flatnonzero(resident & ~stays).tolist()
-        self.left = np.flatnonzero(~resident & stays).tolist()
-        late = resident & (table.row == ROW[Category.OPTIMIZER_STATE]) & (stays | (free_after >= table.states_made))
+        carried = self._carried(resident & gradient & ~stays, ~resident & gradient & stays)
+        old = np.isin(np.arange(len(alloc_at)), list(carried))
+        self.lost = np.flatnonzero(resident & ~stays & ~old).tolist()
+        self.left = [key for key in np.flatnonzero(~resident & stays).tolist() if key not in set(carried.values())]
+        late = resident & state & (stays | (free_after >= table.states_made))
+        late_gradients = resident & gradient & stays & (table.first_use >= 0)
         self.late = np.flatnonzero(late).tolist()
-        self.early = np.flatnonzero(resident & ~late).tolist()
+        lazy = table.first_made_at != BEFORE_STEP
+        self.lazy = np.flatnonzero(lazy).tolist()
+        self.early = np.flatnonzero(resident & ~late & ~lazy & ~late_gradients & ~(gradient & ~stays)).tolist()
         self.alloc_at = _grouped(alloc_at, seen & ~resident, self.end + 1)
         self.freed = _grouped(free_after, seen & ~stays, self.end + 1)
         self.workspace = table.workspace_bytes.tolist()
+        # In the first step some gradients are made that a later one begins with, and others are not there.
+        made = np.where(late_gradients, table.first_use, alloc_at)
+        self._first_alloc_at = _grouped(made, (seen & ~resident) | late_gradients, self.end + 1)
+        self._first_freed = _grouped(free_after, seen & ~stays & ~(resident & gradient), self.end + 1)
+        # In a later one gradients of the step before are freed.
+        zeroed = np.flatnonzero((table.run == NO_INDEX) & (table.op == 0))[0] if table.zeroed_first else NO_INDEX
+        self._zeroed = [carried[key] for key in carried if free_after[key] <= zeroed]
+        kept = seen & ~stays & ~(old & (free_after <= zeroed))
+        self._later_freed = [
+            [carried.get(key, key) for key in keys] for keys in _grouped(free_after, kept, self.end + 1)
+        ]
 
     def stream_of(self, key: int) -> int:
         """Return the number of the stream on which a key is allocated; workspaces are on compute."""
@@ -155,39 +193,72 @@ class ProcessEvents:
 
     def steps(self) -> Iterator[list[Row]]:
         """Yield the steps of a process on one allocator, as many as it may take until one reserves nothing more."""
-        yield self.first()
+        yield self._with_workspaces(self.first())
         later = self.later()
         for _ in range(MOST_STEPS - 1):
             yield later
 
     def first(self) -> list[Row]:
-        """Return the events of a process's first step: optimizer state is made when the optimizer first runs on it."""
-        made = self.table.states_made
+        """Return the events of a process's first step (Note [Steady state])."""
+        made, alloc_at, freed = self.table.states_made, self._first_alloc_at, self._first_freed
         return [
             *self._malloc(BEFORE_STEP, self.early),
-            *self._ops(0, made),
+            *self._ops(0, made, alloc_at, freed),
             *self._malloc(made, self.late),
-            *self._ops(made, self.end),
+            *self._ops(made, self.end, alloc_at, freed),
             *self._end(),
         ]
 
+    def _with_workspaces(self, rows: list[Row]) -> list[Row]:
+        """Return the events of a first step with the workspaces that its first products make, after their results."""
+        made_at = self.table.first_made_at
+        for key in self.lazy:
+            instant = int(made_at[key])
+            # `bisect` by instant, then past what the op makes and keeps; copies for cuBLAS are there at that time
+            place = bisect_left(rows, instant, key=lambda row: row[0])
+            while place < len(rows) and rows[place][0] == instant and rows[place][2] != FREE:
+                place += 1
+            rows.insert(place, (instant, key, self.size[key]))
+        return rows
+
     def later(self) -> list[Row]:
         """Return the events of a step after another on the same allocator."""
-        return [*self._malloc(BEFORE_STEP, self.lost), *self._ops(0, self.end), *self._end()]
+        return [
+            *((BEFORE_STEP, key, FREE) for key in self._zeroed),
+            *self._malloc(BEFORE_STEP, self.lost),
+            *self._ops(0, self.end, self.alloc_at, self._later_freed),
+            *self._end(),
+        ]
 
     def alone(self) -> list[Row]:
         """Return the events of a later step as the only one."""
-        ops = self._ops(0, self.end)
+        ops = self._ops(0, self.end, self.alloc_at, self.freed)
         return [*self._malloc(BEFORE_STEP, self.residents), *ops, *self._malloc(self.end, self.alloc_at[-1])]
 
-    def _ops(self, begin: int, end: int) -> list[Row]:
+    def _carried(self, begun_with: Flags, left: Flags) -> dict[int, int]:
+        """Return, of the gradients that a step begins with and frees, those of the step before that they are.
+
+        They are told by size and stream: which of two alike is freed first makes no difference. One that is still
+        there when the step makes its own again is none of them.
+        """
+        table, free = self.table, defaultdict[tuple[int, int], list[int]](list)
+        for key in np.flatnonzero(left)[::-1].tolist():
+            free[self.size[key], self._stream[key]].append(key)
+        found: dict[int, int] = {}
+        for key in np.flatnonzero(begun_with).tolist():
+            same = free[self.size[key], self._stream[key]]
+            if same and table.alloc_at[same[-1]] > table.free_after[key]:
+                found[key] = same.pop()
+        return found
+
+    def _ops(self, begin: int, end: int, alloc_at: list[list[int]], freed: list[list[int]]) -> list[Row]:
         rows: list[Row] = []
         for instant in range(begin, end):
-            rows += self._malloc(instant, self.alloc_at[instant])
+            rows += self._malloc(instant, alloc_at[instant])
             if self.workspace[instant]:
                 key = len(self.size) + instant
                 rows += ((instant, key, self.workspace[instant]), (instant, key, FREE))
-            rows += [(instant, key, FREE) for key in self.freed[instant]]
+            rows += [(instant, key, FREE) for key in freed[instant]]
         return rows
 
     def _end(self) -> list[Row]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypedDict
 
 import msgspec
 from msgspec import Meta
 
 from memfit.capture import Category
 from memfit.tradeoff import LOSS
+from memfit.units import display_bytes
 
 SCHEMA = 1
 
@@ -84,21 +85,39 @@ class PeakAt(_Part, frozen=True):
     second_run_of: str | None = None
 
 
-class Estimate(_Part, frozen=True):
-    """Memory and time of a step. `peak_by_category` adds up to `peak_bytes`, or is empty."""
+class Estimate(_Part, frozen=True, kw_only=True):
+    """Memory and time of a step. `peak_by_category` adds up to `peak_bytes`, or is empty.
+
+    Where cuDNN chooses the workspaces of convolutions, `peak_reserved_bytes` is the middle of a range, from
+    `peak_reserved_low_bytes` to `peak_reserved_high_bytes`; these are None elsewhere.
+    """
 
     peak_bytes: Bytes
     peak_reserved_bytes: Bytes
     step_ms: Ms
     peak_by_category: dict[Category, Bytes]
     peak_at: PeakAt
+    peak_reserved_low_bytes: Bytes | None = None
+    peak_reserved_high_bytes: Bytes | None = None
+
+    @property
+    def reserved(self) -> str:
+        """What the allocator reserves, in words: one figure, or a range."""
+        if self.peak_reserved_low_bytes is None or self.peak_reserved_high_bytes is None:
+            return display_bytes(self.peak_reserved_bytes)
+        return f"{display_bytes(self.peak_reserved_low_bytes)} to {display_bytes(self.peak_reserved_high_bytes)}"
 
 
-class Prediction(Estimate, frozen=True):
-    """Memory and time of a step under a plan, and the part of its time that the plan adds."""
+class Prediction(Estimate, frozen=True, kw_only=True):
+    """Memory and time of a step under a plan, and the part of its time that the plan adds.
+
+    `room` says whether the caching allocator has room: enough; only without the margin; tight, when it must empty its
+    cache in every step; or too little, when it runs out. It is None in plans of earlier versions.
+    """
 
     recompute_ms: Ms
     exposed_communication_ms: Ms
+    room: Literal["enough", "margin", "tight", "too little"] | None = None
 
 
 class Blocker(_Part, frozen=True):
@@ -139,8 +158,22 @@ class DdpPlan(_Part, frozen=True):
     gradient_as_bucket_view: bool
 
 
+class RankSettings(TypedDict):
+    """How much of a rank's device is not for tensors, and how its allocator's segments are."""
+
+    context: int | None
+    nccl: int | None
+    margin: float | None
+    expandable_segments: bool
+
+
 class TargetRecord(_Part, frozen=True):
-    """The hardware that a plan is for, by name."""
+    """The hardware that a plan is for, by name.
+
+    Of the memory of one rank's device, `context_bytes` and `nccl_bytes` are counted for what a process holds outside
+    the caching allocator, and `margin_bytes` are left free, which is `margin` of what may be reserved. They are None in
+    plans of earlier versions. With `expandable_segments` the allocator's segments grow.
+    """
 
     device: str
     title: str
@@ -148,6 +181,27 @@ class TargetRecord(_Part, frozen=True):
     ranks_per_node: Annotated[int, Meta(ge=1)]
     intra_node_link: str
     inter_node_link: str
+    context_bytes: Bytes | None = None
+    nccl_bytes: Bytes | None = None
+    margin_bytes: Bytes | None = None
+    margin: Ratio | None = None
+    expandable_segments: bool = False
+
+    @property
+    def settings(self) -> RankSettings:
+        """What `Target.parse` takes to have a rank's memory as it was for this plan."""
+        return RankSettings(
+            context=self.context_bytes,
+            nccl=self.nccl_bytes,
+            margin=self.margin,
+            expandable_segments=self.expandable_segments,
+        )
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """What one rank may reserve; None in plans of earlier versions."""
+        taken = (self.context_bytes, self.nccl_bytes, self.margin_bytes)
+        return None if None in taken else self.memory_total_bytes - sum(each or 0 for each in taken)
 
 
 class ParameterRecord(_Row, frozen=True):

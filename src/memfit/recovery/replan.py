@@ -15,6 +15,7 @@ from memfit.capture import trace as capture
 from memfit.cost import Cost
 from memfit.engines import has_planned_loss, unplanned
 from memfit.errors import MemfitError
+from memfit.hardware import Target
 from memfit.memory import Timeline
 from memfit.plans import Plan
 from memfit.plans import plan as make_plan
@@ -115,7 +116,7 @@ class Replanner:
         """Find the fastest plan of the step under a budget, on the device of another plan."""
         return make_plan(
             self.trace,
-            target=plan.target.device,
+            target=Target.parse(plan.target.device, **plan.target.settings),
             budget=budget,
             cost=self._cost,
             options=self._possible_options(),

@@ -62,6 +62,11 @@ def _headline(found: StepExplanation) -> Text:
     budget = display_bytes(found.budget_bytes)
     if over > 0:
         text.append(f"does not fit: {display_bytes(over)} above the budget of {budget}", style="red")
+    elif not found.has_room and found.reserved_bytes is not None:
+        reserved = display_bytes(found.reserved_bytes)
+        text.append(
+            f"fits the budget of {budget}, with care: the caching allocator reserves {reserved}", style="yellow"
+        )
     else:
         text.append(f"fits: {display_bytes(-over)} below the budget of {budget}", style="green")
     at = found.at

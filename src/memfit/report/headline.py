@@ -8,8 +8,9 @@ from typing import Literal
 from memfit.analysis import Report
 from memfit.errors import InputError
 from memfit.hardware import load_device
+from memfit.memory import Room, judge_room
 from memfit.paths import alike, folded, module_label
-from memfit.plans import Plan, describe_peak
+from memfit.plans import Plan, TargetRecord, describe_peak
 from memfit.text import counted
 from memfit.units import display_bytes, display_ms
 
@@ -56,15 +57,21 @@ def headline(report: Report) -> Headline:
 def _unplanned(report: Report, subject: str) -> Headline:
     peak, usable = report.baseline.peak_bytes, report.target.usable_bytes
     step_ms = report.runtime.total_ms + report.problem.exposed_ms
-    fits = peak <= usable
+    reservation = judge_room(report.target, report.baseline)
+    care = peak <= usable and reservation.room is not Room.ENOUGH
+    fits = peak <= usable and not care
     rest = display_bytes(abs(usable - peak))
+    reserved = display_bytes(reservation.reserved_bytes)
+    leaves = f"leaves {rest} of the device free" if fits else f"needs {rest} more than there is"
+    if care:
+        leaves = f"has room for its tensors, but the caching allocator would reserve {reserved} for them"
     return Headline(
-        tone="good" if fits else "bad",
-        verdict="Fits" if fits else "Does not fit",
+        tone="good" if fits else "care" if care else "bad",
+        verdict="Fits" if fits else "Fits, with care" if care else "Does not fit",
         figures=f"peak {display_bytes(peak)} of {display_bytes(usable)} usable, {display_ms(step_ms)} a step",
         subject=subject,
         sentences=(
-            f"The step as it is {f'leaves {rest} of the device free' if fits else f'needs {rest} more than there is'}.",
+            f"The step as it is {leaves}.",
             "No plan was made: this is what the step takes when nothing is changed.",
         ),
     )
@@ -186,15 +193,32 @@ def verdict_of(plan: Plan, usable_bytes: int | None = None) -> Verdict:
         return Verdict(tone="bad", words="Does not fit", figures=f"no plan keeps the step within {budget}")
     peak = display_bytes(predicted.peak_bytes)
     figures = f"peak {peak} of the {budget} budget, {display_ms(predicted.step_ms)} a step"
-    if predicted.peak_reserved_bytes <= plan.budget_bytes:
-        return Verdict(tone="good", words="Fits", figures=figures)
     usable_bytes = _usable_bytes(plan) if usable_bytes is None else usable_bytes
-    reserved, usable = display_bytes(predicted.peak_reserved_bytes), display_bytes(usable_bytes)
-    if predicted.peak_reserved_bytes <= usable_bytes:
+    reserved, usable = predicted.reserved, display_bytes(usable_bytes)
+    most_bytes = predicted.peak_reserved_high_bytes or predicted.peak_reserved_bytes
+    has_room = most_bytes <= usable_bytes if predicted.room is None else predicted.room == "enough"
+    if has_room and most_bytes <= plan.budget_bytes:
+        return Verdict(tone="good", words="Fits", figures=figures)
+    if has_room:
         why = f"The budget is for tensors; the caching allocator reserves {reserved} of {usable} for them."
         return Verdict(tone="good", words="Fits", figures=figures, reasons=(why,))
     why = f"Take care: the caching allocator would reserve {reserved}, and the device has {usable} for tensors."
+    if predicted.room == "too little":
+        return Verdict(tone="bad", words="Fits the budget, not the device", figures=figures, reasons=(why,))
     return Verdict(tone="care", words="Fits the budget, with care", figures=figures, reasons=(why,))
+
+
+def rank_memory_of(target: TargetRecord) -> str:
+    """Say what one rank has of its device, and what is taken off; empty for plans of earlier versions."""
+    if target.usable_bytes is None or target.usable_bytes == target.memory_total_bytes:
+        return ""
+    taken = [(target.context_bytes, "context"), (target.nccl_bytes, "NCCL"), (target.margin_bytes, "margin")]
+    off = [f"{display_bytes(n_bytes)} {name}" for n_bytes, name in taken if n_bytes]
+    if target.margin and off:
+        off[-1] += f" ({target.margin:.1%})"
+    usable, total = display_bytes(target.usable_bytes), display_bytes(target.memory_total_bytes)
+    segments = "; expandable segments" if target.expandable_segments else ""
+    return f"{usable} of {total} a rank: less {', '.join(off)}{segments}"
 
 
 def changes_nothing(plan: Plan) -> bool:
@@ -205,6 +229,8 @@ def changes_nothing(plan: Plan) -> bool:
 def _usable_bytes(plan: Plan) -> int:
     """Return what the plan's device has for tensors; all of its memory where this machine has no figures of it."""
     total_bytes = plan.target.memory_total_bytes
+    if plan.target.usable_bytes is not None:
+        return plan.target.usable_bytes
     try:
         device = load_device(plan.target.device)
     except InputError:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category
-from memfit.memory import Bytes, Interval, Timeline
+from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Trace
+from memfit.memory import Bytes, Interval, Stream, Timeline
+from memfit.sharding.gradients import zeroed_gradients
 from memfit.sharding.schedule import EventKind, ShardSchedule
 
 
@@ -71,7 +72,16 @@ class Levels:
             for buffer, (begin, by_op, order) in zip(schedule.buffers, made, strict=True)
         ]
 
-    def make(self, category: Category, n_bytes: int, begin: int, *, module: str = "", by_op: bool = False) -> int:
+    def make(
+        self,
+        category: Category,
+        n_bytes: int,
+        begin: int,
+        *,
+        module: str = "",
+        by_op: bool = False,
+        stream: Stream = Stream.COMPUTE,
+    ) -> int:
         """Make an allocation before op `begin`, or by it, and give its number; it stays until it is ended."""
         self._built = None
         order = NO_INDEX
@@ -86,6 +96,7 @@ class Levels:
                 ahead=not by_op,
                 made_order=order,
                 module=module,
+                stream=stream,
             )
         )
         return len(self._made) - 1
@@ -109,6 +120,20 @@ class Levels:
             self.end_with(
                 self.make(category, n_bytes, alloc_at, module=module, by_op=alloc_at != BEFORE_STEP), free_after
             )
+
+    def replace_zeroed(self, trace: Trace) -> None:
+        """Put in the place of gradients that the step begins with and frees what a step of this rank leaves of them.
+
+        They are whole in the captured step, and `zero_grad` frees all of them at once.
+        """
+        zeroed = zeroed_gradients(trace)
+        left = [each for each in self.allocations if each.category is Category.GRADIENT and each.end == AFTER_STEP]
+        for storage in zeroed:
+            self.take(storage)
+        for each in left if zeroed else ():
+            if each.begin != BEFORE_STEP:
+                made = self.make(each.category, each.size_bytes, BEFORE_STEP, module=each.module, stream=each.stream)
+                self.end_with(made, max(zeroed.values()))
 
     def levels(self) -> tuple[Bytes, Bytes]:
         """Return the bytes before and during each op, a row for each category (`Timeline.step_levels`)."""

@@ -21,7 +21,7 @@ from memfit.errors import InputError
 from memfit.hardware import Device, Family, Target
 from memfit.memory import Stream, Timeline
 from memfit.sharding.allocations import Levels
-from memfit.sharding.gradients import WholeGradient, whole_gradients
+from memfit.sharding.gradients import WholeGradient, whole_gradients, zeroed_gradients
 from memfit.sharding.options import FIRST_BUCKET_BYTES, ShardDtypes, ShardOptions, elements, item_bytes
 from memfit.sharding.result import Sharding
 from memfit.sharding.schedule import Event, EventKind, ShardSchedule, Transfer, communication, slowed_ms
@@ -115,6 +115,8 @@ def _move_into_buckets(levels: Levels, trace: Trace, gradients: Sequence[WholeGr
     for parameter in trace.parameters:
         if parameter.gradient != NO_INDEX and trace.storages[parameter.gradient].alloc_at == BEFORE_STEP:
             levels.take(parameter.gradient)
+    for storage in zeroed_gradients(trace):
+        levels.take(storage)
     for gradient in gradients:
         kept = trace.parameters[gradient.parameter].gradient
         if kept in gradient.storages and not levels.has_taken(kept):

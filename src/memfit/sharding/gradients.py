@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from memfit.capture import BEFORE_STEP, NO_INDEX, Op, Parameter, Phase, Trace
+from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Op, Parameter, Phase, Trace
 from memfit.cost import Runtime
 from memfit.sharding.options import ShardDtypes, elements, item_bytes
 from memfit.sharding.units import Pass, pass_of
@@ -114,6 +114,17 @@ def gradients_before(trace: Trace) -> dict[int, int]:
         number: trace.storages[parameter.gradient].free_after
         for number, parameter in enumerate(trace.parameters)
         if parameter.gradient != NO_INDEX and trace.storages[parameter.gradient].alloc_at == BEFORE_STEP
+    }
+
+
+def zeroed_gradients(trace: Trace) -> dict[int, int]:
+    """The storages of gradients that the step begins with and frees, and the op after which each is freed."""
+    return {
+        number: storage.free_after
+        for number, storage in enumerate(trace.storages)
+        if storage.category is Category.GRADIENT
+        and storage.alloc_at == BEFORE_STEP
+        and storage.free_after != AFTER_STEP
     }
 
 

@@ -138,6 +138,7 @@ def shard(
         _shard_gradients(levels, shards, gradients)
         _shard_optimizer_temporaries(levels, shards)
     levels.add(schedule)
+    levels.replace_zeroed(trace)
     before, during = levels.levels()
     communication_ms, waited_ms = communication(runtime, target, schedule)
     beside_ms = slowed_ms(schedule.transfers, target, communication_ms, waited_ms)

@@ -2,7 +2,7 @@
 // A budget so many times the peak is not drawn to scale: everything else would be flat.
 const FAR = 2.5;
 // From the bottom up: what stays, then what comes and goes.
-const STACK = [0, 5, 1, 6, 2, 7, 8, 3, 4];
+const STACK = [0, 5, 1, 9, 6, 2, 7, 8, 3, 4];
 
 function timelineChart(data, state) {
   const chart = byId('chart');
