@@ -140,9 +140,7 @@ def index_at(*shape: int, dtype=torch.long) -> torch.Tensor:
             id="apart",
         ),
         # 500 indices to 2 rows: 10 x 50 broadcast of two, the sum so far, a remainder and a product are less than four
-        pytest.param(
-            lambda x: x[index_at(10, 1), index_at(50)], (100, 10, 2), 500 * 8 * (4 + 2), id="broadcast"
-        ),
+        pytest.param(lambda x: x[index_at(10, 1), index_at(50)], (100, 10, 2), 500 * 8 * (4 + 2), id="broadcast"),
     ],
 )
 def test_the_gradient_of_indexing_sorts_linear_indices(function, shape, expected) -> None:

@@ -377,7 +377,7 @@ def _by_name(name: str) -> Family:
     packet = name.split(".")[1]
     if packet in _FAMILY_OF:
         return _FAMILY_OF[packet]
-    if "attention" in packet:
+    if "attention" in packet or "_attn" in packet:  # `_varlen_attn` of torch.nn.attention.varlen
         return Family.ATTENTION_BACKWARD if packet.endswith("backward") else Family.ATTENTION
     if "convolution" in packet or "conv2d" in packet or "conv1d" in packet or "conv3d" in packet:
         return Family.CONVOLUTION
