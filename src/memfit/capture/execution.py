@@ -255,7 +255,7 @@ class Executor:
         result = self._call(func, info, args, {**kwargs, "device": _META})
         if not isinstance(result, torch.Tensor) or result.numel() > KNOWN_VALUE_LIMIT or kwargs.get("requires_grad"):
             return result
-        if self.table.phase is Phase.BACKWARD and not torch.is_grad_enabled() and _in_gradient_formula():
+        if self.table.phase is Phase.BACKWARD and not torch.is_grad_enabled() and _may_be_gradient(result):
             return result  # no branch is taken by it, and a gradient must be on the device of its tensor
         if differentiates():  # derivatives of a real tensor would have to be real too
             return result
@@ -325,10 +325,18 @@ class Executor:
         return empty.set_(twin, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def _in_gradient_formula() -> bool:
-    """Return whether one of torch's own gradient formulas runs, and not the backward of a function of the user's."""
+def _may_be_gradient(made: torch.Tensor) -> bool:
+    """Return whether a tensor made in the backward can be a gradient, or a buffer for one.
+
+    All can in torch's own gradient formulas; in the backward of a function of the user's, those that are no numbers of
+    its control flow.
+    """
     node = current_autograd_node()
-    return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
+    if node is None:
+        return False
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        return made.dim() > 0 and made.is_floating_point()
+    return True
 
 
 def written_by(info: OpInfo, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
