@@ -165,3 +165,22 @@ def test_a_bias_is_added_in_place_to_a_strided_batch(model: Callable[[], nn.Modu
         names = [op.name for op in found.ops if op.phase.value == "forward"]
         assert "aten.add_.Tensor" in names
         assert "aten.add.Tensor" not in names
+
+
+def test_under_a_transform_a_bias_is_added_out_of_place() -> None:
+    """`vmap` over weights and biases cannot write to a product of fewer elements, and torch does not."""
+
+    class Mapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 8, 8))
+            self.bias = nn.Parameter(torch.randn(3, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            each = torch.func.vmap(nn.functional.linear, in_dims=(None, 0, 0))(
+                x.transpose(0, 1), self.weight, self.bias
+            )
+            return each.square().mean()
+
+    trace = memfit.trace(Step(Mapped(), torch.randn(2, 4, 8), optimizer=None), target="cpu")
+    assert "aten.add.Tensor" in [op.name for op in trace.ops if op.phase.value == "forward"]

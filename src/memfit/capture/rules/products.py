@@ -23,6 +23,7 @@ from torch import Tensor
 
 from memfit.capture.kernels import measured_once, probe_workspace, signature
 from memfit.capture.rules.base import RuleContext, bytes_of, fills_its_memory
+from memfit.torch_private.functorch import transform_active
 
 _aten = torch.ops.aten
 
@@ -246,10 +247,11 @@ def _cuda_grouped_mm(context: RuleContext, func: Any, args: Any, kwargs: dict[st
 def _linear(context: RuleContext, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """A bias is added in place to the product of an input that is not contiguous (ATen/native/Linear.cpp, `linear`).
 
-    Under a dispatch mode torch adds it out of place. Attention modules call this on transposed batches.
+    Under a dispatch mode torch adds it out of place, as it does under a transform. Attention modules call this on
+    transposed batches.
     """
     flattened = bias is None or input.dim() == 2 or input.is_contiguous()
-    if flattened or os.environ.get("TORCH_LINEAR_FLATTEN_3D") == "1":
+    if flattened or transform_active() or os.environ.get("TORCH_LINEAR_FLATTEN_3D") == "1":
         return NotImplemented
     return torch.matmul(input, weight.t()).add_(bias)
 
