@@ -256,6 +256,8 @@ def _linear(context: RuleContext, input: Tensor, weight: Tensor, bias: Tensor | 
     return torch.matmul(input, weight.t()).add_(bias)
 
 
+_linear.as_given = True  # type: ignore[attr-defined]
+
 FUNCTIONS = {device: {"linear": _linear} for device in ("cpu", "cuda")}
 _NAMES = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
 KERNELS = {
