@@ -8,9 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 
+from memfit.capture.capture import trace as trace_step
+from memfit.capture.rules.attention import AttentionCall, choose_backend
 from memfit.capture.rules.efficient_attention import efficient_kernel
 from memfit.capture.rules.flash_attention import flash_splits
+from memfit.capture.step import Step, spec
 from tests.capture.cuda_helpers import A100, B200, H100, RTX4090, T4, V100, captured, made_bytes, names, only
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -131,6 +135,12 @@ WORKSPACES = [
         2 * 256 * 4 * (1 + 256) + 2 * (2 * 130 * 200 * 2),
         id="flash-rounds-200-to-256",
     ),
+    pytest.param(
+        FLASH,
+        {"shape": (1, 2, 130, 136), "target": A100},
+        2 * 256 * 4 * (1 + 192) + 2 * (2 * 130 * 136 * 2),
+        id="flash-rounds-136-to-192",  # multiples of 64 above 128
+    ),
     # mha_bwd: keys and values of every query head
     pytest.param(
         FLASH,
@@ -218,3 +228,90 @@ def test_few_heads_split_the_keys_on_the_device() -> None:
 def test_the_efficient_backward_kernel_depends_on_the_device(dtype, width, dropout, capability, tile) -> None:
     kernel = efficient_kernel(dtype, width, dropout, capability)
     assert (kernel.queries, kernel.keys) == tile
+
+
+# -- which cuDNN ---------------------------------------------------------------------------------------------
+
+
+def chosen(
+    capability: tuple[int, int], cudnn: int, *, width: int = 64, value_width: int | None = None, dropout=0.0
+) -> int:
+    query = torch.empty(2, 4, 64, width, dtype=BF16, device="meta")
+    value = torch.empty(2, 4, 64, value_width or width, dtype=BF16, device="meta")
+    call = AttentionCall(query, query, value, None, dropout, is_causal=False, enable_gqa=False)
+    return choose_backend(call, capability, cudnn=cudnn)
+
+
+MATH_CHOICE, FLASH_CHOICE, EFFICIENT_CHOICE, CUDNN_CHOICE = range(4)
+
+
+@pytest.mark.parametrize(
+    ("expected", "capability", "cudnn", "case"),
+    [  # cuda/sdp_utils.cpp, check_prefer_cudnn_attention: newer than 9.15.0, on sm90, sm100 and sm103
+        pytest.param(CUDNN_CHOICE, (9, 0), 91501, {}, id="wheels-for-cuda-13"),
+        pytest.param(FLASH_CHOICE, (9, 0), 91002, {}, id="wheels-for-cuda-12"),
+        pytest.param(FLASH_CHOICE, (9, 0), 91500, {}, id="not-yet-fixed"),
+        pytest.param(CUDNN_CHOICE, (10, 3), 92000, {}, id="sm103"),
+        pytest.param(FLASH_CHOICE, (10, 1), 92000, {}, id="not-sm101"),
+        pytest.param(FLASH_CHOICE, (12, 0), 92000, {}, id="not-sm120"),
+        pytest.param(FLASH_CHOICE, (9, 0), 0, {}, id="no-cudnn"),
+        # check_cudnn_tensor_shapes: what flash attention cannot run is composed with an older cuDNN
+        pytest.param(CUDNN_CHOICE, (10, 0), 91501, {"width": 192, "value_width": 128}, id="deepseek"),
+        pytest.param(EFFICIENT_CHOICE, (10, 0), 91002, {"width": 192, "value_width": 128}, id="deepseek-before"),
+    ],
+)
+def test_cudnn_runs_where_it_is_new_enough(expected, capability, cudnn, case) -> None:
+    assert chosen(capability, cudnn, **case) == expected
+
+
+def test_cudnn_before_9_14_has_no_dropout() -> None:
+    """can_use_cudnn_attention: 9.11 to 9.13; asked for alone, nothing else can run."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        assert chosen((9, 0), 91400, dropout=0.5) == CUDNN_CHOICE
+        with pytest.raises(RuntimeError, match="no attention backend"):
+            chosen((9, 0), 91200, dropout=0.5)
+
+
+def test_cudnn_can_be_asked_to_stand_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    assert chosen((9, 0), 92000) == FLASH_CHOICE
+    assert names(attend()) == ["_scaled_dot_product_flash_attention", "pow.Tensor_Scalar"]
+
+
+# -- packed sequences ----------------------------------------------------------------------------------------
+
+
+def packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    offsets = torch.tensor([0, 1000, 2048], dtype=torch.int32, device="cuda")
+    return varlen_attn(query, key, value, offsets, offsets, 1048, 1048, window_size=(-1, 0), enable_gqa=True).square()
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "width", "expected"),
+    [  # flash_api.cpp, mha_varlen_bwd: two sequences of 2048 tokens in all, 128 rows more for each
+        pytest.param(32, 32, 128, (2048 + 256) * 32 * 4 * (1 + 128), id="heads-of-their-own"),
+        pytest.param(32, 8, 128, (2048 + 256) * 32 * 4 * (1 + 128) + 2 * 2048 * 32 * 128 * 2, id="grouped"),
+        pytest.param(4, 4, 136, (2048 + 256) * 4 * 4 * (1 + 192), id="rounded-to-64"),
+    ],
+)
+def test_packed_sequences_accumulate_by_tokens(heads: int, keys: int, width: int, expected: int) -> None:
+    trace = captured(packed, (2048, heads, width), (2048, keys, width), (2048, keys, width))
+    (forward,) = [op for op in trace.ops if op.name == "torch_attn._varlen_attn.default"]
+    (backward,) = [op for op in trace.ops if op.name == "torch_attn._varlen_attn_backward.default"]
+    assert backward.workspace_bytes == expected
+    assert forward.flops == 2 * 2 * (1000**2 + 1048**2) * heads * width
+    assert backward.flops == 5 * 2 * (1000**2 + 1048**2) * heads * width
+    assert not any("varlen" in note for note in trace.notes)
+
+
+def test_packed_sequences_of_unknown_length_have_a_note() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = torch.nn.Parameter(torch.empty(2048, 4, 64, dtype=BF16, device="meta"))
+
+        def forward(self, offsets: torch.Tensor) -> torch.Tensor:
+            return varlen_attn(self.tokens, self.tokens, self.tokens, offsets, offsets, 1048, 1048).sum()
+
+    step = Step(Model(), (spec((3,), torch.int32),), loss=lambda output, _: output, optimizer=None)
+    assert any(note.startswith("varlen_attn") for note in trace_step(step, target=H100).notes)

@@ -117,7 +117,8 @@ class Emulation(TorchFunctionMode):
                     args, kwargs = cast
             rule = self._rules.get(name)
             if rule is not None and not (name in _TELLING and self.recorder.executor.has_value(args[0])):
-                args, kwargs = map_tensors(args, self._lift), map_tensors(kwargs, self._lift)
+                if not getattr(rule, "as_given", False):
+                    args, kwargs = map_tensors(args, self._lift), map_tensors(kwargs, self._lift)
                 result = self._apply(rule, args, kwargs)
                 if result is not NotImplemented:
                     return result
@@ -132,7 +133,8 @@ class Emulation(TorchFunctionMode):
     def _apply(self, rule: Rule, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a rule. In one marked as `composed`, autocast applies to the functions that it calls, not to itself.
 
-        One marked as `emulated` runs code of torch that asks tensors for their device.
+        One marked as `emulated` runs code of torch that asks tensors for their device; one marked `as_given` only calls
+        other functions, and gets tensors of the user's as they are: the ops that these become find out whose they are.
         """
         composed = getattr(rule, "composed", False) and torch.is_autocast_enabled(self._device_type)
         if composed or getattr(rule, "emulated", False):

@@ -41,6 +41,18 @@ def attention_backward_flops(grad: Tensor, query: Tensor, key: Tensor, value: Te
     return 2 * pairs * (3 * query.size(3) + 2 * value.size(3))
 
 
+def flex_attention_flops(query: Tensor, key: Tensor, value: Tensor, density: float, **_: Any) -> int:
+    """Count the blocks of scores that a mask leaves."""
+    return round(density * attention_flops(query, key, value))
+
+
+def flex_attention_backward_flops(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, density: float, **_: Any
+) -> int:
+    """Count the same blocks as for any backward; that the kernel computes some scores twice is in its speed."""
+    return round(density * attention_backward_flops(grad, query, key, value))
+
+
 def onednn_rnn_flops(input: Tensor, weight: Tensor, recurrent: Tensor, *_: Any, **__: Any) -> int:
     """Count both weight matrices once for every step of every sequence."""
     steps = input.numel() // max(1, input.size(-1))
@@ -50,6 +62,17 @@ def onednn_rnn_flops(input: Tensor, weight: Tensor, recurrent: Tensor, *_: Any, 
 def onednn_rnn_backward_flops(input: Tensor, weight: Tensor, recurrent: Tensor, *_: Any, **__: Any) -> int:
     """Count the forward twice: for the gradients of inputs and for those of weights."""
     return 2 * onednn_rnn_flops(input, weight, recurrent)
+
+
+def chunked_cross_entropy_flops(input: Tensor, weight: Tensor, *rest: Any, **_: Any) -> int:
+    """Count the logits, and a product of the same size for the gradient of the input and for that of the weight."""
+    gradients = rest[10:12]  # `compute_input_grad`, `compute_linear_weight_grad`
+    return 2 * input.numel() * weight.size(0) * (1 + sum(map(bool, gradients)))
+
+
+def added_product_flops(_: Tensor, a: Tensor, b: Tensor, *__: Any, **___: Any) -> int:
+    """Count a product that is added in place."""
+    return 2 * a.numel() * b.size(-1)
 
 
 def convolution_backward_flops(
@@ -63,6 +86,12 @@ def convolution_backward_flops(
 
 FLOPS: dict[str, FlopCounter] = {
     "aten.convolution_backward": convolution_backward_flops,
+    "memfit.flex_attention_kernel": flex_attention_flops,
+    "memfit.flex_attention_kernel_backward": flex_attention_backward_flops,
+    "aten.addmm_": added_product_flops,
+    "aten.baddbmm_": added_product_flops,
+    "torch_nn._linear_cross_entropy_batch_chunked": chunked_cross_entropy_flops,
+    "torch_nn._linear_cross_entropy_batch_chunked_no_reduction": chunked_cross_entropy_flops,
     "aten._scaled_dot_product_flash_attention_for_cpu": attention_flops,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": attention_backward_flops,
     "aten.mkldnn_rnn_layer": onednn_rnn_flops,
