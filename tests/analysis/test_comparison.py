@@ -21,6 +21,9 @@ from memfit.cost import Roofline
 from memfit.hardware import Target
 from memfit.plans import Plan
 from memfit.solve import SolveOptions
+from tests.devices import without_workspaces
+
+H100 = without_workspaces()
 
 SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512, vocabulary=512)
 
@@ -28,7 +31,7 @@ SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512
 @lru_cache
 def traced(batch: int = 2, layers: int = 3, device: str = "h100-sxm") -> Trace:
     shape = dataclasses.replace(SMALL, layers=layers)
-    return memfit.trace(training_step(shape, batch=batch, length=512), target=device)
+    return memfit.trace(training_step(shape, batch=batch, length=512), target=without_workspaces(device))
 
 
 @lru_cache
@@ -193,7 +196,7 @@ def test_steps_that_only_the_fingerprint_tells_apart_do_not_count_as_the_same() 
         step = memfit.Step(
             lambda: nn.Sequential(nn.Linear(16, 16), nn.Dropout(rate)), memfit.spec((4, 16)), loss=lambda y, _: y.sum()
         )
-        return memfit.trace(step, target="h100-sxm")
+        return memfit.trace(step, target=H100)
 
     found = compare(made(0.1), made(0.2))
     assert set(changed(found)) == {"fingerprint of the step"} and not found.same and not found.effects

@@ -27,12 +27,15 @@ from memfit.analysis.report import Report
 from memfit.capture import Category, Step
 from memfit.cost import Roofline
 from memfit.engines import chunked_cross_entropy
-from memfit.hardware import Target
+from memfit.hardware import Device, Target
 from memfit.hardware.efficiency import Family
 from memfit.memory import Timeline, measured
 from memfit.sharding import ShardOptions
 from memfit.solve import SolveOptions
 from memfit.units import display_ms
+from tests.devices import without_workspaces
+
+H100 = without_workspaces()
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("frozen_heap")]
 
@@ -82,7 +85,7 @@ def talking(**options: Any) -> Step:
     return Step(lambda: Talker().to(torch.bfloat16), memfit.spec((4, 64), torch.int64), **options)
 
 
-def explained(step: Any, target: str = "h100-sxm", **options: Any) -> StepExplanation:
+def explained(step: Any, target: str | Device = H100, **options: Any) -> StepExplanation:
     return explain(step, target=target, progress=False, **options)
 
 
@@ -90,7 +93,7 @@ def lever(found: StepExplanation, name: str) -> Lever:
     return next(each for each in found.levers if each.name.startswith(name))
 
 
-def case_of(step: Step, target: str = "h100-sxm", ranks: int | None = None, budget: int | None = None) -> Case:
+def case_of(step: Step, target: str | Device = H100, ranks: int | None = None, budget: int | None = None) -> Case:
     aim = Target.parse(target, ranks=ranks)
     report = Report.of_trace(memfit.trace(step, target=aim), target=aim)
     return Case(report=report, step=step, cost=Roofline.of(aim), budget_bytes=aim.budget_bytes(budget))
@@ -103,13 +106,13 @@ def only(family: Callable[[Case], Iterator[Lever]], step: Step, *names: str, **o
     return found
 
 
-def peak_of(step: Step, target: str = "h100-sxm") -> int:
+def peak_of(step: Step, target: str | Device = H100) -> int:
     """The peak of a step that is captured afresh."""
     trace = memfit.trace(step, target=target)
     return Timeline.of(trace, trace.hardware.allocator.rounding_bytes).peak_bytes
 
 
-def step_ms_of(step: Step, target: str = "h100-sxm") -> float:
+def step_ms_of(step: Step, target: str | Device = H100) -> float:
     return memfit.plan(step, target=target, progress=False).baseline.step_ms
 
 
@@ -314,7 +317,7 @@ def test_sharding_over_more_ranks_is_what_a_plan_for_them_says(ranks: int | None
 def test_sharding_one_device_says_what_fsdp2_copies_besides() -> None:
     step = Step(Wide, memfit.spec((1, WIDE)))
     first = next(sharding(case_of(step)))
-    device = Target.parse("h100-sxm").device
+    device = Target.parse(H100).device
     # two gathers of each matrix, read and written once each, and a gradient copied into a reduction's input
     moved = 4 * (2 * 2 * MATRIX_BYTES + 2 * MATRIX_BYTES)
     took_ms = moved / (device.memory_bandwidth_bytes_per_s * device.efficiency[Family.COPY].bandwidth) * 1e3
@@ -327,7 +330,7 @@ def test_ranks_of_one_cpu_share_its_memory() -> None:
 
 def test_checkpointing_for_a_budget_is_the_plan_for_it() -> None:
     step = Step(lambda: Blocks(64, 8), memfit.spec((4096, 64)), optimizer=torch.optim.SGD)
-    trace = memfit.trace(step, target="h100-sxm")
+    trace = memfit.trace(step, target=H100)
     budget = int(0.8 * memfit.plan(trace, progress=False).baseline.peak_bytes)
     each = next(checkpointing(case_of(step, budget=budget)))
     plan = memfit.plan(trace, budget=budget, progress=False)
@@ -340,7 +343,7 @@ def test_checkpointing_for_a_budget_is_the_plan_for_it() -> None:
 
 def test_levers_on_top_of_a_plan_keep_its_policies() -> None:
     step = Step(lambda: Blocks(64, 8), memfit.spec((4096, 64)), optimizer=torch.optim.SGD)
-    trace = memfit.trace(step, target="h100-sxm")
+    trace = memfit.trace(step, target=H100)
     whole = memfit.plan(trace, progress=False).baseline.peak_bytes
     plan = memfit.plan(trace, budget=int(0.8 * whole), progress=False)
     assert plan.predicted is not None

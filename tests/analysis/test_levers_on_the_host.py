@@ -18,11 +18,14 @@ from memfit.analysis.levers.offload import offload
 from memfit.analysis.report import Report
 from memfit.capture import Category, Phase, Step
 from memfit.cost import Collective, CollectiveModel, Roofline, Runtime
-from memfit.hardware import Target, load_device
+from memfit.hardware import Device, Target, load_device
 from memfit.hardware.efficiency import Family
 from memfit.memory import Timeline, measured
 from memfit.sharding import ShardOptions
 from memfit.sharding.sharded_step import shard
+from tests.devices import without_workspaces
+
+H100 = without_workspaces()
 
 pytestmark = pytest.mark.usefixtures("frozen_heap")
 
@@ -57,7 +60,7 @@ class Waves(nn.Module):
         return x.sum()
 
 
-def case_of(step: Step, ranks: int = 1, target: str = "h100-sxm") -> Case:
+def case_of(step: Step, ranks: int = 1, target: str | Device = H100) -> Case:
     aim = Target.parse(target, ranks=ranks)
     report = Report.of_trace(memfit.trace(step, target=aim), target=aim)
     return Case(report=report, step=step, cost=Roofline.of(aim), budget_bytes=aim.usable_bytes)
@@ -84,7 +87,7 @@ def test_an_optimizer_on_the_host_leaves_what_a_step_without_one_needs(optimizer
     step = Step(Weights, memfit.spec((8, WIDTH)), optimizer=optimizer)
     case = case_of(step)
     each = levers(case)["optimizer on the host"]
-    bare = memfit.trace(dataclasses.replace(step, optimizer=None, run=without_a_step), target="h100-sxm")
+    bare = memfit.trace(dataclasses.replace(step, optimizer=None, run=without_a_step), target=H100)
     assert each.peak_bytes == Timeline.of(bare, bare.hardware.allocator.rounding_bytes).peak_bytes
     trained = BLOCKS * BLOCK_BYTES
     state = case.timeline.by_category[Category.OPTIMIZER_STATE].max()
@@ -115,7 +118,7 @@ def test_shards_on_the_host_leave_what_is_gathered_and_reduced(ranks: int) -> No
 def test_every_gather_fetches_its_shards_and_every_reduction_returns_them() -> None:
     ranks = 4
     step = Step(Weights, memfit.spec((1, WIDTH)), optimizer=torch.optim.AdamW)
-    target = Target.parse("h100-sxm", ranks=ranks)
+    target = Target.parse(H100, ranks=ranks)
     trace = memfit.trace(step, target=target)
     runtime = Runtime(trace, [0.0] * len(trace.ops))
     found = shard(Timeline.of(trace, 512), runtime, target, ShardOptions(reduce_dtype="bfloat16"), on_host=True)

@@ -11,7 +11,7 @@ from torch import nn
 import memfit
 from memfit.analysis.levers import Case, Lever, describe_shortfall, find_levers
 from memfit.analysis.report import Report
-from memfit.capture import Step
+from memfit.capture import Category, Step
 from memfit.cost import Roofline
 from memfit.solve import SolveOptions
 
@@ -104,7 +104,8 @@ def test_what_a_plan_may_not_checkpoint_levers_do_not_either(least: int) -> None
     forbidden = {"forbid": (*names, *inner, "")}
     case = hopeless(least_of(deep(), **forbidden) - (1 << 20), **forbidden)
     assert not set(names) & {unit.name for unit, _ in case.chosen}
-    assert case.peak_bytes > 1.5 * least
+    workspaces = case.timeline.peak_by_category[Category.WORKSPACE]
+    assert case.peak_bytes - workspaces > 1.5 * (least - workspaces)
 
 
 def test_a_plan_that_fits_nothing_is_explained_with_the_same_levers(case: Case, levers: tuple[Lever, ...]) -> None:

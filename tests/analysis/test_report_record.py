@@ -13,13 +13,16 @@ from memfit.analysis.report import Report
 from memfit.capture import BEFORE_STEP
 from memfit.plans import PlanMismatch
 from memfit.report.streams import build_clock
+from tests.devices import without_workspaces
+
+H100 = without_workspaces()
 
 SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512, vocabulary=512)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_report_has_the_peaks_and_times_of_its_plan(ranks: int) -> None:
-    trace = memfit.trace(training_step(SMALL, batch=2, length=512), target="h100-sxm")
+    trace = memfit.trace(training_step(SMALL, batch=2, length=512), target=H100)
     free = memfit.plan(trace, ranks=ranks, progress=False)
     plan = memfit.plan(trace, ranks=ranks, budget=int(free.baseline.peak_bytes * 0.8), progress=False)
     assert plan.checkpoint and plan.predicted is not None
@@ -34,7 +37,7 @@ def test_a_report_has_the_peaks_and_times_of_its_plan(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_what_is_alive_adds_up_to_the_level_of_every_instant(ranks: int) -> None:
-    trace = memfit.trace(training_step(SMALL, batch=2, length=256), target="h100-sxm")
+    trace = memfit.trace(training_step(SMALL, batch=2, length=256), target=H100)
     least = memfit.plan(trace, ranks=ranks, budget="1B", progress=False).minimum_budget_bytes
     timeline = Report.of(memfit.plan(trace, ranks=ranks, budget=least, progress=False), trace).planned
     assert timeline is not None and timeline.units

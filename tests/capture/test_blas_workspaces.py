@@ -96,4 +96,3 @@ def test_they_are_inside_what_the_allocator_has_allocated() -> None:
     assert reserved(found, device).peak_allocated_bytes >= held + sum(
         each.bytes for each in found.storages if each.alloc_at == BEFORE_STEP and each.category is Category.PARAMETER
     )
-    assert device.overhead_bytes == device.context_bytes

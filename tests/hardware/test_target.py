@@ -5,7 +5,7 @@ import torch
 
 from memfit.errors import InputError
 from memfit.hardware import Target, load_device, load_link
-from memfit.units import GiB
+from memfit.units import GiB, MiB
 
 
 def test_one_rank_is_the_default():
@@ -45,7 +45,46 @@ def test_a_target_is_kept_and_what_is_given_wins():
 def test_usable_is_total_less_overheads():
     target = Target.parse("h100")
     device = target.device
-    assert target.usable_bytes == device.memory_total_bytes - device.context_bytes
+    assert target.available_bytes == device.memory_total_bytes - device.context_bytes
+    assert target.usable_bytes == int(target.available_bytes / 1.03)
+
+
+def test_several_ranks_have_less_for_nccl():
+    one, two, eight, many = (Target.parse("h100", ranks=ranks).rank_memory for ranks in (1, 2, 8, 64))
+    assert one.nccl.high_bytes == 0 < two.nccl.low_bytes < eight.nccl.low_bytes == many.nccl.low_bytes
+    assert 0.5 * GiB < two.nccl.low_bytes < eight.nccl.high_bytes == int(1.6 * GiB)
+    assert eight.available_bytes == one.available_bytes - eight.nccl.expected_bytes
+    assert eight.most_bytes - eight.available_bytes > one.most_bytes - one.available_bytes
+    assert Target.parse("cpu", ranks=8).rank_memory.nccl.high_bytes == 0
+
+
+def test_context_nccl_margin_and_segments_can_be_set():
+    usual = Target.parse("h100", ranks=8)
+    given = Target.parse(usual, context="900MiB", nccl="1GiB", margin="2%", expandable_segments=True)
+    memory = given.rank_memory
+    assert (memory.context.low_bytes, memory.context.high_bytes) == (900 * MiB, 900 * MiB)
+    assert memory.available_bytes == usual.device.memory_total_bytes - 900 * MiB - GiB == memory.most_bytes
+    assert memory.usable_bytes == int(memory.available_bytes / 1.02)
+    assert given.device.allocator.expandable_segments and not usual.device.allocator.expandable_segments
+    assert Target.parse(given, ranks=4).rank_memory == memory, "what was given stays"
+    assert Target.parse(usual, margin=0).usable_bytes == usual.available_bytes
+    for wrong in ({"context": "200GiB"}, {"context": "lots"}, {"margin": 1.5}, {"margin": "some"}, {"nccl": "100%"}):
+        with pytest.raises(InputError):
+            Target.parse(usual, **wrong)
+
+
+def test_a_budget_of_ones_own_may_use_the_margin():
+    target = Target.parse("h100", ranks=8)
+    assert target.allowed_bytes() == target.usable_bytes
+    assert target.allowed_bytes("79GiB") == target.available_bytes > target.usable_bytes
+    assert target.allowed_bytes("70GiB") == 70 * GiB
+
+
+def test_a_device_file_may_know_its_context(tmp_path):
+    path = tmp_path / "own.toml"
+    path.write_text('name = "own"\nbase = "h100-sxm"\n[overheads]\ncontext_bytes = 200_000_000\n')
+    context = Target.parse(str(path)).rank_memory.context
+    assert (context.low_bytes, context.high_bytes) == (200_000_000, 200_000_000)
 
 
 def test_budgets():

@@ -7,7 +7,7 @@ from memfit.hardware import Target
 from memfit.memory import Fit, MemorySummary, summarize
 from tests.memory.synthetic import call, make, op, parameter, storage
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 H100 = Target.parse("h100-sxm").device
 
 
@@ -37,8 +37,8 @@ def test_parts_add_up_and_overheads_stay_apart() -> None:
     assert sum(summary.peak_by_category.values()) == summary.peak_bytes == 25 * GIB
     assert summary.start_bytes == 10 * GIB
     assert summary.peak_reserved_bytes == 25 * GIB
-    assert summary.overhead_bytes == H100.overhead_bytes > 0
-    assert summary.needed_bytes == 25 * GIB + H100.overhead_bytes
+    assert summary.overhead_bytes == H100.context_bytes > 0
+    assert summary.needed_bytes == 25 * GIB + H100.context_bytes
     assert summary.free_bytes == H100.memory_total_bytes - summary.needed_bytes
     assert (summary.fit, summary.failing) == (Fit.FITS, None)
 
@@ -67,17 +67,31 @@ def test_same_trace_fits_a_larger_device() -> None:
     assert summarize(step(65 * GIB), target="b200").fit is Fit.FITS
 
 
-def test_step_that_lives_on_emptying_the_cache_is_tight() -> None:
-    trace = make(
-        ops=(op(makes=(0,)), op(makes=(1,))),
-        storages=(storage(40 * GIB, alloc_at=0, free_after=0), storage(50 * GIB, alloc_at=1, free_after=1)),
+def on_h100(*sizes: int) -> Trace:
+    """A step of ops that each make one storage and free it."""
+    return make(
+        ops=tuple(op(makes=(number,)) for number in range(len(sizes))),
+        storages=tuple(storage(size, alloc_at=number, free_after=number) for number, size in enumerate(sizes)),
         device="h100-sxm",
         device_type="cuda",
     )
-    summary = summarize(trace)
-    assert summary.peak_bytes == 50 * GIB
-    assert summary.fit is Fit.TIGHT
-    assert summary.retries > 0
+
+
+def test_a_cache_that_only_the_first_step_empties_is_no_harm() -> None:
+    summary = summarize(on_h100(40 * GIB, 50 * GIB))
+    assert summary.peak_bytes == 50 * GIB and summary.peak_reserved_bytes == 90 * GIB > H100.memory_total_bytes
+    assert summary.fit is Fit.FITS
+
+
+def test_between_the_margin_and_what_no_device_has_a_step_may_fit() -> None:
+    memory = H100.rank_memory
+    assert summarize(on_h100(memory.usable_bytes - 20 * MIB)).fit is Fit.FITS
+    assert summarize(on_h100(memory.usable_bytes + 20 * MIB)).fit is Fit.MARGIN
+    assert summarize(on_h100(memory.available_bytes - 20 * MIB)).fit is Fit.MARGIN
+    assert summarize(on_h100(memory.available_bytes + 20 * MIB)).fit is Fit.TIGHT
+    assert summarize(on_h100(memory.most_bytes - 20 * MIB)).fit is Fit.TIGHT
+    too_large = summarize(on_h100(memory.most_bytes + 20 * MIB))
+    assert too_large.fit is Fit.TOO_LARGE and too_large.failing is not None
 
 
 def test_cpu_has_no_overheads_and_reserves_what_it_allocates() -> None:

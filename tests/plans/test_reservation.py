@@ -32,9 +32,10 @@ def trace() -> Trace:
 
 
 def device_with(usable_bytes: int) -> Device:
-    """An H100 with so much memory for tensors."""
+    """An H100 with so much memory for tensors, all of it known to be there."""
     whole = load_device("h100-sxm")
-    return replace(whole, memory_total_bytes=whole.overhead_bytes + usable_bytes)
+    known = replace(whole.allocator, margin=0.0)
+    return replace(whole, memory_total_bytes=usable_bytes, context_bytes=0, context_low_bytes=None, allocator=known)
 
 
 def problem_on(trace: Trace, device: Device) -> Problem:

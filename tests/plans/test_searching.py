@@ -18,6 +18,9 @@ from memfit.hardware import Target
 from memfit.plans.search_result import Search, SearchInterrupted, SearchPoint
 from memfit.plans.searching import _round_between, search
 from memfit.solve import SolveOptions
+from tests.devices import without_workspaces
+
+H100 = without_workspaces()
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +64,7 @@ def of_seq(seq: int) -> Step:
 
 @functools.cache
 def captured_seq(seq: int) -> memfit.Trace:
-    return memfit.trace(of_seq(seq), target="h100-sxm")
+    return memfit.trace(of_seq(seq), target=H100)
 
 
 class Counted:
@@ -80,7 +83,7 @@ def by_hand() -> dict[int, memfit.Plan]:
     """A plan for every batch size, until none fits."""
     plans: dict[int, memfit.Plan] = {}
     for batch in range(1, 40):
-        plans[batch] = memfit.plan(of_batch(batch), target="h100-sxm", budget="190MiB")
+        plans[batch] = memfit.plan(of_batch(batch), target=H100, budget="190MiB")
         if plans[batch].status == "infeasible":
             return plans
     raise AssertionError("everything fits")
@@ -89,7 +92,7 @@ def by_hand() -> dict[int, memfit.Plan]:
 @pytest.fixture(scope="module")
 def batches() -> tuple[Search, list[int]]:
     make = Counted(of_batch)
-    return search(make, target="h100-sxm", budget="190MiB"), make.asked
+    return search(make, target=H100, budget="190MiB"), make.asked
 
 
 def test_the_best_and_the_largest_batch_are_those_of_trying_every_one(
@@ -109,7 +112,7 @@ def test_the_best_and_the_largest_batch_are_those_of_trying_every_one(
 def watched() -> tuple[Search, list[int], list[SearchPoint]]:
     """A search among few batch sizes, the sizes that it asked for, and what it told of them."""
     make, heard = Counted(of_batch), list[SearchPoint]()
-    return search(make, target="h100-sxm", budget="115MiB", watch=heard.append), make.asked, heard
+    return search(make, target=H100, budget="115MiB", watch=heard.append), make.asked, heard
 
 
 def test_a_few_batch_sizes_are_all_tried(watched: tuple[Search, list[int], list[SearchPoint]]) -> None:
@@ -138,7 +141,7 @@ def test_points_are_what_plan_says(by_hand: dict[int, memfit.Plan], batches: tup
 
 def test_the_longest_sequence_is_that_of_trying_every_one() -> None:
     make = Counted(of_seq)
-    found = search(make, over="seq", target="h100-sxm", budget="90MiB")
+    found = search(make, over="seq", target=H100, budget="90MiB")
     fits = [n for n in range(128, 1664, 128) if memfit.plan(captured_seq(n), budget="90MiB").predicted]
     assert found.largest is not None and found.largest.value == max(fits) and found.exact
     assert found.grid == 128 and found.counts == "tokens"
@@ -149,31 +152,31 @@ def test_the_longest_sequence_is_that_of_trying_every_one() -> None:
 
 
 def test_a_sequence_shorter_than_the_first_that_is_tried_is_found() -> None:
-    found = search(of_seq, over="seq", target="h100-sxm", budget="60MiB")
+    found = search(of_seq, over="seq", target=H100, budget="60MiB")
     fits = [n for n in range(128, 1024, 128) if memfit.plan(captured_seq(n), budget="60MiB").predicted]
     assert fits and found.largest is not None and found.largest.value == max(fits) and found.exact
 
 
 def test_nothing_that_fits_is_an_answer() -> None:
-    found = search(of_batch, target="h100-sxm", budget="10MiB")
+    found = search(of_batch, target=H100, budget="10MiB")
     assert not found.fits and found.best is None and found.largest is None and not found.exact
     (point,) = found.points
     assert point.status == "infeasible" and (point.minimum_budget_bytes or 0) > 10 << 20
     words = " ".join(str(found).split())
     assert "nothing fits" in words and "the smallest budget that works is" in words
     assert "a smaller batch" not in words
-    larger = " ".join(str(search(of_batch, target="h100-sxm", budget="10MiB", values=[4])).split())
+    larger = " ".join(str(search(of_batch, target=H100, budget="10MiB", values=[4])).split())
     assert "at batch 4; give a smaller batch, a larger budget" in larger
     assert json.loads(found.to_json())["best"] is None
 
 
 def test_ranks_double_and_one_capture_serves_all() -> None:
-    found = search(of_batch(1), over="ranks", target="h100-sxm", budget="36MiB", largest=8)
+    found = search(of_batch(1), over="ranks", target=H100, budget="36MiB", largest=8)
     assert [point.value for point in found.points] == [1, 2, 4, 8]
     peaks = [point.minimum_budget_bytes for point in found.points]
     assert peaks == sorted(peaks, key=lambda each: -(each or 0))
     for point in found.points:
-        plan = memfit.plan(of_batch(1), target="h100-sxm", ranks=point.value, budget="36MiB")
+        plan = memfit.plan(of_batch(1), target=H100, ranks=point.value, budget="36MiB")
         assert point.status == plan.status
         if plan.predicted is not None and point.throughput_per_s is not None:
             assert point.throughput_per_s == pytest.approx(point.value * 1e3 / plan.predicted.step_ms)
@@ -186,20 +189,20 @@ def test_throughput_counts_all_ranks_and_accumulation() -> None:
         tokens = memfit.spec((batch, 64), torch.int64)
         return Step(Model, tokens, loss=loss, accumulation_steps=3)
 
-    (point,) = search(make, target="h100-sxm", ranks=4, values=[2]).points
+    (point,) = search(make, target=H100, ranks=4, values=[2]).points
     assert point.step_ms is not None and point.throughput_per_s == pytest.approx(2 * 3 * 4 * 1e3 / point.step_ms)
 
 
 def test_values_are_tried_in_order_until_one_does_not_fit() -> None:
     make = Counted(of_batch)
-    found = search(make, target="h100-sxm", budget="120MiB", values=[64, 2, 32, 128])
+    found = search(make, target=H100, budget="120MiB", values=[64, 2, 32, 128])
     assert make.asked == [2, 32]
     assert found.largest is not None and found.largest.value == 2 and not found.exact
     assert "64, 128 not tried: batch 32 does not fit" in found.notes
 
 
 def test_a_search_ends_where_it_is_told_and_says_so() -> None:
-    found = search(of_batch, target="h100-sxm", largest=3)
+    found = search(of_batch, target=H100, largest=3)
     assert found.largest is not None and found.largest.value == 3 and not found.exact
     assert any("ended at batch 3" in note for note in found.notes)
 
@@ -210,12 +213,12 @@ def test_values_without_a_step_end_the_search() -> None:
             raise InputError("the model has 1300 positions")
         return of_seq(seq)
 
-    found = search(make, over="seq", target="h100-sxm")
+    found = search(make, over="seq", target=H100)
     assert found.largest is not None and found.largest.value == 1280 and found.refused == 1408 and found.exact
     assert found.notes == ("there is no step for seq 1408: the model has 1300 positions",)
     assert "1408 has none" in str(found)
     with pytest.raises(InputError, match="1300 positions"):
-        search(make, over="seq", target="h100-sxm", values=[2048])
+        search(make, over="seq", target=H100, values=[2048])
 
 
 def test_every_value_is_told_of_when_it_has_been_tried(watched: tuple[Search, list[int], list[SearchPoint]]) -> None:
@@ -231,7 +234,7 @@ def test_an_interrupted_search_has_what_was_found_so_far() -> None:
         return of_batch(batch)
 
     with pytest.raises(KeyboardInterrupt) as interrupted:
-        search(make, target="h100-sxm", budget="115MiB", values=[1, 2, 4, 8])
+        search(make, target=H100, budget="115MiB", values=[1, 2, 4, 8])
     found = interrupted.value.found
     assert isinstance(interrupted.value, SearchInterrupted)
     assert [point.value for point in found.points] == [1, 2] and not found.complete
@@ -274,8 +277,8 @@ def test_an_answer_is_read_and_kept(batches: tuple[Search, list[int]]) -> None:
 
 
 def test_a_budget_above_what_is_usable_is_lowered() -> None:
-    found = search(of_batch, target="h100-sxm", budget="80GB", values=[1])
-    assert found.budget_bytes == min(80 * 10**9, Target.parse("h100-sxm").usable_bytes)
+    found = search(of_batch, target=H100, budget="80GB", values=[1])
+    assert found.budget_bytes == min(80 * 10**9, Target.parse(H100).usable_bytes)
 
 
 @pytest.mark.parametrize(
@@ -300,4 +303,4 @@ def test_a_budget_above_what_is_usable_is_lowered() -> None:
 def test_what_cannot_be_searched_is_refused(given: dict[str, Any], message: str) -> None:
     given.setdefault("make_step", of_batch)
     with pytest.raises(InputError, match=message):
-        search(given.pop("make_step"), target="h100-sxm", **given)
+        search(given.pop("make_step"), target=H100, **given)

@@ -13,13 +13,16 @@ import memfit
 from memfit.analysis.report import Report
 from memfit.plans import Plan
 from memfit.report.json_document import to_json
+from tests.devices import without_workspaces
+
+H100 = without_workspaces()
 
 SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512, vocabulary=512)
 
 
 @lru_cache
 def tight(ranks: int = 1, part: float = 0.8) -> Report:
-    trace = memfit.trace(training_step(SMALL, batch=2, length=512), target="h100-sxm")
+    trace = memfit.trace(training_step(SMALL, batch=2, length=512), target=H100)
     free = memfit.plan(trace, ranks=ranks, progress=False)
     plan = memfit.plan(trace, ranks=ranks, budget=int(free.baseline.peak_bytes * part), progress=False)
     return Report.of(plan, trace)

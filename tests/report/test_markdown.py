@@ -17,6 +17,9 @@ from memfit.analysis.report import Report
 from memfit.cost import Roofline
 from memfit.report.markdown import to_markdown
 from memfit.units import display_bytes, display_ms
+from tests.devices import without_workspaces
+
+H100 = without_workspaces()
 
 SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512, vocabulary=512)
 HOSTILE = "a|b`c``d<img src=x onerror=alert(1)>*e*_f_[g](http://h)@i#1&amp;"
@@ -39,7 +42,7 @@ class Hostile(nn.Module):
 
 @lru_cache
 def tight(ranks: int = 1, part: float = 0.8) -> Report:
-    trace = memfit.trace(training_step(SMALL, batch=2, length=512), target="h100-sxm")
+    trace = memfit.trace(training_step(SMALL, batch=2, length=512), target=H100)
     free = memfit.plan(trace, ranks=ranks, progress=False)
     plan = memfit.plan(trace, ranks=ranks, budget=int(free.baseline.peak_bytes * part), progress=False)
     return Report.of(plan, trace)
@@ -97,7 +100,7 @@ def test_what_was_assumed_is_there() -> None:
 
 def test_names_stay_names() -> None:
     step = memfit.Step(Hostile, memfit.spec((4096, 64)), loss=lambda y, _: y.sum())
-    trace = memfit.trace(step, target="h100-sxm")
+    trace = memfit.trace(step, target=H100)
     free = memfit.plan(trace, progress=False)
     plan = memfit.plan(trace, budget=int(free.baseline.peak_bytes * 0.7), progress=False)
     assert plan.checkpoint

@@ -30,6 +30,9 @@ from memfit.report.page.drawn import POINTS, choose_instants
 from memfit.report.page.writing import safe_json
 from memfit.report.tree import AGAIN
 from memfit.units import display_bytes
+from tests.devices import without_workspaces
+
+H100 = without_workspaces()
 
 SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512, vocabulary=512)
 
@@ -37,7 +40,7 @@ SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512
 @cache
 def report(ranks: int = 1, part: float = 0.8, layers: int = 3) -> Report:
     shape = Shape() if layers == 32 else SMALL
-    trace = memfit.trace(training_step(shape, batch=2, length=512), target="h100-sxm")
+    trace = memfit.trace(training_step(shape, batch=2, length=512), target=H100)
     free = Report.of_trace(trace, target=Target.parse(trace.hardware, ranks=ranks))
     if part == 1:
         return free

@@ -20,6 +20,9 @@ from torch import nn
 import memfit
 from memfit.analysis.report import Report
 from memfit.report.perfetto import write_perfetto
+from tests.devices import without_workspaces
+
+H100 = without_workspaces()
 
 SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512, vocabulary=512)
 Us = Annotated[float, Meta(ge=0)]
@@ -80,7 +83,7 @@ class Document(msgspec.Struct, forbid_unknown_fields=True):
 
 @lru_cache
 def tight(ranks: int = 1) -> Report:
-    trace = memfit.trace(training_step(SMALL, batch=2, length=512), target="h100-sxm")
+    trace = memfit.trace(training_step(SMALL, batch=2, length=512), target=H100)
     free = memfit.plan(trace, ranks=ranks, progress=False)
     return Report.of(memfit.plan(trace, ranks=ranks, budget=int(free.baseline.peak_bytes * 0.8), progress=False), trace)
 
@@ -243,7 +246,7 @@ def test_modules_called_twice_and_existing_checkpoints_nest(tmp_path: Path) -> N
             return self.inner(self.inner(x))
 
     step = memfit.Step(Twice, memfit.spec((256, 64)), loss=lambda y, _: y.sum())
-    tracks = read(Report.of_trace(memfit.trace(step, target="h100-sxm")), tmp_path).tracks()
+    tracks = read(Report.of_trace(memfit.trace(step, target=H100)), tmp_path).tracks()
     calls = [each for each in tracks[1, "modules"] if each.name == "inner"]
     assert [each.args["call"] for each in calls] == [0, 1, 2]
 

@@ -20,6 +20,9 @@ from memfit.analysis.report import Report
 from memfit.capture import Category
 from memfit.memory import Timeline, reserved
 from memfit.report.snapshot import write_snapshot
+from tests.devices import without_workspaces
+
+H100 = without_workspaces()
 
 SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512, vocabulary=512)
 
@@ -33,7 +36,7 @@ OPCODES = {
 
 @lru_cache
 def tight(device: str = "h100-sxm", ranks: int = 1) -> Report:
-    trace = memfit.trace(training_step(SMALL, batch=2, length=512), target=device)
+    trace = memfit.trace(training_step(SMALL, batch=2, length=512), target=without_workspaces(device))
     free = memfit.plan(trace, ranks=ranks, progress=False)
     plan = memfit.plan(trace, ranks=ranks, budget=int(free.baseline.peak_bytes * 0.8), progress=False)
     assert plan.checkpoint
@@ -146,7 +149,7 @@ def test_the_same_report_is_the_same_bytes(tmp_path: Path) -> None:
 
 def test_an_infeasible_plan_has_only_the_step_without_it(tmp_path: Path) -> None:
     step = memfit.Step(lambda: nn.Linear(64, 64), memfit.spec((32, 64)), loss=lambda y, _: y.sum())
-    trace = memfit.trace(step, target="h100-sxm")
+    trace = memfit.trace(step, target=H100)
     report = Report.of(memfit.plan(trace, budget=4096, progress=False), trace)
     assert report.planned is None
     for each in (report, Report.of_trace(trace)):

@@ -83,7 +83,7 @@ def explain(
         allowed = model.budget_bytes if budget is None else report.target.budget_bytes(budget)
     else:
         given = Inputs.of(model, batch, **inputs)
-        allowed = min(given.target.budget_bytes(budget), given.target.usable_bytes)
+        allowed = given.target.allowed_bytes(budget)
         step, timed = given.step, given.cost
         report = Report(problem=given.problem(), plan=None)
     case = Case(report=report, step=step, cost=timed, budget_bytes=allowed)

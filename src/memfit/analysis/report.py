@@ -60,6 +60,10 @@ class Report:
             ranks_per_node=plan.target.ranks_per_node,
             intra_node_link=plan.target.intra_node_link,
             inter_node_link=plan.target.inter_node_link,
+            context=plan.target.context_bytes,
+            nccl=plan.target.nccl_bytes,
+            margin=plan.target.margin,
+            expandable_segments=plan.target.expandable_segments,
         )
         runtime = Runtime.of(trace, resolve_cost(cost, target))
         problem = Problem.of(runtime, target, options or SolveOptions(shard=_shard_options(plan)))

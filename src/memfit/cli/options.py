@@ -92,6 +92,14 @@ class HardwareOptions:
     """How many of them; the model is sharded over all of them, or replicated (--parallel ddp)."""
     budget: Annotated[str | None, arg("SIZE", "what the device has room for", "-b")] = None
     """What tensors of one rank may take: 72GiB, 80GB, 90% or 0.9 of the device. A number needs its unit."""
+    context: Annotated[str | None, arg("SIZE", "the device's")] = None
+    """What the context of a process takes of the device, such as 900MiB; `memfit env` measures it where a GPU is."""
+    nccl: Annotated[str | None, arg("SIZE", "what is known of it")] = None
+    """What NCCL takes of the device beside the tensors, such as 1GiB."""
+    margin: Annotated[str | None, arg("PART", "3%")] = None
+    """How much more than predicted the caching allocator may reserve: 3% or 0.03; 0 for none."""
+    expandable_segments: Json = False
+    """The allocator's segments grow, as with PYTORCH_ALLOC_CONF=expandable_segments:True."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -185,6 +185,14 @@ def resolve_target(options: HardwareOptions, step: Step | Trace | None = None) -
         target = Target.parse(step.hardware, ranks=options.ranks)
     else:
         target = Target.parse(_gpu_here(), ranks=options.ranks)
+    with about("--context"):
+        target = Target.parse(target, context=options.context)
+    with about("--nccl"):
+        target = Target.parse(target, nccl=options.nccl)
+    with about("--margin"):
+        target = Target.parse(target, margin=options.margin)
+    if options.expandable_segments:
+        target = Target.parse(target, expandable_segments=True)
     if isinstance(step, Trace) and step.device != target.device.name:
         raise UsageError(
             f"--target: the trace was captured for {step.device}, and the kernels of {target.device.name} may be "

@@ -1,15 +1,19 @@
 """Devices and links as data with source and date, and the Target made of them."""
 
+from memfit.hardware.context import MeasuredContext, measure_context
 from memfit.hardware.device import RATE_NAMES, AllocatorRules, Device, DeviceType, Link, Provenance, Rates, Sustained
 from memfit.hardware.efficiency import Efficiency, Family, FamilyEfficiency, HostTimes
 from memfit.hardware.kernels import ConvolutionFigures, KernelFigures, TileModel, kernel_figures
 from memfit.hardware.load import list_devices, list_links, load_device, load_link, user_device_paths
+from memfit.hardware.nccl import nccl_range
+from memfit.hardware.rank_memory import ByteRange, RankMemory
 from memfit.hardware.schema import Figure, Reader, Source
 from memfit.hardware.target import Target
 
 __all__ = [
     "RATE_NAMES",
     "AllocatorRules",
+    "ByteRange",
     "ConvolutionFigures",
     "Device",
     "DeviceType",
@@ -20,7 +24,9 @@ __all__ = [
     "HostTimes",
     "KernelFigures",
     "Link",
+    "MeasuredContext",
     "Provenance",
+    "RankMemory",
     "Rates",
     "Reader",
     "Source",
@@ -32,5 +38,7 @@ __all__ = [
     "list_links",
     "load_device",
     "load_link",
+    "measure_context",
+    "nccl_range",
     "user_device_paths",
 ]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from memfit.hardware.efficiency import Efficiency
+from memfit.hardware.rank_memory import ByteRange, RankMemory
 from memfit.units import display_bytes
 
 DeviceType = Literal["cpu", "cuda"]
@@ -54,6 +55,8 @@ class AllocatorRules:
     large_limit_bytes: int
     large_rounding_bytes: int
     expandable_segments: bool
+    margin: float = 0.0
+    """How much more than predicted it may reserve, as a part of that: what was seen on real devices."""
 
     @property
     def caches(self) -> bool:
@@ -129,6 +132,8 @@ class Device:
     threads: int | None = None
     l2_cache_bytes: int | None = None
     sustained: Sustained = Sustained()
+    context_low_bytes: int | None = None
+    context_high_bytes: int | None = None
     notes: str = ""
     provenance: tuple[Provenance, ...] = ()
 
@@ -141,14 +146,27 @@ class Device:
         return self.peer_link or self.host_link
 
     @property
-    def overhead_bytes(self) -> int:
-        """What a process takes outside the caching allocator: its context."""
-        return self.context_bytes
+    def context(self) -> ByteRange:
+        """What was seen of the context, which a process holds outside the caching allocator."""
+        low, high = self.context_low_bytes, self.context_high_bytes
+        if low is None or high is None or not low <= self.context_bytes <= high:  # a figure of the user's own
+            return ByteRange.exactly(self.context_bytes)
+        return ByteRange(low_bytes=low, expected_bytes=self.context_bytes, high_bytes=high)
+
+    @property
+    def rank_memory(self) -> RankMemory:
+        """What a rank alone has of the device, by the usual figures (Note [What a rank has])."""
+        return RankMemory(
+            device_bytes=self.memory_total_bytes,
+            context=self.context,
+            nccl=ByteRange.exactly(0),
+            margin=self.allocator.margin,
+        )
 
     @property
     def usable_bytes(self) -> int:
-        """Total memory less the fixed overheads."""
-        return self.memory_total_bytes - self.overhead_bytes
+        """What tensors of a rank alone may take: total memory less the context and the margin."""
+        return self.rank_memory.usable_bytes
 
     def peak_flops_per_s(self, dtype: object, *, tf32: bool = False) -> float:
         """Return the peak rate for a dtype (`torch.bfloat16`, 'bfloat16', 'bf16'); the fp32 rate where it has none.

@@ -13,6 +13,7 @@ import msgspec
 from memfit.errors import InputError
 from memfit.hardware.device import AllocatorRules, Device, DeviceType, Link, Provenance, Rates, Sustained
 from memfit.hardware.efficiency import Efficiency, Family, FamilyEfficiency, HostTimes
+from memfit.hardware.rank_memory import check_margin
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -77,6 +78,8 @@ class OverheadsTable(FigureTable, frozen=True):
     context_bytes: int | Figure
     blas_workspace_bytes: int | Figure
     blaslt_workspace_bytes: int | Figure
+    context_low_bytes: int | Figure | None = None
+    context_high_bytes: int | Figure | None = None
 
 
 class LinkTable(FigureTable, frozen=True):
@@ -102,6 +105,7 @@ class AllocatorTable(FigureTable, frozen=True):
     large_limit_bytes: Number
     large_rounding_bytes: Number
     expandable_segments: bool | Figure
+    margin: Number
 
 
 class FamilyTable(FigureTable, frozen=True):
@@ -326,6 +330,7 @@ def build_device(
         blaslt_workspace_bytes=reader.whole(
             "overheads.blaslt_workspace_bytes", overheads.blaslt_workspace_bytes, least=0
         ),
+        **_context_range(reader, overheads),
         compute_capability=None if compute.capability is None else _capability(reader, compute.capability),
         **optional,
         sustained=Sustained(
@@ -349,7 +354,17 @@ def _allocator(name: str, table: AllocatorTable, reader: Reader) -> AllocatorRul
         name=name,
         **{field: reader.whole(f"allocators.{name}.{field}", getattr(table, field)) for field in sizes},
         expandable_segments=bool(reader.value(f"allocators.{name}.expandable_segments", table.expandable_segments)),
+        margin=check_margin(reader.value(f"allocators.{name}.margin", table.margin)),
     )
+
+
+def _context_range(reader: Reader, table: OverheadsTable) -> dict[str, int]:
+    """Return the lowest and the highest context, where a file has them."""
+    return {
+        name: reader.whole(f"overheads.{name}", figure, least=0)
+        for name in ("context_low_bytes", "context_high_bytes")
+        if (figure := getattr(table, name)) is not None
+    }
 
 
 def _efficiency(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from memfit.errors import InputError
 from memfit.hardware.device import Device, Link
 from memfit.hardware.load import load_device, load_link
+from memfit.hardware.nccl import nccl_range
+from memfit.hardware.rank_memory import ByteRange, RankMemory, check_margin
 from memfit.units import display_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -16,13 +18,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """`ranks` devices, `ranks_per_node` to a node, joined by one link inside a node and one between nodes."""
+    """`ranks` devices, `ranks_per_node` to a node, joined by one link inside a node and one between nodes.
+
+    `context_bytes`, `nccl_bytes` and `margin` are for those who know better than the figures of the device (Note [What
+    a rank has]): the memory of a process outside the allocator, that of NCCL, and how much more than predicted the
+    allocator may reserve, as a part of that.
+    """
 
     device: Device
     ranks: int
     ranks_per_node: int
     intra_node_link: Link
     inter_node_link: Link
+    context_bytes: int | None = None
+    nccl_bytes: int | None = None
+    margin: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("ranks", "ranks_per_node"):
@@ -34,6 +44,14 @@ class Target:
                 f"{self.ranks} ranks do not fill nodes of {self.ranks_per_node}; "
                 "give a multiple, or another ranks_per_node"
             )
+        if self.margin is not None:
+            check_margin(self.margin)
+        for name in ("context_bytes", "nccl_bytes"):
+            value, total = getattr(self, name), self.device.memory_total_bytes
+            if value is not None and not 0 <= value < total:
+                raise InputError(
+                    f"{name} is {value!r}; write bytes of {self.device.name}, which has {display_bytes(total)}"
+                )
 
     @classmethod
     def parse(
@@ -44,15 +62,41 @@ class Target:
         ranks_per_node: int | None = None,
         intra_node_link: str | Link | None = None,
         inter_node_link: str | Link | None = None,
+        context: str | int | None = None,
+        nccl: str | int | None = None,
+        margin: str | float | None = None,
+        expandable_segments: bool | None = None,
     ) -> Target:
         """Parse a target from a device name, device file, torch.device, Device or Target; what is given here wins.
 
-        Without them: one rank, the usual number to a node (fewer if need be), the device's own links.
+        Without them: one rank, the usual number to a node (fewer if need be), the device's own links, what is known of
+        the context, of NCCL's memory and of how far predictions were off, and the allocator's default segments.
         """
+        found = cls._parse(target, ranks, ranks_per_node, intra_node_link, inter_node_link)
+        changes: dict[str, Any] = {
+            "context_bytes": None if context is None else parse_bytes(context),
+            "nccl_bytes": None if nccl is None else parse_bytes(nccl),
+            "margin": None if margin is None else check_margin(margin),
+        }
+        if expandable_segments is not None and found.device.allocator.caches:
+            rules = replace(found.device.allocator, expandable_segments=expandable_segments)
+            changes["device"] = replace(found.device, allocator=rules)
+        given = {name: value for name, value in changes.items() if value is not None}
+        return replace(found, **given) if given else found
+
+    @classmethod
+    def _parse(
+        cls,
+        target: str | torch.device | Device | Target,
+        ranks: int | None,
+        ranks_per_node: int | None,
+        intra_node_link: str | Link | None,
+        inter_node_link: str | Link | None,
+    ) -> Target:
         intra, inter = _link(intra_node_link), _link(inter_node_link)
         if isinstance(target, Target):
-            return cls(
-                device=target.device,
+            return replace(
+                target,
                 ranks=target.ranks if ranks is None else ranks,
                 ranks_per_node=target.ranks_per_node if ranks_per_node is None else ranks_per_node,
                 intra_node_link=intra or target.intra_node_link,
@@ -78,9 +122,26 @@ class Target:
         return -(-self.ranks // self.ranks_per_node)
 
     @property
+    def rank_memory(self) -> RankMemory:
+        """What one rank has of its device (Note [What a rank has])."""
+        usual = self.device.rank_memory
+        nccl = nccl_range(self.ranks) if self.device.type == "cuda" else usual.nccl
+        return replace(
+            usual,
+            context=usual.context if self.context_bytes is None else ByteRange.exactly(self.context_bytes),
+            nccl=nccl if self.nccl_bytes is None else ByteRange.exactly(self.nccl_bytes),
+            margin=usual.margin if self.margin is None else self.margin,
+        )
+
+    @property
+    def available_bytes(self) -> int:
+        """What the allocator of one rank may reserve: the device less context and NCCL."""
+        return self.rank_memory.available_bytes
+
+    @property
     def usable_bytes(self) -> int:
-        """Bytes of one rank's device that are left for tensors after context and library workspaces."""
-        return self.device.usable_bytes
+        """What a plan may have one rank reserve: what is available, less the margin."""
+        return self.rank_memory.usable_bytes
 
     def budget_bytes(self, budget: str | int | float | None = None) -> int:
         """Return one rank's budget in bytes: an int is bytes, a fraction is of the device's total, None all usable."""
@@ -94,6 +155,10 @@ class Target:
                 "give more than nothing and at most that, or another target"
             )
         return n
+
+    def allowed_bytes(self, budget: str | int | float | None = None) -> int:
+        """Return the budget of one rank, lowered to what there is; the margin is for budgets that are not given."""
+        return self.usable_bytes if budget is None else min(self.budget_bytes(budget), self.available_bytes)
 
 
 def _usual_per_node(device: Device, ranks: int) -> int:

@@ -17,6 +17,7 @@ from memfit.memory.allocator import FREE, BlockSnapshot, BlockState, CachingAllo
 from memfit.memory.blocks import Block, BlockPool, ExpandableSegment
 from memfit.memory.measurement import Measurement, measured
 from memfit.memory.modules import CallMemory, ModuleMemory, Snapshot, call_memory, module_memory
+from memfit.memory.room import Reservation, Room, judge_room
 from memfit.memory.steady_state import ProcessEvents, Reserved, Row, allocator_config, events, reserved
 from memfit.memory.summary import Fit, MemorySummary, OpLocation, Overhead, StorageAtPeak, summarize
 from memfit.memory.timeline import Allocation, PhaseSpan, Timeline
@@ -47,7 +48,9 @@ __all__ = [
     "PhaseSpan",
     "ProcessEvents",
     "Recompute",
+    "Reservation",
     "Reserved",
+    "Room",
     "Row",
     "SegmentSnapshot",
     "Snapshot",
@@ -58,6 +61,7 @@ __all__ = [
     "allocator_config",
     "call_memory",
     "events",
+    "judge_room",
     "measured",
     "module_memory",
     "reserved",

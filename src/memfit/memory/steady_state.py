@@ -32,6 +32,8 @@ Row = tuple[int, int, int]
 
 MOST_STEPS = 8
 """After so many a process is taken as settled (Note [Steady state])."""
+STEPS_AT_LIMIT = 4
+"""At least so many are run under a limit: a cache that is emptied in every step reserves no more than the limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +42,9 @@ class Reserved:
 
     `peak_allocated_bytes` and `peak_reserved_bytes` are `torch.cuda.max_memory_allocated` and
     `max_memory_reserved`. `steps` is how many steps it took until one reserved nothing more. `retries` counts
-    how often the allocator had to give its cache back to the device. `out_of_memory_op` is the op that failed
-    under the limit, also when it was recomputed, None when none did.
+    how often the allocator had to give its cache back to the device, `later_retries` those of them in later steps than
+    the first. `out_of_memory_op` is the op that failed under the limit, also when it was recomputed, None when none
+    did.
     """
 
     peak_requested_bytes: int
@@ -50,7 +53,13 @@ class Reserved:
     first_step_reserved_bytes: int
     steps: int
     retries: int
+    later_retries: int = 0
     out_of_memory_op: int | None = None
+
+    @property
+    def runs_freely(self) -> bool:
+        """Whether no allocation failed, and no step after the first emptied the cache."""
+        return self.out_of_memory_op is None and not self.later_retries
 
 
 def allocator_config(device: Device, *, limit_bytes: int | None = None) -> AllocatorConfig:
@@ -82,7 +91,7 @@ def events(step: Trace | AllocationTable) -> Iterator[MemoryEvent]:
 def reserved(step: Trace | AllocationTable, device: Device, *, limit_bytes: int | None = None) -> Reserved:
     """Return the peaks of the device's allocator (Note [Steady state]), which keeps free blocks of each stream apart.
 
-    Without a cache, reserved equals allocated.
+    Without a cache, reserved equals allocated. With a limit, at least `STEPS_AT_LIMIT` steps are run.
     """
     table = _table(step)
     if not device.allocator.caches:
@@ -97,12 +106,15 @@ def reserved(step: Trace | AllocationTable, device: Device, *, limit_bytes: int 
         )
     allocator = CachingAllocator(allocator_config(device, limit_bytes=limit_bytes))
     failed: int | None = None
+    first_retries = 0
     reserved_bytes: list[int] = []
+    least_steps = 2 if limit_bytes is None else STEPS_AT_LIMIT
     process = ProcessEvents(table)
     for rows in process.steps():
         failed = _run(allocator, rows, process)
         reserved_bytes.append(allocator.peak_reserved_bytes)
-        settled = len(reserved_bytes) > 1 and reserved_bytes[-1] == reserved_bytes[-2]
+        first_retries = allocator.retries if len(reserved_bytes) == 1 else first_retries
+        settled = len(reserved_bytes) >= least_steps and reserved_bytes[-1] == reserved_bytes[-2]
         if failed is not None or settled:
             break
     return Reserved(
@@ -112,6 +124,7 @@ def reserved(step: Trace | AllocationTable, device: Device, *, limit_bytes: int 
         first_step_reserved_bytes=reserved_bytes[0],
         steps=len(reserved_bytes),
         retries=allocator.retries,
+        later_retries=allocator.retries - first_retries,
         out_of_memory_op=failed if failed is None or failed == BEFORE_STEP else int(table.op[failed]),
     )
 

@@ -9,9 +9,10 @@ import numpy as np
 
 from memfit.capture import BEFORE_STEP, NO_INDEX, Category, Trace
 from memfit.errors import InputError
-from memfit.hardware import Device, Target
+from memfit.hardware import Device, RankMemory, Target
 from memfit.memory.modules import ModuleMemory, module_memory
-from memfit.memory.steady_state import Reserved, reserved
+from memfit.memory.room import Room, judge_room
+from memfit.memory.steady_state import reserved
 from memfit.memory.timeline import Timeline
 
 
@@ -19,6 +20,7 @@ class Fit(str, enum.Enum):
     """Whether the step runs on the device."""
 
     FITS = "fits"
+    MARGIN = "fits if the allocator reserves no more than predicted"
     TIGHT = "fits only while the allocator keeps emptying its cache"
     TOO_LARGE = "does not fit"
 
@@ -105,7 +107,8 @@ class MemorySummary:
 
 def summarize(trace: Trace, *, target: str | Device | Target | None = None, largest: int = 10) -> MemorySummary:
     """Return the summary of a trace on the device it was captured for, or on another of the same type."""
-    device = Target.parse(target if target is not None else trace.hardware).device
+    aim = Target.parse(target if target is not None else trace.hardware)
+    device, memory = aim.device, aim.rank_memory
     if device.type != trace.device_type:
         raise InputError(
             f"the trace was captured for a {trace.device_type} device and {device.name} is a {device.type} one: "
@@ -113,22 +116,25 @@ def summarize(trace: Trace, *, target: str | Device | Target | None = None, larg
         )
     timeline = Timeline.of(trace, device.allocator.rounding_bytes)
     free = reserved(trace, device)
-    fit, limited = _fit(trace, device, free)
+    room = judge_room(aim, timeline.allocations).room
+    limited = free
+    if room in (Room.TIGHT, Room.TOO_LITTLE) and device.allocator.caches:
+        limited = reserved(trace, device, limit_bytes=memory.available_bytes)
     there = timeline.alive_at(timeline.peak_op)
     order = np.argsort(-timeline.allocation_bytes[there], kind="stable")  # older first among equals
     return MemorySummary(
         device=device.name,
         device_title=device.title,
         device_bytes=device.memory_total_bytes,
-        usable_bytes=device.usable_bytes,
+        usable_bytes=memory.usable_bytes,
         start_bytes=timeline.start_bytes,
         peak_bytes=timeline.peak_bytes,
         peak_allocated_bytes=free.peak_allocated_bytes,
         peak_reserved_bytes=free.peak_reserved_bytes,
         peak_by_category=timeline.peak_by_category,
         peak=locate_op(timeline, timeline.peak_op),
-        overheads=_overheads(device),
-        fit=fit,
+        overheads=_overheads(memory),
+        fit=_FITS[room],
         retries=limited.retries,
         failing=None if limited.out_of_memory_op is None else locate_op(timeline, limited.out_of_memory_op),
         failing_step=None if limited.out_of_memory_op is None else limited.steps,
@@ -154,18 +160,12 @@ def locate_op(timeline: Timeline, op: int) -> OpLocation:
     )
 
 
-def _fit(trace: Trace, device: Device, free: Reserved) -> tuple[Fit, Reserved]:
-    """Return whether it fits, and the run under the device's limit that shows it."""
-    if free.peak_reserved_bytes <= device.usable_bytes:
-        return Fit.FITS, free
-    if not device.allocator.caches:
-        return Fit.TOO_LARGE, free
-    limited = reserved(trace, device, limit_bytes=device.usable_bytes)
-    return (Fit.TIGHT if limited.out_of_memory_op is None else Fit.TOO_LARGE), limited
+_FITS = {Room.ENOUGH: Fit.FITS, Room.MARGIN: Fit.MARGIN, Room.TIGHT: Fit.TIGHT, Room.TOO_LITTLE: Fit.TOO_LARGE}
 
 
-def _overheads(device: Device) -> tuple[Overhead, ...]:
-    return (Overhead(name="context", bytes=device.context_bytes),) if device.context_bytes else ()
+def _overheads(memory: RankMemory) -> tuple[Overhead, ...]:
+    named = (("context", memory.context.expected_bytes), ("NCCL", memory.nccl.expected_bytes))
+    return tuple(Overhead(name=name, bytes=n_bytes) for name, n_bytes in named if n_bytes)
 
 
 def _storage_at_peak(timeline: Timeline, number: int) -> StorageAtPeak:

@@ -24,6 +24,7 @@ from memfit.plans.record import (
     Prediction,
     ShardedUnit,
     ShardPlan,
+    TargetRecord,
     TraceRecord,
     UnitOp,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "ShardPlan",
     "ShardedUnit",
     "StepInputs",
+    "TargetRecord",
     "TraceRecord",
     "UnitOp",
     "build_plan",

@@ -165,6 +165,7 @@ def _call_number(trace: Trace, unit: Unit) -> int:
 
 
 def _target(target: Target) -> TargetRecord:
+    memory = target.rank_memory
     return TargetRecord(
         device=target.device.name,
         title=target.device.title,
@@ -172,6 +173,11 @@ def _target(target: Target) -> TargetRecord:
         ranks_per_node=target.ranks_per_node,
         intra_node_link=target.intra_node_link.name,
         inter_node_link=target.inter_node_link.name,
+        context_bytes=memory.context.expected_bytes,
+        nccl_bytes=memory.nccl.expected_bytes,
+        margin_bytes=memory.margin_bytes,
+        margin=memory.margin,
+        expandable_segments=target.device.allocator.expandable_segments,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from memfit.capture import Implementation, Step, implementations_of_step, step_with, trace
 from memfit.cost import Cost, Runtime
@@ -12,7 +12,7 @@ from memfit.memory import Timeline, reserved
 from memfit.plans.build import build_plan
 from memfit.plans.document import Plan
 from memfit.plans.record import Blocker, DdpPlan, Dtype, Estimate, Prediction, ShardedUnit, ShardPlan
-from memfit.plans.reservation import Reservation, note_on_room, reservation_under, with_room
+from memfit.plans.reservation import Reservation, Room, note_on_room, reservation_under, with_room
 from memfit.plans.resolve import Inputs, Model, StepInputs, check_start
 from memfit.plans.trace_record import peak_at
 from memfit.progress import Progress
@@ -61,13 +61,14 @@ def plan_problem(
     asked = inputs.target.budget_bytes(budget)
     check_start(start)
     problem = inputs.problem()
-    allowed = min(asked, problem.target.usable_bytes)
+    allowed = problem.target.allowed_bytes(budget)
     notes = list(problem.trace.notes)
     if allowed < asked:
-        overhead = display_bytes(problem.target.device.overhead_bytes)
+        memory = problem.target.rank_memory
+        nccl = f" and {display_bytes(memory.nccl.expected_bytes)} NCCL's" if memory.nccl.expected_bytes else ""
         notes.append(
-            f"the budget of {display_bytes(asked)} was lowered to {display_bytes(allowed)}: "
-            f"{overhead} of the device are its context and library workspaces"
+            f"the budget of {display_bytes(asked)} was lowered to {display_bytes(allowed)}: about "
+            f"{display_bytes(memory.context.expected_bytes)} of the device are its context{nccl}"
         )
     with Progress("solving", show=inputs.progress) as progress:
 
@@ -164,6 +165,14 @@ def _document(
     )
 
 
+_ROOMS: dict[Room, Literal["enough", "margin", "tight", "too little"]] = {
+    Room.ENOUGH: "enough",
+    Room.MARGIN: "margin",
+    Room.TIGHT: "tight",
+    Room.TOO_LITTLE: "too little",
+}
+
+
 def _prediction(problem: Problem, solved: Solved, reservation: Reservation | None, base_ms: float) -> Prediction | None:
     if solved.replay is None:
         return None
@@ -171,6 +180,7 @@ def _prediction(problem: Problem, solved: Solved, reservation: Reservation | Non
         step_ms=base_ms + solved.recompute_ms,
         recompute_ms=solved.recompute_ms,
         exposed_communication_ms=problem.exposed_ms,
+        room=None if reservation is None else _ROOMS[reservation.room],
         **_peak(problem, solved.replay, reservation),
     )
 

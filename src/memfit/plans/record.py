@@ -95,10 +95,15 @@ class Estimate(_Part, frozen=True):
 
 
 class Prediction(Estimate, frozen=True):
-    """Memory and time of a step under a plan, and the part of its time that the plan adds."""
+    """Memory and time of a step under a plan, and the part of its time that the plan adds.
+
+    `room` says whether the caching allocator has room: enough; only without the margin; tight, when it must empty its
+    cache in every step; or too little, when it runs out. It is None in plans of earlier versions.
+    """
 
     recompute_ms: Ms
     exposed_communication_ms: Ms
+    room: Literal["enough", "margin", "tight", "too little"] | None = None
 
 
 class Blocker(_Part, frozen=True):
@@ -140,7 +145,12 @@ class DdpPlan(_Part, frozen=True):
 
 
 class TargetRecord(_Part, frozen=True):
-    """The hardware that a plan is for, by name."""
+    """The hardware that a plan is for, by name.
+
+    Of the memory of one rank's device, `context_bytes` and `nccl_bytes` are counted for what a process holds outside
+    the caching allocator, and `margin_bytes` are left free, which is `margin` of what may be reserved. They are None in
+    plans of earlier versions. With `expandable_segments` the allocator's segments grow.
+    """
 
     device: str
     title: str
@@ -148,6 +158,17 @@ class TargetRecord(_Part, frozen=True):
     ranks_per_node: Annotated[int, Meta(ge=1)]
     intra_node_link: str
     inter_node_link: str
+    context_bytes: Bytes | None = None
+    nccl_bytes: Bytes | None = None
+    margin_bytes: Bytes | None = None
+    margin: Ratio | None = None
+    expandable_segments: bool = False
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """What one rank may reserve; None in plans of earlier versions."""
+        taken = (self.context_bytes, self.nccl_bytes, self.margin_bytes)
+        return None if None in taken else self.memory_total_bytes - sum(each or 0 for each in taken)
 
 
 class ParameterRecord(_Row, frozen=True):

@@ -97,7 +97,7 @@ def search(
     solver = resolve_options(options)
     if solver.optimizer:
         raise InputError("search keeps the optimizer's step as it is; leave optimizer=True out of its options")
-    budget_bytes = min(aim.budget_bytes(budget), aim.usable_bytes)
+    budget_bytes = aim.allowed_bytes(budget)
     tries = _Tries(
         make_step=make_step,
         over=over,
@@ -219,7 +219,8 @@ class _Tries:
     ) -> SearchPoint:
         problem, target = problem.with_limits(limits), problem.target
         least_bytes = minimum_budget_bytes(problem)  # first: no budget below it is tried in vain
-        solved = solve(problem, self.budget_bytes)
+        budget_bytes = min(self.budget_bytes, target.usable_bytes) if self.lowers else self.budget_bytes
+        solved = solve(problem, budget_bytes)
         say(f"{self.over} {value}: simulating the caching allocator")
         if self.lowers:
             solved, reservation = with_room(problem, solved)

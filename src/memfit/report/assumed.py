@@ -10,7 +10,7 @@ from memfit._version import __version__
 from memfit.analysis import Report
 from memfit.capture import Phase
 from memfit.cost import Roofline
-from memfit.hardware import Device, Family, Link
+from memfit.hardware import Device, Family, Link, Target
 from memfit.plans import build_trace_record
 from memfit.units import display_bytes, display_ms
 
@@ -23,10 +23,9 @@ def list_assumptions(report: Report) -> dict[str, Any]:
 def _conditions(report: Report) -> list[list[str]]:
     trace, target, device = report.trace, report.target, report.target.device
     record = build_trace_record(trace)
-    overhead = display_bytes(device.overhead_bytes)
     found = [
         ["device", f"{device.title} ({device.name}), {display_bytes(device.memory_total_bytes)}"],
-        ["usable for tensors", f"{display_bytes(device.usable_bytes)}, after {overhead} of context and workspaces"],
+        ["usable for tensors", _usable(target)],
         ["ranks", f"{target.ranks}, {target.ranks_per_node} to a node" if target.ranks > 1 else "1"],
     ]
     if target.ranks > 1:
@@ -51,6 +50,17 @@ def _conditions(report: Report) -> list[list[str]]:
         ["fingerprint of the step", trace.fingerprint],
     ]
     return found
+
+
+def _usable(target: Target) -> str:
+    """Say what a rank may reserve, and what of its device is for other things (Note [What a rank has])."""
+    memory = target.rank_memory
+    words = [f"context {display_bytes(memory.context.expected_bytes)} ({memory.context})"]
+    if memory.nccl.expected_bytes:
+        words.append(f"NCCL {display_bytes(memory.nccl.expected_bytes)} ({memory.nccl})")
+    if memory.margin_bytes:
+        words.append(f"margin {memory.margin:.1%}, {display_bytes(memory.margin_bytes)}")
+    return f"{display_bytes(memory.usable_bytes)}, less {'; '.join(words)}"
 
 
 def _times(report: Report) -> str:
@@ -116,6 +126,8 @@ def figure(device: Device, key: str) -> str:
         "memory.bandwidth_bytes_per_s": f"{device.memory_bandwidth_bytes_per_s / 1e9:,.0f} GB/s",
         "links.ranks_per_node": device.ranks_per_node,
         "overheads.context_bytes": display_bytes(device.context_bytes),
+        "overheads.context_low_bytes": display_bytes(device.context_low_bytes or 0),
+        "overheads.context_high_bytes": display_bytes(device.context_high_bytes or 0),
         "overheads.blas_workspace_bytes": display_bytes(device.blas_workspace_bytes),
         "overheads.blaslt_workspace_bytes": display_bytes(device.blaslt_workspace_bytes),
         "compute.multiprocessors": device.multiprocessors,

@@ -9,7 +9,7 @@ from memfit.analysis import Report
 from memfit.errors import InputError
 from memfit.hardware import load_device
 from memfit.paths import alike, folded, module_label
-from memfit.plans import Plan, describe_peak
+from memfit.plans import Plan, TargetRecord, describe_peak
 from memfit.text import counted
 from memfit.units import display_bytes, display_ms
 
@@ -194,7 +194,22 @@ def verdict_of(plan: Plan, usable_bytes: int | None = None) -> Verdict:
         why = f"The budget is for tensors; the caching allocator reserves {reserved} of {usable} for them."
         return Verdict(tone="good", words="Fits", figures=figures, reasons=(why,))
     why = f"Take care: the caching allocator would reserve {reserved}, and the device has {usable} for tensors."
+    if predicted.room == "too little":
+        return Verdict(tone="bad", words="Fits the budget, not the device", figures=figures, reasons=(why,))
     return Verdict(tone="care", words="Fits the budget, with care", figures=figures, reasons=(why,))
+
+
+def rank_memory_of(target: TargetRecord) -> str:
+    """Say what one rank has of its device, and what is taken off; empty for plans of earlier versions."""
+    if target.usable_bytes is None or target.usable_bytes == target.memory_total_bytes:
+        return ""
+    taken = [(target.context_bytes, "context"), (target.nccl_bytes, "NCCL"), (target.margin_bytes, "margin")]
+    off = [f"{display_bytes(n_bytes)} {name}" for n_bytes, name in taken if n_bytes]
+    if target.margin and off:
+        off[-1] += f" ({target.margin:.1%})"
+    usable, total = display_bytes(target.usable_bytes), display_bytes(target.memory_total_bytes)
+    segments = "; expandable segments" if target.expandable_segments else ""
+    return f"{usable} of {total} a rank: less {', '.join(off)}{segments}"
 
 
 def changes_nothing(plan: Plan) -> bool:
@@ -205,6 +220,8 @@ def changes_nothing(plan: Plan) -> bool:
 def _usable_bytes(plan: Plan) -> int:
     """Return what the plan's device has for tensors; all of its memory where this machine has no figures of it."""
     total_bytes = plan.target.memory_total_bytes
+    if plan.target.usable_bytes is not None:
+        return plan.target.usable_bytes
     try:
         device = load_device(plan.target.device)
     except InputError:

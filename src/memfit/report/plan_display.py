@@ -12,7 +12,7 @@ from rich.text import Text
 from memfit.capture import Category, short
 from memfit.paths import alike, folded, module_label, ranges
 from memfit.plans import Blocker, Checkpoint, DdpPlan, Estimate, Plan, ShardPlan, describe_peak
-from memfit.report.headline import STEP_WAYS, Tone, changes_nothing, verdict_of, without_plan
+from memfit.report.headline import STEP_WAYS, Tone, changes_nothing, rank_memory_of, verdict_of, without_plan
 from memfit.text import counted, number_table
 from memfit.units import display_bytes, display_ms
 
@@ -61,6 +61,8 @@ def _headline(plan: Plan) -> Text:
         text.append(f"\n{reason[:1].lower()}{reason[1:].removesuffix('.')}")
     budget = display_bytes(plan.budget_bytes)
     text.append(f"\nplan for {plan.target.title}, {counted(plan.ranks, 'rank')}, budget {budget}: {plan.status}")
+    has = rank_memory_of(plan.target)
+    text.append(f"\n{has}" if has else "")
     if changes_nothing(plan):
         spare = display_bytes(plan.budget_bytes - plan.baseline.peak_bytes)
         as_it_is = "as it is" if plan.ranks == 1 else f"when it is {_without(plan)}"

@@ -87,7 +87,7 @@ def _all(devices: tuple[Device, ...], width: int) -> Group:
         table.add_row(*(shown(device) for shown in columns.values()))
     note = "rates are dense peaks"
     if "usable" in columns:
-        note = f"usable: without context and library workspaces; {note}"
+        note = f"usable: without context and margin; {note}"
     return Group(table, Text(), Text(note, style="dim"))
 
 
@@ -119,10 +119,15 @@ def _one(device: Device) -> Group:
 def _figures(device: Device) -> Iterator[tuple[str, str, str]]:
     """Yield what is shown of a device, its value, and the key of its source."""
     yield "memory", display_bytes(device.memory_total_bytes), "memory.total_bytes"
+    memory = device.rank_memory
     yield "  context", display_bytes(device.context_bytes), "overheads.context_bytes"
+    if device.context_low_bytes is not None and device.context_high_bytes is not None:
+        yield "    at least", display_bytes(device.context_low_bytes), "overheads.context_low_bytes"
+        yield "    at most", display_bytes(device.context_high_bytes), "overheads.context_high_bytes"
+    yield f"  margin, {memory.margin:.1%}", display_bytes(memory.margin_bytes), ""
+    yield "  usable for tensors", display_bytes(memory.usable_bytes), ""
     workspaces = device.blas_workspace_bytes + device.blaslt_workspace_bytes
-    yield "  library workspaces", display_bytes(workspaces), "overheads.blas_workspace_bytes"
-    yield "  usable for tensors", display_bytes(device.usable_bytes), ""
+    yield "workspace of a thread's products", display_bytes(workspaces), "overheads.blas_workspace_bytes"
     yield "bandwidth", _gigabytes(device.memory_bandwidth_bytes_per_s), _BANDWIDTH
     for name in _RATES:
         rate = getattr(device.flops_per_s, name)

@@ -32,7 +32,7 @@ _SETTINGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Env:
-    """Versions, torch's build, GPUs, cores and allocator settings: what a bug report needs.
+    """Versions, torch's build, GPUs and the context measured on each, cores and allocator settings.
 
     No path, host or user name of this machine is in it.
 
@@ -86,7 +86,7 @@ def _gpus() -> list[dict[str, Any]]:
     import torch
 
     from memfit.errors import InputError
-    from memfit.hardware import load_device
+    from memfit.hardware import load_device, measure_context
 
     found = []
     for index in range(torch.cuda.device_count()):
@@ -95,12 +95,15 @@ def _gpus() -> list[dict[str, Any]]:
             known = load_device(properties.name).name
         except InputError:
             known = None
+        context = measure_context(index)
         found.append(
             {
                 "name": properties.name,
                 "memory_bytes": properties.total_memory,
                 "capability": f"{properties.major}.{properties.minor}",
                 "target": known,
+                "context_bytes": None if context is None else context.size_bytes,
+                "context_is_of_this_process": context is not None and context.of_this_process,
             }
         )
     return found
@@ -137,6 +140,10 @@ def _table(found: dict[str, Any]) -> Table:
         target = gpu["target"] or "none that memfit knows"
         described = f"{gpu['name']}, {display_bytes(gpu['memory_bytes'])}, capability {gpu['capability']}"
         table.add_row("GPU", f"{described}, target {target}")
+        if gpu["context_bytes"] is not None:
+            others = "" if gpu["context_is_of_this_process"] else ", with what other processes hold there"
+            size = f"{-(-gpu['context_bytes'] // (1 << 20))}MiB"
+            table.add_row("  context", f"--context {size}{others}; a product and a convolution have run")
     if not found["gpus"]:
         table.add_row("GPU", "none that torch can use; plans need none")
     for name in _SETTINGS:

@@ -1,0 +1,80 @@
+"""Whether the caching allocator of a rank has room for a step.
+
+Note [What fits]: a plan fits when a process that runs it has no failed allocation, and no step after the first in which
+the allocator gives its cache back to the device. Both are found by running the allocator's model on the plan's events,
+four steps or more, with a limit on what it may reserve (Note [What a rank has]): `usable_bytes`, which leave the margin
+free. A plan that runs so only without the margin is said to be within it. One that fails even with the least context
+and the least memory of NCCL that were ever seen does not fit; what is between may run, and is slow or lucky.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from memfit.hardware import Device, Target
+from memfit.memory.allocations import AllocationTable
+from memfit.memory.steady_state import Reserved, reserved
+
+
+class Room(Enum):
+    """Whether the caching allocator has room for a plan; better members first (Note [What fits])."""
+
+    ENOUGH = 0
+    """It runs with room to spare for the margin."""
+    MARGIN = 1
+    """It runs, if it reserves no more than predicted."""
+    TIGHT = 2
+    """It runs, but empties its cache in every step, or needs a smaller context than is expected."""
+    TOO_LITTLE = 3
+    """It runs out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """What the allocator reserves at most, and whether the device has room for it.
+
+    `wanted_bytes` is what it would reserve with no limit. Where it has room for less, having given its cache back in
+    the first step only, `reserved_bytes` is that.
+    """
+
+    reserved_bytes: int
+    wanted_bytes: int
+    room: Room
+
+
+def judge_room(target: Target, table: AllocationTable, *, expandable: bool = False) -> Reservation:
+    """Return what the allocator of a rank does with a step (Note [What fits])."""
+    device, memory = _device(target.device, expandable), target.rank_memory
+    peak_bytes = int(table.levels(device.allocator.rounding_bytes)[1].sum(axis=0).max())
+    if not device.allocator.caches:
+        room = Room.ENOUGH if peak_bytes <= memory.usable_bytes else Room.TOO_LITTLE
+        return Reservation(reserved_bytes=peak_bytes, wanted_bytes=peak_bytes, room=room)
+    wanted_bytes = reserved(table, device).peak_reserved_bytes
+
+    def limited(limit_bytes: int) -> Reserved:
+        return reserved(table, device, limit_bytes=max(0, limit_bytes))
+
+    def reservation(room: Room, reserved_bytes: int = wanted_bytes) -> Reservation:
+        return Reservation(reserved_bytes=reserved_bytes, wanted_bytes=wanted_bytes, room=room)
+
+    if wanted_bytes <= memory.usable_bytes:
+        return reservation(Room.ENOUGH)
+    if memory.most_bytes < peak_bytes:
+        return reservation(Room.TOO_LITTLE)
+    at_available = None
+    if wanted_bytes > memory.available_bytes:
+        at_available = limited(memory.available_bytes)
+    if at_available is None or at_available.runs_freely:
+        at_usable = limited(memory.usable_bytes)
+        if at_usable.runs_freely:
+            return reservation(Room.ENOUGH, at_usable.peak_reserved_bytes)
+        return reservation(Room.MARGIN)
+    fails = at_available.out_of_memory_op is not None and limited(memory.most_bytes).out_of_memory_op is not None
+    return reservation(Room.TOO_LITTLE if fails else Room.TIGHT)
+
+
+def _device(device: Device, expandable: bool) -> Device:
+    if not expandable:
+        return device
+    return replace(device, allocator=replace(device.allocator, expandable_segments=True))
