@@ -8,9 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 
+from memfit.capture.capture import trace as trace_step
 from memfit.capture.rules.efficient_attention import efficient_kernel
 from memfit.capture.rules.flash_attention import flash_splits
+from memfit.capture.step import Step, spec
 from tests.capture.cuda_helpers import A100, B200, H100, RTX4090, T4, V100, captured, made_bytes, names, only
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -131,6 +134,12 @@ WORKSPACES = [
         2 * 256 * 4 * (1 + 256) + 2 * (2 * 130 * 200 * 2),
         id="flash-rounds-200-to-256",
     ),
+    pytest.param(
+        FLASH,
+        {"shape": (1, 2, 130, 136), "target": A100},
+        2 * 256 * 4 * (1 + 192) + 2 * (2 * 130 * 136 * 2),
+        id="flash-rounds-136-to-192",  # multiples of 64 above 128
+    ),
     # mha_bwd: keys and values of every query head
     pytest.param(
         FLASH,
@@ -218,3 +227,42 @@ def test_few_heads_split_the_keys_on_the_device() -> None:
 def test_the_efficient_backward_kernel_depends_on_the_device(dtype, width, dropout, capability, tile) -> None:
     kernel = efficient_kernel(dtype, width, dropout, capability)
     assert (kernel.queries, kernel.keys) == tile
+
+
+# -- packed sequences ----------------------------------------------------------------------------------------
+
+
+def packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    offsets = torch.tensor([0, 1000, 2048], dtype=torch.int32, device="cuda")
+    return varlen_attn(query, key, value, offsets, offsets, 1048, 1048, window_size=(-1, 0), enable_gqa=True).square()
+
+
+@pytest.mark.parametrize(
+    ("heads", "keys", "width", "expected"),
+    [  # flash_api.cpp, mha_varlen_bwd: two sequences of 2048 tokens in all, 128 rows more for each
+        pytest.param(32, 32, 128, (2048 + 256) * 32 * 4 * (1 + 128), id="heads-of-their-own"),
+        pytest.param(32, 8, 128, (2048 + 256) * 32 * 4 * (1 + 128) + 2 * 2048 * 32 * 128 * 2, id="grouped"),
+        pytest.param(4, 4, 136, (2048 + 256) * 4 * 4 * (1 + 192), id="rounded-to-64"),
+    ],
+)
+def test_packed_sequences_accumulate_by_tokens(heads: int, keys: int, width: int, expected: int) -> None:
+    trace = captured(packed, (2048, heads, width), (2048, keys, width), (2048, keys, width))
+    (forward,) = [op for op in trace.ops if op.name == "torch_attn._varlen_attn.default"]
+    (backward,) = [op for op in trace.ops if op.name == "torch_attn._varlen_attn_backward.default"]
+    assert backward.workspace_bytes == expected
+    assert forward.flops == 2 * 2 * (1000**2 + 1048**2) * heads * width
+    assert backward.flops == 5 * 2 * (1000**2 + 1048**2) * heads * width
+    assert not any("varlen" in note for note in trace.notes)
+
+
+def test_packed_sequences_of_unknown_length_have_a_note() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = torch.nn.Parameter(torch.empty(2048, 4, 64, dtype=BF16, device="meta"))
+
+        def forward(self, offsets: torch.Tensor) -> torch.Tensor:
+            return varlen_attn(self.tokens, self.tokens, self.tokens, offsets, offsets, 1048, 1048).sum()
+
+    step = Step(Model(), (spec((3,), torch.int32),), loss=lambda output, _: output, optimizer=None)
+    assert any(note.startswith("varlen_attn") for note in trace_step(step, target=H100).notes)

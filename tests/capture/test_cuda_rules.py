@@ -122,16 +122,40 @@ def test_many_embedded_tokens_are_sorted_and_summed_in_parts() -> None:
     assert only(trace, "embedding_dense_backward.default").workspace_bytes == expected
 
 
-def test_the_gradient_of_indexing_sorts_linear_indices() -> None:
-    """cuda/Indexing.cu, `index_put_with_sort_kernel`: four int64 buffers and cub's second copy of keys and
-    values.
-    """
+def index_at(*shape: int, dtype=torch.long) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device="cuda")
 
-    def run(x):
-        return x[torch.zeros(50, dtype=torch.long, device="cuda")].square()
 
-    trace = captured(run, (100, 8))
-    assert only(trace, "_index_put_impl_.default").workspace_bytes == 50 * 8 * (4 + 2)
+@pytest.mark.parametrize(
+    ("function", "shape", "expected"),
+    [  # cuda/Indexing.cu, index_put_with_sort_kernel
+        pytest.param(lambda x: x[index_at(50)], (1000, 8), 50 * 8 * (4 + 2), id="four-and-cubs-two"),
+        pytest.param(lambda x: x[index_at(50)], (200, 8), 50 * 8 * 4, id="eight-bits-sort-in-one-pass"),
+        pytest.param(lambda x: x[:, index_at(50)], (4, 300), 50 * 8 * (4 + 2), id="second-dimension"),
+        pytest.param(
+            # not next to each other: brought to the front, which copies the target
+            lambda x: x[index_at(50), :, index_at(50)],
+            (100, 8, 10),
+            100 * 8 * 10 * 4 + 50 * 8 * (4 + 2),
+            id="apart",
+        ),
+        # 500 indices to 2 rows: 10 x 50 broadcast of two, the sum so far, a remainder and a product are less than four
+        pytest.param(lambda x: x[index_at(10, 1), index_at(50)], (100, 10, 2), 500 * 8 * (4 + 2), id="broadcast"),
+    ],
+)
+def test_the_gradient_of_indexing_sorts_linear_indices(function, shape, expected) -> None:
+    trace = captured(lambda x: function(x).square(), shape, dtype=FP32)
+    assert only(trace, "_index_put_impl_.default").workspace_bytes == expected
+
+
+def test_indices_are_laid_out_alike() -> None:
+    """TensorAdvancedIndexingUtils.h, `AdvancedIndex`: each of several with other strides; int32 ones as int64."""
+    trace = captured(lambda x: x[index_at(10, 1), index_at(50)].square(), (100, 10))
+    assert only(trace, "index.Tensor").workspace_bytes == 2 * 500 * 8
+    trace = captured(lambda x: x[index_at(50), index_at(50)].square(), (100, 10))
+    assert only(trace, "index.Tensor").workspace_bytes == 0
+    trace = captured(lambda x: x[index_at(50, dtype=torch.int32)].square(), (100, 10))
+    assert only(trace, "index.Tensor").workspace_bytes == 50 * 8
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 import memfit
 from memfit.capture import CaptureError, Step
@@ -72,6 +73,34 @@ def test_op_without_a_meta_kernel() -> None:
     error = refused(lambda x: torch.ops.memfit_test.opaque(x.detach()) + x)
     assert error.op == "memfit_test.opaque.default"
     assert "register_fake" in error.advice
+
+
+def test_custom_op_without_a_known_cost_has_a_note() -> None:
+    library = torch.library.Library("memfit_test", "FRAGMENT")
+    library.define("halved(Tensor x) -> Tensor")
+    library.impl("halved", lambda x: x / 2, "CompositeExplicitAutograd")
+    library.define("product(Tensor x, Tensor y) -> Tensor")
+    library.impl("product", lambda x, y: x @ y, "CompositeExplicitAutograd")
+    register_flop_formula(torch.ops.memfit_test.product)(lambda x, y, **_: 2 * x[0] * x[1] * y[1])
+
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            return x + torch.ops.memfit_test.halved(x.detach()) + torch.ops.memfit_test.product(x.detach(), x.detach())
+
+    step = Step(Model(4, 4), torch.randn(4, 4), loss=lambda y, _: y.sum())
+    try:
+        traces = [memfit.trace(step, target=target) for target in ("cpu", "h100-sxm")]
+    finally:
+        del flop_registry[torch.ops.memfit_test.product]
+    for trace in traces:
+        notes = {note.split(":")[0]: note for note in trace.notes if note.startswith("memfit_test")}
+        assert set(notes) == {"memfit_test.halved.default", "memfit_test.product.default"}
+        assert "register_flop_formula" in notes["memfit_test.halved.default"]
+        assert "register_flop_formula" not in notes["memfit_test.product.default"]
+        assert all("is not counted" in note for note in notes.values())
+        (product,) = [op for op in trace.ops if op.name == "memfit_test.product.default"]
+        assert product.flops == 2 * 4 * 4 * 4
 
 
 def test_loss_that_is_not_a_scalar() -> None:

@@ -120,6 +120,8 @@ def test_tensors_that_the_cache_holds_are_faster() -> None:
         (op("aten.cat.default", (8,), (8,), out=(16,)), Family.COPY),
         (op("aten.native_dropout.default", (8,), out=(8,)), Family.RANDOM),
         (op("aten._scaled_dot_product_flash_attention.default", (1, 1, 8, 8), out=(1, 1, 8, 8)), Family.ATTENTION),
+        (op("torch_attn._varlen_attn.default", (8, 1, 8), out=(8, 1, 8)), Family.ATTENTION),
+        (op("torch_attn._varlen_attn_backward.default", (8, 1, 8), out=(8, 1, 8)), Family.ATTENTION_BACKWARD),
         (
             op("aten._scaled_dot_product_flash_attention_backward.default", (1, 1, 8, 8), out=(1, 1, 8, 8)),
             Family.ATTENTION_BACKWARD,

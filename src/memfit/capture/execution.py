@@ -49,6 +49,19 @@ INDEXING = (
     "aten._unsafe_index_put.default",
     "aten._index_put_impl_.default",
 )
+_OF_TORCH = frozenset(
+    (
+        *("aten", "prim", "prims", "rngprims", "profiler", "streams", "inductor", "torch_attn", "torch_nn"),
+        *("c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp", "symm_mem", "_dtensor"),
+        *("mkldnn", "mkldnn_prepacked", "onednn", "quantized", "quantized_decomposed"),
+    )
+)
+"""Namespaces of ops that come with torch. Any other op is custom: only who wrote it knows its cost."""
+_UNKNOWN_COST = (
+    "{}: a custom op without a known cost. Its time is that of reading and writing its tensors; tell its FLOPs with "
+    "torch.utils.flop_counter.register_flop_formula. What it allocates inside itself is not counted"
+)
+_UNKNOWN_BYTES = "{}: a custom op; what it allocates inside itself is not counted"
 _SAVES_NUMBER = (_aten.mul.Tensor, _aten.div.Tensor, _aten.mul_.Tensor, _aten.div_.Tensor)
 
 
@@ -107,6 +120,9 @@ class Executor:
         if torch.Tag.inplace_view in func.tags and func._overloadpacket not in _RESIZING:
             writes = ()  # `transpose_` and its like: the same elements, seen differently
         aliases = not writes and any(returned.alias_info is not None for returned in schema.returns)
+        flops = FLOPS.get(str(func._overloadpacket)) or flop_registry.get(func._overloadpacket)
+        if func.namespace not in _OF_TORCH and not aliases:
+            self.context.note((_UNKNOWN_COST if flops is None else _UNKNOWN_BYTES).format(func))
         return OpInfo(
             name=str(func),
             random=torch.Tag.nondeterministic_seeded in func.tags,
@@ -119,7 +135,7 @@ class Executor:
             returns_written=any(returned.alias_info is not None for returned in schema.returns),
             ignored=func.namespace == "profiler",
             saves_number=func in _SAVES_NUMBER,
-            flops=FLOPS.get(str(func._overloadpacket)) or flop_registry.get(func._overloadpacket),
+            flops=flops,
             kernel=self.rules.kernels.get(str(func)),
             workspace=self.rules.workspaces.get(str(func)) or self.rules.unlisted(str(func)),
             certified=self._certified(func),
@@ -255,7 +271,7 @@ class Executor:
         result = self._call(func, info, args, {**kwargs, "device": _META})
         if not isinstance(result, torch.Tensor) or result.numel() > KNOWN_VALUE_LIMIT or kwargs.get("requires_grad"):
             return result
-        if self.table.phase is Phase.BACKWARD and not torch.is_grad_enabled() and _in_gradient_formula():
+        if self.table.phase is Phase.BACKWARD and not torch.is_grad_enabled() and _may_be_gradient(result):
             return result  # no branch is taken by it, and a gradient must be on the device of its tensor
         if differentiates():  # derivatives of a real tensor would have to be real too
             return result
@@ -325,10 +341,18 @@ class Executor:
         return empty.set_(twin, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def _in_gradient_formula() -> bool:
-    """Return whether one of torch's own gradient formulas runs, and not the backward of a function of the user's."""
+def _may_be_gradient(made: torch.Tensor) -> bool:
+    """Return whether a tensor made in the backward can be a gradient, or a buffer for one.
+
+    All can in torch's own gradient formulas; in the backward of a function of the user's, those that are no numbers of
+    its control flow.
+    """
     node = current_autograd_node()
-    return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
+    if node is None:
+        return False
+    if isinstance(node, torch.autograd.function.BackwardCFunction):
+        return made.dim() > 0 and made.is_floating_point()
+    return True
 
 
 def written_by(info: OpInfo, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -24,6 +24,7 @@ import torch
 
 from memfit.capture import Op, Phase, TensorRef, Trace
 from memfit.cost.attention import attention_ms
+from memfit.cost.chunked_loss import CHUNKED_LOSS, ChunkedLoss
 from memfit.cost.convolutions import Convolution, convolution_ms
 from memfit.cost.products import Product, product_ms, tile_model
 from memfit.cost.rows import ROW_OPS, row_work
@@ -196,6 +197,17 @@ def estimate_work(op: Op, device: Device, precision: Precision) -> Work:
         times = flops // max(1, op.flops)  # four for complex numbers
         compute_ms = times * product_ms(Product.of(op), model, device.multiprocessors, rate, bandwidth)
         return Work(family=family, compute_ms=compute_ms, memory_ms=moved / bandwidth * 1e3, overlap=model.overlap)
+    if packet.startswith(CHUNKED_LOSS) and flops:
+        loss, model = ChunkedLoss.of(op), tile_model(device, matrix_units=matrix_units, batched=False)
+        once_ms = product_ms(loss.product, model, device.multiprocessors, rate, bandwidth)
+        speedup = kernel_figures().cache.speedup(loss.chunk_bytes, device.l2_cache_bytes)
+        return Work(
+            family=family,
+            compute_ms=loss.chunks * loss.products * once_ms,
+            memory_ms=loss.chunks * loss.passes * loss.chunk_bytes / (bandwidth * speedup) * 1e3,
+            overlap=1.0,  # one after the other
+            fixed_ms=loss.chunks * loss.kernels * device.efficiency[Family.ELEMENTWISE].overhead_ms,
+        )
     if family is Family.CONVOLUTION:
         given = Convolution.of(op, item_bytes)
         if given is not None and flops:
@@ -345,7 +357,20 @@ _NAMES: dict[Family, str] = {
     ),
 }
 _FAMILY_OF = {name: family for family, names in _NAMES.items() for name in names.split()}
-_MATRIX = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "addbmm", "mv", "addmv", "_int_mm"}
+_MATRIX = {
+    "mm",
+    "addmm",
+    "addmm_",
+    "bmm",
+    "baddbmm",
+    "baddbmm_",
+    "_grouped_mm",
+    "_scaled_mm",
+    "addbmm",
+    "mv",
+    "addmv",
+    "_int_mm",
+}
 _SMALL_CPU_FLOPS = 1 << 21
 """Below two million operations a CPU product is mostly packing and the call itself."""
 _VECTOR_BYTES = 4
@@ -377,7 +402,9 @@ def _by_name(name: str) -> Family:
     packet = name.split(".")[1]
     if packet in _FAMILY_OF:
         return _FAMILY_OF[packet]
-    if "attention" in packet:
+    if packet.startswith(CHUNKED_LOSS):
+        return Family.MATRIX_LARGE
+    if "attention" in packet or "_attn" in packet:  # `_varlen_attn` of torch.nn.attention.varlen
         return Family.ATTENTION_BACKWARD if packet.endswith("backward") else Family.ATTENTION
     if "convolution" in packet or "conv2d" in packet or "conv1d" in packet or "conv3d" in packet:
         return Family.CONVOLUTION

@@ -20,6 +20,7 @@ __all__ = [
     "DisableTorchDispatch",
     "DisableTorchFunction",
     "DispatchMode",
+    "EnableTorchFunction",
     "OpOverload",
     "TensorBase",
     "below_autograd",
@@ -60,6 +61,9 @@ device_constructors = _device_constructors
 
 DisableTorchFunction = torch._C.DisableTorchFunction
 """Turns `__torch_function__` off (torch/csrc/utils/disable_torch_function.cpp): reads of the capture's own tensors."""
+
+EnableTorchFunction: Any = torch._C._EnableTorchFunction  # type: ignore[attr-defined]
+"""Turns it on again (torch/csrc/utils/disable_torch_function.cpp): code of torch that asks tensors for their device."""
 
 DisableTorchDispatch = torch._C._DisableTorchDispatch  # type: ignore[attr-defined]
 """Turns `__torch_dispatch__` off (torch/csrc/autograd/init.cpp): the engine's copies are no ops of a unit."""

@@ -60,3 +60,10 @@ def flex_attention_backward() -> Any:
     from torch._higher_order_ops.flex_attention import sdpa_dense_backward
 
     return sdpa_dense_backward
+
+
+def chunked_cross_entropy() -> Any:
+    """Return the loop of a chunked `F.linear_cross_entropy` (torch/nn/modules/linear_cross_entropy.py, since 2.13)."""
+    from torch.nn.modules.linear_cross_entropy import _linear_cross_entropy_batch_chunked_accumulator
+
+    return _linear_cross_entropy_batch_chunked_accumulator

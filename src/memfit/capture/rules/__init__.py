@@ -47,6 +47,7 @@ def rules_for(device_type: str) -> Rules:
         flex_attention,
         foreach,
         indexing,
+        linear_cross_entropy,
         measured_kernels,
         normalization,
         products,
@@ -56,7 +57,7 @@ def rules_for(device_type: str) -> Rules:
     )
 
     attentions = (attention, flash_attention, efficient_attention, flex_attention)
-    layers = (convolution_pooling, normalization, products, recurrent, softmax_losses)
+    layers = (convolution_pooling, linear_cross_entropy, normalization, products, recurrent, softmax_losses)
     modules = (*attentions, *layers, elementwise, foreach, indexing, measured_kernels, reductions)
     functions, kernels, workspaces = (
         {name: rule for module in modules for name, rule in getattr(module, table, {}).get(device_type, {}).items()}

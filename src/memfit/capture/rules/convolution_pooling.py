@@ -25,6 +25,7 @@ from memfit.capture.rules.base import (
     suggested_format,
 )
 from memfit.capture.rules.measured_kernels import probed
+from memfit.capture.rules.reduce_kernel import staging_bytes, sum_kernel
 
 # -- convolution ---------------------------------------------------------------------------------------------
 
@@ -57,10 +58,32 @@ def _vendor_convolves(
     )
 
 
+def _cuda_convolution(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """Channels-last where input or weight is, as on CPU (ConvUtils.h, `cudnn_conv_suggest_memory_format`).
+
+    MIOpen keeps to contiguous results unless it is told otherwise.
+    """
+    result = func(*args, **kwargs)
+    layout = CHANNELS_LAST.get(result.dim())
+    asked = layout is not None and any(suggested_format(each) is layout for each in args[:2])
+    if not asked or context.vendor == "AMD" or torch.float64 in (args[0].dtype, args[1].dtype):
+        return result
+    return torch.empty_like(result, memory_format=layout)
+
+
 def _cuda_convolution_workspace(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     """cuDNN's workspace is chosen at run time (cudnn/Conv_v8.cpp, `get_plans_from_find` and heuristics)."""
     context.note("convolutions: cuDNN chooses its workspace at run time, and it is not counted")
     return 0
+
+
+def _cuda_convolution_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    """The bias's gradient is a sum over all but the channels (Convolution.cpp, `convolution_backward`)."""
+    grad, mask = args[0], args[-1]
+    if not mask[2] or grad.dim() < 3:
+        return 0
+    dims = [dim for dim in range(grad.dim()) if dim != 1]
+    return staging_bytes(context, grad, dims, sum_kernel(grad.dtype, grad.dtype), grad.element_size())
 
 
 # -- pools on CPU --------------------------------------------------------------------------------------------
@@ -143,6 +166,7 @@ KERNELS["cpu"] |= {
     "aten.convolution.default": _cpu_convolution,
     **{f"aten.{name}.default": _keeps_format for name in _FORMAT_KEEPERS},
 }
+KERNELS["cuda"]["aten.convolution.default"] = _cuda_convolution
 WORKSPACES = {
     "cpu": {
         "aten.convolution.default": probed,
@@ -157,6 +181,7 @@ WORKSPACES = {
     },
     "cuda": {
         "aten.convolution.default": _cuda_convolution_workspace,
+        "aten.convolution_backward.default": _cuda_convolution_backward,
         **dict.fromkeys(_RESIZED, _resized_workspace),
     },
 }

@@ -1,9 +1,9 @@
 """Flash attention: what its kernels allocate inside themselves, forward and backward, on CPU and CUDA.
 
-Covers `aten._scaled_dot_product_flash_attention_for_cpu`, `aten._scaled_dot_product_flash_attention` and their
-backwards. Defined in torch by ATen/native/cpu/FlashAttentionKernel.cpp on CPU, and on CUDA by
-ATen/native/transformers/cuda/flash_attn/flash_api.cpp and cuda/attention_backward.cu. When flash attention is chosen
-at all, `attention.py` says.
+Covers `aten._scaled_dot_product_flash_attention_for_cpu`, `aten._scaled_dot_product_flash_attention`, `varlen_attn` of
+torch.nn.attention.varlen and their backwards. Defined in torch by ATen/native/cpu/FlashAttentionKernel.cpp on CPU, and
+on CUDA by ATen/native/transformers/cuda/flash_attn/flash_api.cpp and cuda/attention_backward.cu. When it is
+chosen at all, `attention.py` says.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def _cuda_flash_workspace(context: RuleContext, func: Any, args: Any, kwargs: di
 
 
 def _flash_width(width: int) -> int:
-    rounded = round_up(width, 32)
-    return rounded if rounded < 224 else 256
+    """`head_size_rounded` of flash_api.cpp."""
+    return round_up(width, 32 if width <= 128 else 64)
 
 
 def _cuda_flash_backward_workspace(
@@ -73,13 +73,49 @@ def _cuda_flash_backward_workspace(
     grad, query, key, _, output = args[:5]
     batch, heads, length, width = query.shape
     rows = batch * heads * round_up(length, 128)
-    splits = 1  # of `dq_accum`; a deterministic backward has one for each block that adds to the same queries
-    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
-        splits = -(-max(1, context.multiprocessors) // (batch * heads))
-    held = rows * _FLOAT_BYTES + splits * rows * _flash_width(width) * _FLOAT_BYTES
+    held = rows * _FLOAT_BYTES + _accumulators(context, batch * heads) * rows * _flash_width(width) * _FLOAT_BYTES
     if key.size(1) != heads:
         held += 2 * batch * key.size(2) * heads * width * query.element_size()
     return held + transposed_copy(grad) + transposed_copy(output)
+
+
+def _accumulators(context: RuleContext, heads: int) -> int:
+    """How many `dq_accum` there are; a deterministic backward has one for each block that adds to the same queries."""
+    if not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled():
+        return 1
+    return -(-max(1, context.multiprocessors) // heads)
+
+
+# -- packed sequences of any length on CUDA ------------------------------------------------------------------
+#
+# `torch.nn.attention.varlen` calls `aten._flash_attention_forward` inside a custom op, whose fake kernel makes the
+# results. In training no keys are split, so the forward allocates nothing else.
+
+
+def _varlen_workspace(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    """Nothing, but time: torch counts sequences of unknown length as the longest (flop_counter.py)."""
+    offsets = args[3]
+    if offsets.is_meta:
+        context.note(
+            "varlen_attn: the lengths of the sequences are not known, and each is counted as long as the longest; "
+            "give a batch with real cu_seq tensors"
+        )
+    return 0
+
+
+def _varlen_backward_workspace(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    """`softmax_d`, `dq_accum`, and keys and values for every query head (flash_api.cpp, `mha_varlen_bwd`).
+
+    Each sequence has 128 rows more than its own in the first two.
+    """
+    grad, query, key, _, output, _, offsets = args[:7]
+    tokens, heads, width = query.shape
+    sequences = offsets.size(0) - 1
+    rows = (tokens + 128 * sequences) * heads
+    held = rows * _FLOAT_BYTES + _accumulators(context, sequences * heads) * rows * _flash_width(width) * _FLOAT_BYTES
+    if key.size(1) != heads:
+        held += 2 * key.size(0) * heads * width * query.element_size()
+    return held + contiguous_copy(grad) + contiguous_copy(output)
 
 
 def round_up(size: int, multiple: int) -> int:
@@ -185,5 +221,7 @@ WORKSPACES = {
     "cuda": {
         "aten._scaled_dot_product_flash_attention.default": _cuda_flash_workspace,
         "aten._scaled_dot_product_flash_attention_backward.default": _cuda_flash_backward_workspace,
+        "torch_attn._varlen_attn.default": _varlen_workspace,
+        "torch_attn._varlen_attn_backward.default": _varlen_backward_workspace,
     },
 }

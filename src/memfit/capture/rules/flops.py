@@ -52,6 +52,17 @@ def onednn_rnn_backward_flops(input: Tensor, weight: Tensor, recurrent: Tensor, 
     return 2 * onednn_rnn_flops(input, weight, recurrent)
 
 
+def chunked_cross_entropy_flops(input: Tensor, weight: Tensor, *rest: Any, **_: Any) -> int:
+    """Count the logits, and a product of the same size for the gradient of the input and for that of the weight."""
+    gradients = rest[10:12]  # `compute_input_grad`, `compute_linear_weight_grad`
+    return 2 * input.numel() * weight.size(0) * (1 + sum(map(bool, gradients)))
+
+
+def added_product_flops(_: Tensor, a: Tensor, b: Tensor, *__: Any, **___: Any) -> int:
+    """Count a product that is added in place."""
+    return 2 * a.numel() * b.size(-1)
+
+
 def convolution_backward_flops(
     grad: Tensor, input: Tensor, weight: Tensor, _bias: Any, _stride: Any, _padding: Any, _dilation: Any,
     transposed: bool, _output_padding: Any, _groups: int, output_mask: list[bool], **__: Any,
@@ -63,6 +74,10 @@ def convolution_backward_flops(
 
 FLOPS: dict[str, FlopCounter] = {
     "aten.convolution_backward": convolution_backward_flops,
+    "aten.addmm_": added_product_flops,
+    "aten.baddbmm_": added_product_flops,
+    "torch_nn._linear_cross_entropy_batch_chunked": chunked_cross_entropy_flops,
+    "torch_nn._linear_cross_entropy_batch_chunked_no_reduction": chunked_cross_entropy_flops,
     "aten._scaled_dot_product_flash_attention_for_cpu": attention_flops,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": attention_backward_flops,
     "aten.mkldnn_rnn_layer": onednn_rnn_flops,

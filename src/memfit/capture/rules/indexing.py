@@ -8,6 +8,7 @@ indices with cub.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from memfit.capture.rules.measured_kernels import probed
 _SMALL_EMBEDDING = 3072
 _ROWS_PER_THREAD = 10
 _INDEX_BYTES = 8
+_BITS_A_PASS = 8
 
 
 def _embedding(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
@@ -34,12 +36,12 @@ def _cpu_embedding_backward(context: RuleContext, func: Any, args: Any, kwargs: 
     return contiguous_copy(args[0]) + contiguous_copy(args[1])
 
 
-def sort_bytes(items: int, key_bytes: int, value_bytes: int) -> int:
+def sort_bytes(items: int, key_bytes: int, value_bytes: int, bits: int = 64) -> int:
     """Temporary storage of a radix sort of pairs: a second copy of keys and values (cub, `DeviceRadixSort`).
 
-    Its histograms, some hundred KiB at most, are not counted.
+    A sort of up to eight bits is one pass, which needs none. Histograms, some hundred KiB at most, are not counted.
     """
-    return items * (key_bytes + value_bytes)
+    return items * (key_bytes + value_bytes) if bits > _BITS_A_PASS else 0
 
 
 def _cuda_embedding_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
@@ -102,29 +104,63 @@ def _embedding_bag_backward(context: RuleContext, func: Any, args: Any, kwargs: 
 
 
 def _index_put(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-    """Accumulation sorts linear indices (cuda/Indexing.cu, `index_put_with_sort_kernel`).
+    """Accumulation sorts linear indices (cuda/Indexing.cu, `index_put_with_sort_kernel`), as does determinism.
 
-    The linear index, its order, the sorted index and a range are int64; then cub's storage.
+    Otherwise indices are only laid out alike (TensorAdvancedIndexing.cpp, `_index_put_impl_`).
     """
     target, indices, values = args[:3]
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     given = [index for index in indices if index is not None]
     if any(index.dtype in (torch.bool, torch.uint8) for index in given):
         return 0
-    if not (accumulate or torch.are_deterministic_algorithms_enabled()):
+    if accumulate or (torch.are_deterministic_algorithms_enabled() and values.numel() > 1):
+        return _sorted_index_put(target, indices, given, values)
+    return _alike_indices(given)
+
+
+def _sorted_index_put(target: Tensor, indices: Any, given: list[Tensor], values: Tensor) -> int:
+    """Return the bytes of six buffers: the linear index, its order, the sorted index, a range, and cub's two.
+
+    Before them, `computeLinearIndex` holds the sum so far beside an index and its product with a stride. Indices that
+    are not next to each other are brought to the front, which copies the target; so is a target that has gaps.
+    """
+    shape = torch.broadcast_shapes(*(index.shape for index in given))
+    count = math.prod(shape)
+    places = [place for place, index in enumerate(indices) if index is not None]
+    adjacent = places[-1] - places[0] + 1 == len(places)
+    others = [size for place, size in enumerate(target.shape) if place not in places]
+    slices = math.prod(target.shape[places[-1] + 1 :]) if adjacent else math.prod(others)
+    gathered = count * math.prod(others)
+    laid_out = values.is_contiguous() and values.numel() == gathered
+    copies = contiguous_copy(target) + (0 if laid_out else gathered * values.element_size())
+    if not adjacent:
+        copies += bytes_of(target)
+    converted = sum(index.numel() * _INDEX_BYTES for index in given if index.dtype == torch.int32)
+    building = converted + (2 if len(given) == 1 else 3) * count * _INDEX_BYTES
+    bits = max(1, (max(0, target.numel() - 1) // max(1, slices)).bit_length())  # cub.h, `get_num_bits`
+    return max(
+        contiguous_copy(target) + building,
+        copies + 4 * count * _INDEX_BYTES + sort_bytes(count, _INDEX_BYTES, _INDEX_BYTES, bits),
+    )
+
+
+def _index(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    return _alike_indices([index for index in args[1] if index is not None])
+
+
+def _alike_indices(given: list[Tensor]) -> int:
+    """Return the bytes of copies: of int32 indices, and of several whose strides differ once they are expanded.
+
+    TensorAdvancedIndexing.cpp, `make_info`; TensorAdvancedIndexingUtils.h, `AdvancedIndex`.
+    """
+    if any(index.dtype in (torch.bool, torch.uint8) for index in given):
         return 0
     shape = torch.broadcast_shapes(*(index.shape for index in given))
-    count = 1
-    for size in shape:
-        count *= size
-    gathered = count
-    for position, size in enumerate(target.shape):
-        if position >= len(indices) or indices[position] is None:
-            gathered *= size
-    expanded = gathered * values.element_size()
-    copies = 0 if values.is_contiguous() and values.numel() == gathered else expanded
-    copies += contiguous_copy(target)
-    return copies + 4 * count * _INDEX_BYTES + sort_bytes(count, _INDEX_BYTES, _INDEX_BYTES)
+    converted = sum(index.numel() * _INDEX_BYTES for index in given if index.dtype == torch.int32)
+    expanded = [index.expand(shape) for index in given]
+    if len({index.stride() for index in expanded}) <= 1:
+        return converted
+    return converted + sum(math.prod(shape) * _INDEX_BYTES for index in expanded if not index.is_contiguous())
 
 
 def _roll(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
@@ -151,6 +187,8 @@ WORKSPACES = {
         "aten.index_put_.default": _index_put,
         "aten._index_put_impl_.default": _index_put,
         "aten._unsafe_index_put.default": _index_put,
+        "aten.index.Tensor": _index,
+        "aten._unsafe_index.Tensor": _index,
         "aten.roll.default": _roll,
     },
 }

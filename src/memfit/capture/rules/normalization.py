@@ -17,6 +17,7 @@ from torch import Tensor
 
 from memfit.capture.rules.base import RuleContext, bytes_of, contiguous_copy, memory_format_of, suggested_format
 from memfit.capture.rules.measured_kernels import probed
+from memfit.capture.rules.reduce_kernel import staging_bytes, sum_kernel
 from memfit.torch_private.dispatch import below_autograd
 
 _aten = torch.ops.aten
@@ -96,7 +97,7 @@ def _rms_norm_backward(context: RuleContext, func: Any, args: Any, kwargs: dict[
     grad, source, shape, _, _, mask = args
     width = math.prod(shape)
     rows = source.numel() // max(1, width)
-    partial = gamma_beta_bytes(rows, width, context.multiprocessors, source.element_size(), int(mask[1]))
+    partial = gamma_beta_bytes(context, rows, width, source.dtype, int(mask[1]))
     return contiguous_copy(grad) + contiguous_copy(source) + partial
 
 
@@ -143,17 +144,19 @@ def _cuda_layer_norm_backward(context: RuleContext, func: Any, args: Any, kwargs
     mask = args[-1]
     width = math.prod(shape)
     rows = source.numel() // max(1, width)
-    partial = gamma_beta_bytes(rows, width, context.multiprocessors, source.element_size(), sum(map(bool, mask[1:3])))
+    partial = gamma_beta_bytes(context, rows, width, source.dtype, sum(map(bool, mask[1:3])))
     return contiguous_copy(grad) + contiguous_copy(source) + partial
 
 
-def gamma_beta_bytes(rows: int, width: int, multiprocessors: int, element_size: int, gradients: int) -> int:
-    """Partial sums of many short rows (layer_norm_kernel.cu, `LaunchGammaBetaBackwardCUDAKernel`)."""
-    if not gradients or rows <= 64 * 1024 or width // 32 >= multiprocessors // 2:
+def gamma_beta_bytes(context: RuleContext, rows: int, width: int, dtype: torch.dtype, gradients: int) -> int:
+    """Partial sums of many short rows, and their sum (layer_norm_kernel.cu, `LaunchGammaBetaBackwardCUDAKernel`)."""
+    if not gradients or rows <= 64 * 1024 or width // 32 >= context.multiprocessors // 2:
         return 0
     columns = -(-width // 32)
     blocks = min(64 * 1024 // 2 // columns, -(-rows // 32))
-    return (gradients * blocks + 1) * width * element_size
+    partial = torch.empty((blocks, width), dtype=dtype, device="meta")
+    staged = staging_bytes(context, partial, [0], sum_kernel(dtype, dtype), dtype.itemsize)
+    return (gradients * blocks + 1) * width * dtype.itemsize + staged
 
 
 # -- group norm ----------------------------------------------------------------------------------------------

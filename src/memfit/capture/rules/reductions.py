@@ -1,7 +1,8 @@
 """Reductions and scans: sums, means, products, extremes and quantiles, cumulative sums and products.
 
-Defined in torch by ATen/native/ReduceOps.cpp, TensorIteratorReduce.cpp and Sorting.cpp; the derivatives of products and
-extremes by torch/csrc/autograd/FunctionsManual.cpp.
+Defined in torch by ATen/native/ReduceOps.cpp, TensorIteratorReduce.cpp and Sorting.cpp, on CUDA by cuda/Reduce*.cu; the
+derivatives of products and extremes by torch/csrc/autograd/FunctionsManual.cpp. What CUDA's kernel stages is in
+`reduce_kernel.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memfit.capture.rules.base import LOW_PRECISION, Rule, RuleContext
+from memfit.capture.rules.base import LOW_PRECISION, Rule, RuleContext, bytes_of
+from memfit.capture.rules.reduce_kernel import Reduction, plain_kernel, staging_bytes, sum_kernel
 from memfit.torch_private.dispatch import below_autograd
 
 _aten = torch.ops.aten
@@ -51,6 +53,82 @@ def _mean(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], re
 def _cumulative(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
     """The input in the dtype of the result (ATen/native/ReduceOps.cpp, `impl_func_cum_ops`)."""
     return args[0].numel() * result.element_size() if args[0].dtype != result.dtype else 0
+
+
+# -- reductions on CUDA ----------------------------------------------------------------------------------------
+
+
+def _cuda_sum(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
+    """A copy in the dtype of the result, if that is another, and the staging of partial sums.
+
+    16 bits are summed to float32 without a copy (ReduceOpsUtils.h, `make_reduction_from_out_ty`).
+    """
+    source, dims = args[0], _dims(args, kwargs, 1)
+    same = source.dtype == result.dtype or (source.dtype in LOW_PRECISION and result.dtype == torch.float32)
+    dtype = source.dtype if same else result.dtype
+    copy = 0 if same else source.numel() * dtype.itemsize
+    return copy + staging_bytes(context, source, dims, sum_kernel(dtype, result.dtype), result.element_size())
+
+
+def _cuda_norm(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
+    """Staging only (cuda/ReduceNormKernel.cu): the order of the norm comes before the dimensions."""
+    kernel = plain_kernel(args[0].dtype, result.dtype)
+    return staging_bytes(context, args[0], _dims(args, kwargs, 2), kernel, result.element_size())
+
+
+def _cuda_extreme(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    """Extremes, `any` and `all` accumulate in the input's dtype.
+
+    cuda/ReduceMaxValuesKernel.cu, ReduceMinValuesKernel.cu, ReduceLogicKernel.cu.
+    """
+    size = args[0].element_size()
+    kernel = Reduction(accumulator_bytes=size, element_bytes=size)
+    return staging_bytes(context, args[0], _dims(args, kwargs, 1), kernel, result.element_size())
+
+
+def _cuda_extreme_place(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    """An extreme with its index is a pair of 16 bytes, whatever the dtype (SharedReduceOps.h, `MinMaxReductionOps`).
+
+    `argmax` of a whole tensor flattens it first (ReduceOps.cpp, `argmax_argmin_impl`).
+    """
+    source, dims = args[0], _dims(args, kwargs, 1)
+    copy = bytes_of(source) if dims is None and not source.is_contiguous() else 0
+    kernel = Reduction(accumulator_bytes=16, element_bytes=source.element_size(), accumulates_in_output=False)
+    output_bytes = (result if isinstance(result, Tensor) else result[0]).element_size()
+    return copy + staging_bytes(context, source, dims, kernel, output_bytes)
+
+
+def _cuda_variance(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
+    """Mean, sum of squares and two counts a value; two elements are read at once.
+
+    SharedReduceOps.h, `WelfordData`; cuda/ReduceMomentKernel.cu, `std_var_kernel_impl`.
+    """
+    source = args[0]
+    wide = 32 if source.dtype == torch.float64 else 16
+    kernel = Reduction(
+        accumulator_bytes=wide, element_bytes=source.element_size(), input_vector=2, accumulates_in_output=False
+    )
+    output_bytes = (result if isinstance(result, Tensor) else result[0]).element_size()
+    return staging_bytes(context, source, _dims(args, kwargs, 1), kernel, output_bytes)
+
+
+def _cuda_logsumexp(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
+    """Maxima, and the exponentials of every element (ReduceOps.cpp, `logsumexp_out_impl`).
+
+    Integers are converted first.
+    """
+    source = args[0]
+    converted = 0 if source.is_floating_point() else source.numel() * result.element_size()
+    exponentials = source.numel() * result.element_size()
+    kernel = sum_kernel(result.dtype, result.dtype)
+    staged = staging_bytes(context, source, _dims(args, kwargs, 1), kernel, result.element_size())
+    return converted + bytes_of(result) + exponentials + staged
+
+
+def _dims(args: Any, kwargs: dict[str, Any], position: int) -> list[int] | None:
+    """Return the dimensions that a call reduces, None for all."""
+    dims = args[position] if len(args) > position else kwargs.get("dim")
+    return [dims] if isinstance(dims, int) else (list(dims) if dims else None)
 
 
 # -- products --------------------------------------------------------------------------------------------------
@@ -183,6 +261,24 @@ def _quantile(name: str) -> Rule:
 
 
 _WHOLE = tuple(f"aten.{name}.default" for name in ("amax", "amin", "nansum", "prod"))
+_CUDA_SUMS = (
+    *(f"{name}.default" for name in ("sum", "mean", "nansum", "prod")),
+    *("sum.dim_IntList", "mean.dim", "prod.dim_int"),
+)
+_CUDA_NORMS = ("linalg_vector_norm.default", "norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dtype")
+_CUDA_EXTREMES = (
+    *(f"{name}.default" for name in ("amax", "amin", "max", "min", "any", "all")),
+    *(f"{name}.{overload}" for name in ("any", "all") for overload in ("dim", "dims")),
+)
+_CUDA_PLACES = ("max.dim", "min.dim", "argmax.default", "argmin.default")
+_CUDA_VARIANCES = tuple(f"{name}.correction" for name in ("var", "std", "var_mean", "std_mean"))
+_CUDA_REDUCTIONS = (
+    (_CUDA_SUMS, _cuda_sum),
+    (_CUDA_NORMS, _cuda_norm),
+    (_CUDA_EXTREMES, _cuda_extreme),
+    (_CUDA_PLACES, _cuda_extreme_place),
+    (_CUDA_VARIANCES, _cuda_variance),
+)
 _QUANTILES = {name: _quantile(name) for name in ("quantile", "nanquantile")}
 FUNCTIONS = {device: {"prod": _prod, "cumprod": _cumprod, **_QUANTILES} for device in ("cpu", "cuda")}
 # On CPU the gradient of an extreme of the whole tensor depends on a value.
@@ -197,5 +293,10 @@ WORKSPACES = {
         "aten.cumsum.default": _cumulative,
         "aten.cumprod.default": _cumulative,
     },
-    "cuda": {"aten.cumsum.default": _cumulative, "aten.cumprod.default": _cumulative},
+    "cuda": {
+        "aten.cumsum.default": _cumulative,
+        "aten.cumprod.default": _cumulative,
+        **{f"aten.{name}": rule for names, rule in _CUDA_REDUCTIONS for name in names},
+        "aten.logsumexp.default": _cuda_logsumexp,
+    },
 }
