@@ -79,6 +79,7 @@ def test_a_table_may_come_from_elsewhere() -> None:
         free_after=np.array([-1, 0]),
         workspace_bytes=np.array([0, 3]),
         first_use=np.full(2, -1),
+        warm_up_frees=np.full(2, -1),
         states_made=2,
         product_thread=np.full(2, -1),
         first_made_at=np.full(2, -1),

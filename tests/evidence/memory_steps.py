@@ -1,0 +1,179 @@
+"""Whole training steps with published memory figures, and what memfit says of each.
+
+`memory_steps.csv` has the figures and how each step was run: `units` are FSDP2's, `root` where the blocks are and the
+embedding and the head stay in the root unit, `apart` where these are units of their own, the last block and the head
+kept after the forward, `head kept` where only the head is. `logits` are what the model returns and how the loop treats
+them: `held` are float32 logits that stay alive through the backward. `before_june_2024` is FSDP2 with the
+reduce-scatter's input on the reduce stream (pytorch PR 129721). These are options of the emulation, not of memfit.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+import memfit
+from memfit import Step
+from memfit.capture import Trace
+from memfit.cost import Roofline, Runtime
+from memfit.hardware import Target
+from memfit.memory import AllocationTable, Reserved, Stream, Timeline, reserved
+from memfit.memory.room import Room, judge_room
+from memfit.sharding import ShardOptions, shard, sharded_step
+from memfit.sharding.fsdp2_schedule import FSDP2Scheduler
+from memfit.sharding.schedule import Role
+from tests.evidence import litgpt_models
+from tests.evidence.step_models import SHAPES, Checkpointing
+from tests.evidence.titan_models import chunked_cross_entropy_loss, cross_entropy_loss, titan_step
+
+HERE = Path(__file__).parent
+RUNS = HERE / "memory_steps.csv"
+GIB = 1 << 30
+_APART = ("tok_embeddings", "output")
+
+
+@dataclass(frozen=True)
+class PublishedMemory:
+    """One published run: the step, and peaks in GiB where they were published; `fits` where it ran or did not."""
+
+    name: str
+    source: str
+    gpu: str
+    ranks: int
+    model: str
+    batch: int
+    length: int
+    checkpointing: Checkpointing
+    norm: str
+    logits: str
+    units: str
+    before_june_2024: bool
+    optimizer: str
+    allocated_gib: float | None
+    reserved_gib: float | None
+    first_reserved_gib: float | None
+    fits: bool | None
+
+    @property
+    def device(self) -> str:
+        """The device's name, or its file here."""
+        own = HERE / f"{self.gpu}.toml"
+        return str(own) if own.exists() else self.gpu
+
+    @property
+    def target(self) -> Target:
+        """The device and its ranks."""
+        return Target.parse(self.device, ranks=self.ranks)
+
+    def step(self) -> Step:
+        """The step as its source runs it."""
+        if self.model in litgpt_models.SHAPES:
+            wide = self.logits == "float32"
+            return litgpt_models.litgpt_step(self.model, batch=self.batch, length=self.length, wide_logits=wide)
+        fused = self.optimizer == "fused"
+        return titan_step(
+            replace(SHAPES[self.model], fused_norm=self.norm == "fused"),
+            batch=self.batch,
+            length=self.length,
+            checkpointing=self.checkpointing,
+            optimizer=partial(torch.optim.AdamW, lr=1e-4, fused=fused, foreach=not fused),
+            loss=chunked_cross_entropy_loss if self.logits == "chunked" else cross_entropy_loss,
+            float_output=self.logits in ("float32", "held"),
+            keep_output=self.logits == "held",
+        )
+
+    @cached_property
+    def allocations(self) -> AllocationTable:
+        """Every allocation of a rank."""
+        trace = memfit.trace(self.step(), target=self.device)
+        return AllocationTable.of(trace) if self.ranks == 1 else self._sharded(trace)
+
+    @cached_property
+    def predicted(self) -> Reserved:
+        """What the allocator of a rank does."""
+        return reserved(self.allocations, self.target.device)
+
+    @cached_property
+    def room(self) -> Room:
+        """Whether a rank has room."""
+        return judge_room(self.target, self.allocations).room
+
+    def errors(self) -> dict[str, float]:
+        """How much more than each published figure is predicted."""
+        found = self.predicted
+        pairs = {
+            "allocated": (found.peak_allocated_bytes, self.allocated_gib),
+            "reserved": (found.peak_reserved_bytes, self.reserved_gib),
+            "reserved, step 1": (found.first_step_reserved_bytes, self.first_reserved_gib),
+        }
+        return {name: predicted / GIB / gib - 1.0 for name, (predicted, gib) in pairs.items() if gib is not None}
+
+    def in_root(self) -> PublishedMemory:
+        """The same run with embedding and head in the root unit."""
+        return replace(self, units="root")
+
+    def _sharded(self, trace: Trace) -> AllocationTable:
+        blocks = tuple(f"layers.{number}" for number in range(SHAPES[self.model].layers))
+        options = ShardOptions(
+            shard_dtype="float32",
+            param_dtype="bfloat16",
+            reduce_dtype="float32",
+            units=blocks if self.units == "root" else (*blocks, *_APART),
+        )
+        kept = {"root": (blocks[-1],), "apart": (blocks[-1], "output"), "head kept": ("output",)}[self.units]
+        with _scheduler(kept, on_reduce_stream=self.before_june_2024):
+            sharding = shard(Timeline.of(trace), Runtime.of(trace, Roofline()), self.target, options)
+        return AllocationTable.of(trace, intervals=sharding.allocations, removed=sharding.removed)
+
+
+@contextmanager
+def _scheduler(kept: tuple[str, ...], *, on_reduce_stream: bool) -> Iterator[None]:
+    """FSDP2 as torchtitan asks for it (`reshard_after_forward=False` for `kept`), or as it was before PR 129721."""
+
+    class Scheduler(FSDP2Scheduler):
+        streams: ClassVar = {
+            **FSDP2Scheduler.streams,
+            Role.REDUCE_INPUT: Stream.REDUCE if on_reduce_stream else Stream.COMPUTE,
+        }
+
+        def after_forward(self, unit: int, *, has_backward: bool) -> None:
+            group = self._groups[unit]
+            unsharded = group.unsharded
+            keeps = self._modules[unit] in kept
+            if keeps:
+                group.unsharded = []
+            super().after_forward(unit, has_backward=has_backward)
+            if keeps:
+                group.unsharded = unsharded
+
+    original = sharded_step.FSDP2Scheduler
+    sharded_step.FSDP2Scheduler = Scheduler
+    try:
+        yield
+    finally:
+        sharded_step.FSDP2Scheduler = original
+
+
+def read_runs() -> list[PublishedMemory]:
+    """Every run of the file."""
+    with RUNS.open() as file:
+        return [_parsed(row) for row in csv.DictReader(file)]
+
+
+def _parsed(row: dict[str, Any]) -> PublishedMemory:
+    numbers = {name: int(row[name]) for name in ("ranks", "batch", "length")}
+    figures = ("allocated_gib", "reserved_gib", "first_reserved_gib")
+    peaks = {name: float(row[name]) if row[name] else None for name in figures}
+    rest = {
+        name: row[name]
+        for name in ("name", "source", "gpu", "model", "checkpointing", "norm", "logits", "units", "optimizer")
+    }
+    fits = {"yes": True, "no": False}.get(row["fits"])
+    return PublishedMemory(**rest, **numbers, **peaks, before_june_2024=row["before_june_2024"] == "1", fits=fits)
