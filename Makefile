@@ -58,6 +58,7 @@ ops: $(DEV)
 STEPS = few
 evidence: $(DEV)
 	PYTHONPATH=src:. $(BIN)/python -m tests.evidence.speeds --steps $(STEPS) --write docs/evidence.md
+	PYTHONPATH=src:. $(BIN)/python -m tests.evidence.fits
 
 # Every minor release of torch in a virtualenv of its own: about 6 GB and 5 minutes each.
 compat: $(BASE)

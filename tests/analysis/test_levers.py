@@ -23,13 +23,15 @@ from memfit.analysis.levers.case import LEAST_PART, sort_levers
 from memfit.analysis.levers.changed_steps import loss, micro_batch, optimizer, precision
 from memfit.analysis.levers.lifetimes import gradients, holding
 from memfit.analysis.levers.replanned import checkpointing, sharding
+from memfit.analysis.levers.segments import segments
 from memfit.analysis.report import Report
 from memfit.capture import Category, Step
 from memfit.cost import Roofline
 from memfit.engines import chunked_cross_entropy
 from memfit.hardware import Device, Target
 from memfit.hardware.efficiency import Family
-from memfit.memory import Timeline, measured
+from memfit.memory import Timeline, measured, reserved
+from memfit.presets import named_steps_at
 from memfit.sharding import ShardOptions
 from memfit.solve import SolveOptions
 from memfit.units import display_ms
@@ -425,3 +427,21 @@ def test_half_a_micro_batch_on_the_cpu_peaks_where_its_lever_says() -> None:
     (each,) = only(micro_batch, step, "micro-batch of 256 instead of 512", target="cpu")
     changed = Step(Blocks, torch.randn(256, 64), accumulation_steps=2)
     assert measured_peak(changed, Blocks()) == pytest.approx(each.peak_bytes, abs=64)
+
+
+def test_expandable_segments_save_what_the_allocator_reserves_and_no_tensor() -> None:
+    step = named_steps_at("gpt2")(batch=8, seq=None).step
+    case = case_of(step, "h100-sxm", ranks=8)
+    device = case.target.device
+    (found,) = segments(case)
+    grown = dataclasses.replace(device, allocator=dataclasses.replace(device.allocator, expandable_segments=True))
+    held = [reserved(case.timeline.allocations, each).peak_reserved_bytes for each in (device, grown)]
+    assert found.of_reserved and found.saves_bytes == held[0] - held[1] > 0
+    assert found.peak_bytes == case.peak_bytes and found.free and found.option == "--expandable-segments"
+    with_them = Target.parse(case.target, expandable_segments=True)
+    assert not list(segments(dataclasses.replace(case, report=Report.of_trace(case.trace, target=with_them))))
+
+
+def test_a_cpu_has_no_segments() -> None:
+    step = named_steps_at("gpt2")(batch=1, seq=64).step
+    assert not list(segments(case_of(step, "cpu")))

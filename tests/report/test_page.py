@@ -189,7 +189,7 @@ def test_the_headline_says_whether_it_fits_and_what_is_done() -> None:
 def test_a_plan_whose_allocator_reserves_too_much_fits_with_care() -> None:
     shown = report()
     usable = shown.target.usable_bytes
-    much = msgspec.structs.replace(shown.plan.predicted, peak_reserved_bytes=usable + 1)
+    much = msgspec.structs.replace(shown.plan.predicted, peak_reserved_bytes=usable + 1, room="margin")
     words = headline(dataclasses.replace(shown, plan=msgspec.structs.replace(shown.plan, predicted=much)))
     assert words.tone == "care" and "allocator would reserve" in words.sentences[0]
     assert headline(shown).tone == "good" and not any("Take care" in each for each in headline(shown).sentences)

@@ -181,6 +181,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     the fingerprint."""
     warm_up: str = "none"
     """What the process runs before its first step (`Step.warm_up`). Not part of the fingerprint."""
+    cudnn_benchmark: bool = False
+    """Whether `torch.backends.cudnn.benchmark` was on when the step ended. Not part of the fingerprint."""
 
     def instance_of(self, path: str) -> str:
         """Return the first path of the module that this path leads to."""

@@ -5,6 +5,9 @@ the allocator gives its cache back to the device. Both are found by running the 
 four steps or more, with a limit on what it may reserve (Note [What a rank has]): `usable_bytes`, which leave the margin
 free. A plan that runs so only without the margin is said to be within it. One that fails even with the least context
 and the least memory of NCCL that were ever seen does not fit; what is between may run, and is slow or lucky.
+
+Where cuDNN runs convolutions, a plan fits when it does so with the largest workspaces. With less memory it runs all the
+same, with other algorithms.
 """
 
 from __future__ import annotations
@@ -12,9 +15,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from memfit.hardware import Device, Target
+from memfit.hardware import Device, RankMemory, Target
 from memfit.memory.allocations import AllocationTable
+from memfit.memory.convolution_workspace import convolution_workspaces, with_convolutions
 from memfit.memory.steady_state import Reserved, reserved
+from memfit.memory.timeline import Timeline
+
+_PARTS = (0.4, 0.7, 1.0)
+"""Of the most that convolutions may take, what is tried."""
 
 
 class Room(Enum):
@@ -35,23 +43,57 @@ class Reservation:
     """What the allocator reserves at most, and whether the device has room for it.
 
     `wanted_bytes` is what it would reserve with no limit. Where it has room for less, having given its cache back in
-    the first step only, `reserved_bytes` is that.
+    the first step only, `reserved_bytes` is that. Where cuDNN runs convolutions it reserves between `low_bytes` and
+    `wanted_bytes`, and `reserved_bytes` is the middle (Note [Workspaces of convolutions]).
     """
 
     reserved_bytes: int
     wanted_bytes: int
     room: Room
+    low_bytes: int | None = None
 
 
-def judge_room(target: Target, table: AllocationTable, *, expandable: bool = False) -> Reservation:
+def judge_room(target: Target, timeline: Timeline, *, expandable: bool = False) -> Reservation:
     """Return what the allocator of a rank does with a step (Note [What fits])."""
     device, memory = _device(target.device, expandable), target.rank_memory
-    peak_bytes = int(table.levels(device.allocator.rounding_bytes)[1].sum(axis=0).max())
     if not device.allocator.caches:
+        peak_bytes = timeline.peak_bytes
         room = Room.ENOUGH if peak_bytes <= memory.usable_bytes else Room.TOO_LITTLE
         return Reservation(reserved_bytes=peak_bytes, wanted_bytes=peak_bytes, room=room)
-    wanted_bytes = reserved(table, device).peak_reserved_bytes
+    least, wanted_bytes, table = _most_reserved(device, timeline)
+    most = _judge(memory, device, table, wanted_bytes)
+    if table is timeline.allocations:
+        return most
+    room = most.room
+    if room in (Room.TIGHT, Room.TOO_LITTLE):  # an algorithm that gets no workspace is not taken, and nothing fails
+        room = max(Room.MARGIN, _judge(memory, device, timeline.allocations, least).room, key=lambda each: each.value)
+    return replace(most, reserved_bytes=(least + wanted_bytes) // 2, room=room, low_bytes=least)
 
+
+def reserved_range(device: Device, timeline: Timeline) -> tuple[int, int]:
+    """Return the least and the most that the allocator reserves; the same where cuDNN runs no convolutions."""
+    if not device.allocator.caches:
+        return timeline.peak_bytes, timeline.peak_bytes
+    return _most_reserved(device, timeline)[:2]
+
+
+def _most_reserved(device: Device, timeline: Timeline) -> tuple[int, int, AllocationTable]:
+    """Return what is reserved without workspaces of convolutions, the most with them, and the table of the latter."""
+    table = timeline.allocations
+    least = most = reserved(table, device).peak_reserved_bytes
+    workspaces = convolution_workspaces(timeline.trace)
+    # Larger workspaces may leave larger blocks, which serve others later: the largest need not reserve the most.
+    if workspaces is None:
+        return least, most, table
+    for part in _PARTS:
+        tried = with_convolutions(timeline.allocations, workspaces, part)
+        found = reserved(tried, device).peak_reserved_bytes
+        if found > most:
+            most, table = found, tried
+    return least, most, table
+
+
+def _judge(memory: RankMemory, device: Device, table: AllocationTable, wanted_bytes: int) -> Reservation:
     def limited(limit_bytes: int) -> Reserved:
         return reserved(table, device, limit_bytes=max(0, limit_bytes))
 
@@ -60,7 +102,7 @@ def judge_room(target: Target, table: AllocationTable, *, expandable: bool = Fal
 
     if wanted_bytes <= memory.usable_bytes:
         return reservation(Room.ENOUGH)
-    if memory.most_bytes < peak_bytes:
+    if memory.most_bytes < int(table.levels(device.allocator.rounding_bytes)[1].sum(axis=0).max()):
         return reservation(Room.TOO_LITTLE)
     at_available = None
     if wanted_bytes > memory.available_bytes:

@@ -116,7 +116,7 @@ def summarize(trace: Trace, *, target: str | Device | Target | None = None, larg
         )
     timeline = Timeline.of(trace, device.allocator.rounding_bytes)
     free = reserved(trace, device)
-    room = judge_room(aim, timeline.allocations).room
+    room = judge_room(aim, timeline).room
     limited = free
     if room in (Room.TIGHT, Room.TOO_LITTLE) and device.allocator.caches:
         limited = reserved(trace, device, limit_bytes=memory.available_bytes)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from memfit.capture import Implementation, Step, implementations_of_step, step_with, trace
 from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
-from memfit.memory import Timeline, reserved
+from memfit.memory import Timeline, reserved_range
 from memfit.plans.build import build_plan
 from memfit.plans.document import Plan
 from memfit.plans.record import Blocker, DdpPlan, Dtype, Estimate, Prediction, ShardedUnit, ShardPlan
@@ -187,15 +187,19 @@ def _prediction(problem: Problem, solved: Solved, reservation: Reservation | Non
 
 def _peak(problem: Problem, judged: Timeline, reservation: Reservation | None) -> dict[str, Any]:
     """Return the memory fields of an estimate; `reservation` is None where it is not known yet."""
-    device, instant = problem.target.device, judged.peak_instant
-    reserved_bytes = judged.peak_bytes
-    if reservation is not None:
-        reserved_bytes = max(reserved_bytes, reservation.reserved_bytes)
-    elif device.allocator.caches:
-        reserved_bytes = max(reserved_bytes, reserved(judged.allocations, device).peak_reserved_bytes)
+    instant = judged.peak_instant
+    low = high = None
+    if reservation is None:
+        low, high = reserved_range(problem.target.device, judged)
+        reserved_bytes = (low + high) // 2
+    else:
+        reserved_bytes, low, high = reservation.reserved_bytes, reservation.low_bytes, reservation.wanted_bytes
+    ranges = low is not None and low < high
     return {
         "peak_bytes": judged.peak_bytes,
-        "peak_reserved_bytes": reserved_bytes,
+        "peak_reserved_bytes": max(judged.peak_bytes, reserved_bytes),
+        "peak_reserved_low_bytes": low if ranges else None,
+        "peak_reserved_high_bytes": high if ranges else None,
         "peak_by_category": judged.peak_by_category,
         "peak_at": peak_at(judged.trace, int(judged.op[instant]), second_run_of=judged.recomputed_unit(instant)),
     }

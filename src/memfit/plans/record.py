@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from memfit.capture import Category
 from memfit.tradeoff import LOSS
+from memfit.units import display_bytes
 
 SCHEMA = 1
 
@@ -84,17 +85,30 @@ class PeakAt(_Part, frozen=True):
     second_run_of: str | None = None
 
 
-class Estimate(_Part, frozen=True):
-    """Memory and time of a step. `peak_by_category` adds up to `peak_bytes`, or is empty."""
+class Estimate(_Part, frozen=True, kw_only=True):
+    """Memory and time of a step. `peak_by_category` adds up to `peak_bytes`, or is empty.
+
+    Where cuDNN chooses the workspaces of convolutions, `peak_reserved_bytes` is the middle of a range, from
+    `peak_reserved_low_bytes` to `peak_reserved_high_bytes`; these are None elsewhere.
+    """
 
     peak_bytes: Bytes
     peak_reserved_bytes: Bytes
     step_ms: Ms
     peak_by_category: dict[Category, Bytes]
     peak_at: PeakAt
+    peak_reserved_low_bytes: Bytes | None = None
+    peak_reserved_high_bytes: Bytes | None = None
+
+    @property
+    def reserved(self) -> str:
+        """What the allocator reserves, in words: one figure, or a range."""
+        if self.peak_reserved_low_bytes is None or self.peak_reserved_high_bytes is None:
+            return display_bytes(self.peak_reserved_bytes)
+        return f"{display_bytes(self.peak_reserved_low_bytes)} to {display_bytes(self.peak_reserved_high_bytes)}"
 
 
-class Prediction(Estimate, frozen=True):
+class Prediction(Estimate, frozen=True, kw_only=True):
     """Memory and time of a step under a plan, and the part of its time that the plan adds.
 
     `room` says whether the caching allocator has room: enough; only without the margin; tight, when it must empty its

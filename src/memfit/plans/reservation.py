@@ -17,9 +17,7 @@ EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 def reservation_under(problem: Problem, solved: Solved, *, expandable: bool = False) -> Reservation | None:
     """Return what the allocator does with a plan; None without one. `expandable` segments grow and have no pieces."""
-    return (
-        None if solved.replay is None else judge_room(problem.target, solved.replay.allocations, expandable=expandable)
-    )
+    return None if solved.replay is None else judge_room(problem.target, solved.replay, expandable=expandable)
 
 
 def with_room(
@@ -37,7 +35,7 @@ def with_room(
     def able(found: Solved) -> bool:
         if found.replay is None:
             return False
-        tried.append((judge_room(problem.target, found.replay.allocations, expandable=expandable), found))
+        tried.append((judge_room(problem.target, found.replay, expandable=expandable), found))
         return _has_room(tried[-1][0])
 
     if solved.replay is None:

@@ -186,11 +186,13 @@ def verdict_of(plan: Plan, usable_bytes: int | None = None) -> Verdict:
         return Verdict(tone="bad", words="Does not fit", figures=f"no plan keeps the step within {budget}")
     peak = display_bytes(predicted.peak_bytes)
     figures = f"peak {peak} of the {budget} budget, {display_ms(predicted.step_ms)} a step"
-    if predicted.peak_reserved_bytes <= plan.budget_bytes:
-        return Verdict(tone="good", words="Fits", figures=figures)
     usable_bytes = _usable_bytes(plan) if usable_bytes is None else usable_bytes
-    reserved, usable = display_bytes(predicted.peak_reserved_bytes), display_bytes(usable_bytes)
-    if predicted.peak_reserved_bytes <= usable_bytes:
+    reserved, usable = predicted.reserved, display_bytes(usable_bytes)
+    most_bytes = predicted.peak_reserved_high_bytes or predicted.peak_reserved_bytes
+    has_room = most_bytes <= usable_bytes if predicted.room is None else predicted.room == "enough"
+    if has_room and most_bytes <= plan.budget_bytes:
+        return Verdict(tone="good", words="Fits", figures=figures)
+    if has_room:
         why = f"The budget is for tensors; the caching allocator reserves {reserved} of {usable} for them."
         return Verdict(tone="good", words="Fits", figures=figures, reasons=(why,))
     why = f"Take care: the caching allocator would reserve {reserved}, and the device has {usable} for tensors."

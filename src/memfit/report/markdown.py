@@ -69,7 +69,10 @@ def _rows(plan: Plan, columns: Sequence[Estimate | Blocker]) -> Iterator[list[st
     yield ["**peak**", *_bytes_cells([each.peak_bytes for each in columns])]
     if len(estimates) == len(columns):
         if reserves_more(plan):
-            yield ["reserved by the allocator", *_bytes_cells([each.peak_reserved_bytes for each in estimates])]
+            cells = _bytes_cells([each.peak_reserved_bytes for each in estimates])
+            if any(each.peak_reserved_low_bytes is not None for each in estimates):  # ranges, so no one difference
+                cells = [each.reserved for each in estimates] + [""] * (len(cells) - len(estimates))
+            yield ["reserved by the allocator", *cells]
         times = [each.step_ms for each in estimates]
         yield ["**step**", *map(display_ms, times), *([_part(times[1], times[0])] if len(times) == 2 else [])]
     if plan.predicted is not None:

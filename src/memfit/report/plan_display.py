@@ -110,7 +110,7 @@ def _before_and_after(plan: Plan) -> Table:
     estimates = [each for each in columns if isinstance(each, Estimate)]
     table.add_row("peak", *(display_bytes(each.peak_bytes) for each in columns))
     if any(each.peak_reserved_bytes != each.peak_bytes for each in estimates):
-        table.add_row("reserved by the allocator", *(display_bytes(each.peak_reserved_bytes) for each in estimates))
+        table.add_row("reserved by the allocator", *(each.reserved for each in estimates))
     table.add_row("step", *(display_ms(each.step_ms) for each in estimates))
     if plan.predicted is not None:
         beside = [] if same else [""]

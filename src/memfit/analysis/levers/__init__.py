@@ -9,6 +9,7 @@ from memfit.analysis.levers.changed_steps import loss, micro_batch, optimizer, p
 from memfit.analysis.levers.lifetimes import gradients, holding
 from memfit.analysis.levers.offload import offload
 from memfit.analysis.levers.replanned import checkpointing, sharding
+from memfit.analysis.levers.segments import segments
 
 __all__ = ["LEVERS", "Basis", "Case", "Lever", "describe_shortfall", "find_levers"]
 
@@ -22,6 +23,7 @@ LEVERS: dict[str, Callable[[Case], Iterator[Lever]]] = {
     "bfloat16": precision,
     "more ranks": sharding,
     "offloading": offload,
+    "expandable segments": segments,
 }
 """Every family of levers, by what it tries."""
 

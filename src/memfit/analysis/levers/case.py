@@ -233,7 +233,8 @@ class Lever:
 
     `costs_ms` is how much longer a step takes, negative when it is faster and None when that is not known. `units` are
     the modules it is about. With `same_numbers` the step computes what it did, but for rounding. `option` is what to
-    add to `memfit plan` to plan with it, empty where the command has no option for it.
+    add to `memfit plan` to plan with it, empty where the command has no option for it. One that is `of_reserved` leaves
+    the peak of tensors as it is, and `saves_bytes` of what the caching allocator reserves for them.
     """
 
     name: str
@@ -246,6 +247,7 @@ class Lever:
     units: tuple[str, ...] = ()
     same_numbers: bool = True
     option: str = ""
+    of_reserved: bool = False
 
     @property
     def free(self) -> bool:
