@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memfit.paths import alike, folded
+from memfit.paths import alike, folded, repeated_blocks, unwrapped
 
 
 def test_only_whole_numbers_are_stars() -> None:
@@ -26,3 +26,13 @@ def test_only_whole_numbers_are_stars() -> None:
 )
 def test_ranges(paths: list[str], shown: str) -> None:
     assert folded(paths) == shown
+
+
+def test_a_wrapper_is_of_the_kind_of_what_it_wraps() -> None:
+    kinds = {"": "Model", "0": "Wrapper", "0._inner": "Compiled", "0._inner._orig": "Block", "1": "Block"}
+    kinds |= {"0._inner._orig.0": "Linear", "1.0": "Linear"}
+    names = ("_inner", "_orig")
+    blocks = {"": "Model", "0": "Block", "0._inner._orig.0": "Linear", "1": "Block", "1.0": "Linear"}
+    assert unwrapped(kinds, names) == blocks
+    assert repeated_blocks(unwrapped(kinds, names)) == ("0", "1")
+    assert repeated_blocks(kinds) == (), "a wrapper alone is unlike the block beside it"

@@ -92,6 +92,21 @@ def _numbers(names: Iterable[str]) -> dict[str, set[str]]:
     return found
 
 
+def unwrapped(kinds: Mapping[str, str], inner_names: Iterable[str]) -> dict[str, str]:
+    """Return each module's kind, a wrapper's being that of what it wraps; what is wrapped is left out.
+
+    `inner_names` are the attributes under which wrappers keep a module.
+    """
+    names = tuple(inner_names)
+    inner = {path: found for path in kinds for name in names if (found := f"{path}.{name}" if path else name) in kinds}
+    wrapped = set(inner.values())
+
+    def kind_of(path: str) -> str:
+        return kind_of(inner[path]) if path in inner else kinds[path]
+
+    return {path: kind_of(path) for path in kinds if path not in wrapped}
+
+
 def repeated_blocks(kinds: Mapping[str, str]) -> tuple[str, ...]:
     """Return the outermost modules, of those given with their kinds, that are alike and numbered in a row."""
     lists: dict[str, list[str]] = defaultdict(list)

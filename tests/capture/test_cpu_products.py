@@ -121,3 +121,47 @@ def test_the_peak_of_a_step_is_that_of_a_real_one(name: str) -> None:
     )
     timeline = Timeline.of(trace)
     assert timeline.peak_bytes - timeline.start_bytes == truth.peak_bytes
+
+
+class Transposed(nn.Module):
+    """Linear layers on a batch that is not contiguous, whose gradients meet at it."""
+
+    def __init__(self, layers: int, *, attention: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(layers))
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True) if attention else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.attention is not None:
+            return self.attention(x, x, x, need_weights=False)[0].square().mean()
+        x = x.transpose(0, 1)
+        total = self.layers[0](x)
+        for layer in self.layers[1:]:
+            total = total * layer(x)
+        return total.square().mean()
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(lambda: Transposed(1), id="one"),
+        pytest.param(lambda: Transposed(3), id="three-gradients-meet"),
+        pytest.param(lambda: Transposed(0, attention=True), id="attention"),
+    ],
+)
+def test_a_bias_is_added_in_place_to_a_strided_batch(model: Callable[[], nn.Module]) -> None:
+    """ATen/native/Linear.cpp: `output.add_(*bias)`, which a dispatch mode turns into an `add`."""
+    step = Step(model(), torch.randn(16, 128, 64), optimizer=None)
+    for _ in range(2):
+        step.execute(step.model, None, "cpu")
+    with measured() as truth:
+        step.execute(step.model, None, "cpu")
+    trace = memfit.trace(step, target="cpu")
+    timeline = Timeline.of(trace)
+    assert timeline.peak_bytes - timeline.start_bytes == truth.peak_bytes
+    for found in (trace, memfit.trace(step, target="h100-sxm")):
+        names = [op.name for op in found.ops if op.phase.value == "forward"]
+        assert "aten.add_.Tensor" in names
+        assert "aten.add.Tensor" not in names

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from memfit.capture.capture import trace as trace_step
+from memfit.capture.rules.attention import AttentionCall, choose_backend
 from memfit.capture.rules.efficient_attention import efficient_kernel
 from memfit.capture.rules.flash_attention import flash_splits
 from memfit.capture.step import Step, spec
@@ -227,6 +228,54 @@ def test_few_heads_split_the_keys_on_the_device() -> None:
 def test_the_efficient_backward_kernel_depends_on_the_device(dtype, width, dropout, capability, tile) -> None:
     kernel = efficient_kernel(dtype, width, dropout, capability)
     assert (kernel.queries, kernel.keys) == tile
+
+
+# -- which cuDNN ---------------------------------------------------------------------------------------------
+
+
+def chosen(
+    capability: tuple[int, int], cudnn: int, *, width: int = 64, value_width: int | None = None, dropout=0.0
+) -> int:
+    query = torch.empty(2, 4, 64, width, dtype=BF16, device="meta")
+    value = torch.empty(2, 4, 64, value_width or width, dtype=BF16, device="meta")
+    call = AttentionCall(query, query, value, None, dropout, is_causal=False, enable_gqa=False)
+    return choose_backend(call, capability, cudnn=cudnn)
+
+
+MATH_CHOICE, FLASH_CHOICE, EFFICIENT_CHOICE, CUDNN_CHOICE = range(4)
+
+
+@pytest.mark.parametrize(
+    ("expected", "capability", "cudnn", "case"),
+    [  # cuda/sdp_utils.cpp, check_prefer_cudnn_attention: newer than 9.15.0, on sm90, sm100 and sm103
+        pytest.param(CUDNN_CHOICE, (9, 0), 91501, {}, id="wheels-for-cuda-13"),
+        pytest.param(FLASH_CHOICE, (9, 0), 91002, {}, id="wheels-for-cuda-12"),
+        pytest.param(FLASH_CHOICE, (9, 0), 91500, {}, id="not-yet-fixed"),
+        pytest.param(CUDNN_CHOICE, (10, 3), 92000, {}, id="sm103"),
+        pytest.param(FLASH_CHOICE, (10, 1), 92000, {}, id="not-sm101"),
+        pytest.param(FLASH_CHOICE, (12, 0), 92000, {}, id="not-sm120"),
+        pytest.param(FLASH_CHOICE, (9, 0), 0, {}, id="no-cudnn"),
+        # check_cudnn_tensor_shapes: what flash attention cannot run is composed with an older cuDNN
+        pytest.param(CUDNN_CHOICE, (10, 0), 91501, {"width": 192, "value_width": 128}, id="deepseek"),
+        pytest.param(EFFICIENT_CHOICE, (10, 0), 91002, {"width": 192, "value_width": 128}, id="deepseek-before"),
+    ],
+)
+def test_cudnn_runs_where_it_is_new_enough(expected, capability, cudnn, case) -> None:
+    assert chosen(capability, cudnn, **case) == expected
+
+
+def test_cudnn_before_9_14_has_no_dropout() -> None:
+    """can_use_cudnn_attention: 9.11 to 9.13; asked for alone, nothing else can run."""
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        assert chosen((9, 0), 91400, dropout=0.5) == CUDNN_CHOICE
+        with pytest.raises(RuntimeError, match="no attention backend"):
+            chosen((9, 0), 91200, dropout=0.5)
+
+
+def test_cudnn_can_be_asked_to_stand_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUDNN_SDPA_DEPRIORITIZED", "1")
+    assert chosen((9, 0), 92000) == FLASH_CHOICE
+    assert names(attend()) == ["_scaled_dot_product_flash_attention", "pow.Tensor_Scalar"]
 
 
 # -- packed sequences ----------------------------------------------------------------------------------------

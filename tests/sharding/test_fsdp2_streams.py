@@ -62,11 +62,12 @@ def eight_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def recorded(policy: MixedPrecisionPolicy) -> Recorder:
-    """The second step of FSDP2, which is as all that follow."""
+def recorded(policy: MixedPrecisionPolicy, kept: str | None = None) -> Recorder:
+    """The second step of FSDP2, which is as all that follow; one unit may keep its parameters after the forward."""
     model, mesh = build_model(), init_device_mesh("cpu", (RANKS,))
-    for module in (*(model.get_submodule(name) for name in UNITS), model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+    for name in (*UNITS, ""):
+        reshard = False if name == kept else None
+        fully_shard(model.get_submodule(name), mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     x = torch.ones(2, 40)
     model(x).sum().backward()
     model.zero_grad()
@@ -88,15 +89,17 @@ def scheduled(options: ShardOptions) -> ShardSchedule:
     return shard(timeline, runtime, Target.parse("cpu", ranks=RANKS), options).schedule
 
 
+@pytest.mark.parametrize("keep_last", [False, True], ids=["", "keep-last"])
 @pytest.mark.parametrize(
     ("param_dtype", "reduce_dtype"), [(None, None), ("bfloat16", "float32"), ("bfloat16", "bfloat16")]
 )
 def test_buffers_and_collectives_are_on_the_streams_of_fsdp2(
-    eight_ranks: None, param_dtype: Any, reduce_dtype: Any
+    eight_ranks: None, param_dtype: Any, reduce_dtype: Any, keep_last: bool
 ) -> None:
     dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
-    found = recorded(MixedPrecisionPolicy(**{name: each and getattr(torch, each) for name, each in dtypes.items()}))
-    schedule = scheduled(ShardOptions(units=UNITS, **dtypes))
+    policy = MixedPrecisionPolicy(**{name: each and getattr(torch, each) for name, each in dtypes.items()})
+    found = recorded(policy, kept=UNITS[-1] if keep_last else None)
+    schedule = scheduled(ShardOptions(units=UNITS, keep_last=keep_last, **dtypes))
     made = [
         (event.size_bytes, event.stream)
         for event in schedule.events

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import memfit
 from memfit import Step, spec
 from memfit.capture import Category, Parameter, Phase, Trace
-from memfit.cost import Roofline, Runtime
+from memfit.cost import Collective, Roofline, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import CATEGORIES, Timeline
+from memfit.sharded.wrap_policy import default_units
 from memfit.sharding import ShardOptions, repeated_blocks, shard
-from memfit.sharding.sharded_step import Sharding, shard_bytes
+from memfit.sharding.sharded_step import FlatOptions, Sharding, shard_bytes
 
 WIDTH, BLOCKS, RANKS = 64, 3, 4
 BLOCK_BYTES = (WIDTH * WIDTH + WIDTH) * 4
@@ -51,6 +55,71 @@ def level(sharding: Sharding, category: Category, op: int) -> int:
 
 def test_repeated_blocks_are_the_numbered_modules_that_are_alike(captured: Trace) -> None:
     assert repeated_blocks(captured) == ("blocks.0", "blocks.1", "blocks.2")
+
+
+class Block(nn.Module):
+    """Two linear layers, numbered, which would be the repeated modules where blocks are not seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers(x)
+
+
+def wrapped_model(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """Four blocks, every second in a wrapper."""
+    return nn.Sequential(*(wrap(Block()) if number % 2 else Block() for number in range(4)))
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        pytest.param(checkpoint_wrapper, id="checkpoint-wrapper"),
+        pytest.param(torch.compile, id="compiled"),
+        pytest.param(lambda block: checkpoint_wrapper(torch.compile(block)), id="both"),
+    ],
+)
+def test_blocks_are_found_in_wrappers(wrap: Callable[[nn.Module], nn.Module]) -> None:
+    step = Step(lambda: wrapped_model(wrap), spec((2, WIDTH)), loss=lambda out, _: out.sum())
+    trace = memfit.trace(step, target="cpu")
+    assert repeated_blocks(trace) == ("0", "1", "2", "3")
+    assert default_units(wrapped_model(wrap)) == ("0", "1", "2", "3")
+    root, *blocks = sharded(trace).units
+    assert root.parameters == 0
+    assert [unit.shard_bytes for unit in blocks] == [2 * BLOCK_BYTES // RANKS] * 4
+
+
+def test_the_last_block_may_stay_after_its_forward(captured: Trace) -> None:
+    """`reshard_after_forward=False`: its parameters are there until its backward, and gathered once."""
+    usual, kept = sharded(captured), sharded(captured, options=ShardOptions(keep_last=True))
+    assert [unit.module for unit in usual.units if unit.kept] == [""]
+    assert [unit.module for unit in kept.units if unit.kept] == ["", "blocks.2"]
+    turn = next(index for index, op in enumerate(captured.ops) if op.phase is Phase.LOSS)
+    between = [level(each, Category.GATHERED_PARAMETER, turn) for each in (usual, kept)]
+    assert between[1] - between[0] == BLOCK_BYTES
+    gathers = [
+        [each.module for each in sharding.schedule.transfers if each.kind is Collective.ALL_GATHER]
+        for sharding in (usual, kept)
+    ]
+    assert [each.count("blocks.2") for each in gathers] == [2, 1]
+    assert [each.count("blocks.1") for each in gathers] == [2, 2]
+
+
+def test_the_last_block_may_stay_in_the_flat_layout_too(captured: Trace) -> None:
+    runtime, target = Runtime.of(captured, Roofline()), Target.parse("cpu", ranks=RANKS)
+    modules = []
+    for keep_last in (False, True):
+        options = ShardOptions(keep_last=keep_last)
+        sharding = shard(Timeline.of(captured, 1), runtime, target, options, flat=FlatOptions())
+        modules.append([each.module for each in sharding.schedule.transfers if each.kind is Collective.ALL_GATHER])
+    assert [each.count("blocks.2") for each in modules] == [2, 1]
+
+
+def test_replicated_steps_keep_nothing() -> None:
+    with pytest.raises(InputError, match="keep_last"):
+        ShardOptions(parallel="ddp", keep_last=True)
 
 
 @pytest.mark.parametrize(("shape", "rows"), [((10, 3), 3), ((8, 3), 2), ((1,), 1), ((), 1), ((3, 5), 1)])

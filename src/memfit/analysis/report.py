@@ -128,4 +128,5 @@ def _shard_options(plan: Plan) -> ShardOptions:
         shard_dtype=plan.shard.shard_dtype,
         param_dtype=plan.shard.param_dtype,
         reduce_dtype=plan.shard.reduce_dtype,
+        keep_last=any(unit.module and not unit.reshard_after_forward for unit in plan.shard.units),
     )

@@ -80,7 +80,8 @@ def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | D
                 raise InputError(f"trace takes a memfit.Step or a function that runs one, not a {type(step).__name__}")
             step = find_step(step)
         notes: list[str] = []
-        model = _eager(step.build_model(), notes)
+        built = step.build_model()
+        model = _eager(built, notes)
         check_model(model)
         check_batch_tensors(step.batch)
         held = held_generators(model.modules(), find_variables(step.run))
@@ -88,7 +89,7 @@ def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | D
         leftovers: list[weakref.ref[Any]] = []
 
         def captured(gradients: dict[str, torch.Tensor], state: LeftState, draws: RandomDraws) -> _Capture:
-            capture = _Capture(step, model, device, gradients, state, draws, held)
+            capture = _Capture(step, model, device, gradients, state, draws, held, compiled=model is not built)
             try:
                 capture.run()
             finally:
@@ -123,13 +124,14 @@ def _target(target: str | os.PathLike[str] | Device | Target | None) -> Target:
     )
 
 
-def _context(device: Device) -> RuleContext:
+def _context(device: Device, *, compiled: bool) -> RuleContext:
     return RuleContext(
         device_type=device.type,
         compute_capability=device.compute_capability,
         threads=device.threads or torch.get_num_threads(),
         multiprocessors=device.multiprocessors or 0,
         vendor=device.vendor,
+        compiled=compiled,
     )
 
 
@@ -153,8 +155,11 @@ class _Capture:
         state: LeftState,
         draws: RandomDraws,
         held: list[HostGenerator],
+        *,
+        compiled: bool,
     ) -> None:
         self.step = step
+        self.compiled = compiled
         self.draws = draws
         self.held = held
         self.model = model
@@ -171,7 +176,7 @@ class _Capture:
 
     def _begin(self) -> None:
         """Begin a record."""
-        self.context = context = _context(self.device)
+        self.context = context = _context(self.device, compiled=self.compiled)
         self.calls = CallTracker(self.model)
         self.sources = SourceTable()
         self.advice = Advice()

@@ -51,12 +51,15 @@ INDEXING = (
 )
 _OF_TORCH = frozenset(
     (
-        *("aten", "prim", "prims", "rngprims", "profiler", "streams", "inductor", "torch_attn", "torch_nn"),
+        *("aten", "prim", "prims", "rngprims", "profiler", "streams", "inductor", "torch_attn", "torch_nn", "memfit"),
         *("c10d", "_c10d_functional", "_c10d_functional_autograd", "fsdp", "symm_mem", "_dtensor"),
         *("mkldnn", "mkldnn_prepacked", "onednn", "quantized", "quantized_decomposed"),
     )
 )
-"""Namespaces of ops that come with torch. Any other op is custom: only who wrote it knows its cost."""
+"""Namespaces of ops that come with torch, and the one of ops that stand for its compiled kernels.
+
+Any other op is custom: only who wrote it knows its cost.
+"""
 _UNKNOWN_COST = (
     "{}: a custom op without a known cost. Its time is that of reading and writing its tensors; tell its FLOPs with "
     "torch.utils.flop_counter.register_flop_formula. What it allocates inside itself is not counted"

@@ -7,12 +7,13 @@ device that is not there, and some decide by values that a capture does not have
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -143,11 +144,11 @@ class TorchPatches:
         return clear
 
     def _not_compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Leave what the step compiles itself as it is."""
+        """Leave what the step compiles itself as it is; functions are still seen to be called by a compiler."""
 
         def leave(model: Any = None, **options: Any) -> Any:
             self.note("the step calls torch.compile; what it compiles was captured as its eager original")
-            return (lambda function: function) if model is None else model
+            return _as_compiled if model is None else _as_compiled(model)
 
         return leave
 
@@ -212,6 +213,18 @@ def _wrapper_without_device(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(*args, device=device, **kwargs)
 
     return staticmethod(make)
+
+
+def _as_compiled(target: Any) -> Any:
+    """Return a function that is called in a frame which `rules/flex_attention.py` knows; anything else as it is."""
+    if not isinstance(target, FunctionType):
+        return target
+
+    @functools.wraps(target)
+    def run_as_compiled(*args: Any, **kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+    return run_as_compiled
 
 
 def _always_step(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -37,6 +37,8 @@ def backend_speed(name: str, device: Device) -> float:
     """How fast the backend of an op is beside FlashAttention-2 on the same device."""
     figures, backward = kernel_figures().attention, "backward" in name
     capability = device.compute_capability or (0, 0)
+    if "flex_attention" in name:
+        return figures.flex_backward if backward else figures.flex
     if "efficient" in name:
         return figures.efficient_hopper if capability >= _HOPPER else figures.efficient
     if "cudnn" not in name or device.vendor != "NVIDIA" or capability < _HOPPER or capability >= _CONSUMER:

@@ -24,8 +24,7 @@ import torch
 from torch import nn
 
 from memfit.errors import StateError
-from memfit.torch_private.compiler import COMPILE_WRAPPER
-from memfit.torch_private.frames import frame_above
+from memfit.torch_private.compiler import called_by_compiler
 
 if TYPE_CHECKING:
     from memfit.engines.local import Applied
@@ -262,13 +261,3 @@ class Outermost:
         if self.inner is not None:
             return self.inner(model, forward, args, kwargs)
         return forward(*args, **kwargs)
-
-
-def called_by_compiler() -> bool:
-    """Return whether this runs in a call of what torch.compile returned."""
-    frame = frame_above(1)
-    while frame is not None:
-        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == COMPILE_WRAPPER:
-            return True
-        frame = frame.f_back
-    return False

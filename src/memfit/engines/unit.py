@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from memfit.engines.attachment import called_by_compiler
 from memfit.engines.compiled_policy import CompiledPolicy, RunPolicy
 from memfit.engines.forward_context import Bindings
 from memfit.engines.loop_watch import checkpointed_by_itself
@@ -19,6 +18,7 @@ from memfit.engines.shapes import Changing, InputFamily, Sizes, kind_of_call, st
 from memfit.engines.step_position import Calls, Mode
 from memfit.engines.tape import Tape
 from memfit.torch_private.autograd import in_backward
+from memfit.torch_private.compiler import called_by_compiler
 from memfit.torch_private.functorch import transform_active
 
 if TYPE_CHECKING:

@@ -83,6 +83,8 @@ class AttentionFigures:
     cudnn_hopper: float
     cudnn_hopper_backward: float
     cudnn_blackwell: float
+    flex: float
+    flex_backward: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from torch import nn
 
 from memfit.errors import InputError
-from memfit.paths import around, repeated_blocks
+from memfit.paths import around, repeated_blocks, unwrapped
 from memfit.sharded.flat_param import Member, ParameterSlot
 from memfit.sharded.options import UnitOptions
 from memfit.torch_private.modules import parameter_table
+from memfit.torch_private.wrappers import INNER_NAMES
 
 Units = (
     Mapping[str, UnitOptions]
@@ -59,14 +60,13 @@ def find_units(
 
 
 def default_units(model: nn.Module) -> tuple[str, ...]:
-    """Return blocks that are alike and numbered, and have parameters."""
-    return repeated_blocks(
-        {
-            path: type(module).__name__
-            for path, module in model.named_modules()
-            if path and any(True for _ in module.parameters()) and not isinstance(module, nn.ModuleList | nn.ModuleDict)
-        }
-    )
+    """Return blocks that are alike and numbered, and have parameters; one in a wrapper is like the others."""
+    kinds = {
+        path: type(module).__name__
+        for path, module in model.named_modules()
+        if path and any(True for _ in module.parameters()) and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+    }
+    return repeated_blocks(unwrapped(kinds, INNER_NAMES))
 
 
 def _named(model: nn.Module, units: Units | None) -> dict[str, UnitOptions | None]:

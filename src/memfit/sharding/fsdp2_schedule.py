@@ -5,7 +5,7 @@ is there at once depends on the order.
 
 - before forward: a flat buffer is gathered and copied out into the parameters. Only then is the buffer of the unit
   before it freed; its own stays until the next unit has copied out, or the forward ends.
-- after forward: the parameters are freed, except the root's.
+- after forward: the parameters are freed, except the root's and, with `keep_last`, those of the last unit.
 - before backward: the buffer, which was gathered ahead, is copied out and freed; then the buffer of the unit that ran
   before this one in the forward is gathered ahead.
 - after backward: the parameters are freed, then the last reduction's input; the whole gradients are copied into a new
@@ -43,13 +43,15 @@ from memfit.sharding.units import ShardUnit
 class _Group:
     """The parameters of a unit, where they are, and its whole gradients that wait for a reduction.
 
-    `input_bytes` are those of shards that are cast or come from the host before they are gathered.
+    `input_bytes` are those of shards that are cast or come from the host before they are gathered. What is `kept` is
+    not resharded after the forward.
     """
 
     parameter_bytes: list[int]
     gathered_bytes: int
     kept_bytes: int
     input_bytes: int
+    kept: bool
     waiting: list[tuple[WholeGradient, int]] = field(default_factory=list)
     unsharded: list[int] = field(default_factory=list)
     buffer: int | None = None
@@ -111,7 +113,7 @@ class FSDP2Scheduler(Scheduler):
 
     def after_forward(self, unit: int, *, has_backward: bool) -> None:
         group = self._groups[unit]
-        if not self.is_root(unit):
+        if not group.kept:
             self._reshard(group)
         if group.parameter_bytes:
             group.places.append(len(self._forward))
@@ -228,6 +230,7 @@ class FSDP2Scheduler(Scheduler):
             gathered_bytes=unit.gathered_bytes,
             kept_bytes=self._flat_bytes(parameters, dtypes.kept) // self._ranks,
             input_bytes=self._flat_bytes(other, dtypes.gathered) // self._ranks,
+            kept=unit.kept,
         )
 
     def _gradient_bytes(self, gradient: WholeGradient) -> int:

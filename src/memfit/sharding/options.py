@@ -30,6 +30,9 @@ class ShardOptions:
     `bucket_cap_bytes` (its `bucket_cap_mb`), beside the gradients unless these are views of them
     (`gradient_as_bucket_view`). Units and dtypes are for `fsdp` alone.
 
+    `keep_last` leaves the unit that runs last in the forward unsharded until its backward, which begins right after:
+    `fully_shard(..., reshard_after_forward=False)` for it, as torchtitan does.
+
     `shard_dtype` is that of shards, their gradients and optimizer state, `param_dtype` that of gathered parameters and
     whole gradients, `reduce_dtype` that in which gradients are summed. Each is the parameter's own unless given; only
     `param_dtype` of a step captured with autocast is autocast's. Write `param_dtype="float32"` to gather in that; a
@@ -41,6 +44,7 @@ class ShardOptions:
     param_dtype: ShardDtype | None = None
     reduce_dtype: ShardDtype | None = None
     parallel: Parallel = "fsdp"
+    keep_last: bool = False
     bucket_cap_bytes: int = BUCKET_CAP_BYTES
     gradient_as_bucket_view: bool = False
 
@@ -56,6 +60,8 @@ class ShardOptions:
             for name in ("units", "shard_dtype", "param_dtype", "reduce_dtype"):
                 if getattr(self, name) is not None:
                     raise InputError(f"{name} is for sharded parameters, and parallel='ddp' has none; leave one out")
+            if self.keep_last:
+                raise InputError("keep_last is for sharded parameters, and parallel='ddp' has none; leave one out")
         elif self.gradient_as_bucket_view or self.bucket_cap_bytes != BUCKET_CAP_BYTES:
             raise InputError("bucket_cap_bytes and gradient_as_bucket_view are for parallel='ddp'; leave them out")
         cap = self.bucket_cap_bytes

@@ -101,7 +101,7 @@ def shard(
     runtime = without_casts(runtime, casts)
     trace = runtime.trace
     passes, members = find_passes(trace), members_of(trace, options)
-    units = find_units(trace, members, passes, ranks, dtypes)
+    units = find_units(trace, members, passes, ranks, dtypes, keep_last=options.keep_last)
     gradients = whole_gradients(trace, casts, passes, dtypes)
     padding: dict[str, int] = {}
     if flat is None:
@@ -110,7 +110,8 @@ def shard(
             trace, units, list(members.values()), gradients, ranks=ranks, dtypes=dtypes, on_host=on_host
         )
     else:
-        flats = flat_units(trace, members, flat.units, ranks, dtypes)
+        last = {unit.module: UnitOptions(keep=True) for unit in units if unit.kept and unit.module}
+        flats = flat_units(trace, members, {**last, **flat.units}, ranks, dtypes)
         units = tuple(_in_flat_layout(unit, own) for unit, own in zip(units, flats, strict=True))
         kept, padding = _kept_of_flat(flats, len(trace.parameters))
         scheduler = FlatScheduler(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memfit.capture import NO_INDEX, ModuleCall, Parameter, Phase, Trace
 from memfit.errors import InputError
-from memfit.paths import around
+from memfit.paths import around, unwrapped
 from memfit.paths import repeated_blocks as blocks_among
 from memfit.sharding.options import ShardDtypes, ShardOptions, elements, item_bytes, padded_elements, shard_bytes
+from memfit.torch_private.wrappers import INNER_NAMES
 
 _FORWARD = (Phase.FORWARD, Phase.LOSS)
 
@@ -46,9 +47,13 @@ class ShardCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardUnit:
-    """A module whose parameters are gathered together, those of units inside it excepted, and its runs."""
+    """A module whose parameters are gathered together, those of units inside it excepted, and its runs.
+
+    One that is `kept` does not reshard after its forward: the root, and with `keep_last` the last that runs.
+    """
 
     module: str
+    kept: bool
     parameters: int
     shard_bytes: int
     gathered_bytes: int
@@ -58,12 +63,14 @@ class ShardUnit:
 
 
 def repeated_blocks(trace: Trace) -> tuple[str, ...]:
-    """Modules that are alike and numbered in a row, the outermost such; what FSDP usually wraps."""
+    """Modules that are alike and numbered in a row, the outermost such; what FSDP usually wraps.
+
+    One in a wrapper (`checkpoint_wrapper`, `torch.compile`) is like the others, and the wrapper is the unit.
+    """
     called = {call.module for call in trace.calls}
     holding = {path for parameter in trace.parameters for name in parameter.names for path in around(name)}
-    return blocks_among(
-        {each.path: each.kind for each in trace.modules if each.path in called and each.path in holding}
-    )
+    kinds = unwrapped({each.path: each.kind for each in trace.modules if each.path in holding}, INNER_NAMES)
+    return blocks_among({path: kind for path, kind in kinds.items() if path in called})
 
 
 def find_passes(trace: Trace) -> tuple[Pass, ...]:
@@ -116,7 +123,13 @@ def members_of(trace: Trace, options: ShardOptions) -> dict[str, list[int]]:
 
 
 def find_units(
-    trace: Trace, members: dict[str, list[int]], passes: Sequence[Pass], ranks: int, dtypes: ShardDtypes
+    trace: Trace,
+    members: dict[str, list[int]],
+    passes: Sequence[Pass],
+    ranks: int,
+    dtypes: ShardDtypes,
+    *,
+    keep_last: bool = False,
 ) -> tuple[ShardUnit, ...]:
     """Every unit with its sizes and its runs."""
     found = []
@@ -129,6 +142,7 @@ def find_units(
         found.append(
             ShardUnit(
                 module=name,
+                kept=not name,
                 parameters=len(held),
                 shard_bytes=sum(shard_bytes(each, ranks, dtypes.kept(each)) for each in held),
                 gathered_bytes=sum(padded_elements(each, ranks) * item_bytes(dtypes.gathered(each)) for each in held),
@@ -137,6 +151,10 @@ def find_units(
                 calls=calls,
             )
         )
+    inner = [unit for unit in found if unit.module]
+    if keep_last and inner:
+        last = max(inner, key=lambda unit: max((call.end, call.depth) for call in unit.calls))
+        found[found.index(last)] = replace(last, kept=True)
     return tuple(found)
 
 

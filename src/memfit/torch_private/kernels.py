@@ -48,6 +48,23 @@ def onednn_has_float16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
+_CUDNN_OF_WHEELS = {12: 91002, 13: 91501}
+"""cuDNN of torch's wheels, or an older one, by the major version of their CUDA: what nvidia-cudnn-cu12 and -cu13 were
+pinned to when torch 2.10 came out (.github/scripts/generate_binary_build_matrix.py)."""
+_CUDA_13_BY_DEFAULT = (2, 11)
+
+
+def cudnn_version() -> int:
+    """Return cuDNN's version as it counts itself: this torch's own, or, without CUDA, that of the default wheels.
+
+    These are made for CUDA 13 since torch 2.11 and for CUDA 12 before.
+    """
+    if torch.version.cuda is None:
+        release = tuple(int(number) for number in torch.__version__.split(".")[:2])
+        return _CUDNN_OF_WHEELS[13 if release >= _CUDA_13_BY_DEFAULT else 12]
+    return torch.backends.cudnn.version() or _CUDNN_OF_WHEELS.get(int(torch.version.cuda.split(".")[0]), 0)
+
+
 def flex_attention_forward() -> Any:
     """Return the function that eager `flex_attention` runs (torch/_higher_order_ops/flex_attention.py)."""
     from torch._higher_order_ops.flex_attention import sdpa_dense

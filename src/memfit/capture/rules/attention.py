@@ -2,13 +2,15 @@
 
 Covers `F.scaled_dot_product_attention` and `aten._safe_softmax`. Defined in torch by
 ATen/native/transformers/attention.cpp (the calls), sdp_utils_cpp.cpp and cuda/sdp_utils.cpp (the choice). CUDA's
-conditions are those of torch 2.13 built with cuDNN 9.15.1 or newer. What the fused kernels allocate is in
-`flash_attention.py` and `efficient_attention.py`; `flex_attention.py` has `flex_attention`.
+conditions are those of torch 2.13, with the cuDNN of the torch that captures, or of its default wheels. What the fused
+kernels allocate is in `flash_attention.py` and `efficient_attention.py`; `flex_attention.py` has `flex_attention`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import Tensor
 
 from memfit.capture.rules.base import LOW_PRECISION, RuleContext
 from memfit.torch_private.dispatch import disable_current_modes
-from memfit.torch_private.kernels import attention_priority, fused_sdp_choice
+from memfit.torch_private.kernels import attention_priority, cudnn_version, fused_sdp_choice
 
 _aten = torch.ops.aten
 
@@ -150,17 +152,23 @@ class AttentionCall:
         return wanted and torch.is_grad_enabled()
 
 
-def priority_order(capability: tuple[int, int]) -> list[int]:
-    """Return the backends in the order in which they are tried; cuDNN goes first on Hopper and datacentre Blackwell.
-
-    cuda/sdp_utils.cpp, `check_prefer_cudnn_attention`.
+def priority_order(capability: tuple[int, int], cudnn: int) -> list[int]:
+    """Return the backends in the order in which they are tried.
 
     An order that the user has set with `sdpa_kernel(..., set_priority=True)` stays as it is.
     """
     order = [backend for backend in attention_priority() if backend <= _CUDNN]
-    if order == _DEFAULT_ORDER and capability[0] in (9, 10):
-        return _CUDNN_ORDER
-    return order
+    return _CUDNN_ORDER if order == _DEFAULT_ORDER and prefers_cudnn(capability, cudnn) else order
+
+
+def prefers_cudnn(capability: tuple[int, int], cudnn: int) -> bool:
+    """Return whether cuDNN goes first: from 9.15.1, which wheels for CUDA 12 do not have, on sm90, sm100 and sm103.
+
+    cuda/sdp_utils.cpp, `check_prefer_cudnn_attention`.
+    """
+    if os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") == "1":
+        return False
+    return cudnn > 91500 and capability[0] in (9, 10) and capability[1] in (0, 3)
 
 
 def _fits_every_kernel(call: AttentionCall) -> bool:
@@ -262,16 +270,18 @@ def _mask_fits_cudnn(call: AttentionCall) -> bool:
     return all(size in (1, want) for size, want in zip(mask.shape, wanted[-mask.dim() :], strict=True))
 
 
-def can_use_cudnn(call: AttentionCall, capability: tuple[int, int]) -> bool:
-    """cuda/sdp_utils.cpp, `can_use_cudnn_attention` and `check_cudnn_tensor_shapes`."""
+def can_use_cudnn(call: AttentionCall, capability: tuple[int, int], cudnn: int) -> bool:
+    """cuda/sdp_utils.cpp, `can_use_cudnn_attention` and `check_cudnn_tensor_shapes`; a `cudnn` of 0 is none."""
+    if cudnn < 90000 or (call.dropout_p > 0 and 91100 < cudnn < 91400):
+        return False
     deterministic = torch.are_deterministic_algorithms_enabled()
     if deterministic and not torch.is_deterministic_algorithms_warn_only_enabled():
         return False
     if not torch.backends.cuda.cudnn_sdp_enabled() or not _fits_every_kernel(call):
         return False
     width, value_width = call.query.size(-1), call.value.size(-1)
-    limit = 256 if capability == (9, 0) else 128
-    if capability[0] == 10 and (width, value_width) == (192, 128):
+    limit = 256 if capability == (9, 0) and cudnn >= 91000 else 128
+    if capability[0] == 10 and (width, value_width) == (192, 128) and cudnn >= 91100:
         limit = 192
     return (
         (8, 0) <= capability <= (12, 1)
@@ -289,14 +299,16 @@ def can_use_cudnn(call: AttentionCall, capability: tuple[int, int]) -> bool:
     )
 
 
-def choose_backend(call: AttentionCall, capability: tuple[int, int], *, has_cudnn: bool = True) -> int:
+def choose_backend(call: AttentionCall, capability: tuple[int, int], *, cudnn: int) -> int:
     """Return the first backend of the order that can run it (cuda/sdp_utils.cpp, `select_sdp_backend`)."""
-    able = {_FLASH: can_use_flash, _EFFICIENT: can_use_efficient, _CUDNN: can_use_cudnn}
-    for backend in priority_order(capability):
-        if backend == _MATH:
-            if torch.backends.cuda.math_sdp_enabled():
-                return _MATH
-        elif (has_cudnn or backend != _CUDNN) and able[backend](call, capability):
+    able = {
+        _FLASH: can_use_flash,
+        _EFFICIENT: can_use_efficient,
+        _CUDNN: functools.partial(can_use_cudnn, cudnn=cudnn),
+        _MATH: lambda *_: torch.backends.cuda.math_sdp_enabled(),
+    }
+    for backend in priority_order(capability, cudnn):
+        if able[backend](call, capability):
             return backend
     raise RuntimeError(
         "no attention backend that is enabled can run these arguments; see torch.nn.attention.sdpa_kernel"
@@ -343,7 +355,7 @@ def _cuda_attention(
     on_amd = context.vendor == "AMD"
     if on_amd:
         context.note(_AMD_NOTE)
-    backend = choose_backend(call, context.compute_capability or (9, 0), has_cudnn=not on_amd)
+    backend = choose_backend(call, context.compute_capability or (9, 0), cudnn=0 if on_amd else cudnn_version())
     mask = float_mask(attn_mask, query.dtype)
     if backend == _CUDNN:
         return _aten._scaled_dot_product_cudnn_attention(

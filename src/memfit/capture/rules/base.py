@@ -18,13 +18,17 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleContext:
-    """What a rule may know of the target, workspaces measured for it, and notes of what is estimated."""
+    """What a rule may know of the target, workspaces measured for it, and notes of what is estimated.
+
+    `compiled` says that torch.compile has wrapped the whole model.
+    """
 
     device_type: str
     compute_capability: tuple[int, int] | None
     threads: int
     multiprocessors: int = 0
     vendor: str = "NVIDIA"
+    compiled: bool = False
     notes: dict[str, None] = field(default_factory=dict)
 
     def note(self, text: str) -> None:

@@ -41,6 +41,18 @@ def attention_backward_flops(grad: Tensor, query: Tensor, key: Tensor, value: Te
     return 2 * pairs * (3 * query.size(3) + 2 * value.size(3))
 
 
+def flex_attention_flops(query: Tensor, key: Tensor, value: Tensor, density: float, **_: Any) -> int:
+    """Count the blocks of scores that a mask leaves."""
+    return round(density * attention_flops(query, key, value))
+
+
+def flex_attention_backward_flops(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, density: float, **_: Any
+) -> int:
+    """Count the same blocks as for any backward; that the kernel computes some scores twice is in its speed."""
+    return round(density * attention_backward_flops(grad, query, key, value))
+
+
 def onednn_rnn_flops(input: Tensor, weight: Tensor, recurrent: Tensor, *_: Any, **__: Any) -> int:
     """Count both weight matrices once for every step of every sequence."""
     steps = input.numel() // max(1, input.size(-1))
@@ -74,6 +86,8 @@ def convolution_backward_flops(
 
 FLOPS: dict[str, FlopCounter] = {
     "aten.convolution_backward": convolution_backward_flops,
+    "memfit.flex_attention_kernel": flex_attention_flops,
+    "memfit.flex_attention_kernel_backward": flex_attention_backward_flops,
     "aten.addmm_": added_product_flops,
     "aten.baddbmm_": added_product_flops,
     "torch_nn._linear_cross_entropy_batch_chunked": chunked_cross_entropy_flops,

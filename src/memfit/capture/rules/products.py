@@ -1,8 +1,8 @@
 """Matrix products: what torch checks and its meta kernels do not, and what the kernels allocate inside.
 
-Covers `aten.mm`, `aten.addmm`, `aten.bmm`, `aten.baddbmm` and the grouped products of mixtures of experts,
-`aten._grouped_mm`. Defined in torch by ATen/native/LinearAlgebra.cpp and mkldnn/Matmul.cpp (CPU), cuda/Blas.cpp and
-GroupedMMUtils.h.
+Covers `F.linear`, `aten.mm`, `aten.addmm`, `aten.bmm`, `aten.baddbmm` and the grouped products of mixtures of experts,
+`aten._grouped_mm`. Defined in torch by ATen/native/Linear.cpp, LinearAlgebra.cpp and mkldnn/Matmul.cpp (CPU),
+cuda/Blas.cpp and GroupedMMUtils.h.
 
 Note [Scratch of a product]: ATen's own part of a product on CPU is known from its source: an operand that BLAS cannot
 read is copied. Whether oneDNN takes the product, and what it allocates then, depends on the dtype, the instruction set
@@ -14,6 +14,7 @@ kind. Where that shows the accumulator of oneDNN's emulated products, its formul
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -239,6 +240,21 @@ def _cuda_grouped_mm(context: RuleContext, func: Any, args: Any, kwargs: dict[st
     return torch.empty_strided(dense.size(), strides, dtype=dense.dtype, device="meta")
 
 
+# -- linear layers -------------------------------------------------------------------------------------------
+
+
+def _linear(context: RuleContext, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """A bias is added in place to the product of an input that is not contiguous (ATen/native/Linear.cpp, `linear`).
+
+    Under a dispatch mode torch adds it out of place. Attention modules call this on transposed batches.
+    """
+    flattened = bias is None or input.dim() == 2 or input.is_contiguous()
+    if flattened or os.environ.get("TORCH_LINEAR_FLATTEN_3D") == "1":
+        return NotImplemented
+    return torch.matmul(input, weight.t()).add_(bias)
+
+
+FUNCTIONS = {device: {"linear": _linear} for device in ("cpu", "cuda")}
 _NAMES = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
 KERNELS = {
     "cpu": {**dict.fromkeys(_NAMES, _same_dtype), "aten._grouped_mm.default": _cpu_grouped_mm},
