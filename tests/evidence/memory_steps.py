@@ -21,10 +21,9 @@ import torch
 
 import memfit
 from memfit import Step
-from memfit.capture import Trace
 from memfit.cost import Roofline, Runtime
 from memfit.hardware import Target
-from memfit.memory import AllocationTable, Reserved, Stream, Timeline, reserved
+from memfit.memory import Reserved, Stream, Timeline, reserved
 from memfit.memory.room import Room, judge_room
 from memfit.sharding import ShardOptions, shard, sharded_step
 from memfit.sharding.fsdp2_schedule import FSDP2Scheduler
@@ -90,20 +89,20 @@ class PublishedMemory:
         )
 
     @cached_property
-    def allocations(self) -> AllocationTable:
-        """Every allocation of a rank."""
-        trace = memfit.trace(self.step(), target=self.device)
-        return AllocationTable.of(trace) if self.ranks == 1 else self._sharded(trace)
+    def timeline(self) -> Timeline:
+        """The step as a rank runs it."""
+        timeline = Timeline.of(memfit.trace(self.step(), target=self.device))
+        return timeline if self.ranks == 1 else self._sharded(timeline)
 
     @cached_property
     def predicted(self) -> Reserved:
         """What the allocator of a rank does."""
-        return reserved(self.allocations, self.target.device)
+        return reserved(self.timeline.allocations, self.target.device)
 
     @cached_property
     def room(self) -> Room:
         """Whether a rank has room."""
-        return judge_room(self.target, self.allocations).room
+        return judge_room(self.target, self.timeline).room
 
     def errors(self) -> dict[str, float]:
         """How much more than each published figure is predicted."""
@@ -119,7 +118,7 @@ class PublishedMemory:
         """The same run with embedding and head in the root unit."""
         return replace(self, units="root")
 
-    def _sharded(self, trace: Trace) -> AllocationTable:
+    def _sharded(self, timeline: Timeline) -> Timeline:
         blocks = tuple(f"layers.{number}" for number in range(SHAPES[self.model].layers))
         options = ShardOptions(
             shard_dtype="float32",
@@ -129,8 +128,8 @@ class PublishedMemory:
         )
         kept = {"root": (blocks[-1],), "apart": (blocks[-1], "output"), "head kept": ("output",)}[self.units]
         with _scheduler(kept, on_reduce_stream=self.before_june_2024):
-            sharding = shard(Timeline.of(trace), Runtime.of(trace, Roofline()), self.target, options)
-        return AllocationTable.of(trace, intervals=sharding.allocations, removed=sharding.removed)
+            sharding = shard(timeline, Runtime.of(timeline.trace, Roofline()), self.target, options)
+        return timeline.with_sharding(sharding.allocations, sharding.removed)
 
 
 @contextmanager

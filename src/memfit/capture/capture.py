@@ -457,11 +457,8 @@ class _Capture:
             notes=(*notes, *sorted(recorder.notes), *recorder.batch_notes(), *self.advice.notes(), *self.context.notes),
             shared=self.calls.shared,
             in_eval=tuple(sorted(self.calls.in_eval)),
-<<<<<<< HEAD
             warm_up=self.step.warm_up,
-=======
             cudnn_benchmark=bool(torch.backends.cudnn.benchmark),
->>>>>>> h16-rank
         )
 
 
