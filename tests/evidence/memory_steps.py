@@ -1,10 +1,10 @@
 """Whole training steps with published memory figures, and what memfit says of each.
 
-`memory_steps.csv` has the figures and how each step was run: `units` are FSDP2's, `root` where the blocks are and the
-embedding and the head stay in the root unit, `apart` where these are units of their own, the last block and the head
-kept after the forward, `head kept` where only the head is. `logits` are what the model returns and how the loop treats
-them: `held` are float32 logits that stay alive through the backward. `before_june_2024` is FSDP2 with the
-reduce-scatter's input on the reduce stream (pytorch PR 129721). These are options of the emulation, not of memfit.
+`memory_steps.csv` has the figures and how each step was run: `units` are FSDP2's, the blocks, and with `apart` also the
+embedding and the head, which stay in the root unit with `root`; the last that runs is kept after its forward. `logits`
+are what the model returns and how the loop treats them: `held` are float32 logits that stay alive through the backward.
+`before_june_2024` is FSDP2 with the reduce-scatter's input on the reduce stream (pytorch PR 129721). These are options
+of the emulation, not of memfit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -23,9 +23,8 @@ import memfit
 from memfit import Step
 from memfit.cost import Roofline, Runtime
 from memfit.hardware import Target
-from memfit.memory import Reserved, Stream, Timeline, reserved
-from memfit.memory.room import Room, judge_room
-from memfit.sharding import ShardOptions, shard, sharded_step
+from memfit.memory import Reserved, Room, Stream, Timeline, judge_room, reserved
+from memfit.sharding import ShardOptions, shard
 from memfit.sharding.fsdp2_schedule import FSDP2Scheduler
 from memfit.sharding.schedule import Role
 from tests.evidence import litgpt_models
@@ -124,40 +123,23 @@ class PublishedMemory:
             shard_dtype="float32",
             param_dtype="bfloat16",
             reduce_dtype="float32",
+            keep_last=True,
             units=blocks if self.units == "root" else (*blocks, *_APART),
         )
-        kept = {"root": (blocks[-1],), "apart": (blocks[-1], "output"), "head kept": ("output",)}[self.units]
-        with _scheduler(kept, on_reduce_stream=self.before_june_2024):
+        with _reduce_input_on(Stream.REDUCE if self.before_june_2024 else Stream.COMPUTE):
             sharding = shard(timeline, Runtime.of(timeline.trace, Roofline()), self.target, options)
         return timeline.with_sharding(sharding.allocations, sharding.removed)
 
 
 @contextmanager
-def _scheduler(kept: tuple[str, ...], *, on_reduce_stream: bool) -> Iterator[None]:
-    """FSDP2 as torchtitan asks for it (`reshard_after_forward=False` for `kept`), or as it was before PR 129721."""
-
-    class Scheduler(FSDP2Scheduler):
-        streams: ClassVar = {
-            **FSDP2Scheduler.streams,
-            Role.REDUCE_INPUT: Stream.REDUCE if on_reduce_stream else Stream.COMPUTE,
-        }
-
-        def after_forward(self, unit: int, *, has_backward: bool) -> None:
-            group = self._groups[unit]
-            unsharded = group.unsharded
-            keeps = self._modules[unit] in kept
-            if keeps:
-                group.unsharded = []
-            super().after_forward(unit, has_backward=has_backward)
-            if keeps:
-                group.unsharded = unsharded
-
-    original = sharded_step.FSDP2Scheduler
-    sharded_step.FSDP2Scheduler = Scheduler
+def _reduce_input_on(stream: Stream) -> Iterator[None]:
+    """Let FSDP2 allocate the inputs of reductions on a stream; it was the reduce stream before PR 129721."""
+    streams = FSDP2Scheduler.streams
+    FSDP2Scheduler.streams = {**streams, Role.REDUCE_INPUT: stream}
     try:
         yield
     finally:
-        sharded_step.FSDP2Scheduler = original
+        FSDP2Scheduler.streams = streams
 
 
 def read_runs() -> list[PublishedMemory]:

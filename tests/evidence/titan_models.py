@@ -204,13 +204,13 @@ def titan_step(
     def build() -> nn.Module:
         sized = replace(shape, layers=layers or shape.layers)
         model = Transformer(sized, length, float_output=float_output)
-        for name, parameter in model.named_parameters():
-            assert parameter.is_floating_point(), name
         apply_ac(model, checkpointing)
-        for module in model.modules():
+        cast: dict[int, nn.Parameter] = {}
+        for module in model.modules():  # parameters alone: the rotary buffer stays as it is
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None:
-                    module._parameters[name] = nn.Parameter(parameter.to(torch.bfloat16))
+                    made = cast.setdefault(id(parameter), nn.Parameter(parameter.to(torch.bfloat16)))
+                    module._parameters[name] = made
         return model
 
     return Step(
