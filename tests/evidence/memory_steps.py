@@ -60,6 +60,15 @@ class PublishedMemory:
     fits: bool | None
 
     @property
+    def published_gib(self) -> dict[str, float | None]:
+        """The published figures by kind."""
+        return {
+            "allocated": self.allocated_gib,
+            "reserved": self.reserved_gib,
+            "reserved, step 1": self.first_reserved_gib,
+        }
+
+    @property
     def device(self) -> str:
         """The device's name, or its file here."""
         own = HERE / f"{self.gpu}.toml"
@@ -87,31 +96,32 @@ class PublishedMemory:
             keep_output=self.logits == "held",
         )
 
-    @cached_property
     def timeline(self) -> Timeline:
-        """The step as a rank runs it."""
+        """Capture the step as a rank runs it; those of large models are not kept."""
         timeline = Timeline.of(memfit.trace(self.step(), target=self.device))
         return timeline if self.ranks == 1 else self._sharded(timeline)
 
     @cached_property
     def predicted(self) -> Reserved:
         """What the allocator of a rank does."""
-        return reserved(self.timeline.allocations, self.target.device)
+        return reserved(self.timeline().allocations, self.target.device)
 
     @cached_property
     def room(self) -> Room:
         """Whether a rank has room."""
-        return judge_room(self.target, self.timeline).room
+        return judge_room(self.target, self.timeline()).room
 
     def errors(self) -> dict[str, float]:
         """How much more than each published figure is predicted."""
-        found = self.predicted
-        pairs = {
-            "allocated": (found.peak_allocated_bytes, self.allocated_gib),
-            "reserved": (found.peak_reserved_bytes, self.reserved_gib),
-            "reserved, step 1": (found.first_step_reserved_bytes, self.first_reserved_gib),
+        known = {name: gib for name, gib in self.published_gib.items() if gib is not None}
+        if not known:
+            return {}
+        found = {
+            "allocated": self.predicted.peak_allocated_bytes,
+            "reserved": self.predicted.peak_reserved_bytes,
+            "reserved, step 1": self.predicted.first_step_reserved_bytes,
         }
-        return {name: predicted / GIB / gib - 1.0 for name, (predicted, gib) in pairs.items() if gib is not None}
+        return {name: found[name] / GIB / gib - 1.0 for name, gib in known.items()}
 
     def in_root(self) -> PublishedMemory:
         """The same run with embedding and head in the root unit."""

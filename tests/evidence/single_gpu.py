@@ -34,7 +34,7 @@ MIB = 1 << 20
 WORKSPACE_SEGMENT_MIB = 20
 """The file's constants were read off runs for which memfit counted no workspace of cuBLAS; one segment holds both."""
 OUT_OF_MEMORY = "OOM"
-_SAMPLED = 6
+_SAMPLED = 8
 _NAME = re.compile(r"(?P<model>.*)_batch(?P<batch>\d+)_size(?P<size>\d+)_")
 
 

@@ -1,8 +1,8 @@
 """Batches that timm's benchmark found to fit on an RTX 3090, and those that it found not to.
 
-huggingface/pytorch-image-models `results/benchmark-train-amp` (Apache-2.0), torch 1.12: float16 autocast, channels last,
-SGD with momentum, cuDNN tries its algorithms. The script lowers the batch when it runs out of memory, so the next larger
-one did not fit. Attention was not fused then.
+huggingface/pytorch-image-models `results/benchmark-train-amp` (Apache-2.0), torch 1.12: float16 autocast, channels
+last, SGD with momentum, cuDNN tries its algorithms. The script lowers the batch when it runs out of memory, so the next
+larger one did not fit. Attention was not fused then.
 """
 
 from __future__ import annotations
