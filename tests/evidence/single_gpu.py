@@ -54,9 +54,8 @@ class SingleGpuRun:
         """Whether it is among those that are enough for a quick look."""
         return self.family != "timm" or zlib.crc32(self.config.encode()) % _SAMPLED == 0
 
-    @cached_property
     def timeline(self) -> Timeline:
-        """The captured step. timm's script lets cuDNN try its algorithms, the others do not."""
+        """Capture the step. timm's script lets cuDNN try its algorithms, the others do not."""
         before = torch.backends.cudnn.benchmark
         torch.backends.cudnn.benchmark = self.family == "timm"
         try:
@@ -67,7 +66,7 @@ class SingleGpuRun:
     @cached_property
     def range_mib(self) -> tuple[float, float]:
         """Reserved bytes with the least and the largest workspaces of cuDNN, and the machine's context."""
-        low, high = reserved_range(Target.parse(GPU).device, self.timeline)
+        low, high = reserved_range(Target.parse(GPU).device, self.timeline())
         return low / MIB + self.context_mib, high / MIB + self.context_mib
 
     @property
@@ -92,7 +91,7 @@ class SingleGpuRun:
         """Whether the step does not fit, even without workspaces of cuDNN."""
         device = Target.parse(GPU).device
         limit_bytes = device.memory_total_bytes - int(self.context_mib * MIB)
-        return reserved(self.timeline.allocations, device, limit_bytes=limit_bytes).out_of_memory_op is not None
+        return reserved(self.timeline().allocations, device, limit_bytes=limit_bytes).out_of_memory_op is not None
 
     @property
     def _measured(self) -> float:
