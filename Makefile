@@ -5,6 +5,7 @@ BASE := $(VENV)/.installed-base
 DEV := $(VENV)/.installed-dev
 DOCS := $(VENV)/.installed-docs
 BENCH := $(VENV)/.installed-bench
+TIMM := $(VENV)/.installed-timm
 INPUTS := pyproject.toml constraints.txt
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 
@@ -53,11 +54,14 @@ isa: $(DEV)
 ops: $(DEV)
 	PYTHONPATH=src $(BIN)/python -m tests.zoo.op_sweep
 
-# Predicted beside published speeds: kernels (all of them where MEMFIT_EVIDENCE or ../shared/evidence has them) and a
-# sample of whole steps, or all of these with STEPS=all, about ten minutes. Writes docs/evidence.md.
+# Predictions beside published measurements, written to docs/evidence.md. Speeds: kernels (all of them where
+# MEMFIT_EVIDENCE or ../shared/evidence has them) and a sample of whole steps, or all of these with STEPS=all. Memory:
+# snapshots, whole steps, and runs on one GPU, of timm's models a sample unless RUNS=all. All of both: half an hour.
 STEPS = few
-evidence: $(DEV)
+RUNS = few
+evidence: $(DEV) $(TIMM)
 	PYTHONPATH=src:. $(BIN)/python -m tests.evidence.speeds --steps $(STEPS) --write docs/evidence.md
+	PYTHONPATH=src:. $(BIN)/python -m tests.evidence.memory --runs $(RUNS) --write docs/evidence.md
 	PYTHONPATH=src:. $(BIN)/python -m tests.evidence.fits
 
 # Every minor release of torch in a virtualenv of its own: about 6 GB and 5 minutes each.
@@ -88,6 +92,11 @@ $(DEV): $(INPUTS)
 
 $(BENCH): $(DEV)
 	$(PIP_INSTALL) -e '.[bench]'
+	touch $@
+
+# Without torchvision, whose wheel cannot be loaded beside a CPU build of torch: tests/evidence/timm_models.py.
+$(TIMM): $(DEV)
+	$(PIP_INSTALL) --no-deps 'timm>=1.0.20,<2'
 	touch $@
 
 $(DOCS): $(INPUTS)

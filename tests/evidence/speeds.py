@@ -15,9 +15,10 @@ from pathlib import Path
 import numpy as np
 
 from tests.evidence.kernel_times import Errors, by_group, read_rows
+from tests.evidence.pages import write_section
 from tests.evidence.whole_steps import PublishedRun, read_runs
 
-BEGIN, END = "<!-- speeds: begin -->", "<!-- speeds: end -->"
+MARK = "speeds"
 FAR = 0.25
 HERE = Path(__file__).parent
 
@@ -69,17 +70,7 @@ def page(kernels: Sequence[str], steps: Sequence[str], which: str) -> str:
     texts = {"{date}": datetime.date.today().isoformat(), "{which}": which}
     for name, value in {**texts, "{kernels}": "\n".join(kernels), "{steps}": "\n".join(steps)}.items():
         text = text.replace(name, value)
-    return f"{BEGIN}\n{text.strip()}\n{END}"
-
-
-def write(path: Path, section: str) -> None:
-    """Put the section between its marks, or at the end of a page that has none."""
-    before = path.read_text() if path.exists() else "# Evidence: predictions beside published measurements\n"
-    if BEGIN in before:
-        head, rest = before.split(BEGIN, 1)
-        path.write_text(head + section + rest.split(END, 1)[1])
-    else:
-        path.write_text(f"{before.rstrip()}\n\n{section}\n")
+    return text
 
 
 def main() -> None:
@@ -95,7 +86,7 @@ def main() -> None:
     print("\n".join(steps))
     if given.write is not None:
         which = f"all {len(runs)} runs" if given.steps == "all" else f"a sample of {len(runs)} runs"
-        write(given.write, page(kernels, steps, which))
+        write_section(given.write, MARK, page(kernels, steps, which))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
+from typing import get_args
 
 import numpy as np
 import torch
@@ -12,11 +14,11 @@ from torch import nn
 
 from memfit import Step, spec, trace
 from memfit.capture import AFTER_STEP, BEFORE_STEP, Category, Phase, Trace
-from memfit.capture.step import ZeroGrad
+from memfit.capture.step import WarmUp, ZeroGrad
 from memfit.hardware import Target
 from memfit.memory import AllocationTable, Reserved, Timeline, allocator_config, events, reserved
 from memfit.memory.allocator import FREE, AllocatorConfig, simulate
-from memfit.memory.steady_state import MOST_STEPS, ProcessEvents
+from memfit.memory.steady_state import MOST_STEPS, ProcessEvents, Row
 from tests.memory.synthetic import make, op, storage, traces
 
 MIB = 1 << 20
@@ -79,6 +81,7 @@ def test_a_table_may_come_from_elsewhere() -> None:
         free_after=np.array([-1, 0]),
         workspace_bytes=np.array([0, 3]),
         first_use=np.full(2, -1),
+        warm_up_frees=np.full(2, -1),
         states_made=2,
         product_thread=np.full(2, -1),
         first_made_at=np.full(2, -1),
@@ -218,3 +221,36 @@ def test_real_step_reserves_at_least_what_it_allocates() -> None:
     expandable = replace(H100, allocator=replace(H100.allocator, expandable_segments=True))
     page_bytes = H100.allocator.large_segment_bytes  # what an expandable segment grows by
     assert reserved(captured, expandable).peak_reserved_bytes < result.peak_reserved_bytes + page_bytes
+
+
+def test_what_runs_before_the_first_step_stays_in_the_cache() -> None:
+    """A forward with gradients on holds all activations, an evaluation one at a time; neither changes the step."""
+
+    def captured(warm_up: WarmUp) -> Trace:
+        layers = [nn.Linear(2000, 2000) for _ in range(6)]
+        step = Step(
+            lambda: nn.Sequential(*layers), spec((8192, 2000)), loss=lambda output, _: output.sum(), warm_up=warm_up
+        )
+        return trace(step, target="a100-sxm-40gb")
+
+    steps: dict[WarmUp, Trace] = {name: captured(name) for name in get_args(WarmUp)}
+    assert len({step.fingerprint for step in steps.values()}) == 1
+    rows = {name: ProcessEvents(AllocationTable.of(step)).first() for name, step in steps.items()}
+    before = {name: _peak(row for row in rows[name] if row[0] == BEFORE_STEP) for name in rows}
+    activation, state = 8192 * 2000 * 4, 6 * (2000 * 2000 + 2000) * 4 + 8192 * 2000 * 4
+    assert before["none"] == state
+    assert before["evaluation"] == state + 2 * activation
+    assert before["forward"] == state + 6 * activation
+    assert all(reserved(step, H100).out_of_memory_op is None for step in steps.values())
+
+
+def _peak(rows: Iterable[Row]) -> int:
+    """The most bytes that events hold at once."""
+    held, most = dict[int, int](), 0
+    for _, key, requested_bytes in rows:
+        if requested_bytes == FREE:
+            del held[key]
+        else:
+            held[key] = requested_bytes
+        most = max(most, sum(held.values()))
+    return most

@@ -457,6 +457,7 @@ class _Capture:
             notes=(*notes, *sorted(recorder.notes), *recorder.batch_notes(), *self.advice.notes(), *self.context.notes),
             shared=self.calls.shared,
             in_eval=tuple(sorted(self.calls.in_eval)),
+            warm_up=self.step.warm_up,
             cudnn_benchmark=bool(torch.backends.cudnn.benchmark),
         )
 

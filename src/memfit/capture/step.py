@@ -32,6 +32,9 @@ from memfit.errors import InputError, MemfitError
 ZeroGrad = Literal["after_step", "before_forward", "before_backward", "never"]
 """Where a loop calls `zero_grad`: once for each step, however many micro-batches it accumulates."""
 
+WarmUp = Literal["none", "forward", "evaluation"]
+"""What a process runs on the device before its first step."""
+
 OptimizerLike = torch.optim.Optimizer | type[torch.optim.Optimizer] | Callable[..., torch.optim.Optimizer]
 
 
@@ -61,6 +64,9 @@ class Step:
     for loops that keep the loss alone (`model(x).loss.backward()`, a function that returns the loss, transformers'
     Trainer, Lightning).
     `resident_batches` is how many batches are on the device at once: more than one where the loop fetches ahead.
+    `warm_up` is what the process runs before its first step, on a batch like this one: `"forward"`, as in training (a
+    dry run, a model summary), `"evaluation"`, forward and loss under `no_grad`, or `"none"`. It changes no step, but
+    what the caching allocator holds from then on.
     """
 
     model: nn.Module | Callable[[], nn.Module]
@@ -75,6 +81,7 @@ class Step:
     set_to_none: bool = True
     keep_output: bool = True
     resident_batches: int = 1
+    warm_up: WarmUp = "none"
     run: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
@@ -86,6 +93,9 @@ class Step:
         check_numbers(self.accumulation_steps, self.clip_grad_norm, self.resident_batches)
         object.__setattr__(self, "autocast", resolve_autocast(self.autocast))
         object.__setattr__(self, "zero_grad", _resolve_zero_grad(self.zero_grad))
+        if self.warm_up not in get_args(WarmUp):
+            names = ", ".join(repr(name) for name in get_args(WarmUp))
+            raise InputError(f"Step.warm_up is {self.warm_up!r}; give one of {names}")
         for name in ("set_to_none", "keep_output"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"Step.{name} is {getattr(self, name)!r}; give True or False")

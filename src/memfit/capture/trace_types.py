@@ -179,6 +179,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     in_eval: tuple[str, ...] = ()
     """Paths of the modules that the forward calls in eval mode, all modules around them in eval mode too. Not part of
     the fingerprint."""
+    warm_up: str = "none"
+    """What the process runs before its first step (`Step.warm_up`). Not part of the fingerprint."""
     cudnn_benchmark: bool = False
     """Whether `torch.backends.cudnn.benchmark` was on when the step ended. Not part of the fingerprint."""
 

@@ -146,6 +146,8 @@ class AllocationTable:
     `BEFORE_STEP` for all others (Note [cuBLAS workspaces]). `first_use` is the instant at which the backward first adds
     to a gradient that is there before the step and stays, so that a first step makes it, `NO_INDEX` for all others.
     With `zeroed_first`, gradients that are freed with the first op are gone before it, since `zero_grad` comes first.
+    Before it a process runs the instants up to (not including) `warmed_until` once (`Step.warm_up`), and nothing that
+    these make outlives instant `warm_up_frees`.
     """
 
     op: Ints
@@ -162,7 +164,9 @@ class AllocationTable:
     states_made: int
     product_thread: Ints
     first_made_at: Ints
+    warm_up_frees: Ints
     zeroed_first: bool = False
+    warmed_until: int = 0
 
     @classmethod
     def of(
@@ -197,6 +201,8 @@ class AllocationTable:
             first_use=_first_uses(trace, (alloc_at == BEFORE_STEP) & (row == _GRADIENT)),
             states_made=_first_reader(trace, set(states.tolist())),
             zeroed_first=bool(trace.ops) and trace.ops[0].phase is Phase.FORWARD,
+            warmed_until=_warm_up_end(trace),
+            warm_up_frees=_warm_up_frees(trace),
             product_thread=product,
             first_made_at=_first_products(trace, product, row),
         )
@@ -259,6 +265,8 @@ class AllocationTable:
             ),
             states_made=int(at[self.states_made]),
             zeroed_first=self.zeroed_first,
+            warmed_until=int(at[self.warmed_until - 1]) + 1 if self.warmed_until else 0,
+            warm_up_frees=np.concatenate((_instants_of(at, self.warm_up_frees)[storage], spans[:, 1])),
             product_thread=product,
             first_made_at=np.concatenate((self._first_made_under(product)[storage], none)),
         )
@@ -396,6 +404,19 @@ def _instants_of(at: Ints, ops: Ints) -> Ints:
 
 def _column(values: Iterable[int]) -> Ints:
     return np.array(list(values), np.int64)
+
+
+def _warm_up_end(trace: Trace) -> int:
+    """Return how many ops a warm-up runs: those of the first forward, and of the loss where it evaluates."""
+    phases = {"none": (), "forward": (Phase.FORWARD,), "evaluation": (Phase.FORWARD, Phase.LOSS)}[trace.warm_up]
+    return next((index for index, op in enumerate(trace.ops) if op.phase not in phases), len(trace.ops))
+
+
+def _warm_up_frees(trace: Trace) -> Ints:
+    """Return the op after which each storage is freed in a warm-up; without autograd when nothing else holds it."""
+    evaluates = trace.warm_up == "evaluation"
+    ends = (each.released if evaluates and each.alloc_at >= 0 else each.free_after for each in trace.storages)
+    return np.fromiter(ends, np.int64, len(trace.storages))
 
 
 def _first_uses(trace: Trace, gradients: Flags) -> Ints:

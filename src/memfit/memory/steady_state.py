@@ -11,6 +11,9 @@ Gradients are the same: a new process has none. Those that a captured step begin
 forward or the backward) are not in the first step, and in a later one they are what the step before has left, where it
 left it. Those that stay (`zero_grad` never, or without `set_to_none`) are made by the first backward. So where a loop
 calls `zero_grad`, first or last, makes no difference, as it makes none on a device.
+
+What a process runs before its first step (`Step.warm_up`) leaves its segments in the cache, where parameters have been
+made and optimizer state has not.
 """
 
 from __future__ import annotations
@@ -203,11 +206,30 @@ class ProcessEvents:
         made, alloc_at, freed = self.table.states_made, self._first_alloc_at, self._first_freed
         return [
             *self._malloc(BEFORE_STEP, self.early),
+            *self._warm_up(),
             *self._ops(0, made, alloc_at, freed),
             *self._malloc(made, self.late),
             *self._ops(made, self.end, alloc_at, freed),
             *self._end(),
         ]
+
+    def _warm_up(self) -> list[Row]:
+        """Return the events of what runs before the first step, all freed at its end."""
+        until, frees, rows = self.table.warmed_until, self.table.warm_up_frees, list[Row]()
+        there: dict[int, None] = {}
+        ends: dict[int, list[int]] = defaultdict(list)
+        for instant in range(until):
+            for key in self.alloc_at[instant]:
+                there[key] = None
+                ends[int(frees[key])].append(key)
+            rows += self._malloc(BEFORE_STEP, self.alloc_at[instant])
+            if self.workspace[instant]:
+                key = len(self.size) + instant
+                rows += ((BEFORE_STEP, key, self.workspace[instant]), (BEFORE_STEP, key, FREE))
+            for key in ends.pop(instant, ()):
+                del there[key]
+                rows.append((BEFORE_STEP, key, FREE))
+        return [*rows, *((BEFORE_STEP, key, FREE) for key in there)]
 
     def _with_workspaces(self, rows: list[Row]) -> list[Row]:
         """Return the events of a first step with the workspaces that its first products make, after their results."""
