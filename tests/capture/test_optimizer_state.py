@@ -15,6 +15,7 @@ import memfit
 from memfit.capture import BEFORE_STEP, Category, Step, check_trace
 from memfit.memory import Timeline, measured
 from tests.capture import optimizer_cases as cases
+from tests.devices import without_workspaces
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("frozen_heap")]
 
@@ -37,7 +38,7 @@ def a_step(model: nn.Module, optimizer: Any) -> Step:
 
 
 def traced(step: Step, target: str) -> memfit.Trace:
-    trace = memfit.trace(step, target=target)
+    trace = memfit.trace(step, target=without_workspaces(target))
     check_trace(trace)
     return trace
 
