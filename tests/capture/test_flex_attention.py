@@ -14,7 +14,7 @@ import memfit
 from memfit.capture import CaptureError, Step, check_trace
 from memfit.capture.rules.flex_attention import block_density
 from memfit.cost.attention import backend_speed
-from memfit.cost.roofline import Precision, estimate_work
+from memfit.cost.roofline import Float32Precision, estimate_work
 from memfit.hardware import load_device
 from memfit.memory import Timeline, measured
 from tests.capture.cuda_helpers import made_bytes
@@ -196,5 +196,5 @@ def test_compiled_it_is_slower_than_flash_attention_by_the_published_part() -> N
     device = load_device("a100-sxm-80gb")
     assert backend_speed(forward.name, device) == 0.9
     assert backend_speed(backward.name, device) == 0.85
-    works = [estimate_work(op, device, Precision()).family.value for op in (forward, backward)]
+    works = [estimate_work(op, device, Float32Precision()).family.value for op in (forward, backward)]
     assert works == ["attention", "attention_backward"]

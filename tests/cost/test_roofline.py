@@ -17,7 +17,7 @@ from memfit.capture import Op, Phase, TensorRef, Trace
 from memfit.cost import Roofline, Runtime
 from memfit.cost.products import count_waves
 from memfit.cost.roofline import (
-    Precision,
+    Float32Precision,
     classify_op,
     estimate_work,
     index_bound,
@@ -75,8 +75,8 @@ def test_a_large_product_takes_a_little_more_than_its_flops_at_the_reached_rate(
 
 
 def test_float32_products_use_tensor_cores_only_with_tf32() -> None:
-    plain = kernel_ms(mm(8192, 8192, 8192, "float32"), H100, Precision(matmul_tf32=False))
-    fast = kernel_ms(mm(8192, 8192, 8192, "float32"), H100, Precision(matmul_tf32=True))
+    plain = kernel_ms(mm(8192, 8192, 8192, "float32"), H100, Float32Precision(matmul_tf32=False))
+    fast = kernel_ms(mm(8192, 8192, 8192, "float32"), H100, Float32Precision(matmul_tf32=True))
     assert plain / fast == pytest.approx(494.7 / 66.9, rel=0.3)
 
 
@@ -96,7 +96,7 @@ def test_an_elementwise_op_takes_its_bytes_at_the_reached_bandwidth() -> None:
 
 def test_tensors_that_the_cache_holds_are_faster() -> None:
     def rate(elements: int) -> float:
-        work = estimate_work(op("aten.add.Tensor", (elements,), (elements,), out=(elements,)), H100, Precision())
+        work = estimate_work(op("aten.add.Tensor", (elements,), (elements,), out=(elements,)), H100, Float32Precision())
         return elements / work.memory_ms
 
     assert rate(1 << 21) == pytest.approx(rate(1 << 26) * kernel_figures().cache.gain)
@@ -148,7 +148,7 @@ def test_an_embedding_does_not_read_its_whole_table() -> None:
 
 def test_a_product_with_few_tiles_leaves_multiprocessors_idle() -> None:
     one, many = mm(64, 1 << 10, 64), mm(64 * 66, 1 << 10, 64)
-    times = [estimate_work(each, H100, Precision()).compute_ms for each in (one, many)]
+    times = [estimate_work(each, H100, Float32Precision()).compute_ms for each in (one, many)]
     assert times[1] < 4 * times[0]
 
 
@@ -159,7 +159,7 @@ def test_causal_attention_counts_half_of_the_scores_at_a_lower_rate() -> None:
     full = op(name, shape, shape, shape, out=shape, flops=flops, arguments='[[{"t":0},{"t":1},{"t":2},0.0,false],{}]')
     causal = msgspec.structs.replace(full, arguments='[[{"t":0},{"t":1},{"t":2},0.0,true],{}]')
     assert is_causal(causal) and not is_causal(full)
-    times = [estimate_work(each, H100, Precision()).compute_ms for each in (full, causal)]
+    times = [estimate_work(each, H100, Float32Precision()).compute_ms for each in (full, causal)]
     assert times[1] == pytest.approx(times[0] / 2 / kernel_figures().attention.causal)
 
 
@@ -186,14 +186,14 @@ def convolution(batch: int, channels: int, filters: int, size: int, stride: int 
 
 
 def test_winograd_makes_dense_3x3_convolutions_faster_than_their_flops_at_the_peak() -> None:
-    v100, exact = load_device("v100-pcie-32gb"), Precision(convolution_tf32=False)
+    v100, exact = load_device("v100-pcie-32gb"), Float32Precision(convolution_tf32=False)
     dense, strided = convolution(64, 512, 512, 28), convolution(64, 512, 512, 56, stride=2)
     assert dense.flops == strided.flops
     assert kernel_ms(dense, v100, exact) < peak_ms(dense, v100, exact) < kernel_ms(strided, v100, exact)
 
 
 def test_convolutions_of_few_channels_are_far_from_the_peak() -> None:
-    a100, exact = load_device("a100-pcie-80gb"), Precision(convolution_tf32=False)
+    a100, exact = load_device("a100-pcie-80gb"), Float32Precision(convolution_tf32=False)
     narrow = convolution(32, 3, 32, 112)
     assert kernel_ms(narrow, a100, exact) > 2 * peak_ms(narrow, a100, exact)
 
@@ -309,9 +309,9 @@ def test_attention_and_recurrent_ops_of_the_cpu_count_their_flops() -> None:
 
 
 def test_a_deep_product_with_few_tiles_is_split_to_fill_the_device() -> None:
-    deep, shallow = (estimate_work(mm(768, depth, 768), H100, Precision()).compute_ms for depth in (65536, 128))
-    assert deep < 1.5 * peak_ms(mm(768, 65536, 768), H100, Precision())
-    assert shallow > 1.6 * peak_ms(mm(768, 128, 768), H100, Precision())
+    deep, shallow = (estimate_work(mm(768, depth, 768), H100, Float32Precision()).compute_ms for depth in (65536, 128))
+    assert deep < 1.5 * peak_ms(mm(768, 65536, 768), H100, Float32Precision())
+    assert shallow > 1.6 * peak_ms(mm(768, 128, 768), H100, Float32Precision())
 
 
 def test_the_setting_of_torch_decides_on_tf32() -> None:
@@ -319,7 +319,7 @@ def test_the_setting_of_torch_decides_on_tf32() -> None:
     before = matmul.fp32_precision, convolution.fp32_precision
     try:
         matmul.fp32_precision, convolution.fp32_precision = "tf32", "ieee"
-        assert Precision.of_torch() == Precision(matmul_tf32=True, convolution_tf32=False)
+        assert Float32Precision.of_torch() == Float32Precision(matmul_tf32=True, convolution_tf32=False)
         Roofline().kernel_ms([mm(8, 8, 8)], H100)
     finally:
         matmul.fp32_precision, convolution.fp32_precision = before
