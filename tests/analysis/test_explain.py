@@ -169,7 +169,7 @@ def test_a_loss_that_the_model_computes_is_seen_at_the_peak(own: str) -> None:
     class Talker(Blocks):
         def __init__(self) -> None:
             super().__init__()
-            self.head, self.loss = nn.Linear(64, 4096), nn.CrossEntropyLoss()
+            self.head, self.loss = nn.Linear(64, 4096, bias=False), nn.CrossEntropyLoss()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for layer in self.layers:
