@@ -15,6 +15,7 @@ from memfit.analysis.report import Report
 from memfit.cost import Roofline
 from memfit.hardware import Target
 from memfit.report.page import write_page
+from tests.devices import without_workspaces
 
 SMALL = Shape(layers=3, hidden=256, heads=4, key_value_heads=2, feed_forward=512, vocabulary=512)
 DEEP = Shape(layers=126, hidden=128, heads=4, key_value_heads=2, feed_forward=256, vocabulary=512)
@@ -37,13 +38,13 @@ class Hostile(nn.Module):
 def report_of(case: str) -> Report:
     """The report of a case, planned for real."""
     if case == "hostile":
-        trace = memfit.trace(memfit.Step(Hostile, memfit.spec((8, 64), torch.float32)), target="h100-sxm")
+        trace = memfit.trace(memfit.Step(Hostile, memfit.spec((8, 64), torch.float32)), target=without_workspaces())
         plan = msgspec.structs.replace(memfit.plan(trace, progress=False), notes=(LONG,))
         return Report.of(plan, trace)
     if case == "verified":
         return verified()
     shape, length = (DEEP, 64) if case == "deep" else (SMALL, 512)
-    trace = memfit.trace(training_step(shape, batch=2, length=length), target="h100-sxm")
+    trace = memfit.trace(training_step(shape, batch=2, length=length), target=without_workspaces())
     ranks = 4 if case == "sharded" else 1
     free = Report.of_trace(trace, target=Target.parse(trace.hardware, ranks=ranks))
     if case == "unplanned":

@@ -225,7 +225,12 @@ def test_every_policy_can_be_executed(name: str) -> None:
             )
             found_gradients, found_buffers = run(again, batch)
             where = f"{unit.name}: {policy}"
-            assert execution.names == [op.name for op in trace.ops[unit.begin : unit.end]], where
+            captured = [op.name for op in trace.ops[unit.begin : unit.end]]
+            if any(name == "aten.add_.Tensor" for name in captured):
+                # With a dispatch mode, which `Execution` is, linear layers on strided batches add their bias out of
+                # place (torch: ATen/native/Linear.cpp); the capture has what runs without one.
+                captured = [name.replace("aten.add_.Tensor", "aten.add.Tensor") for name in captured]
+            assert execution.names == captured, where
             assert tuple(execution.ran) == policy.recomputed, where
             assert execution.freed, where
             assert found_gradients.keys() == gradients.keys(), where

@@ -209,7 +209,7 @@ def _shard_plan(problem: Problem) -> ShardPlan | None:
     if problem.sharding is None or problem.options.shard.parallel == "ddp":
         return None
     sharding = problem.sharding
-    units = tuple(ShardedUnit(module=unit.module, reshard_after_forward=bool(unit.module)) for unit in sharding.units)
+    units = tuple(ShardedUnit(module=unit.module, reshard_after_forward=not unit.kept) for unit in sharding.units)
     return ShardPlan(
         ranks=problem.target.ranks,
         units=units,
