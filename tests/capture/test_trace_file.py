@@ -81,7 +81,7 @@ def test_pickles_are_refused_and_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "break_it",
     [
-        lambda t: msgspec.structs.replace(t, storages=t.storages[:-1]),
+        lambda t: msgspec.structs.replace(t, storages=t.storages[: len(t.storages) // 2]),
         lambda t: msgspec.structs.replace(t, ops=(msgspec.structs.replace(t.ops[0], call=99), *t.ops[1:])),
         lambda t: msgspec.structs.replace(
             t, storages=(msgspec.structs.replace(t.storages[0], bytes=-1), *t.storages[1:])
