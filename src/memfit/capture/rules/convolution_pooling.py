@@ -73,7 +73,7 @@ def _cuda_convolution(context: RuleContext, func: Any, args: Any, kwargs: dict[s
 
 def _cuda_convolution_workspace(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     """cuDNN's workspace is chosen at run time (cudnn/Conv_v8.cpp, `get_plans_from_find` and heuristics)."""
-    context.note("convolutions: cuDNN chooses its workspace at run time, and it is not counted")
+    context.note("convolutions: cuDNN chooses its workspace at run time; it is in what is reserved, not in the peak")
     return 0
 
 
