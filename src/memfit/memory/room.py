@@ -53,6 +53,22 @@ class Reservation:
     low_bytes: int | None = None
 
 
+def has_room(target: Target, timeline: Timeline, *, expandable: bool = False) -> tuple[bool, int]:
+    """Return whether a step has room with the margin to spare, and what the allocator would reserve with no limit.
+
+    That is what a search for a budget asks; `judge_room` also says how much is missing, which takes longer.
+    """
+    device, memory = _device(target.device, expandable), target.rank_memory
+    if not device.allocator.caches:
+        return timeline.peak_bytes <= memory.usable_bytes, timeline.peak_bytes
+    _, wanted_bytes, table = _most_reserved(device, timeline)
+    if wanted_bytes <= memory.usable_bytes:
+        return True, wanted_bytes
+    if not reserved(table, device, limit_bytes=memory.usable_bytes).runs_freely:
+        return False, wanted_bytes
+    return _judge(memory, device, table, wanted_bytes).room is Room.ENOUGH, wanted_bytes
+
+
 def judge_room(target: Target, timeline: Timeline, *, expandable: bool = False) -> Reservation:
     """Return what the allocator of a rank does with a step (Note [What fits])."""
     device, memory = _device(target.device, expandable), target.rank_memory

@@ -22,6 +22,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -112,7 +113,7 @@ def reserved(step: Trace | AllocationTable, device: Device, *, limit_bytes: int 
     first_retries = 0
     reserved_bytes: list[int] = []
     least_steps = 2 if limit_bytes is None else STEPS_AT_LIMIT
-    process = ProcessEvents(table)
+    process = _process(table)
     for rows in process.steps():
         failed = _run(allocator, rows, process)
         reserved_bytes.append(allocator.peak_reserved_bytes)
@@ -196,10 +197,17 @@ class ProcessEvents:
 
     def steps(self) -> Iterator[list[Row]]:
         """Yield the steps of a process on one allocator, as many as it may take until one reserves nothing more."""
-        yield self._with_workspaces(self.first())
-        later = self.later()
+        yield self._first_rows
         for _ in range(MOST_STEPS - 1):
-            yield later
+            yield self._later_rows
+
+    @cached_property
+    def _first_rows(self) -> list[Row]:
+        return self._with_workspaces(self.first())
+
+    @cached_property
+    def _later_rows(self) -> list[Row]:
+        return self.later()
 
     def first(self) -> list[Row]:
         """Return the events of a process's first step (Note [Steady state])."""
@@ -289,6 +297,10 @@ class ProcessEvents:
 
     def _malloc(self, instant: int, keys: list[int]) -> list[Row]:
         return [(instant, key, self.size[key]) for key in keys]
+
+
+_process = lru_cache(maxsize=1)(ProcessEvents)
+"""The events of a table: a plan is run at several limits, one after the other."""
 
 
 def _grouped(instant: Ints, chosen: Flags, count: int) -> list[list[int]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from memfit.memory import Reservation, Room, judge_room
+from memfit.memory import Reservation, Room, Timeline, has_room, judge_room
 from memfit.solve import Incumbent, Problem, Solved, minimum_budget_bytes, solve
 from memfit.units import display_bytes
 
@@ -13,6 +14,16 @@ _HALVINGS = 3
 _STEP = 100
 """A budget is lowered by at least one part of this many."""
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tried:
+    """A plan, whether the allocator has room for it, and what it would reserve with no limit."""
+
+    solved: Solved
+    replay: Timeline
+    fits: bool
+    wanted_bytes: int
 
 
 def reservation_under(problem: Problem, solved: Solved, *, expandable: bool = False) -> Reservation | None:
@@ -30,34 +41,40 @@ def with_room(
     Where none will do it is the plan with the most room, and of those alike the one with the most budget.
     """
     usable = problem.target.usable_bytes
-    tried: list[tuple[Reservation, Solved]] = []
+    tried: list[_Tried] = []
 
     def able(found: Solved) -> bool:
         if found.replay is None:
             return False
-        tried.append((judge_room(problem.target, found.replay, expandable=expandable), found))
-        return _has_room(tried[-1][0])
+        fits, wanted_bytes = has_room(problem.target, found.replay, expandable=expandable)
+        tried.append(_Tried(solved=found, replay=found.replay, fits=fits, wanted_bytes=wanted_bytes))
+        return fits
 
     if solved.replay is None:
         return solved, None
     if not able(solved):
         for _ in range(_LOWERINGS):
-            reservation, lowest = tried[-1]
-            budget_bytes = lowest.budget_bytes - max(reservation.wanted_bytes - usable, usable // _STEP)
+            lowest = tried[-1]
+            budget_bytes = lowest.solved.budget_bytes - max(lowest.wanted_bytes - usable, usable // _STEP)
             if budget_bytes <= 0:
                 break
-            found = solve(problem, budget_bytes, start=lowest.choice, watch=watch)
+            found = solve(problem, budget_bytes, start=lowest.solved.choice, watch=watch)
             if found.replay is None or able(found):
                 break
-        _between(problem, [(_has_room(each), found.budget_bytes) for each, found in tried], able)
-    best, found = min(tried, key=lambda each: (each[0].room.value, -each[1].budget_bytes))
+        _between(problem, tried, able)
+    fitting = [each.solved for each in tried if each.fits]
+    if fitting:
+        found = max(fitting, key=lambda each: each.budget_bytes)
+        return found, reservation_under(problem, found, expandable=expandable)
+    judged = [(judge_room(problem.target, each.replay, expandable=expandable), each.solved) for each in tried]
+    best, found = min(judged, key=lambda each: (each[0].room.value, -each[1].budget_bytes))
     return found, best
 
 
-def _between(problem: Problem, tried: list[tuple[bool, int]], able: Callable[[Solved], bool]) -> None:
+def _between(problem: Problem, tried: Sequence[_Tried], able: Callable[[Solved], bool]) -> None:
     """Try some budgets between the highest that has room and the lowest that has none; first the smallest there is."""
-    low = max((budget_bytes for has_room, budget_bytes in tried if has_room), default=None)
-    high = min(budget_bytes for has_room, budget_bytes in tried if not has_room)
+    low = max((each.solved.budget_bytes for each in tried if each.fits), default=None)
+    high = min(each.solved.budget_bytes for each in tried if not each.fits)
     if low is None:
         low = minimum_budget_bytes(problem)
         if low is None or low >= high or not able(solve(problem, low)):
