@@ -25,6 +25,11 @@ class _Tried:
     fits: bool
     wanted_bytes: int
 
+    def least_budget(self, usable: int) -> int:
+        """Return the budget down to which the plan is the same, where it has far more than it needs."""
+        spare = self.solved.budget_bytes - self.replay.peak_bytes
+        return self.solved.budget_bytes if spare < usable // _STEP else self.replay.peak_bytes
+
 
 def reservation_under(problem: Problem, solved: Solved, *, expandable: bool = False) -> Reservation | None:
     """Return what the allocator does with a plan; None without one. `expandable` segments grow and have no pieces."""
@@ -55,13 +60,13 @@ def with_room(
     if not able(solved):
         for _ in range(_LOWERINGS):
             lowest = tried[-1]
-            budget_bytes = lowest.solved.budget_bytes - max(lowest.wanted_bytes - usable, usable // _STEP)
+            budget_bytes = lowest.least_budget(usable) - max(lowest.wanted_bytes - usable, usable // _STEP)
             if budget_bytes <= 0:
                 break
             found = solve(problem, budget_bytes, start=lowest.solved.choice, watch=watch)
             if found.replay is None or able(found):
                 break
-        _between(problem, tried, able)
+        _between(problem, usable, tried, able)
     fitting = [each.solved for each in tried if each.fits]
     if fitting:
         found = max(fitting, key=lambda each: each.budget_bytes)
@@ -71,16 +76,16 @@ def with_room(
     return found, best
 
 
-def _between(problem: Problem, tried: Sequence[_Tried], able: Callable[[Solved], bool]) -> None:
+def _between(problem: Problem, usable: int, tried: Sequence[_Tried], able: Callable[[Solved], bool]) -> None:
     """Try some budgets between the highest that has room and the lowest that has none; first the smallest there is."""
     low = max((each.solved.budget_bytes for each in tried if each.fits), default=None)
-    high = min(each.solved.budget_bytes for each in tried if not each.fits)
+    high = min(each.least_budget(usable) for each in tried if not each.fits)
     if low is None:
         low = minimum_budget_bytes(problem)
         if low is None or low >= high or not able(solve(problem, low)):
             return
     for _ in range(_HALVINGS):
-        if high - low < problem.target.usable_bytes // _STEP:
+        if high - low < usable // _STEP:
             return
         middle = (low + high) // 2
         if able(solve(problem, middle)):

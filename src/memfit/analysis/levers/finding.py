@@ -25,7 +25,7 @@ LEVERS: dict[str, Callable[[Case], Iterator[Lever]]] = {
     "expandable segments": segments,
 }
 """Every family of levers, by what it tries."""
-_BESIDE = ("bfloat16", "more ranks", "offloading")
+_BESIDE = ("bfloat16", "more ranks", "offloading", "expandable segments")
 """Those that are tried beside the others. A family that captures the changed step takes longest: each half has one."""
 _Tried = dict[str, tuple[list[Lever], list[str]]]
 """By family: its levers, and what could not be worked out."""
