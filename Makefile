@@ -12,7 +12,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q -c con
 .DELETE_ON_ERROR:
 .PHONY: demo test lint browser bench zoo isa ops evidence compat docs clean
 
-DEMO = llama3-8b --target h100-sxm --ranks 8 --batch 2 --seq 8192 --budget 64GiB
+DEMO = llama3-8b --target h100-sxm --ranks 8 --batch 2 --seq 8192 --budget 60GiB
 
 demo: $(BASE)
 	@mkdir -p demo

@@ -10,7 +10,7 @@ from memfit._version import __version__
 from memfit.analysis import Report
 from memfit.capture import Phase
 from memfit.cost import Roofline
-from memfit.hardware import Device, Family, Link, Target
+from memfit.hardware import ByteRange, Device, Family, Link, Target
 from memfit.plans import build_trace_record
 from memfit.units import display_bytes, display_ms
 
@@ -55,12 +55,18 @@ def _conditions(report: Report) -> list[list[str]]:
 def _usable(target: Target) -> str:
     """Say what a rank may reserve, and what of its device is for other things (Note [What a rank has])."""
     memory = target.rank_memory
-    words = [f"context {display_bytes(memory.context.expected_bytes)} ({memory.context})"]
+    words = [f"context {_expected(memory.context)}"]
     if memory.nccl.expected_bytes:
-        words.append(f"NCCL {display_bytes(memory.nccl.expected_bytes)} ({memory.nccl})")
+        words.append(f"NCCL {_expected(memory.nccl)}")
     if memory.margin_bytes:
         words.append(f"margin {memory.margin:.1%}, {display_bytes(memory.margin_bytes)}")
     return f"{display_bytes(memory.usable_bytes)}, less {'; '.join(words)}"
+
+
+def _expected(found: ByteRange) -> str:
+    """Say what is counted, and the range that it is the middle of; one that was given has none."""
+    known = found.low_bytes == found.high_bytes
+    return display_bytes(found.expected_bytes) + ("" if known else f" ({found})")
 
 
 def _times(report: Report) -> str:
