@@ -38,7 +38,6 @@ class Problem:
     timeline: Timeline
     runtime: Runtime
     target: Target
-    frontiers: Frontiers
     sharding: Sharding | None
     options: SolveOptions
 
@@ -53,7 +52,6 @@ class Problem:
             timeline=timeline,
             runtime=runtime,
             target=target,
-            frontiers=build_frontiers(runtime.trace, runtime.op_ms, points=options.points),
             sharding=sharding,
             options=options,
         )
@@ -66,13 +64,18 @@ class Problem:
     def with_limits(self, limits: Limits) -> Problem:
         """Return the same problem, to be solved under other limits; what was built is shared."""
         other = replace(self, options=replace(self.options, limits=limits))
-        other.__dict__["candidates"] = self.candidates
+        other.__dict__.update(frontiers=self.frontiers, candidates=self.candidates)
         return other
 
     @property
     def trace(self) -> Trace:
         """The step; under sharding as it was captured, whole."""
         return self.timeline.trace
+
+    @cached_property
+    def frontiers(self) -> Frontiers:
+        """The units and their policies."""
+        return build_frontiers(self.runtime.trace, self.runtime.op_ms, points=self.options.points)
 
     @property
     def trace_columns(self) -> TraceColumns:
@@ -151,13 +154,14 @@ class Problem:
         return "min_budget" in self.__dict__ and self.min_budget is not None and not self.min_budget.proven
 
     def replay(self, chosen: Iterable[tuple[Unit, Policy]]) -> Timeline:
-        """Replay the step under these policies, op by op."""
-        return replay(
-            self.trace_columns,
-            chosen,
-            intervals=self.sharding.allocations if self.sharding is not None else (),
-            removed=self.sharding.removed if self.sharding is not None else frozenset(),
-        )
+        """Replay the step under these policies, op by op; without any, no frontier is built."""
+        chosen = list(chosen)
+        intervals = self.sharding.allocations if self.sharding is not None else ()
+        removed = self.sharding.removed if self.sharding is not None else frozenset()
+        if chosen:
+            return replay(self.trace_columns, chosen, intervals=intervals, removed=removed)
+        trace = self.runtime.trace
+        return Timeline.of(trace, trace.hardware.allocator.rounding_bytes, intervals=intervals, removed=removed)
 
     @property
     def exposed_ms(self) -> float:
