@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from memfit.hardware.efficiency import Efficiency
@@ -167,6 +167,10 @@ class Device:
     def usable_bytes(self) -> int:
         """What tensors of a rank alone may take: total memory less the context and the margin."""
         return self.rank_memory.usable_bytes
+
+    def with_expandable_segments(self, expandable: bool = True) -> Device:
+        """Return the device with an allocator whose segments grow, or do not."""
+        return replace(self, allocator=replace(self.allocator, expandable_segments=expandable))
 
     def peak_flops_per_s(self, dtype: object, *, tf32: bool = False) -> float:
         """Return the peak rate for a dtype (`torch.bfloat16`, 'bfloat16', 'bf16'); the fp32 rate where it has none.

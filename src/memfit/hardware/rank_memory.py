@@ -5,7 +5,7 @@ kernels are loaded and differs between drivers by a gigabyte; NCCL's buffers dep
 number of communicators. Both are ranges, with sources (data/devices/*.toml, data/nccl.toml), and what is expected of
 each, the middle, is taken off the device unless it is given. What is left is `available_bytes`. Predictions of what the
 allocator reserves have been off; the `margin` (data/allocators.toml) is by how much they have been too low at worst. A
-plan may reserve `usable_bytes`: so much more than that is what is available.
+plan may reserve `usable_bytes`, which with the margin on top are the available ones.
 """
 
 from __future__ import annotations

@@ -79,8 +79,7 @@ class Target:
             "margin": None if margin is None else check_margin(margin),
         }
         if expandable_segments is not None and found.device.allocator.caches:
-            rules = replace(found.device.allocator, expandable_segments=expandable_segments)
-            changes["device"] = replace(found.device, allocator=rules)
+            changes["device"] = found.device.with_expandable_segments(expandable_segments)
         given = {name: value for name, value in changes.items() if value is not None}
         return replace(found, **given) if given else found
 

@@ -423,11 +423,10 @@ def _first_uses(trace: Trace, gradients: Flags) -> Ints:
     """Return the first op of the backward that uses each of these storages, `NO_INDEX` where none does."""
     found = np.full(len(gradients), NO_INDEX)
     waiting = set(np.flatnonzero(gradients).tolist())
-    phase = Phase.BACKWARD
     for index, op in enumerate(trace.ops):
         if not waiting:
             break
-        if op.phase is phase:
+        if op.phase is Phase.BACKWARD:
             used = waiting.intersection(ref.storage for ref in op.inputs)
             found[list(used)] = index
             waiting -= used

@@ -62,11 +62,8 @@ def has_room(target: Target, timeline: Timeline, *, expandable: bool = False) ->
     if not device.allocator.caches:
         return timeline.peak_bytes <= memory.usable_bytes, timeline.peak_bytes
     _, wanted_bytes, table = _most_reserved(device, timeline)
-    if wanted_bytes <= memory.usable_bytes:
-        return True, wanted_bytes
-    if not reserved(table, device, limit_bytes=memory.usable_bytes).runs_freely:
-        return False, wanted_bytes
-    return _judge(memory, device, table, wanted_bytes).room is Room.ENOUGH, wanted_bytes
+    limits = [limit for limit in (memory.usable_bytes, memory.available_bytes) if limit < wanted_bytes]
+    return all(reserved(table, device, limit_bytes=max(0, limit)).runs_freely for limit in limits), wanted_bytes
 
 
 def judge_room(target: Target, timeline: Timeline, *, expandable: bool = False) -> Reservation:
@@ -133,6 +130,4 @@ def _judge(memory: RankMemory, device: Device, table: AllocationTable, wanted_by
 
 
 def _device(device: Device, expandable: bool) -> Device:
-    if not expandable:
-        return device
-    return replace(device, allocator=replace(device.allocator, expandable_segments=True))
+    return device.with_expandable_segments() if expandable else device

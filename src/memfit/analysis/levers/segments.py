@@ -16,7 +16,7 @@ def segments(case: Case) -> Iterator[Lever]:
     device = case.target.device
     if case.hopeless or not device.allocator.caches or device.allocator.expandable_segments:
         return
-    grown = replace(device, allocator=replace(device.allocator, expandable_segments=True))
+    grown = device.with_expandable_segments()
     now, then = (reserved(case.timeline.allocations, each).peak_reserved_bytes for each in (device, grown))
     if then >= now:
         return
