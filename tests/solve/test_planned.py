@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -20,8 +21,8 @@ from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import BETWEEN, CATEGORIES, Interval, Timeline, events, reserved
 from memfit.memory.allocator import FREE, simulate
-from memfit.solve import Candidate, Problem, Program, minimum_budget_bytes, replay, solve
-from memfit.tradeoff import Frontier, Policy, Unit
+from memfit.solve import Candidate, Problem, Program, minimum_budget_bytes, solve
+from memfit.tradeoff import Frontier, Policy, Unit, build_recompute
 from memfit.tradeoff.columns import TraceColumns
 from memfit.tradeoff.policy import Role, UnitColumns, lost_inputs
 from tests.solve.level_replay import Replay, replay_levels
@@ -33,6 +34,18 @@ CPU = Target.parse("cpu").device
 SHAPE = Shape(layers=4, hidden=512, heads=8, key_value_heads=4, feed_forward=1024, vocabulary=8000)
 UNIT = unit("unit", 1, 4, 6, 8)
 Chosen = list[tuple[Unit, Policy]]
+
+
+def replay(
+    trace_columns: TraceColumns,
+    chosen: Iterable[tuple[Unit, Policy]],
+    *,
+    intervals: tuple[Interval, ...] = (),
+    removed: frozenset[int] = frozenset(),
+) -> Timeline:
+    recomputes = [build_recompute(trace_columns, unit, policy) for unit, policy in chosen]
+    rounding = trace_columns.rounding_bytes
+    return Timeline.of(trace_columns.trace, rounding, recomputes=recomputes, intervals=intervals, removed=removed)
 
 
 def small_step(scale: int = 1, device: str = "cpu") -> TraceColumns:

@@ -74,7 +74,7 @@ def test_the_optimum_is_found_too_when_backward_does_not_mirror_forward(program:
 def solved_by_dp(program: Program, widths: tuple[int, ...] = WIDTHS) -> DpSolution:
     dp = DynamicProgram.of(program)
     assert dp is not None
-    return dp.solve(widths=widths)
+    return dp.solve(program.budget_bytes, widths=widths)
 
 
 @RELAXED

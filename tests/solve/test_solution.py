@@ -216,7 +216,7 @@ def test_a_plan_that_is_too_high_for_the_judge_is_sent_back(captured: Trace, mon
         return Program(before, during, budget_bytes, program.candidates)
 
     monkeypatch.setattr(Problem, "program", lambda _, budget_bytes: too_low(budget_bytes))
-    solved = solve(problem, budget)
+    solved = solve(problem_of(captured), budget)
     assert solved.tightened >= 1
     assert solved.replay is not None and solved.replay.peak_bytes <= budget
     assert solved.recompute_ms >= exact.recompute_ms - 1e-5

@@ -169,25 +169,14 @@ class AllocationTable:
     warmed_until: int = 0
 
     @classmethod
-    def of(
-        cls,
-        trace: Trace,
-        *,
-        recomputes: Sequence[Recompute] = (),
-        intervals: Sequence[Interval] = (),
-        removed: frozenset[int] = frozenset(),
-    ) -> AllocationTable:
-        """Build the table of a captured step, or of the step under a plan.
-
-        `recomputes` are in the order in which they run. Under sharding `removed` are the storages that a rank does not
-        have and `intervals` what it has instead.
-        """
+    def of(cls, trace: Trace) -> AllocationTable:
+        """Build the table of a captured step."""
         storages, count, ops = trace.storages, len(trace.storages), len(trace.ops)
         row = np.fromiter((ROW[storage.category] for storage in storages), np.int64, count)
         alloc_at = np.fromiter((storage.alloc_at for storage in storages), np.int64, count)
         states = np.flatnonzero((alloc_at == BEFORE_STEP) & (row == _STATE))
         product = np.fromiter((product_thread(op) for op in trace.ops), np.int64, ops)
-        captured = cls(
+        return cls(
             op=np.arange(ops + 1),
             run=np.full(ops + 1, NO_INDEX),
             workspace_bytes=np.fromiter((op.workspace_bytes for op in trace.ops), np.int64, ops),
@@ -206,15 +195,15 @@ class AllocationTable:
             product_thread=product,
             first_made_at=_first_products(trace, product, row),
         )
-        return captured.under_plan(recomputes, intervals, removed)
 
     def under_plan(
-        self, recomputes: Sequence[Recompute], intervals: Sequence[Interval], removed: frozenset[int]
+        self, recomputes: Sequence[Recompute], added: Sequence[Interval], removed: frozenset[int]
     ) -> AllocationTable:
-        """Return the table of the step under a plan, from that of the captured one."""
-        if not (recomputes or intervals or removed):
-            return self
-        added = [interval for interval in intervals if is_there(interval, self.instants)]
+        """Return the table of the step under a plan, from that of the captured one.
+
+        `recomputes` are in the order in which they run. Under sharding `removed` are the storages that a rank does not
+        have and `added` what it has instead, each of them there at some time (`is_there`).
+        """
         between = _instants_between(added, self.instants)
         op, run = _build_instants(self.instants, recomputes, between)
         at = np.flatnonzero(run == NO_INDEX)  # the instant of each op of the step

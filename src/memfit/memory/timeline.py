@@ -97,14 +97,23 @@ class Timeline:
         """
         if rounding_bytes < 1:
             raise InputError(f"rounding_bytes is {rounding_bytes}; give 1 for none, 512 for CUDA's allocator")
-        ordered = in_order(recomputes)
-        table = AllocationTable.of(trace, recomputes=ordered, intervals=intervals, removed=removed)
-        return cls._from_table(trace, rounding_bytes, table, ordered, intervals)
+        captured = cls._from_table(trace, rounding_bytes, AllocationTable.of(trace), (), ())
+        if not (recomputes or intervals or removed):
+            return captured
+        return captured.under_plan(recomputes, intervals=intervals, removed=removed)
 
-    def with_sharding(self, intervals: Sequence[Interval], removed: frozenset[int]) -> Timeline:
-        """Return the timeline of a captured step with some storages removed and intervals added."""
-        table = self.allocations.under_plan((), intervals, removed)
-        return self._from_table(self.trace, self.rounding_bytes, table, (), intervals)
+    def under_plan(
+        self,
+        recomputes: Iterable[Recompute] = (),
+        *,
+        intervals: Sequence[Interval] = (),
+        removed: frozenset[int] = frozenset(),
+    ) -> Timeline:
+        """Return the timeline of a captured step under a plan, sharded, or both (as `of` does)."""
+        ordered = in_order(recomputes)
+        added = [interval for interval in intervals if is_there(interval, len(self.trace.ops))]
+        table = self.allocations.under_plan(ordered, added, removed)
+        return self._from_table(self.trace, self.rounding_bytes, table, ordered, added)
 
     @classmethod
     def _from_table(
@@ -121,7 +130,7 @@ class Timeline:
             rounding_bytes=rounding_bytes,
             allocations=table,
             units=tuple(each.unit for each in recomputes),
-            intervals=tuple(interval for interval in intervals if is_there(interval, len(trace.ops))),
+            intervals=tuple(intervals),
             before_by_row=before,
             during_by_row=during,
         )

@@ -137,7 +137,7 @@ class Levels:
 
     def levels(self) -> tuple[Bytes, Bytes]:
         """Return the bytes before and during each op, a row for each category (`Timeline.step_levels`)."""
-        return self.timeline.with_sharding(self.allocations, self.removed).step_levels()
+        return self.timeline.under_plan(intervals=self.allocations, removed=self.removed).step_levels()
 
     def _next_order(self) -> int:
         """Return the place of a change among all that happen between ops."""

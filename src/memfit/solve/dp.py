@@ -8,21 +8,22 @@ if what its units up to that one dropped together makes up for the level above t
 all of them are active, which is the rule, and a relaxation elsewhere (a backward that does not mirror its forward). So
 the least time found here is a bound for the program, and a plan that has it and holds every row is optimal.
 
-All that the rest of a plan must know of its beginning is therefore one number. With B the budget, `freed`, `time` and
-`peak` those of policy k of candidate v, the program is:
+All that the rest of a plan must know of its beginning is therefore one number: the budget and what was dropped so far,
+which no level may exceed. With B the budget, `freed`, `time` and `peak` those of policy k of candidate v, it is:
 
-1. Requirements, in bytes dropped before v unless said otherwise (all in requirements.py):
-       after(v)       = max (during - B) over the rows whose last active candidate is v; dropped up to v itself
-       open(v)        = max (during - B) over ops of v's forward before anything inside it has ended
+1. Requirements, in bytes of the budget and dropped before v unless said otherwise (all in requirements.py):
+       after(v)       = max during over the rows whose last active candidate is v; dropped up to v itself
+       open(v)        = max during over ops of v's forward before anything inside it has ended
        required(v, k) = max(after(v) - freed[v,k],
-                            highest level of v's first run under k - B,
-                            before[recompute_at(v)] - B + peak[v,k] - freed[v,k])
-2. State: a label (F, T) after v, with F bytes dropped and T spent. L(start) = {(0, 0)}.
+                            highest level of v's first run under k,
+                            before[recompute_at(v)] + peak[v,k] - freed[v,k])
+   They are the same for every budget, and so is the bound of 5 and the plans of 6.
+2. State: a label (F, T) after v, with F - B bytes dropped and T spent. L(start) = {(B, 0)}.
 3. Transition (`_LabelSetting.expand`): v is checkpointed with a policy, or its children are passed instead:
        L(v) = {(F + freed[v,k], T + time[v,k]) : (F, T) in L(before v), F >= required(v, k)}
             + {(F, T) in L(last child of v) that entered v with F >= open(v) : F >= after(v)}
 4. Dominance (`keep_undominated`): (F, T) goes when another label has F' >= F and T' <= T.
-5. Bound (`completion_bounds`): V(v, F) is at most the least time after v when F bytes are dropped. With each frontier
+5. Bound (`completion_bounds`): V(v, F) is at most the least time after v from F on. With each frontier
    replaced by its convex hull, V is convex and non-increasing in F: V(end, F) = 0; a requirement cuts the domain; a
    policy is the infimal convolution with v's hull (a merge of segments by slope); "v or its children" is the convex
    hull of both. A label with T + V(v, F) above the best plan known goes.
@@ -44,6 +45,7 @@ import math
 import time as clock
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -80,10 +82,10 @@ class DpSolution:
 
 @dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class DynamicProgram:
-    """The passes of a program, each as the nodes that lie in no other. No budget below `floor_bytes` can be met."""
+    """The passes of a program, for any budget. None below `floor_bytes` can be met."""
 
-    program: Program
-    passes: tuple[tuple[UnitNode, ...], ...]
+    candidates: int
+    passes: tuple[Pass, ...]
     floor_bytes: int
 
     @classmethod
@@ -93,10 +95,14 @@ class DynamicProgram:
         `raised` are stricter `after` requirements of some candidates (recurrence 8).
         """
         found = build_passes(program, raised)
-        return None if found is None else cls(program=program, passes=found[0], floor_bytes=found[1])
+        if found is None:
+            return None
+        passes = tuple(Pass(nodes) for nodes in found[0])
+        return cls(candidates=len(program.candidates), passes=passes, floor_bytes=found[1])
 
     def solve(
         self,
+        budget_bytes: int,
         *,
         gap: float = 0.0,
         deadline: float = math.inf,
@@ -105,19 +111,20 @@ class DynamicProgram:
         watch: Callable[[float], None] | None = None,
     ) -> DpSolution:
         """Return the best plan, from one that holds every requirement if that is known; `watch` hears each bound."""
-        if self.floor_bytes > self.program.budget_bytes:
+        if self.floor_bytes > budget_bytes:
             return DpSolution(choice=None, time_ms=math.inf, bound_ms=math.inf)
         time = bound = 0.0
         whole = True
-        choice = np.full(len(self.program.candidates), NO_INDEX, np.int64)
-        for nodes in self.passes:
+        choice = np.full(self.candidates, NO_INDEX, np.int64)
+        for each in self.passes:
             before = bound
             found = solve_pass(
-                nodes,
+                each,
+                budget_bytes,
                 gap=gap,
                 deadline=deadline,
                 widths=widths,
-                start=None if start is None else _picks_within(nodes, start),
+                start=None if start is None else _picks_within(each.nodes, start),
                 watch=None if watch is None else lambda own, before=before: watch((before + own) / PICOSECONDS),
             )
             time, bound = time + found.time, bound + found.bound
@@ -312,7 +319,7 @@ class _LimitReachedError(Exception):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Labels:
-    """Labels after one node. `step` and `row` are where each was recorded, step -1 for the start."""
+    """Labels after one node, F and T. `step` and `row` are where each was recorded, step -1 for the start."""
 
     freed: Ints
     time: Ints
@@ -334,29 +341,39 @@ class _Step:
     taken: npt.NDArray[np.int32]
 
 
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """The nodes of a pass that lie in no other, and what holds for them under any budget."""
+
+    nodes: tuple[UnitNode, ...]
+    subtree_plans: _SubtreePlans = field(default_factory=_SubtreePlans)
+
+    @cached_property
+    def bounds(self) -> tuple[ConvexBound, dict[int, ConvexBound]]:
+        """V before the first node, and after each (recurrence 5)."""
+        return completion_bounds(self.nodes)
+
+
 @dataclass(eq=False, slots=True)
 class _LabelSetting:
     """Passes labels from node to node. `best` is the time of the best plan known, `lost` the least cut by the beam."""
 
     nodes: tuple[UnitNode, ...]
+    after: dict[int, ConvexBound]
+    subtree_plans: _SubtreePlans
+    budget_bytes: int
     deadline: float
-    first: ConvexBound = field(init=False)
-    after: dict[int, ConvexBound] = field(init=False)
-    subtree_plans: _SubtreePlans = field(default_factory=_SubtreePlans)
     steps: list[_Step] = field(default_factory=list)
     recorded: int = 0
     best: float = math.inf
     lost: float = math.inf
     width: int = 0
 
-    def __post_init__(self) -> None:
-        self.first, self.after = completion_bounds(self.nodes)
-
     def run(self, width: int) -> tuple[Picks, int] | None:
         """Pass all nodes with at most this many labels after each; return the best plan and its time."""
         self.width, self.lost, self.recorded, self.steps = width, math.inf, 0, []
-        zero, start = np.zeros(1, np.int64), np.zeros(1, np.int32)
-        labels = _Labels(zero, zero, start - 1, start)
+        start = np.zeros(1, np.int32)
+        labels = _Labels(np.array([self.budget_bytes]), np.zeros(1, np.int64), start - 1, start)
         for node in self.nodes:
             labels = self.advance(node, labels)
             if not len(labels.time):
@@ -455,7 +472,8 @@ class PassSolution:
 
 
 def solve_pass(
-    nodes: tuple[UnitNode, ...],
+    each: Pass,
+    budget_bytes: int,
     *,
     gap: float = 0.0,
     deadline: float = math.inf,
@@ -467,11 +485,12 @@ def solve_pass(
 
     Times are in picoseconds. `start` is a plan that holds every requirement. `watch` hears the bound after each run.
     """
-    labels = _LabelSetting(nodes, deadline)
-    bound = float(labels.first(np.zeros(1, np.int64))[0])
+    first, after = each.bounds
+    labels = _LabelSetting(each.nodes, after, each.subtree_plans, budget_bytes, deadline)
+    bound = float(first(np.array([budget_bytes]))[0])
     picks = start
     if start is not None:
-        labels.best = float(_time_of(nodes, dict(start)))
+        labels.best = float(_time_of(each.nodes, dict(start)))
     for width in widths:
         try:
             found = labels.run(width)

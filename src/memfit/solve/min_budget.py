@@ -33,10 +33,11 @@ class MinBudget:
         return self.peak_bytes <= self.bound_bytes + _TOLERANCE_BYTES
 
 
-def min_budget(program: Program, limits: Limits | None = None) -> MinBudget | None:
+def min_budget(program: Program, limits: Limits | None = None, *, dp: DynamicProgram | None = None) -> MinBudget | None:
     """Return the plan with the lowest peak; None when the solver found none in its time.
 
-    Of the plans with that peak any is given: solve again at this budget for the fastest of them.
+    Of the plans with that peak any is given: solve again at this budget for the fastest of them. `dp` is the dynamic
+    program, where it is there already.
     """
     if program.micro_batches is not None:
         folded = min_budget(fold(program, program.micro_batches), limits)
@@ -44,7 +45,8 @@ def min_budget(program: Program, limits: Limits | None = None) -> MinBudget | No
             return None
         choice = spread(program.micro_batches, folded.choice, len(program.candidates))
         return replace(folded, choice=choice, peak_bytes=program.peak_bytes(choice))
-    bisected = _bisect(program)
+    dp = dp or DynamicProgram.of(program)
+    bisected = None if dp is None else _bisect(program, dp)
     if bisected is not None and bisected.peak_bytes <= bisected.bound_bytes:
         return bisected
     model = CheckpointModel(program, min_budget=True)
@@ -60,14 +62,11 @@ def min_budget(program: Program, limits: Limits | None = None) -> MinBudget | No
     )
 
 
-def _bisect(program: Program) -> MinBudget | None:
+def _bisect(program: Program, dp: DynamicProgram) -> MinBudget | None:
     """Bisect for the smallest budget whose requirements a plan holds; a bound where backward does not mirror forward.
 
     When time is free, dropping more is never worse, so one label is enough at every node.
     """
-    dp = DynamicProgram.of(program)
-    if dp is None:
-        return None
     highest = max(
         (int(policy.recompute_peak_bytes) for each in program.candidates for policy in each.policies), default=0
     )
@@ -96,34 +95,34 @@ class _Picked:
 
 def _plan_within(dp: DynamicProgram, budget_bytes: int) -> Choice | None:
     """Return the plan that drops the most at every node, None when it does not hold the requirements."""
-    choice = np.full(len(dp.program.candidates), NO_INDEX, np.int64)
-    for nodes in dp.passes:
-        dropped = 0
+    choice = np.full(dp.candidates, NO_INDEX, np.int64)
+    for each in dp.passes:
+        freed = budget_bytes
         picks: _Picked | None = None
-        for node in nodes:
-            passed = _most_dropped(node, dropped, budget_bytes - dp.program.budget_bytes, picks)
+        for node in each.nodes:
+            passed = _most_dropped(node, freed, picks)
             if passed is None:
                 return None
-            dropped, picks = passed
+            freed, picks = passed
         while picks is not None:
             choice[picks.index] = picks.policy
             picks = picks.before
     return choice
 
 
-def _most_dropped(node: UnitNode, dropped: int, spare: int, picks: _Picked | None) -> tuple[int, _Picked | None] | None:
-    """Return the most that can be dropped after a node; `spare` is the budget above that of its requirements."""
-    closed = node.forced or dropped + spare < node.open_bytes
-    inner: tuple[int, _Picked | None] | None = None if closed else (dropped, picks)
+def _most_dropped(node: UnitNode, freed: int, picks: _Picked | None) -> tuple[int, _Picked | None] | None:
+    """Return the most that can be dropped after a node; `freed` counts the budget (dp.py, recurrence 2)."""
+    closed = node.forced or freed < node.open_bytes
+    inner: tuple[int, _Picked | None] | None = None if closed else (freed, picks)
     for child in node.children:
         if inner is not None:
-            inner = _most_dropped(child, inner[0], spare, inner[1])
-    if inner is not None and inner[0] + spare < node.after_bytes:
+            inner = _most_dropped(child, inner[0], inner[1])
+    if inner is not None and inner[0] < node.after_bytes:
         inner = None
     if node.must_open:
         return inner
     for policy in range(len(node.freed) - 1, -1, -1):  # by falling bytes
-        if dropped + spare >= node.required_bytes[policy]:
-            whole = dropped + int(node.freed[policy])
+        if freed >= node.required_bytes[policy]:
+            whole = freed + int(node.freed[policy])
             return inner if inner is not None and inner[0] >= whole else (whole, _Picked(picks, node.index, policy))
     return inner

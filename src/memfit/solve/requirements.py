@@ -1,4 +1,4 @@
-"""Recurrence 1 of the dynamic program (dp.py): the rows of a program as requirements on the bytes dropped so far."""
+"""Recurrence 1 of the dynamic program (dp.py): rows as levels that the budget and dropped bytes must reach."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def build_passes(
 
 @dataclass(slots=True)
 class _Requirements:
-    """Bytes that must be dropped: up to a candidate, before one that stays open, before one checkpointed as a whole.
+    """What budget and dropped bytes must reach: up to a candidate, before one left open, before one checkpointed whole.
 
     A level inside a candidate's forward, before anything inside it has ended, is there only when it stays open: each
     policy has levels of its own. A later row whose last active candidate lies inside a container finds only what was
@@ -98,16 +98,16 @@ class _Requirements:
                         running.append(begins[begun][1])
                     begun += 1
                 until = min(segment.end, begins[begun][0]) if begun < len(begins) else segment.end
-                over = int(program.during[at:until].max()) - program.budget_bytes
+                level = int(program.during[at:until].max())
                 if running and running[-1] not in around:
-                    found.open[running[-1]] = max(found.open[running[-1]], over)
+                    found.open[running[-1]] = max(found.open[running[-1]], level)
                 elif last == NO_INDEX:
-                    found.floor_bytes = max(found.floor_bytes, over + program.budget_bytes)
+                    found.floor_bytes = max(found.floor_bytes, level)
                 else:
-                    found.after[last] = max(found.after[last], over)
+                    found.after[last] = max(found.after[last], level)
                     for outer in around[1:]:
                         if program.candidates[outer].unit.end <= at:
-                            found.whole[outer] = max(found.whole[outer], over)
+                            found.whole[outer] = max(found.whole[outer], level)
                 at = until
         return found
 
@@ -164,7 +164,7 @@ def _last_active(program: Program, order: Sequence[int]) -> list[tuple[Segment, 
 
 
 def _recompute_levels(program: Program, part: Sequence[int]) -> dict[int, int]:
-    """Return the level above the budget at which each candidate's recompute begins.
+    """Return the level at which each candidate's recompute begins.
 
     Where its row sees candidates after it, the prefix sum would be no relaxation: such a row is left out.
     """
@@ -174,7 +174,7 @@ def _recompute_levels(program: Program, part: Sequence[int]) -> dict[int, int]:
     for index in reversed(part):
         op = program.candidates[index].recompute_at
         hidden = latest > op or any(each not in program.path(index) for each in at[op])
-        found[index] = NO_REQUIREMENT if hidden else int(program.before[op]) - program.budget_bytes
+        found[index] = NO_REQUIREMENT if hidden else int(program.before[op])
         latest = max(latest, op)
         at[op].append(index)
     return found
@@ -193,7 +193,7 @@ def _build_node(
     time = np.array([round(policy.recompute_ms * PICOSECONDS) for policy in candidate.policies], np.int64)
     peak = np.array([policy.recompute_peak_bytes for policy in candidate.policies], np.int64)
     after, open_bytes = requirements.after[index], requirements.open[index]
-    first_run = np.maximum(program.in_forward(index).max(axis=1) - program.budget_bytes, requirements.whole[index])
+    first_run = np.maximum(program.in_forward(index).max(axis=1), requirements.whole[index])
     required = np.maximum(np.maximum(after - freed, first_run), recompute_level + peak - freed)
     kind = (id(candidate.frontier), candidate.forced, *(child.kind for child in children))
     return UnitNode(
@@ -225,7 +225,7 @@ def violated_requirements(program: Program, choice: Choice) -> dict[int, int]:
         before = int(starts[np.searchsorted(starts, candidate.recompute_at - 1, "right") - 1])
         highest[before] = max(highest[before], peak)
     return {
-        last[begin]: dropped[last[begin]] + peak - program.budget_bytes
+        last[begin]: dropped[last[begin]] + peak
         for begin, peak in highest.items()
         if peak > program.budget_bytes and last[begin] != NO_INDEX
     }

@@ -62,9 +62,17 @@ def infeasible() -> SearchResult:
 
 
 def search(
-    program: Program, limits: Limits | None = None, *, start: Choice | None = None, watch: Watch | None = None
+    program: Program,
+    limits: Limits | None = None,
+    *,
+    start: Choice | None = None,
+    watch: Watch | None = None,
+    dp: Callable[[], DynamicProgram | None] | None = None,
 ) -> SearchResult:
-    """Return the best choice for a program, from a first one if that is known."""
+    """Return the best choice for a program, from a first one if that is known.
+
+    `dp` gives its dynamic program, which is the same for every budget; unless given it is built where it is needed.
+    """
     limits = limits or Limits()
     began = time.perf_counter()
     if program.micro_batches is not None:
@@ -86,7 +94,8 @@ def search(
         tell(bound_ms, best_ms)
         return best_ms <= bound_ms + SAME_MS + limits.gap * bound_ms
 
-    bound_ms, choice = _by_dp(program, limits, began, best, tell)
+    found = DynamicProgram.of(program) if dp is None else dp()
+    bound_ms, choice = (0.0, None) if found is None else _by_dp(program, found, limits, began, best, tell)
     rows, columns = len(program.segments), sum(len(candidate.policies) for candidate in program.candidates)
     if math.isinf(bound_ms):
         return _result(program, None, Status.INFEASIBLE, math.inf, began, rows, columns)
@@ -134,17 +143,19 @@ def _search_folded(
 
 
 def _by_dp(
-    program: Program, limits: Limits, began: float, start: Choice | None, watch: Callable[[float], None] | None
+    program: Program,
+    dp: DynamicProgram,
+    limits: Limits,
+    began: float,
+    start: Choice | None,
+    watch: Callable[[float], None] | None,
 ) -> tuple[float, Choice | None]:
     """Return a proven bound, infinite when nothing fits, and the dynamic program's best plan that holds every row.
 
     Where backward does not mirror forward, the first plan may break rows: requirements are raised until one holds.
     """
-    dp = DynamicProgram.of(program)
-    if dp is None:
-        return 0.0, None
     deadline = began + limits.time_limit_s
-    found = dp.solve(gap=limits.gap, deadline=deadline, start=start, watch=watch)
+    found = dp.solve(program.budget_bytes, gap=limits.gap, deadline=deadline, start=start, watch=watch)
     choice = found.choice
     raised: dict[int, int] = {}
     for _ in range(_REPAIRS):
@@ -155,7 +166,7 @@ def _by_dp(
         stricter = DynamicProgram.of(program, raised)
         choice = None
         if stricter is not None:
-            choice = stricter.solve(gap=limits.gap, deadline=deadline, widths=WIDTHS[:2]).choice
+            choice = stricter.solve(program.budget_bytes, gap=limits.gap, deadline=deadline, widths=WIDTHS[:2]).choice
     return found.bound_ms, choice if choice is not None and is_usable(program, choice) else None
 
 

@@ -14,8 +14,9 @@ from memfit.capture import NO_INDEX, Trace, no_garbage_collection
 from memfit.cost import Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
-from memfit.memory import Bytes, Interval, Timeline
+from memfit.memory import Bytes, Timeline
 from memfit.sharding import Sharding, shard
+from memfit.solve.dp import DynamicProgram
 from memfit.solve.micro_batches import find_micro_batches
 from memfit.solve.milp import Incumbent, Limits, Status, relative_gap
 from memfit.solve.min_budget import MinBudget, min_budget
@@ -64,7 +65,9 @@ class Problem:
     def with_limits(self, limits: Limits) -> Problem:
         """Return the same problem, to be solved under other limits; what was built is shared."""
         other = replace(self, options=replace(self.options, limits=limits))
-        other.__dict__.update(frontiers=self.frontiers, candidates=self.candidates)
+        _ = self.candidates
+        built = ("frontiers", "candidates", "micro_batches", "dynamic_program", "_captured")
+        other.__dict__.update({name: self.__dict__[name] for name in built if name in self.__dict__})
         return other
 
     @property
@@ -118,6 +121,11 @@ class Problem:
         return Program(levels.before_bytes, levels.during_bytes, budget_bytes, self.candidates, self.micro_batches)
 
     @cached_property
+    def dynamic_program(self) -> DynamicProgram | None:
+        """The dynamic program for all budgets, every micro-batch by itself; None where candidates overlap."""
+        return DynamicProgram.of(self.program(0))
+
+    @cached_property
     def micro_batches(self) -> MicroBatches | None:
         """The micro-batches that take one policy; None when there is one, or each may have its own."""
         if self.options.micro_batches == "own":
@@ -140,7 +148,8 @@ class Problem:
 
         Its replay may be a little lower than the rows are, which count what several units hold for each of them.
         """
-        return min_budget(self.program(1), self.options.limits)
+        dp = None if self.micro_batches else self.dynamic_program
+        return min_budget(self.program(1), self.options.limits, dp=dp)
 
     def is_known_to_need_more_than(self, budget_bytes: int) -> bool:
         """Return whether the lowest peak is known and proven to be above a budget, which saves a long search."""
@@ -153,15 +162,19 @@ class Problem:
         """Whether the lowest peak was asked for and could not be proven in its time."""
         return "min_budget" in self.__dict__ and self.min_budget is not None and not self.min_budget.proven
 
+    @cached_property
+    def _captured(self) -> Timeline:
+        """The trace that a rank runs, nothing sharded: under sharding it may be without casts of parameters."""
+        trace = self.runtime.trace
+        return self.timeline if trace is self.timeline.trace else Timeline.of(trace, self.timeline.rounding_bytes)
+
     def replay(self, chosen: Iterable[tuple[Unit, Policy]]) -> Timeline:
         """Replay the step under these policies, op by op; without any, no frontier is built."""
-        chosen = list(chosen)
-        intervals = self.sharding.allocations if self.sharding is not None else ()
-        removed = self.sharding.removed if self.sharding is not None else frozenset()
-        if chosen:
-            return replay(self.trace_columns, chosen, intervals=intervals, removed=removed)
-        trace = self.runtime.trace
-        return Timeline.of(trace, trace.hardware.allocator.rounding_bytes, intervals=intervals, removed=removed)
+        recomputes = [build_recompute(self.trace_columns, *each) for each in chosen if each[1].stop >= 0]
+        sharding = self.sharding
+        if sharding is None:
+            return self._captured.under_plan(recomputes) if recomputes else self._captured
+        return self._captured.under_plan(recomputes, intervals=sharding.allocations, removed=sharding.removed)
 
     @property
     def exposed_ms(self) -> float:
@@ -169,21 +182,10 @@ class Problem:
         return self.sharding.exposed_ms if self.sharding is not None else 0.0
 
 
-def replay(
-    trace_columns: TraceColumns,
-    chosen: Iterable[tuple[Unit, Policy]],
-    *,
-    intervals: Sequence[Interval] = (),
-    removed: frozenset[int] = frozenset(),
-) -> Timeline:
-    """Return the memory of the step with these units checkpointed, none of them inside another.
-
-    Under sharding `removed` are the storages that a rank does not have and `intervals` what it has instead.
-    """
-    recomputes = [build_recompute(trace_columns, unit, policy) for unit, policy in chosen if policy.stop >= 0]
-    return Timeline.of(
-        trace_columns.trace, trace_columns.rounding_bytes, recomputes=recomputes, intervals=intervals, removed=removed
-    )
+def replay(trace_columns: TraceColumns, chosen: Iterable[tuple[Unit, Policy]]) -> Timeline:
+    """Return the memory of the step with these units checkpointed, none of them inside another."""
+    recomputes = [build_recompute(trace_columns, *each) for each in chosen if each[1].stop >= 0]
+    return Timeline.of(trace_columns.trace, trace_columns.rounding_bytes, recomputes=recomputes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +234,9 @@ def solve(
     bound_ms = 0.0
     while True:
         left = max(0.1, limits.time_limit_s - (time.perf_counter() - began))
-        outcome = search(program, replace(limits, time_limit_s=left), start=start, watch=watch)
+        # raised levels are another dynamic program, and so are folded micro-batches
+        dp = None if tightened or problem.micro_batches else lambda: problem.dynamic_program
+        outcome = search(program, replace(limits, time_limit_s=left), start=start, watch=watch, dp=dp)
         if not tightened:
             bound_ms = outcome.bound_ms  # raised levels cut off more than the plan that was too high
         if outcome.choice is None or tightened > _TIGHTENINGS:
