@@ -138,7 +138,7 @@ class PublishedMemory:
         )
         with _reduce_input_on(Stream.REDUCE if self.before_june_2024 else Stream.COMPUTE):
             sharding = shard(timeline, Runtime.of(timeline.trace, Roofline()), self.target, options)
-        return timeline.with_sharding(sharding.allocations, sharding.removed)
+        return timeline.under_plan(intervals=sharding.allocations, removed=sharding.removed)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from memfit.memory.allocator import FREE, BlockSnapshot, BlockState, CachingAllo
 from memfit.memory.blocks import Block, BlockPool, ExpandableSegment
 from memfit.memory.measurement import Measurement, measured
 from memfit.memory.modules import CallMemory, ModuleMemory, Snapshot, call_memory, module_memory
-from memfit.memory.room import Reservation, Room, has_room, judge_room, reserved_range
+from memfit.memory.room import Reservation, Room, find_room, judge_room, reserved_range
 from memfit.memory.steady_state import ProcessEvents, Reserved, Row, allocator_config, events, reserved
 from memfit.memory.summary import Fit, MemorySummary, OpLocation, Overhead, StorageAtPeak, summarize
 from memfit.memory.timeline import Allocation, PhaseSpan, Timeline
@@ -61,7 +61,7 @@ __all__ = [
     "allocator_config",
     "call_memory",
     "events",
-    "has_room",
+    "find_room",
     "judge_room",
     "measured",
     "module_memory",

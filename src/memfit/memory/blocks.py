@@ -93,7 +93,7 @@ class Block:
 
     def merge(self, other: Block | None) -> None:
         """Merge with a neighbour that is free and in the same mapped state (`try_merge_blocks`)."""
-        if other is None or other.key is not None or other.mapped != self.mapped:
+        if other is None or other.key is not None or other.mapped is not self.mapped:
             return
         other.pool.remove(other)
         if other is self.prev:
@@ -111,44 +111,48 @@ class BlockPool:
     quick for the thousands of free blocks that a step can leave.
     """
 
-    __slots__ = ("_by_address", "_free", "_unmapped", "is_small", "segment_bytes", "stream")
+    __slots__ = ("_free", "_unmapped", "is_small", "segment_bytes", "stream")
 
     def __init__(self, *, is_small: bool, segment_bytes: int, stream: int = 0) -> None:
         self.is_small = is_small
         self.stream = stream
         self.segment_bytes = segment_bytes
-        self._by_address: dict[int, Block] = {}
-        self._free: list[tuple[int, int]] = []
-        self._unmapped: list[int] = []
+        # No two blocks have one address, so that a comparison never gets to the block.
+        self._free: list[tuple[int, int, Block]] = []
+        self._unmapped: list[tuple[int, Block]] = []
 
     def insert(self, block: Block) -> None:
-        self._by_address[block.address] = block
         if block.mapped:
-            insort(self._free, (block.size_bytes, block.address))
+            insort(self._free, (block.size_bytes, block.address, block))
         else:
-            insort(self._unmapped, block.address)
+            insort(self._unmapped, (block.address, block))
 
     def remove(self, block: Block) -> None:
-        del self._by_address[block.address]
         if block.mapped:
             del self._free[bisect_left(self._free, (block.size_bytes, block.address))]
         else:
-            del self._unmapped[bisect_left(self._unmapped, block.address)]
+            del self._unmapped[bisect_left(self._unmapped, (block.address,))]
 
     def lower_bound(self, size_bytes: int) -> int:
         """Return the index of the smallest free block of at least this size, `len(pool)` when there is none."""
-        return bisect_left(self._free, (size_bytes, 0))
+        return bisect_left(self._free, (size_bytes,))
+
+    def pop_best(self, size_bytes: int) -> Block | None:
+        """Take out the smallest free block of at least this size, the lowest of equal ones; None when there is none."""
+        free = self._free
+        index = bisect_left(free, (size_bytes,))
+        return free.pop(index)[2] if index < len(free) else None
 
     def __getitem__(self, index: int) -> Block:
-        return self._by_address[self._free[index][1]]
+        return self._free[index][2]
 
     def __len__(self) -> int:
         return len(self._free)
 
     def __iter__(self) -> Iterator[Block]:
         """Free blocks, smallest first; safe against changes while iterating."""
-        return iter([self._by_address[address] for _, address in self._free])
+        return iter([block for _, _, block in self._free])
 
     def unmapped(self) -> Iterator[Block]:
         """Yield unmapped blocks, lowest address first; the pool may not change meanwhile."""
-        return (self._by_address[address] for address in self._unmapped)
+        return (block for _, block in self._unmapped)

@@ -53,17 +53,21 @@ class Reservation:
     low_bytes: int | None = None
 
 
-def has_room(target: Target, timeline: Timeline, *, expandable: bool = False) -> tuple[bool, int]:
-    """Return whether a step has room with the margin to spare, and what the allocator would reserve with no limit.
+def find_room(target: Target, timeline: Timeline, *, expandable: bool = False) -> tuple[Reservation | None, int]:
+    """Return what `judge_room` does where a step has room with the margin to spare, else None.
 
-    That is what a search for a budget asks; `judge_room` also says how much is missing, which takes longer.
+    The second is what the allocator would reserve with no limit. That is what a search for a budget asks: to say how
+    much is missing takes longer.
     """
     device, memory = _device(target.device, expandable), target.rank_memory
     if not device.allocator.caches:
-        return timeline.peak_bytes <= memory.usable_bytes, timeline.peak_bytes
-    _, wanted_bytes, table = _most_reserved(device, timeline)
-    limits = [limit for limit in (memory.usable_bytes, memory.available_bytes) if limit < wanted_bytes]
-    return all(reserved(table, device, limit_bytes=max(0, limit)).runs_freely for limit in limits), wanted_bytes
+        judged = judge_room(target, timeline)
+        return judged if judged.room is Room.ENOUGH else None, judged.wanted_bytes
+    least, wanted_bytes, table = _most_reserved(device, timeline)
+    enough = _enough(memory, device, table, wanted_bytes)
+    if enough is None or table is timeline.allocations:
+        return enough, wanted_bytes
+    return _with_convolutions(enough, least), wanted_bytes
 
 
 def judge_room(target: Target, timeline: Timeline, *, expandable: bool = False) -> Reservation:
@@ -80,7 +84,7 @@ def judge_room(target: Target, timeline: Timeline, *, expandable: bool = False) 
     room = most.room
     if room in (Room.TIGHT, Room.TOO_LITTLE):  # an algorithm that gets no workspace is not taken, and nothing fails
         room = max(Room.MARGIN, _judge(memory, device, timeline.allocations, least).room, key=lambda each: each.value)
-    return replace(most, reserved_bytes=(least + wanted_bytes) // 2, room=room, low_bytes=least)
+    return _with_convolutions(replace(most, room=room), least)
 
 
 def reserved_range(device: Device, timeline: Timeline) -> tuple[int, int]:
@@ -107,26 +111,44 @@ def _most_reserved(device: Device, timeline: Timeline) -> tuple[int, int, Alloca
 
 
 def _judge(memory: RankMemory, device: Device, table: AllocationTable, wanted_bytes: int) -> Reservation:
-    def limited(limit_bytes: int) -> Reserved:
-        return reserved(table, device, limit_bytes=max(0, limit_bytes))
+    def reservation(room: Room) -> Reservation:
+        return Reservation(reserved_bytes=wanted_bytes, wanted_bytes=wanted_bytes, room=room)
 
-    def reservation(room: Room, reserved_bytes: int = wanted_bytes) -> Reservation:
-        return Reservation(reserved_bytes=reserved_bytes, wanted_bytes=wanted_bytes, room=room)
-
-    if wanted_bytes <= memory.usable_bytes:
-        return reservation(Room.ENOUGH)
     if memory.most_bytes < int(table.levels(device.allocator.rounding_bytes)[1].sum(axis=0).max()):
         return reservation(Room.TOO_LITTLE)
-    at_available = None
-    if wanted_bytes > memory.available_bytes:
-        at_available = limited(memory.available_bytes)
-    if at_available is None or at_available.runs_freely:
-        at_usable = limited(memory.usable_bytes)
-        if at_usable.runs_freely:
-            return reservation(Room.ENOUGH, at_usable.peak_reserved_bytes)
+    enough = _enough(memory, device, table, wanted_bytes)
+    if enough is not None:
+        return enough
+    if wanted_bytes <= memory.available_bytes:
         return reservation(Room.MARGIN)
-    fails = at_available.out_of_memory_op is not None and limited(memory.most_bytes).out_of_memory_op is not None
+    at_available = _limited(device, table, memory.available_bytes)
+    if at_available.runs_freely:
+        return reservation(Room.MARGIN)
+    at_most = None if at_available.out_of_memory_op is None else _limited(device, table, memory.most_bytes)
+    fails = at_most is not None and at_most.out_of_memory_op is not None
     return reservation(Room.TOO_LITTLE if fails else Room.TIGHT)
+
+
+def _enough(memory: RankMemory, device: Device, table: AllocationTable, wanted_bytes: int) -> Reservation | None:
+    """Return the reservation of a step that runs with the margin to spare, and without; None where it does not."""
+    reserved_bytes = wanted_bytes
+    if wanted_bytes > memory.usable_bytes:
+        at_usable = _limited(device, table, memory.usable_bytes)
+        if not at_usable.runs_freely:
+            return None
+        if wanted_bytes > memory.available_bytes and not _limited(device, table, memory.available_bytes).runs_freely:
+            return None
+        reserved_bytes = at_usable.peak_reserved_bytes
+    return Reservation(reserved_bytes=reserved_bytes, wanted_bytes=wanted_bytes, room=Room.ENOUGH)
+
+
+def _limited(device: Device, table: AllocationTable, limit_bytes: int) -> Reserved:
+    return reserved(table, device, limit_bytes=max(0, limit_bytes))
+
+
+def _with_convolutions(most: Reservation, least_bytes: int) -> Reservation:
+    """Return the reservation with the range from no workspaces of convolutions to the largest, and its middle."""
+    return replace(most, reserved_bytes=(least_bytes + most.wanted_bytes) // 2, low_bytes=least_bytes)
 
 
 def _device(device: Device, expandable: bool) -> Device:

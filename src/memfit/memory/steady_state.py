@@ -143,12 +143,13 @@ def _peak_bytes(table: AllocationTable, rounding_bytes: int) -> int:
 
 def _run(allocator: CachingAllocator, rows: Iterable[Row], process: ProcessEvents) -> int | None:
     """Run the allocator on the events; return the instant whose malloc did not fit, None when all did."""
+    malloc, free, stream_of = allocator.malloc, allocator.free, process.stream_of
     for instant, key, requested_bytes in rows:
         if requested_bytes == FREE:
-            allocator.free(key)
+            free(key)
             continue
         try:
-            allocator.malloc(key, requested_bytes, process.stream_of(key))
+            malloc(key, requested_bytes, stream_of(key))
         except AllocatorOutOfMemory:
             return instant
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from memfit.memory import Reservation, Room, Timeline, has_room, judge_room
+from memfit.memory import Reservation, Room, Timeline, find_room, judge_room
 from memfit.solve import Incumbent, Problem, Solved, minimum_budget_bytes, solve
 from memfit.units import display_bytes
 
@@ -18,11 +18,11 @@ EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tried:
-    """A plan, whether the allocator has room for it, and what it would reserve with no limit."""
+    """A plan, its reservation where the allocator has room for it, and what it would reserve with no limit."""
 
     solved: Solved
     replay: Timeline
-    fits: bool
+    enough: Reservation | None
     wanted_bytes: int
 
     def least_budget(self, usable: int) -> int:
@@ -51,9 +51,9 @@ def with_room(
     def able(found: Solved) -> bool:
         if found.replay is None:
             return False
-        fits, wanted_bytes = has_room(problem.target, found.replay, expandable=expandable)
-        tried.append(_Tried(solved=found, replay=found.replay, fits=fits, wanted_bytes=wanted_bytes))
-        return fits
+        enough, wanted_bytes = find_room(problem.target, found.replay, expandable=expandable)
+        tried.append(_Tried(solved=found, replay=found.replay, enough=enough, wanted_bytes=wanted_bytes))
+        return enough is not None
 
     if solved.replay is None:
         return solved, None
@@ -67,10 +67,10 @@ def with_room(
             if found.replay is None or able(found):
                 break
         _between(problem, usable, tried, able)
-    fitting = [each.solved for each in tried if each.fits]
+    fitting = [each for each in tried if each.enough is not None]
     if fitting:
-        found = max(fitting, key=lambda each: each.budget_bytes)
-        return found, reservation_under(problem, found, expandable=expandable)
+        most = max(fitting, key=lambda each: each.solved.budget_bytes)
+        return most.solved, most.enough
     judged = [(judge_room(problem.target, each.replay, expandable=expandable), each.solved) for each in tried]
     best, found = min(judged, key=lambda each: (each[0].room.value, -each[1].budget_bytes))
     return found, best
@@ -78,8 +78,8 @@ def with_room(
 
 def _between(problem: Problem, usable: int, tried: Sequence[_Tried], able: Callable[[Solved], bool]) -> None:
     """Try some budgets between the highest that has room and the lowest that has none; first the smallest there is."""
-    low = max((each.solved.budget_bytes for each in tried if each.fits), default=None)
-    high = min(each.least_budget(usable) for each in tried if not each.fits)
+    low = max((each.solved.budget_bytes for each in tried if each.enough is not None), default=None)
+    high = min(each.least_budget(usable) for each in tried if each.enough is None)
     if low is None:
         low = minimum_budget_bytes(problem)
         if low is None or low >= high or not able(solve(problem, low)):
