@@ -1,4 +1,4 @@
-"""Two pieces of work at once, the second in a forked process: for commands, whose process is our own.
+"""Work beside other work, in a forked process: for commands, whose process is our own.
 
 A process of somebody else's is never forked: it may have threads that hold locks, or a device. PyTorch's DataLoader
 forks its workers in the same way, and like it the child computes on one thread (OpenMP's do not survive a fork).
@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
+    from multiprocessing.context import ForkProcess
 
+_Result = TypeVar("_Result")
 _First = TypeVar("_First")
-_Second = TypeVar("_Second")
 _own_process = False
 
 
 def allow_fork() -> None:
-    """Say that this process is our own: `both` may fork it."""
+    """Say that this process is our own: `Beside` may fork it."""
     global _own_process
     _own_process = True
 
@@ -38,34 +39,62 @@ def can_fork() -> bool:
     return not torch.accelerator.is_available()
 
 
-def both(first: Callable[[], _First], second: Callable[[], _Second]) -> tuple[_First, _Second]:
-    """Return what two functions return; `second`, whose result can be pickled, may run in a process beside this one.
+class Beside(Generic[_Result]):
+    """A function whose result can be pickled. It runs from now on in a process beside this one, where that is safe.
 
-    Where that process fails, for whatever reason, `second` runs here, and raises here what it raises.
+    Where it is not, and where that process fails for whatever reason, it runs here when its result is asked for, and
+    raises here what it raises. What it prints beside is lost.
     """
-    if not can_fork():
-        return first(), second()
-    import multiprocessing
 
-    fork = multiprocessing.get_context("fork")
-    receiver, sender = fork.Pipe(duplex=False)
-    child = fork.Process(target=_run, args=(second, sender), daemon=True)
-    child.start()
-    sender.close()  # the child's copy is then the last one, and its end is the end of the pipe
+    def __init__(self, function: Callable[[], _Result]) -> None:
+        self._function = function
+        self._process: ForkProcess | None = None
+        if not can_fork():
+            return
+        import multiprocessing
+
+        # The result is left in memory that outlives the process: one that waits for its reader would hold its own.
+        self._memory = os.memfd_create("memfit")
+        process = multiprocessing.get_context("fork").Process(target=_run, args=(function, self._memory), daemon=True)
+        process.start()
+        self._process = process
+
+    def result(self) -> _Result:
+        """Return what the function returns, when it has."""
+        found = b""
+        if self._process is not None:
+            self._process.join()
+            if self._process.exitcode == 0:
+                found = os.pread(self._memory, os.fstat(self._memory).st_size, 0)
+            self.stop()
+        return pickle.loads(found) if found else self._function()
+
+    def stop(self) -> None:
+        """End the process, if it still runs."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process = None
+            os.close(self._memory)
+
+
+def both(first: Callable[[], _First], second: Callable[[], _Result]) -> tuple[_First, _Result]:
+    """Return what two functions return; the second may run beside the first."""
+    beside = Beside(second)
     try:
-        ours = first()
-        with contextlib.suppress(EOFError):
-            return ours, receiver.recv()
-        return ours, second()
+        return first(), beside.result()
     finally:
-        child.kill()
-        child.join()
-        receiver.close()
+        beside.stop()
 
 
-def _run(function: Callable[[], Any], sender: Connection) -> None:
+def _run(function: Callable[[], Any], memory: int) -> None:
     import torch
 
     torch.set_num_threads(1)
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 1)
+        os.dup2(nothing.fileno(), 2)
     with contextlib.suppress(BaseException):  # the parent runs it again, and shows what happens
-        sender.send(function())
+        found = pickle.dumps(function(), pickle.HIGHEST_PROTOCOL)
+        with open(memory, "wb", closefd=False) as file:
+            file.write(found)

@@ -18,12 +18,12 @@ from memfit.analysis.explanation import (
     StepExplanation,
 )
 from memfit.analysis.holders import Holders, round_to_block
-from memfit.analysis.levers import find_levers
+from memfit.analysis.levers import BegunCaptures, find_levers
 from memfit.analysis.levers.case import Case, Lever
 from memfit.analysis.report import Report
 from memfit.capture import Category, Step, Trace
 from memfit.errors import InputError
-from memfit.memory import CATEGORIES, Room, Timeline, judge_room
+from memfit.memory import CATEGORIES, Reservation, Room, Timeline, judge_room
 from memfit.paths import around
 from memfit.plans import (
     Inputs,
@@ -66,6 +66,7 @@ def explain(
     `levers=False` leaves them out.
     """
     progress = inputs.get("progress", True)
+    begun: BegunCaptures | None = None
     if isinstance(model, Plan):
         cost, options = inputs.get("cost"), inputs.get("options")
         made_with = inputs.get("optimizer", torch.optim.AdamW)
@@ -85,16 +86,24 @@ def explain(
         given = Inputs.of(model, batch, **inputs)
         allowed = given.target.allowed_bytes(budget)
         step, timed = given.step, given.cost
+        if step is not None and levers:
+            begun = BegunCaptures(step, given.target)
         report = Report(problem=given.problem(), plan=None)
-    case = Case(report=report, step=step, cost=timed, budget_bytes=allowed)
+    if step is not None and levers:
+        begun = begun or BegunCaptures(step, report.target)
+        begun.know(report.trace)
+    case = Case(report=report, step=step, cost=timed, budget_bytes=allowed, begun=begun)
     found: tuple[Lever, ...] = ()
+    reservation = judge_room(case.target, case.timeline)
     if levers:
         with Progress("working out levers", show=progress) as spinner:
             found = find_levers(case, spinner.add)
-    return _explanation(case, found, case.min_budget if levers else None)
+    return _explanation(case, reservation, found, case.min_budget if levers else None)
 
 
-def _explanation(case: Case, levers: tuple[Lever, ...], least: MinBudget | None) -> StepExplanation:
+def _explanation(
+    case: Case, reservation: Reservation, levers: tuple[Lever, ...], least: MinBudget | None
+) -> StepExplanation:
     report, timeline = case.report, case.timeline
     instant = timeline.peak_instant
     holders = Holders(timeline, instant, find_kept_by_plan(report, timeline))
@@ -108,7 +117,6 @@ def _explanation(case: Case, levers: tuple[Lever, ...], least: MinBudget | None)
         notes.append("no plan fits: this is the step under the plan that needs least, and levers are on top of that")
     if levers and case.step is None:
         notes.append("levers that need the step captured again are left out or estimated: give the step, not its trace")
-    reservation = judge_room(case.target, timeline)
     return StepExplanation(
         reserved_bytes=reservation.reserved_bytes,
         has_room=reservation.room is Room.ENOUGH,

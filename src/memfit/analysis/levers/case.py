@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from memfit.sharding import ShardOptions, copies_ms
 from memfit.solve import Limits, MinBudget, Problem, solve
 from memfit.tradeoff import Policy, Unit
 from memfit.units import display_bytes
+
+if TYPE_CHECKING:
+    from memfit.analysis.levers.begun import BegunCaptures
 
 LEAST_PART = 0.005
 """A lever that saves less of the peak than this is left out."""
@@ -43,7 +46,8 @@ class Case:
     """A step on its target. `step` is None where only its trace is known; then nothing can be captured again.
 
     What is to be lowered is the step under its plan, or as it is where there is none. Where no plan fits, it is the
-    fastest of the plans that need least. `left_out` collects, in words, what could not be worked out.
+    fastest of the plans that need least. `left_out` collects, in words, what could not be worked out. `begun` are
+    captures that were begun before.
     """
 
     report: Report
@@ -51,6 +55,7 @@ class Case:
     cost: Cost
     budget_bytes: int
     left_out: list[str] = field(default_factory=list)
+    begun: BegunCaptures | None = None
 
     @property
     def trace(self) -> Trace:
@@ -116,8 +121,12 @@ class Case:
 
     def captured(self, step: Step, *, what: str, advice: str = "") -> Trace | None:
         """Capture a changed step; None, and a note with advice, when the step cannot be changed so."""
+        return self.attempt(lambda: trace(step, target=self.target), what=what, advice=advice)
+
+    def attempt(self, capture: Callable[[], Trace | None], *, what: str, advice: str = "") -> Trace | None:
+        """Return what a capture of a changed step returns; None, and a note with advice, when it fails."""
         try:
-            return trace(step, target=self.target)
+            return capture()
         except MemfitError as error:
             why = _first_line(error)
         except Exception as error:  # the user's own code meets what it was not written for

@@ -29,9 +29,11 @@ from memfit.capture import (
     implementations_of_step,
     patched,
     step_with,
+    trace,
 )
 from memfit.engines import CHUNKS, chunked_cross_entropy
 from memfit.errors import InputError
+from memfit.hardware import Target
 from memfit.sharding import ShardDtypes
 from memfit.torch_private.pytree import tree_flatten, tree_map_only, tree_unflatten
 
@@ -87,7 +89,7 @@ _NEAR = 4
 
 def loss(case: Case) -> Iterator[Lever]:
     """Yield the lever of a chunked cross entropy: captured where the step calls torch's own, else estimated."""
-    logits = _logits(case.trace)
+    logits = find_logits(case.trace)
     if logits is None:
         return
     copies = _copies(case.trace, logits)
@@ -95,9 +97,10 @@ def loss(case: Case) -> Iterator[Lever]:
     if not case.matters(sum(there)):
         return
     if case.step is not None:
-        with chunked_losses(logits.shape[-1]) as calls:
-            captured = case.captured(case.step, what=_NAME)
-        if captured is not None and calls:
+        step, begun = case.step, None if case.begun is None else case.begun.with_chunked_loss
+        capture = begun.result if begun else lambda: capture_with_chunked_loss(step, case.target, logits.shape[-1])
+        captured = case.attempt(capture, what=_NAME)
+        if captured is not None:
             yield case.lever(_NAME, _HOW, case.effect(captured), "captured")
             return
     parts = {number: -(-case.trace.storages[number].bytes // CHUNKS) for number in copies}
@@ -109,6 +112,13 @@ def loss(case: Case) -> Iterator[Lever]:
         assumes=f"copies and gradients of the logits in {CHUNKS} chunks",
         timed=False,
     )
+
+
+def capture_with_chunked_loss(step: Step, target: Target, classes: int) -> Trace | None:
+    """Capture the step with its cross entropies over so many classes in chunks; None where it calls none of torch's."""
+    with chunked_losses(classes) as calls:
+        captured = trace(step, target=target)
+    return captured if calls else None
 
 
 @contextlib.contextmanager
@@ -142,7 +152,7 @@ def chunked_losses(classes: int) -> Iterator[list[int]]:
         yield rows
 
 
-def _logits(trace: Trace) -> TensorRef | None:
+def find_logits(trace: Trace) -> TensorRef | None:
     """Return what the largest softmax reads whose result a negative log likelihood follows."""
     found = []
     for index, op in enumerate(trace.ops):
@@ -254,7 +264,9 @@ def precision(case: Case) -> Iterator[Lever]:
                 option = "--autocast bfloat16"
                 yield case.lever(name, how, case.effect(captured), "captured", same_numbers=False, option=option)
         name = "bfloat16 parameters, gradients and state"
-        captured = case.captured(cast_to_bfloat16(case.step), what=name)
+        step, begun = case.step, None if case.begun is None else case.begun.in_bfloat16
+        capture = begun.result if begun else lambda: capture_in_bfloat16(step, case.target)
+        captured = case.attempt(capture, what=name)
         if captured is not None:
             how = "model.to(torch.bfloat16) before the optimizer is made, and inputs that are float32"
             yield case.lever(name, how, case.effect(captured), "captured", same_numbers=False)
@@ -282,6 +294,11 @@ def _sums(case: Case) -> Iterator[Lever]:
     if case.trace.autocast is not None:
         how += ", with autocast as it is"
     yield case.lever(name, how, effect, "captured", same_numbers=False, option="--reduce-dtype bfloat16")
+
+
+def capture_in_bfloat16(step: Step, target: Target) -> Trace:
+    """Capture the step with model and inputs in bfloat16."""
+    return trace(cast_to_bfloat16(step), target=target)
 
 
 def cast_to_bfloat16(step: Step) -> Step:

@@ -25,8 +25,10 @@ LEVERS: dict[str, Callable[[Case], Iterator[Lever]]] = {
     "expandable segments": segments,
 }
 """Every family of levers, by what it tries."""
-_BESIDE = ("bfloat16", "more ranks", "offloading", "expandable segments")
-"""Those that are tried beside the others. A family that captures the changed step takes longest: each half has one."""
+_BESIDE = ("checkpointing", "more ranks")
+"""Those that are tried beside the others: about half of the work where captures were begun before (`BegunCaptures`)."""
+_LAST = "a chunked loss"
+"""Its capture is begun last."""
 _Tried = dict[str, tuple[list[Lever], list[str]]]
 """By family: its levers, and what could not be worked out."""
 
@@ -34,14 +36,14 @@ _Tried = dict[str, tuple[list[Lever], list[str]]]
 def find_levers(case: Case, watch: Callable[[str], None] | None = None) -> tuple[Lever, ...]:
     """Return all levers that save enough, by bytes saved per millisecond lost; `watch` is told what is tried."""
     _ = case.timeline, case.step_ms, case.runtime  # worked out before there are two processes
-    others = [what for what in LEVERS if what not in _BESIDE]
-    tried, beside = both(lambda: _try(case, others, watch), lambda: _try(case, _BESIDE, watch))
+    others = sorted((what for what in LEVERS if what not in _BESIDE), key=lambda what: what == _LAST)
+    tried, beside = both(lambda: _try(case, others, watch), lambda: _try(case, _BESIDE))
     tried |= beside
     case.left_out.extend(reason for what in LEVERS for reason in tried[what][1])
     return sort_levers([lever for what in LEVERS for lever in tried[what][0]])
 
 
-def _try(case: Case, families: Iterable[str], watch: Callable[[str], None] | None) -> _Tried:
+def _try(case: Case, families: Iterable[str], watch: Callable[[str], None] | None = None) -> _Tried:
     tried: _Tried = {}
     for what in families:
         if watch is not None:

@@ -46,7 +46,7 @@ class Plan:
     """Print the plan as JSON."""
 
     def run(self) -> int:
-        from memfit.analysis import Report
+        from memfit.analysis import BegunCaptures, Report
         from memfit.capture import Step, Trace
         from memfit.plans import Inputs, plan_problem, resolve_cost
         from memfit.report import levers_in_short, plan_report
@@ -59,7 +59,11 @@ class Plan:
         if self.optimizer_lever and isinstance(step, Trace):
             raise UsageError("--optimizer-lever captures the step in other ways; give the step, not its trace")
         given.show()
+        shows_levers = self.levers and (self.file.any or not self.json)
+        begun = BegunCaptures(step, target) if shows_levers and isinstance(step, Step) else None
         trace = capture_step(step, target)
+        if begun is not None:
+            begun.know(trace)
         options = solve_options(self.solver, trace, several_ranks=target.ranks > 1, optimizer=self.optimizer_lever)
         inputs = Inputs(
             step=step if isinstance(step, Step) else None,
@@ -72,9 +76,9 @@ class Plan:
         if self.output is not None:
             write_text("--output", self.output, found.to_json())
         levers: tuple[Lever, ...] | None = None
-        if self.file.any or (self.levers and not self.json):
+        if self.file.any or shows_levers:
             report = Report(problem=problem, plan=found, title=given.title)
-            levers = find_levers(report, step, self.step.cost) if self.levers else None
+            levers = find_levers(report, step, self.step.cost, begun) if self.levers else None
             if self.file.any:
                 write_files(self.file, report.with_curve() if self.curve else report, levers or ())
         if self.json:
