@@ -89,9 +89,6 @@ def explain(
         if step is not None and levers:
             begun = BegunCaptures(step, given.target)
         report = Report(problem=given.problem(), plan=None)
-    if step is not None and levers:
-        begun = begun or BegunCaptures(step, report.target)
-        begun.know(report.trace)
     case = Case(report=report, step=step, cost=timed, budget_bytes=allowed, begun=begun)
     found: tuple[Lever, ...] = ()
     reservation = judge_room(case.target, case.timeline)

@@ -1,7 +1,7 @@
 """Captures of changed steps that are begun before it is known whether their levers are worth it.
 
-Captures take most of the time that levers take, and one core of two is idle meanwhile: the step in bfloat16 is captured
-beside the step itself, and with a chunked loss while its plan is solved for (`memfit.processes`).
+Captures take most of the time that levers take, and one core of two is idle while the step itself is captured, and
+while its plan is solved for. Meanwhile it is captured in bfloat16, and with a chunked loss (`memfit.processes`).
 """
 
 from __future__ import annotations

@@ -25,10 +25,6 @@ LEVERS: dict[str, Callable[[Case], Iterator[Lever]]] = {
     "expandable segments": segments,
 }
 """Every family of levers, by what it tries."""
-_BESIDE = ("checkpointing", "more ranks")
-"""Those that are tried beside the others: about half of the work where captures were begun before (`BegunCaptures`)."""
-_LAST = "a chunked loss"
-"""Its capture is begun last."""
 _Tried = dict[str, tuple[list[Lever], list[str]]]
 """By family: its levers, and what could not be worked out."""
 
@@ -36,8 +32,11 @@ _Tried = dict[str, tuple[list[Lever], list[str]]]
 def find_levers(case: Case, watch: Callable[[str], None] | None = None) -> tuple[Lever, ...]:
     """Return all levers that save enough, by bytes saved per millisecond lost; `watch` is told what is tried."""
     _ = case.timeline, case.step_ms, case.runtime  # worked out before there are two processes
-    others = sorted((what for what in LEVERS if what not in _BESIDE), key=lambda what: what == _LAST)
-    tried, beside = both(lambda: _try(case, others, watch), lambda: _try(case, _BESIDE))
+    # Two halves that take about as long. A capture takes longest, and may have been begun before.
+    begun = case.begun is not None and case.begun.with_chunked_loss is not None
+    second = ("checkpointing", "more ranks") if begun else ("a chunked loss",)
+    first = [what for what in LEVERS if what not in second]
+    tried, beside = both(lambda: _try(case, first, watch), lambda: _try(case, second))
     tried |= beside
     case.left_out.extend(reason for what in LEVERS for reason in tried[what][1])
     return sort_levers([lever for what in LEVERS for lever in tried[what][0]])
