@@ -104,24 +104,19 @@ def shard(
     units = find_units(trace, members, passes, ranks, dtypes, keep_last=options.keep_last)
     gradients = whole_gradients(trace, casts, passes, dtypes)
     padding: dict[str, int] = {}
+    scheduler: Scheduler
     if flat is None:
         kept = [padded_elements(each, ranks) // ranks for each in trace.parameters]
-        scheduler: Scheduler = FSDP2Scheduler(
-            trace, units, list(members.values()), gradients, ranks=ranks, dtypes=dtypes, on_host=on_host
-        )
+        parts = list(members.values())
+        scheduler = FSDP2Scheduler(trace, units, parts, gradients, ranks=ranks, dtypes=dtypes, on_host=on_host)
     else:
         last = {unit.module: UnitOptions(keep=True) for unit in units if unit.kept and unit.module}
         flats = flat_units(trace, members, {**last, **flat.units}, ranks, dtypes)
         units = tuple(_in_flat_layout(unit, own) for unit, own in zip(units, flats, strict=True))
         kept, padding = _kept_of_flat(flats, len(trace.parameters))
-        scheduler = FlatScheduler(
-            flats,
-            gradients,
-            gradients_before(trace),
-            flat.schedule,
-            separate_parts=target.device.type == "cpu",
-            on_host=on_host,
-        )
+        begun = gradients_before(trace)
+        apart = target.device.type == "cpu"
+        scheduler = FlatScheduler(flats, gradients, begun, flat.schedule, separate_parts=apart, on_host=on_host)
     shards = Shards(trace, kept, dtypes)
     runtime = on_shards(runtime, target.device, shards.trained_bytes)
     schedule = scheduler.run(actings((unit.calls for unit in units), passes))
