@@ -224,6 +224,28 @@ def test_a_plan_that_is_too_high_for_the_judge_is_sent_back(captured: Trace, mon
     assert (solved.status is Status.OPTIMAL) == (solved.recompute_ms <= solved.bound_ms + 1e-5)
 
 
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_a_problem_answers_every_budget_as_a_new_one_does(captured: Trace, ranks: int) -> None:
+    """What is built for one budget is kept for the next, and shared with the same problem under other limits."""
+    kept = problem_of(captured, ranks=ranks)
+    least = minimum_budget_bytes(kept)
+    assert least is not None
+    for place in (3, 1, 5, 0, 2):
+        budget = least + (kept.baseline_bytes - least) * place // 6
+        fresh = solve(problem_of(captured, ranks=ranks), budget)
+        for problem in (kept, kept.with_limits(kept.options.limits)):
+            found = solve(problem, budget)
+            assert fresh.choice is not None and found.choice is not None
+            assert found.choice.tolist() == fresh.choice.tolist()
+            assert (found.status, found.recompute_ms, found.bound_ms) == (
+                fresh.status,
+                fresh.recompute_ms,
+                fresh.bound_ms,
+            )
+            assert found.replay is not None and fresh.replay is not None
+            assert found.replay.during_bytes.tolist() == fresh.replay.during_bytes.tolist()
+
+
 def test_a_plan_of_another_budget_may_be_the_start(captured: Trace) -> None:
     budget = middle(problem_of(captured))
     tight = memfit.plan(captured, budget=budget, progress=False)

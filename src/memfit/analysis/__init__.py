@@ -5,14 +5,14 @@ from memfit.analysis.comparison import Comparison, compare, reserves_more
 from memfit.analysis.explaining import explain
 from memfit.analysis.explanation import Checkpointing, HeldStorage, ModuleAtPeak, StepExplanation, StillHeld
 from memfit.analysis.holders import allocation_bytes, round_to_block
-from memfit.analysis.levers import BegunCaptures, Case, Lever, describe_shortfall, find_levers
+from memfit.analysis.levers import Case, EarlyCaptures, Lever, describe_shortfall, find_levers
 from memfit.analysis.report import Report
 
 __all__ = [
-    "BegunCaptures",
     "Case",
     "Checkpointing",
     "Comparison",
+    "EarlyCaptures",
     "HeldStorage",
     "Lever",
     "ModuleAtPeak",

@@ -18,7 +18,7 @@ from memfit.analysis.explanation import (
     StepExplanation,
 )
 from memfit.analysis.holders import Holders, round_to_block
-from memfit.analysis.levers import BegunCaptures, find_levers
+from memfit.analysis.levers import EarlyCaptures, find_levers
 from memfit.analysis.levers.case import Case, Lever
 from memfit.analysis.report import Report
 from memfit.capture import Category, Step, Trace
@@ -66,7 +66,6 @@ def explain(
     `levers=False` leaves them out.
     """
     progress = inputs.get("progress", True)
-    begun: BegunCaptures | None = None
     if isinstance(model, Plan):
         cost, options = inputs.get("cost"), inputs.get("options")
         made_with = inputs.get("optimizer", torch.optim.AdamW)
@@ -86,16 +85,21 @@ def explain(
         given = Inputs.of(model, batch, **inputs)
         allowed = given.target.allowed_bytes(budget)
         step, timed = given.step, given.cost
-        if step is not None and levers:
-            begun = BegunCaptures(step, given.target)
-        report = Report(problem=given.problem(), plan=None)
-    case = Case(report=report, step=step, cost=timed, budget_bytes=allowed, begun=begun)
-    found: tuple[Lever, ...] = ()
-    reservation = judge_room(case.target, case.timeline)
-    if levers:
-        with Progress("working out levers", show=progress) as spinner:
-            found = find_levers(case, spinner.add)
-    return _explanation(case, reservation, found, case.min_budget if levers else None)
+        with EarlyCaptures(step if levers else None, given.target) as early:
+            report = Report(problem=given.problem(), plan=None)
+            early.drop_useless(report.trace)
+            case = Case(report=report, step=step, cost=timed, budget_bytes=allowed, early=early)
+            return _explained(case, levers, progress)
+    return _explained(Case(report=report, step=step, cost=timed, budget_bytes=allowed), levers, progress)
+
+
+def _explained(case: Case, levers: bool, progress: bool) -> StepExplanation:
+    reservation = judge_room(case.target, case.timeline)  # while a capture that began early may still run
+    if not levers:
+        return _explanation(case, reservation, (), None)
+    with Progress("working out levers", show=progress) as spinner:
+        found = find_levers(case, spinner.add)
+    return _explanation(case, reservation, found, case.min_budget)
 
 
 def _explanation(

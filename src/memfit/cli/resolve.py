@@ -17,7 +17,7 @@ from memfit.errors import InputError
 from memfit.progress import Progress
 
 if TYPE_CHECKING:
-    from memfit.analysis import BegunCaptures, Lever, Report
+    from memfit.analysis import EarlyCaptures, Lever, Report
     from memfit.capture import Step, Trace
     from memfit.hardware import Target
     from memfit.plans import Plan
@@ -298,7 +298,7 @@ def _expanded(option: str, given: tuple[str, ...], names: list[str]) -> tuple[st
     return tuple(dict.fromkeys(found))
 
 
-def find_levers(report: Report, step: Step | Trace, cost: str, begun: BegunCaptures | None = None) -> tuple[Lever, ...]:
+def find_levers(report: Report, step: Step | Trace, cost: str, early: EarlyCaptures | None = None) -> tuple[Lever, ...]:
     """Return what would lower the step's peak under its plan, or under the smallest budget where nothing fits."""
     from memfit.analysis import Case, find_levers
     from memfit.capture import Step
@@ -310,7 +310,7 @@ def find_levers(report: Report, step: Step | Trace, cost: str, begun: BegunCaptu
         step=step if isinstance(step, Step) else None,
         cost=resolve_cost(cost, report.target),
         budget_bytes=budget_bytes,
-        begun=begun,
+        early=early,
     )
     with Progress("working out levers") as work:
         return find_levers(case, watch=work.add)

@@ -111,18 +111,20 @@ def _most_reserved(device: Device, timeline: Timeline) -> tuple[int, int, Alloca
 
 
 def _judge(memory: RankMemory, device: Device, table: AllocationTable, wanted_bytes: int) -> Reservation:
-    def reservation(room: Room) -> Reservation:
-        return Reservation(reserved_bytes=wanted_bytes, wanted_bytes=wanted_bytes, room=room)
+    def reservation(room: Room, reserved_bytes: int = wanted_bytes) -> Reservation:
+        return Reservation(reserved_bytes=reserved_bytes, wanted_bytes=wanted_bytes, room=room)
 
+    if wanted_bytes <= memory.usable_bytes:
+        return reservation(Room.ENOUGH)
     if memory.most_bytes < int(table.levels(device.allocator.rounding_bytes)[1].sum(axis=0).max()):
         return reservation(Room.TOO_LITTLE)
-    enough = _enough(memory, device, table, wanted_bytes)
-    if enough is not None:
-        return enough
-    if wanted_bytes <= memory.available_bytes:
-        return reservation(Room.MARGIN)
-    at_available = _limited(device, table, memory.available_bytes)
-    if at_available.runs_freely:
+    at_available = None
+    if wanted_bytes > memory.available_bytes:
+        at_available = _limited(device, table, memory.available_bytes)
+    if at_available is None or at_available.runs_freely:
+        at_usable = _limited(device, table, memory.usable_bytes)
+        if at_usable.runs_freely:
+            return reservation(Room.ENOUGH, at_usable.peak_reserved_bytes)
         return reservation(Room.MARGIN)
     at_most = None if at_available.out_of_memory_op is None else _limited(device, table, memory.most_bytes)
     fails = at_most is not None and at_most.out_of_memory_op is not None
@@ -130,7 +132,7 @@ def _judge(memory: RankMemory, device: Device, table: AllocationTable, wanted_by
 
 
 def _enough(memory: RankMemory, device: Device, table: AllocationTable, wanted_bytes: int) -> Reservation | None:
-    """Return the reservation of a step that runs with the margin to spare, and without; None where it does not."""
+    """Return what `_judge` does where that is enough, else None: at the lower limit first, which fails more often."""
     reserved_bytes = wanted_bytes
     if wanted_bytes > memory.usable_bytes:
         at_usable = _limited(device, table, memory.usable_bytes)

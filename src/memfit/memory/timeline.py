@@ -110,6 +110,7 @@ class Timeline:
         removed: frozenset[int] = frozenset(),
     ) -> Timeline:
         """Return the timeline of a captured step under a plan, sharded, or both (as `of` does)."""
+        assert not (self.units or self.intervals), "one plan, on the step as it was captured"
         ordered = in_order(recomputes)
         added = [interval for interval in intervals if is_there(interval, len(self.trace.ops))]
         table = self.allocations.under_plan(ordered, added, removed)

@@ -84,7 +84,7 @@ class DpSolution:
 class DynamicProgram:
     """The passes of a program, for any budget. None below `floor_bytes` can be met."""
 
-    candidates: int
+    candidate_count: int
     passes: tuple[Pass, ...]
     floor_bytes: int
 
@@ -98,7 +98,7 @@ class DynamicProgram:
         if found is None:
             return None
         passes = tuple(Pass(nodes) for nodes in found[0])
-        return cls(candidates=len(program.candidates), passes=passes, floor_bytes=found[1])
+        return cls(candidate_count=len(program.candidates), passes=passes, floor_bytes=found[1])
 
     def solve(
         self,
@@ -115,7 +115,7 @@ class DynamicProgram:
             return DpSolution(choice=None, time_ms=math.inf, bound_ms=math.inf)
         time = bound = 0.0
         whole = True
-        choice = np.full(self.candidates, NO_INDEX, np.int64)
+        choice = np.full(self.candidate_count, NO_INDEX, np.int64)
         for each in self.passes:
             before = bound
             found = solve_pass(
@@ -170,10 +170,10 @@ class ConvexBound:
         corners = lower_hull(at, time)
         return cls(at[corners], time[corners])
 
-    def __call__(self, freed: Ints) -> Times:
-        """Return the values where these bytes are dropped."""
-        found = np.interp(freed, self.at, self.time)
-        found[freed < self.at[0]] = np.inf
+    def __call__(self, reached: Ints) -> Times:
+        """Return the values from these bytes of budget and dropped on."""
+        found = np.interp(reached, self.at, self.time)
+        found[reached < self.at[0]] = np.inf
         return found
 
     def cut(self, least_bytes: float) -> ConvexBound:
@@ -321,13 +321,13 @@ class _LimitReachedError(Exception):
 class _Labels:
     """Labels after one node, F and T. `step` and `row` are where each was recorded, step -1 for the start."""
 
-    freed: Ints
+    reached: Ints
     time: Ints
     step: npt.NDArray[np.int32]
     row: npt.NDArray[np.int32]
 
     def part(self, kept: Indices | npt.NDArray[np.bool_]) -> _Labels:
-        return _Labels(self.freed[kept], self.time[kept], self.step[kept], self.row[kept])
+        return _Labels(self.reached[kept], self.time[kept], self.step[kept], self.row[kept])
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -386,7 +386,7 @@ class _LabelSetting:
         if clock.perf_counter() > self.deadline or self.recorded > _MAX_LABELS:
             raise _LimitReachedError
         plans = self.subtree_plans.of(node)
-        safe = labels.freed >= node.safe_bytes
+        safe = labels.reached >= node.safe_bytes
         if plans is None or not safe.any():
             return self.expand(node, labels)
         from_label = np.repeat(np.arange(np.count_nonzero(safe)), len(plans.time))
@@ -398,12 +398,12 @@ class _LabelSetting:
         """Recurrence 3."""
         found: list[_Labels] = [labels.part(np.zeros(0, np.intp))] if node.forced and node.must_open else []
         if not node.forced:
-            inner = labels.part(labels.freed >= node.open_bytes)
+            inner = labels.part(labels.reached >= node.open_bytes)
             for child in node.children:
                 inner = self.advance(child, inner)
-            found.append(inner.part(inner.freed >= node.after_bytes))
+            found.append(inner.part(inner.reached >= node.after_bytes))
         if not node.must_open:
-            from_label, policy = np.nonzero(labels.freed[:, None] >= node.required_bytes)
+            from_label, policy = np.nonzero(labels.reached[:, None] >= node.required_bytes)
             found.append(self.extend(node, None, labels, from_label, policy, node.freed, node.time))
         return self.prune(node, found)
 
@@ -418,29 +418,29 @@ class _LabelSetting:
         time: Ints,
     ) -> _Labels:
         """Add what was taken to labels, drop those that are hopeless, and record the rest."""
-        freed, time = labels.freed[from_label] + freed[taken], labels.time[from_label] + time[taken]
-        kept = np.flatnonzero(time + self.after[node.index](freed) <= self.best + _ROUNDING_PS)
-        kept = kept[keep_undominated(freed[kept], time[kept])]
+        reached, time = labels.reached[from_label] + freed[taken], labels.time[from_label] + time[taken]
+        kept = np.flatnonzero(time + self.after[node.index](reached) <= self.best + _ROUNDING_PS)
+        kept = kept[keep_undominated(reached[kept], time[kept])]
         from_label = from_label[kept]
         self.steps.append(
             _Step(node, plans, labels.step[from_label], labels.row[from_label], taken[kept].astype(np.int32))
         )
         self.recorded += len(kept)
         step = np.full(len(kept), len(self.steps) - 1, np.int32)
-        return _Labels(freed[kept], time[kept], step, np.arange(len(kept), dtype=np.int32))
+        return _Labels(reached[kept], time[kept], step, np.arange(len(kept), dtype=np.int32))
 
     def prune(self, node: UnitNode, found: list[_Labels]) -> _Labels:
         """Recurrences 4, 5 and 7: keep undominated labels that may still become the best plan, at most `width`."""
         labels = found[0]
         if len(found) > 1:
             labels = _Labels(
-                np.concatenate([each.freed for each in found]),
+                np.concatenate([each.reached for each in found]),
                 np.concatenate([each.time for each in found]),
                 np.concatenate([each.step for each in found]),
                 np.concatenate([each.row for each in found]),
             )
-            labels = labels.part(keep_undominated(labels.freed, labels.time))
-        least = labels.time + self.after[node.index](labels.freed)
+            labels = labels.part(keep_undominated(labels.reached, labels.time))
+        least = labels.time + self.after[node.index](labels.reached)
         hopeful = least <= self.best + _ROUNDING_PS
         if np.count_nonzero(hopeful) > self.width:
             order = np.argsort(least, kind="stable")

@@ -95,25 +95,25 @@ class _Picked:
 
 def _plan_within(dp: DynamicProgram, budget_bytes: int) -> Choice | None:
     """Return the plan that drops the most at every node, None when it does not hold the requirements."""
-    choice = np.full(dp.candidates, NO_INDEX, np.int64)
+    choice = np.full(dp.candidate_count, NO_INDEX, np.int64)
     for each in dp.passes:
-        freed = budget_bytes
+        reached = budget_bytes
         picks: _Picked | None = None
         for node in each.nodes:
-            passed = _most_dropped(node, freed, picks)
+            passed = _most_dropped(node, reached, picks)
             if passed is None:
                 return None
-            freed, picks = passed
+            reached, picks = passed
         while picks is not None:
             choice[picks.index] = picks.policy
             picks = picks.before
     return choice
 
 
-def _most_dropped(node: UnitNode, freed: int, picks: _Picked | None) -> tuple[int, _Picked | None] | None:
-    """Return the most that can be dropped after a node; `freed` counts the budget (dp.py, recurrence 2)."""
-    closed = node.forced or freed < node.open_bytes
-    inner: tuple[int, _Picked | None] | None = None if closed else (freed, picks)
+def _most_dropped(node: UnitNode, reached: int, picks: _Picked | None) -> tuple[int, _Picked | None] | None:
+    """Return the most that budget and dropped bytes reach after a node (dp.py, F of recurrence 2)."""
+    closed = node.forced or reached < node.open_bytes
+    inner: tuple[int, _Picked | None] | None = None if closed else (reached, picks)
     for child in node.children:
         if inner is not None:
             inner = _most_dropped(child, inner[0], inner[1])
@@ -122,7 +122,7 @@ def _most_dropped(node: UnitNode, freed: int, picks: _Picked | None) -> tuple[in
     if node.must_open:
         return inner
     for policy in range(len(node.freed) - 1, -1, -1):  # by falling bytes
-        if freed >= node.required_bytes[policy]:
-            whole = freed + int(node.freed[policy])
+        if reached >= node.required_bytes[policy]:
+            whole = reached + int(node.freed[policy])
             return inner if inner is not None and inner[0] >= whole else (whole, _Picked(picks, node.index, policy))
     return inner

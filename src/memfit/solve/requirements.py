@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -215,8 +216,11 @@ def _build_node(
 def violated_requirements(program: Program, choice: Choice) -> dict[int, int]:
     """Return, for the rows that a plan breaks, the last active candidate and the `after` that would mend the row."""
     _, order = _post_order(program)
-    freed = [program.candidates[i].policies[choice[i]].discarded_bytes if choice[i] != NO_INDEX else 0 for i in order]
-    dropped = dict(zip(order, np.cumsum(np.array(freed, np.int64)).tolist(), strict=True))
+    dropped: dict[int, int] = {}
+    for part in _split_passes(program, order):
+        taken = [(program.candidates[index].policies, choice[index]) for index in part]
+        freed = [policies[policy].discarded_bytes if policy != NO_INDEX else 0 for policies, policy in taken]
+        dropped |= zip(part, accumulate(freed), strict=True)
     level, recomputes = program.peaks(choice)
     highest = {segment.begin: int(level[segment.begin : segment.end].max()) for segment in program.segments}
     last = dict(zip(highest, (index for _, index in _last_active(program, order)), strict=True))

@@ -21,7 +21,7 @@ from memfit.tradeoff import Policy, Unit
 from memfit.units import display_bytes
 
 if TYPE_CHECKING:
-    from memfit.analysis.levers.begun import BegunCaptures
+    from memfit.analysis.levers.early import EarlyCaptures
 
 LEAST_PART = 0.005
 """A lever that saves less of the peak than this is left out."""
@@ -41,13 +41,31 @@ class Effect:
     copies_ms: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """The trace of a changed step, or None where the step does not take the change; `why` it could not be captured."""
+
+    trace: Trace | None = None
+    why: str = ""
+
+
+def attempt(capture: Callable[[], Trace | None]) -> Attempt:
+    """Capture a changed step, and say why where it fails."""
+    try:
+        return Attempt(trace=capture())
+    except MemfitError as error:
+        return Attempt(why=_first_line(error))
+    except Exception as error:  # the user's own code meets what it was not written for
+        return Attempt(why=f"the step cannot run so ({type(error).__name__}: {_first_line(error)})")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A step on its target. `step` is None where only its trace is known; then nothing can be captured again.
 
     What is to be lowered is the step under its plan, or as it is where there is none. Where no plan fits, it is the
-    fastest of the plans that need least. `left_out` collects, in words, what could not be worked out. `begun` are
-    captures that were begun before.
+    fastest of the plans that need least. `left_out` collects, in words, what could not be worked out. `early` are
+    captures that began before.
     """
 
     report: Report
@@ -55,7 +73,7 @@ class Case:
     cost: Cost
     budget_bytes: int
     left_out: list[str] = field(default_factory=list)
-    begun: BegunCaptures | None = None
+    early: EarlyCaptures | None = None
 
     @property
     def trace(self) -> Trace:
@@ -121,18 +139,13 @@ class Case:
 
     def captured(self, step: Step, *, what: str, advice: str = "") -> Trace | None:
         """Capture a changed step; None, and a note with advice, when the step cannot be changed so."""
-        return self.attempt(lambda: trace(step, target=self.target), what=what, advice=advice)
+        return self.noted(attempt(lambda: trace(step, target=self.target)), what=what, advice=advice)
 
-    def attempt(self, capture: Callable[[], Trace | None], *, what: str, advice: str = "") -> Trace | None:
-        """Return what a capture of a changed step returns; None, and a note with advice, when it fails."""
-        try:
-            return capture()
-        except MemfitError as error:
-            why = _first_line(error)
-        except Exception as error:  # the user's own code meets what it was not written for
-            why = f"the step cannot run so ({type(error).__name__}: {_first_line(error)})"
-        self.left_out.append(f"{what}: {advice} ({why})" if advice else f"{what}: {why}")
-        return None
+    def noted(self, found: Attempt, *, what: str, advice: str = "") -> Trace | None:
+        """Return the trace of an attempt; None, and a note with advice, where there is none."""
+        if found.why:
+            self.left_out.append(f"{what}: {advice} ({found.why})" if advice else f"{what}: {found.why}")
+        return found.trace
 
     def effect(
         self, changed: Trace | None = None, *, target: Target | None = None, shard: ShardOptions | None = None

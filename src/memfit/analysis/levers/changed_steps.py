@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memfit.analysis.levers.case import Case, Effect, Lever
+from memfit.analysis.levers.case import Case, Effect, Lever, attempt
 from memfit.analysis.levers.lifetimes import with_sizes
 from memfit.capture import (
     NO_INDEX,
@@ -97,9 +97,13 @@ def loss(case: Case) -> Iterator[Lever]:
     if not case.matters(sum(there)):
         return
     if case.step is not None:
-        step, begun = case.step, None if case.begun is None else case.begun.with_chunked_loss
-        capture = begun.result if begun else lambda: capture_with_chunked_loss(step, case.target, logits.shape[-1])
-        captured = case.attempt(capture, what=_NAME)
+        step, early = case.step, None if case.early is None else case.early.with_chunked_loss
+        captured = case.noted(
+            attempt(lambda: capture_with_chunked_loss(step, case.target, logits.shape[-1]))
+            if early is None
+            else early.result(),
+            what=_NAME,
+        )
         if captured is not None:
             yield case.lever(_NAME, _HOW, case.effect(captured), "captured")
             return
@@ -251,8 +255,7 @@ def _leaves(batch: Any) -> list[Any]:
 
 def precision(case: Case) -> Iterator[Lever]:
     """Yield the levers of autocast and bfloat16; none where no parameter is float32."""
-    trained = [each for each in case.trace.parameters if each.trainable]
-    if not any(each.dtype == "float32" for each in trained):
+    if not has_float32_parameters(case.trace):
         return
     device = case.target.device.type
     if case.step is not None and case.step.run is None:
@@ -264,9 +267,10 @@ def precision(case: Case) -> Iterator[Lever]:
                 option = "--autocast bfloat16"
                 yield case.lever(name, how, case.effect(captured), "captured", same_numbers=False, option=option)
         name = "bfloat16 parameters, gradients and state"
-        step, begun = case.step, None if case.begun is None else case.begun.in_bfloat16
-        capture = begun.result if begun else lambda: capture_in_bfloat16(step, case.target)
-        captured = case.attempt(capture, what=name)
+        step, early = case.step, None if case.early is None else case.early.in_bfloat16
+        captured = case.noted(
+            attempt(lambda: capture_in_bfloat16(step, case.target)) if early is None else early.result(), what=name
+        )
         if captured is not None:
             how = "model.to(torch.bfloat16) before the optimizer is made, and inputs that are float32"
             yield case.lever(name, how, case.effect(captured), "captured", same_numbers=False)
@@ -294,6 +298,11 @@ def _sums(case: Case) -> Iterator[Lever]:
     if case.trace.autocast is not None:
         how += ", with autocast as it is"
     yield case.lever(name, how, effect, "captured", same_numbers=False, option="--reduce-dtype bfloat16")
+
+
+def has_float32_parameters(trace: Trace) -> bool:
+    """Return whether a parameter that is trained is float32."""
+    return any(each.trainable and each.dtype == "float32" for each in trace.parameters)
 
 
 def capture_in_bfloat16(step: Step, target: Target) -> Trace:

@@ -32,9 +32,10 @@ _Tried = dict[str, tuple[list[Lever], list[str]]]
 def find_levers(case: Case, watch: Callable[[str], None] | None = None) -> tuple[Lever, ...]:
     """Return all levers that save enough, by bytes saved per millisecond lost; `watch` is told what is tried."""
     _ = case.timeline, case.step_ms, case.runtime  # worked out before there are two processes
-    # Two halves that take about as long. A capture takes longest, and may have been begun before.
-    begun = case.begun is not None and case.begun.with_chunked_loss is not None
-    second = ("checkpointing", "more ranks") if begun else ("a chunked loss",)
+    # Two halves that take about as long. A capture takes longest, and may have begun early; the second half has none
+    # of those, since only the process that began them may ask for them.
+    early = case.early is not None and case.early.with_chunked_loss is not None
+    second = ("checkpointing", "more ranks") if early else ("a chunked loss",)
     first = [what for what in LEVERS if what not in second]
     tried, beside = both(lambda: _try(case, first, watch), lambda: _try(case, second))
     tried |= beside

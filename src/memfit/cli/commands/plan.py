@@ -11,10 +11,11 @@ import tyro
 from memfit.cli.options import FileOptions, HardwareOptions, Json, SolverOptions, TimedStepOptions, arg
 from memfit.cli.output import show, show_json, write_files, write_text
 from memfit.cli.problems import UsageError, check_files
-from memfit.cli.resolve import capture_step, find_levers, solve_options, step_and_target
+from memfit.cli.resolve import ResolvedStep, capture_step, find_levers, solve_options, step_and_target
 
 if TYPE_CHECKING:
-    from memfit.analysis import Lever
+    from memfit.analysis import EarlyCaptures, Lever
+    from memfit.hardware import Target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +47,8 @@ class Plan:
     """Print the plan as JSON."""
 
     def run(self) -> int:
-        from memfit.analysis import BegunCaptures, Report
+        from memfit.analysis import EarlyCaptures
         from memfit.capture import Step, Trace
-        from memfit.plans import Inputs, plan_problem, resolve_cost
-        from memfit.report import levers_in_short, plan_report
 
         check_files({"--output": self.output, **self.file.by_option})
         if self.curve and not self.file.any:
@@ -59,11 +58,19 @@ class Plan:
         if self.optimizer_lever and isinstance(step, Trace):
             raise UsageError("--optimizer-lever captures the step in other ways; give the step, not its trace")
         given.show()
-        shows_levers = self.levers and (self.file.any or not self.json)
-        begun = BegunCaptures(step, target) if shows_levers and isinstance(step, Step) else None
+        with EarlyCaptures(step if self._shows_levers and isinstance(step, Step) else None, target) as early:
+            return self._plan(given, target, early)
+
+    def _plan(self, given: ResolvedStep, target: Target, early: EarlyCaptures) -> int:
+        from memfit.analysis import Report
+        from memfit.capture import Step
+        from memfit.plans import Inputs, plan_problem, resolve_cost
+        from memfit.report import levers_in_short, plan_report
+
+        step = given.step
         trace = capture_step(step, target)
-        if begun is not None:
-            begun.know(trace)
+        early.drop_useless(trace)
+        early.begin_chunked_loss(trace)
         options = solve_options(self.solver, trace, several_ranks=target.ranks > 1, optimizer=self.optimizer_lever)
         inputs = Inputs(
             step=step if isinstance(step, Step) else None,
@@ -76,9 +83,9 @@ class Plan:
         if self.output is not None:
             write_text("--output", self.output, found.to_json())
         levers: tuple[Lever, ...] | None = None
-        if self.file.any or shows_levers:
+        if self.file.any or self._shows_levers:
             report = Report(problem=problem, plan=found, title=given.title)
-            levers = find_levers(report, step, self.step.cost, begun) if self.levers else None
+            levers = find_levers(report, step, self.step.cost, early) if self.levers else None
             if self.file.any:
                 write_files(self.file, report.with_curve() if self.curve else report, levers or ())
         if self.json:
@@ -88,6 +95,10 @@ class Plan:
             if levers is not None:
                 show(levers_in_short(levers, found, self._explain()))
         return 3 if found.status == "infeasible" else 0
+
+    @property
+    def _shows_levers(self) -> bool:
+        return self.levers and (self.file.any or not self.json)
 
     def _explain(self) -> str:
         """Return the command that explains the step under this plan, once it is written."""
