@@ -56,9 +56,9 @@ ops: $(DEV)
 
 # Predictions beside published measurements, written to docs/evidence.md. Speeds: kernels (all of them where
 # MEMFIT_EVIDENCE or ../shared/evidence has them) and a sample of whole steps, or all of these with STEPS=all. Memory:
-# snapshots, whole steps, and runs on one GPU, of timm's models a sample unless RUNS=all. All of both: half an hour.
+# snapshots, whole steps, and runs on one GPU, of timm's models a sample with RUNS=few. All whole steps take half an hour.
 STEPS = few
-RUNS = few
+RUNS = all
 evidence: $(DEV) $(TIMM)
 	PYTHONPATH=src:. $(BIN)/python -m tests.evidence.speeds --steps $(STEPS) --write docs/evidence.md
 	PYTHONPATH=src:. $(BIN)/python -m tests.evidence.memory --runs $(RUNS) --write docs/evidence.md

@@ -21,11 +21,11 @@ from tests.evidence.timm_fits import TimmBatch
 
 HERE = Path(__file__).parent
 MARK = "memory"
-ROOMS = {
-    Room.ENOUGH: "room to spare",
-    Room.MARGIN: "within the margin",
-    Room.TIGHT: "tight",
-    Room.TOO_LITTLE: "too little",
+SAYS = {
+    Room.ENOUGH: "fits",
+    Room.MARGIN: "within the margin: cannot tell",
+    Room.TIGHT: "does not fit: at its limit",
+    Room.TOO_LITTLE: "does not fit",
 }
 
 
@@ -74,13 +74,11 @@ def fit_table(runs: Sequence[PublishedMemory], batches: Sequence[TimmBatch]) -> 
     said += [(batch.name, batch.fits, batch.room()) for batch in batches]
     lines = ["| run | source says | memfit says |", "|---|---|---|"]
     for name, fits, room in said:
-        lines.append(f"| {name} | {_verdict(fits)} | {_verdict(room is not Room.TOO_LITTLE)} ({ROOMS[room]}) |")
-    right = sum((room is not Room.TOO_LITTLE) == fits for _, fits, room in said)
-    return [*lines, "", f"{right} of {len(said)} are told."]
-
-
-def _verdict(fits: bool) -> str:
-    return "ran" if fits else "out of memory"
+        lines.append(f"| {name} | {'ran' if fits else 'out of memory'} | {SAYS[room]} |")
+    open_ones = sum(room is Room.MARGIN for _, _, room in said)
+    wrong = sum((room is Room.ENOUGH) != fits for _, fits, room in said if room is not Room.MARGIN)
+    right = len(said) - open_ones - wrong
+    return [*lines, "", f"{right} of {len(said)} are told, {open_ones} are within the margin, {wrong} are wrong."]
 
 
 def sections(which: str) -> Iterator[tuple[str, list[str]]]:
@@ -102,7 +100,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path)
     given = parser.parse_args()
     text = (HERE / "memory.md").read_text().replace("{date}", datetime.date.today().isoformat())
-    text = text.replace("{which}", "all of them" if given.runs == "all" else "of timm's an eighth")
+    text = text.replace("{which}", "all of them" if given.runs == "all" else "of timm's an eighth of them")
     for name, lines in sections(given.runs):
         print("\n".join(("", *lines)), flush=True)
         text = text.replace(f"{{{name}}}", "\n".join(lines))

@@ -66,7 +66,7 @@ def test_transformers_on_one_gpu_are_predicted() -> None:
 
 def test_convolutional_run_is_inside_its_range() -> None:
     run = next(run for run in _runs("cnn") if "depth:5_" in run.config)
-    assert run.convolves and run.inside
+    assert run.convolves and run.inside()
 
 
 def test_runs_that_were_out_of_memory_are_told() -> None:

@@ -76,4 +76,7 @@ def read_batches() -> list[TimmBatch]:
 def _build(name: str) -> nn.Module:
     timm = load_timm()
     timm.layers.set_fused_attn(False)
-    return timm.create_model(name).to(memory_format=torch.channels_last)
+    try:
+        return timm.create_model(name).to(memory_format=torch.channels_last)
+    finally:
+        timm.layers.set_fused_attn(True)
