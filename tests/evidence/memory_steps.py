@@ -81,7 +81,7 @@ class PublishedMemory:
 
     def step(self) -> Step:
         """The step as its source runs it."""
-        if self.model in litgpt_models.SHAPES:
+        if self.model.partition(" ")[0] in litgpt_models.SHAPES:
             wide = self.logits == "float32"
             return litgpt_models.litgpt_step(self.model, batch=self.batch, length=self.length, wide_logits=wide)
         fused = self.optimizer == "fused"
