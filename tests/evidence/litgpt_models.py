@@ -1,6 +1,6 @@
 """litgpt's GPT with LoRA on queries and values or with adapters, as it was when its resource table was measured.
 
-Lightning-AI/litgpt @8641822 (Apache-2.0): `lit_gpt/model.py`, `lora.py`, `adapter.py`, `adapter_v2.py` and their scripts
+Lightning-AI/litgpt @8641822 (Apache-2.0): `lit_gpt/model.py`, `lora.py`, `adapter.py`, `adapter_v2.py` and scripts
 in `finetune/`. Parameters are in bfloat16, the rotary cache is float32, logits come in chunks of 128 positions, which
 Fabric casts to float32. An adapter is a prompt of ten positions, from the third block on, to which queries attend by
 themselves; in its second version every product has a scale and a bias, and norms are trained.
