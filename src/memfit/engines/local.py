@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfit.capture import implementations, is_container, set_flags, set_implementation
 from memfit.engines.attachment import Handler, Outermost, attach, attached, detach
-from memfit.engines.compiled_policy import RunPolicy
+from memfit.engines.compiled_policy import RunPolicy, absent_casts
 from memfit.engines.loop_watch import LoopWatch, WatchedUnit, user_level
 from memfit.engines.loss import LossRegion
 from memfit.engines.selection import check_ranks, check_replicas, resolve_engine, warn_policies_only
@@ -207,7 +207,8 @@ class Applied:
             losses.append(entry) if entry.is_loss else entries[self._paths[entry.module]].append(entry)
         found: list[tuple[nn.Module, Handler]] = []
         for module, members in entries.items():
-            calls = Calls(self.position, members, {entry.call: RunPolicy.of(entry) for entry in members})
+            policies = {entry.call: RunPolicy.of(entry, absent_casts(self.plan, entry)) for entry in members}
+            calls = Calls(self.position, members, policies)
             found.append((module, PlannedUnit(self, self._mode(members[0].module), calls)))
         if losses:
             inner = next((handler for module, handler in found if module is model), None)
