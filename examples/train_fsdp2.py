@@ -57,6 +57,7 @@ def main(*, wrapped: bool) -> None:
     plan.remove(model)
     if dist.get_rank() == 0:
         print(f"{len(plan.checkpoint)} units were checkpointed; the model is {type(model).__name__} again")
+    dist.barrier()  # Gloo's threads may still let go of tensors, which aborts a process that is ending
     dist.destroy_process_group()
 
 
