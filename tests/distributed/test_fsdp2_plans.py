@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
+from memfit.engines.selection import resolve_engine
+from memfit.errors import InputError
 from memfit.plans import Plan
+from memfit.sharding import ShardOptions
 from tests.distributed import fsdp2_plans as plans
 from tests.distributed.ranks import Ranks
 
@@ -59,3 +64,23 @@ def test_bits_and_peak_on_four_ranks(four_ranks: Ranks) -> None:
 )
 def test_apply_and_remove(two_ranks: Ranks, what: Callable[[str], None]) -> None:
     two_ranks.run(what, planned("checkpointed").to_json())
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_another_prefetch_than_fsdp2s_own_gives_the_same_bits(two_ranks: Ranks, prefetch: int) -> None:
+    plan = planned("checkpointed")
+    assert plan.shard is not None
+    other = msgspec.structs.replace(plan, shard=msgspec.structs.replace(plan.shard, prefetch=prefetch))
+    two_ranks.run(plans.trains_to_the_same_bits, "checkpointed", other.to_json())
+
+
+def test_a_plan_names_its_engine() -> None:
+    plan = dataclasses.replace(plans.PLANS["nothing checkpointed"], shard={"engine": "fsdp2"}).plan(2)
+    assert plan.engine == "fsdp2" and resolve_engine(plan, None, []) == "fsdp2"
+    assert resolve_engine(plan, "sharded", []) == "sharded"
+    assert resolve_engine(planned("nothing checkpointed"), None, []) == "sharded"
+    assert "on engine fsdp2" in str(plan)
+    with pytest.raises(InputError, match="engine is 'local', which is for one rank, and shard"):
+        Plan.from_json(msgspec.structs.replace(plan, engine="local").to_json())
+    with pytest.raises(InputError, match="engine is 'zero'; write 'fsdp2'"):
+        ShardOptions(engine="zero")  # type: ignore[arg-type]
