@@ -57,6 +57,15 @@ def test_the_sharded_example_trains_under_its_plan_and_goes_on_from_its_save(tmp
     ]
 
 
+def test_the_fsdp2_example_trains_to_the_same_numbers_whoever_shards_the_model() -> None:
+    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/train_fsdp2.py")
+    shown, wrapped = run(*launch).splitlines(), run(*launch, "--wrapped").splitlines()
+    assert [line.partition(":")[0] for line in shown[:-1]] == [f"step {number}" for number in range(5)]
+    assert shown[:-1] == wrapped[:-1]
+    assert not shown[-1].startswith("0 units") and shown[-1].endswith("the model is Llama again")
+    assert wrapped[-1].endswith("the model is FSDPLlama again"), "what the script sharded stays sharded"
+
+
 def test_the_page_about_sharding_runs_as_written(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "sharded.md").read_text()
     script = tmp_path / "train.py"

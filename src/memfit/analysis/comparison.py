@@ -189,6 +189,7 @@ def _changed_setting(first: Plan, second: Plan) -> Iterator[Changed]:
         ("link between nodes", first.target.inter_node_link, second.target.inter_node_link),
         ("budget", *_shown_bytes(first.budget_bytes, second.budget_bytes)),
         ("status", first.status, second.status),
+        ("engine", first.engine or "left to apply", second.engine or "left to apply"),
         ("optimizer's step", first.optimizer or "as given", second.optimizer or "as given"),
         ("memfit", first.memfit, second.memfit),
     )

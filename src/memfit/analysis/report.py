@@ -133,4 +133,5 @@ def _shard_options(plan: Plan) -> ShardOptions:
         param_dtype=plan.shard.param_dtype,
         reduce_dtype=plan.shard.reduce_dtype,
         keep_last=any(unit.module and not unit.reshard_after_forward for unit in plan.shard.units),
+        engine=None if plan.engine == "local" else plan.engine,
     )

@@ -8,6 +8,7 @@ for.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,17 +18,19 @@ import torch
 from torch import nn
 
 from memfit.engines.tensors import StridedView
-from memfit.plans import Checkpoint
+from memfit.plans import Checkpoint, Plan
 from memfit.torch_private.dispatch import DispatchMode
 
 _DETACH = "aten.detach.default"
+_TO_COPY = torch.ops.aten._to_copy.default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPolicy:
     """The policy of one call of a unit, as a plan gives it.
 
-    `names` are those of the ops that the plan knows, by offset. `saved` ops up to `stop` are not recomputed.
+    `names` are those of the ops that the plan knows, by offset. `saved` ops up to `stop` are not recomputed. `absent`
+    ops do not run here, see `absent_casts`; None where all of them do.
     """
 
     unit: str
@@ -39,20 +42,25 @@ class RunPolicy:
     saved: frozenset[int]
     dropped: frozenset[tuple[int, int]]
     stop: int
+    absent: frozenset[int] | None = None
 
     @classmethod
-    def of(cls, entry: Checkpoint) -> RunPolicy:
+    def of(cls, entry: Checkpoint, absent: frozenset[int] | None = None) -> RunPolicy:
         """Return the policy of an entry of a plan."""
+        known = (*entry.saved_ops, *entry.recomputed_ops)
+        if absent is not None:  # what is absent after `stop` is not in the document
+            known = tuple(op for op in known if op.offset <= entry.stop)
         return cls(
             unit=entry.unit,
             module=entry.module,
             call=entry.call,
             kind=entry.kind,
             ops=entry.end - entry.begin,
-            names={op.offset: op.name for op in (*entry.saved_ops, *entry.recomputed_ops)},
+            names={op.offset: op.name for op in known},
             saved=frozenset(op.offset for op in entry.saved_ops if op.offset <= entry.stop),
             dropped=frozenset(entry.dropped),
             stop=entry.stop,
+            absent=absent,
         )
 
     @property
@@ -61,12 +69,34 @@ class RunPolicy:
         return self.ops, tuple(sorted(self.names.items())), self.saved, self.dropped, self.stop
 
 
+def absent_casts(plan: Plan, entry: Checkpoint) -> frozenset[int] | None:
+    """Return the offsets of autocast's casts of parameters, where sharding gathers these in autocast's dtype already.
+
+    The step was captured with the casts, the prediction is without them (sharding/gradients.py, Note [Casts]). A plan
+    does not say what an op casts: they are the saved casts that are as large as a parameter of the unit. None where
+    nothing is gathered in another dtype than the captured one.
+    """
+    gathered = None if plan.shard is None else plan.shard.param_dtype
+    if gathered is None or gathered != plan.trace.autocast:
+        return None
+    item_bytes = getattr(torch, gathered).itemsize
+    inside = f"{entry.module}." if entry.module else ""
+    own = (each for each in plan.trace.parameters if any(name.startswith(inside) for name in each.names))
+    sizes = {math.prod(parameter.shape) * item_bytes for parameter in own}
+    return frozenset(op.offset for op in entry.saved_ops if op.name == str(_TO_COPY) and op.bytes in sizes)
+
+
 def same_op(name: str, planned: str | None) -> bool:
     """Return whether an op is the one that the plan knows, if it knows it.
 
     Under a dispatch mode torch's own composites avoid writing in place: `add` is then what is `add_` without one.
     """
     return planned is None or name == planned or name == planned.replace("_.", ".")
+
+
+def casts_parameter(func: Any, args: Any) -> bool:
+    """Return whether an op casts a parameter."""
+    return func is _TO_COPY and isinstance(args[0], nn.Parameter)
 
 
 def not_counted(func: Any, planned: str | None) -> bool:
@@ -218,12 +248,10 @@ OpKind = tuple[Any, int]
 OpKey = tuple[OpKind, int]
 """An op of a gap: its kind, and how many of that kind came before it in the gap."""
 
-_TO_COPY = torch.ops.aten._to_copy.default
-
 
 def op_kind(func: Any, args: Any) -> OpKind:
     """Return an op's overload and, where it casts a parameter, which one: autocast caches such casts."""
-    return func, id(args[0]) if func is _TO_COPY and isinstance(args[0], nn.Parameter) else 0
+    return func, id(args[0]) if casts_parameter(func, args) else 0
 
 
 class FromPack(NamedTuple):

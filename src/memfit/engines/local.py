@@ -7,26 +7,25 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfit.capture import implementations, is_container, set_flags, set_implementation
 from memfit.engines.attachment import Handler, Outermost, attach, attached, detach
-from memfit.engines.compiled_policy import RunPolicy
+from memfit.engines.compiled_policy import RunPolicy, absent_casts
 from memfit.engines.loop_watch import LoopWatch, WatchedUnit, user_level
 from memfit.engines.loss import LossRegion
+from memfit.engines.selection import check_ranks, check_replicas, resolve_engine, warn_policies_only
 from memfit.engines.step_position import Calls, Mode, StepPosition, needs_step
 from memfit.engines.unit import PlannedUnit
 from memfit.errors import InputError, PlanDrift, StateError
 from memfit.plans import (
     Checkpoint,
-    DdpPlan,
+    Engine,
     Plan,
     PlanMismatch,
     find_model_differences,
@@ -37,6 +36,9 @@ from memfit.plans import (
 )
 from memfit.torch_private.pytree import tree_leaves
 from memfit.units import display_bytes
+
+if TYPE_CHECKING:
+    from memfit.engines.fsdp2 import Fsdp2Sharding
 
 _applied: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
 
@@ -59,6 +61,8 @@ class Applied:
         self._ours: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         self._optimizers: list[tuple[torch.optim.Optimizer, list[dict[str, Any]]]] = []
         self._watch: LoopWatch | None = None
+        self.sharding: Fsdp2Sharding | None = None
+        """What `fully_shard` was called on for this plan; None on other engines, and where the user called it."""
 
     def reset(self) -> None:
         """Begin a new step, whatever the last one did."""
@@ -203,7 +207,8 @@ class Applied:
             losses.append(entry) if entry.is_loss else entries[self._paths[entry.module]].append(entry)
         found: list[tuple[nn.Module, Handler]] = []
         for module, members in entries.items():
-            calls = Calls(self.position, members, {entry.call: RunPolicy.of(entry) for entry in members})
+            policies = {entry.call: RunPolicy.of(entry, absent_casts(self.plan, entry)) for entry in members}
+            calls = Calls(self.position, members, policies)
             found.append((module, PlannedUnit(self, self._mode(members[0].module), calls)))
         if losses:
             inner = next((handler for module, handler in found if module is model), None)
@@ -282,6 +287,7 @@ def apply(
     model: nn.Module,
     optimizer: OptimizerLike = None,
     mesh: DeviceMesh | None = None,
+    engine: Engine | None = None,
 ) -> tuple[nn.Module, OptimizerLike]:
     """Make a model run a plan from its next step on; a refusal comes before anything is changed.
 
@@ -293,24 +299,39 @@ def apply(
         check_replicas(plan.ddp, model)
     root = unwrap(model)
     wrappers = wrappers_of(model)
+    chosen = resolve_engine(plan, engine, wrappers)
+    sharding = None
     if plan.shard is not None and not wrappers:
-        # Imported here: it loads DTensor, which takes longer than all of memfit, and most plans are for one device.
-        from memfit.engines.sharded import check_ranks, shard_as_planned
-
         check_ranks(plan, mesh)
-        shard_as_planned(plan, model, optimizers, mesh)
+        # Imported here: they load DTensor, which takes longer than all of memfit, and most plans are for one device.
+        if chosen == "fsdp2":
+            from memfit.engines.fsdp2 import shard_with_fsdp2
+
+            sharding = shard_with_fsdp2(plan, model, optimizers, mesh)
+        else:
+            from memfit.engines.sharded import shard_as_planned
+
+            shard_as_planned(plan, model, optimizers, mesh)
     applied = Applied(plan, model)
-    applied.attach(optimizers)
+    try:
+        applied.attach(optimizers)
+    except BaseException:
+        if sharding is not None:
+            sharding.rollback()
+        raise
+    if sharding is not None:
+        sharding.commit()
+        applied.sharding = sharding
     for module in (model, root, *(root.children() if is_container(root) else ())):
         _applied[module] = applied
     if wrappers:
         applied.leave_wrappers()
-        _warn_policies_only(plan, wrappers)
+        warn_policies_only(plan, model, wrappers)
     return model, optimizer
 
 
 def remove(plan: Plan, model: nn.Module) -> nn.Module:
-    """Restore the model to what it was before `apply`."""
+    """Restore the model to what it was before `apply`; one that `apply` sharded with FSDP2 on every rank at once."""
     applied = plan_of_model(model)
     if applied is None:
         raise StateError("this model has no plan to be removed; give the model that apply was called with")
@@ -319,6 +340,9 @@ def remove(plan: Plan, model: nn.Module) -> nn.Module:
     for module in [module for module, each in _applied.items() if each is applied]:
         del _applied[module]
     applied.detach()
+    if applied.sharding is not None:
+        applied.sharding.restore_parameters()
+        applied.sharding = None
     return model
 
 
@@ -329,20 +353,6 @@ def plan_of_model(model: nn.Module) -> Applied | None:
         if module in _applied:
             return _applied[module]
     return None
-
-
-def _warn_policies_only(plan: Plan, wrappers: list[str]) -> None:
-    """Say what a plan does and does not do on a model that something else wraps or shards."""
-    if plan.ddp is not None and all("DistributedDataParallel" in each for each in wrappers):
-        return  # what the plan counts on
-    planned = "one device" if plan.shard is None else f"memfit's own sharding over {plan.shard.ranks} ranks"
-    if plan.ddp is not None:
-        planned = f"DistributedDataParallel on {plan.ddp.ranks} ranks"
-    warnings.warn(
-        f"the model is in {', '.join(wrappers)}: the plan's checkpoint policies are carried out, and nothing else. Its "
-        f"memory was predicted for {planned}, without what the wrapper shards, gathers or buckets",
-        stacklevel=user_level(),
-    )
 
 
 def _check(plan: Plan, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -430,26 +440,3 @@ def resolve_optimizers(given: Any) -> list[torch.optim.Optimizer]:
             f"{type(given).__name__}"
         )
     return [optimizer]
-
-
-# -- A plan for DistributedDataParallel on the model that is, or will be, wrapped in it -------------------------------
-
-
-def check_replicas(ddp: DdpPlan, model: nn.Module) -> None:
-    """Refuse another number of ranks than the plan has, and a wrapper that keeps other buckets than it counts on.
-
-    The caller wraps the model, before or after: what is not there yet cannot be looked at.
-    """
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() != ddp.ranks:
-        ranks = dist.get_world_size()
-        raise InputError(
-            f"this plan replicates the model on {ddp.ranks} ranks, and here are {ranks}; start as many, or plan with "
-            f"ranks={ranks}"
-        )
-    if not isinstance(model, DistributedDataParallel):
-        return
-    if ddp.gradient_as_bucket_view and not model.gradient_as_bucket_view:
-        raise InputError(
-            "this plan counts on gradients that are views of DDP's buckets, and the model keeps both; wrap it with "
-            "DistributedDataParallel(model, gradient_as_bucket_view=True), or plan without"
-        )

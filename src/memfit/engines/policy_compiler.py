@@ -23,6 +23,7 @@ from memfit.engines.compiled_policy import (
     OpKind,
     RunPolicy,
     TrackedCalls,
+    casts_parameter,
     not_counted,
     op_kind,
     same_op,
@@ -74,6 +75,7 @@ class PolicyCompiler(DispatchMode):
         self._inputs = {storage_key(each) for each in tree_flatten((args, kwargs))[0] if is_strided(each)}
         with saved_tensors_hooks(self._pack, unpack), self:
             result = self._tracker.run(self._run._forward, args, kwargs)
+        self._pass_absent()
         if self._ops <= max(self.policy.names, default=-1):
             self._differ(f"it ran {self._ops} ops and has {self.policy.ops} in the plan")
         compiled = self._compile() if self.followed else None
@@ -94,13 +96,22 @@ class PolicyCompiler(DispatchMode):
         """Whether there was any op."""
         return self._ops > 0
 
+    def _pass_absent(self) -> None:
+        """Count the ops of the plan that come next and do not run here."""
+        while self._ops in (self.policy.absent or ()):
+            self._ops += 1
+
     def _differ(self, what: str) -> None:
         if self.followed:
             self.followed, self.differs = False, what
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not_counted(func, self.policy.names.get(self._ops)):
+        self._pass_absent()
+        planned = self.policy.names.get(self._ops)
+        # A parameter gathered in bfloat16 is cast back for ops that autocast runs in float32.
+        cast_back = self.policy.absent is not None and casts_parameter(func, args) and str(func) != planned
+        if cast_back or not_counted(func, planned):
             return func(*args, **kwargs)
         offset = self._ops
         self._ops += 1

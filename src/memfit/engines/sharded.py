@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -25,23 +24,6 @@ from memfit.sharded import (
 )
 
 
-def check_ranks(plan: Plan, mesh: DeviceMesh | None) -> None:
-    """Refuse a plan for another number of ranks than there are."""
-    assert plan.shard is not None
-    if not dist.is_available() or not dist.is_initialized():
-        raise InputError(
-            f"this plan shards the model over {plan.shard.ranks} ranks, and there is no process group: start the "
-            f"script with torchrun --nproc-per-node {plan.shard.ranks}, and call "
-            "torch.distributed.init_process_group() first"
-        )
-    ranks = dist.get_world_size() if mesh is None else mesh.size(mesh.ndim - 1)
-    if ranks != plan.shard.ranks:
-        raise InputError(
-            f"this plan shards the model over {plan.shard.ranks} ranks, and here are {ranks}; start as many, or plan "
-            f"with ranks={ranks}"
-        )
-
-
 def shard_as_planned(
     plan: Plan, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh | None
 ) -> None:
@@ -51,7 +33,7 @@ def shard_as_planned(
     content = hashlib.sha256(plan.to_json().encode()).hexdigest()[:12]
     for link in make_comms(mesh, device_of(mesh), None):
         if link is not None:
-            check_agreement(link, [f"a plan for {plan.fingerprint[:12]} with content {content}"])
+            check_agreement(link, [f"a plan for {plan.fingerprint[:12]} with content {content} on engine sharded"])
     shapes = {parameter: parameter.shape for parameter in model.parameters()}
     shard(
         model,

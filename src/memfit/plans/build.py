@@ -15,6 +15,7 @@ from memfit.plans.record import (
     Blocker,
     Checkpoint,
     DdpPlan,
+    Engine,
     Estimate,
     Prediction,
     ShardPlan,
@@ -46,6 +47,7 @@ def build_plan(
     blocker: Blocker | None = None,
     shard: ShardPlan | None = None,
     ddp: DdpPlan | None = None,
+    engine: Engine | None = None,
     optimizer: Implementation | None = None,
     notes: Sequence[str] = (),
 ) -> Plan:
@@ -67,6 +69,7 @@ def build_plan(
         checkpoint=tuple(build_checkpoint(trace, unit, policy) for unit, policy in chosen),
         shard=shard,
         ddp=ddp,
+        engine=engine,
         optimizer=optimizer,
         notes=tuple(notes),
         trace=build_trace_record(trace),

@@ -25,6 +25,7 @@ from memfit.plans.record import (
     Bytes,
     Checkpoint,
     DdpPlan,
+    Engine,
     Estimate,
     Ms,
     Prediction,
@@ -45,7 +46,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     `bound_ms` is proven: no plan under this budget has a shorter step. `gap` is how far the time that the plan adds may
     be from the least possible, as a part of itself. An infeasible plan has neither, nor a prediction; its `blocker` is
-    what stands in the way.
+    what stands in the way. `engine` is what `apply` runs the plan on; None leaves it to `apply`.
     """
 
     schema: Literal[1] = SCHEMA
@@ -67,6 +68,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     notes: tuple[str, ...]
     trace: TraceRecord
     ddp: DdpPlan | None = None
+    engine: Engine | None = None
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "the document") -> Plan:
@@ -118,19 +120,29 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         *,
         mesh: DeviceMesh | None = None,
+        engine: Engine | None = None,
     ) -> tuple[nn.Module, Any]:
         """Make a model run the plan from its next step on; return model and optimizer.
 
         Where several optimizers step the model, give a list of them. A plan that does not belong to the model is
         refused with what differs, before anything is changed. A plan for several ranks shards the model over those of
         the process group, or of `mesh`; a model that is already wrapped or sharded runs the checkpoint policies only.
+
+        `engine` is `"local"` for one rank; for several `"fsdp2"`, PyTorch's `fully_shard`, or `"sharded"`, memfit's own
+        runtime; by default the plan's, else `"sharded"`. FSDP2 makes DTensors of the parameters: the optimizers that
+        are given go on with those, others are made afterwards.
         """
         from memfit.engines import apply
 
-        return apply(self, model, optimizer, mesh)
+        return apply(self, model, optimizer, mesh, engine)
 
     def remove(self, model: nn.Module) -> nn.Module:
-        """Restore a model that runs the plan to what it was before `apply`."""
+        """Restore a model that runs the plan to what it was before `apply`.
+
+        On `"fsdp2"` every rank must call it: the parameters become whole again, the same objects as before `apply` with
+        the values of now, and so does the state of the optimizers that were given or have stepped since. A model that
+        memfit did not shard, or that its own runtime did, stays sharded.
+        """
         from memfit.engines import remove
 
         return remove(self, model)

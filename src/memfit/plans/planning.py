@@ -160,6 +160,7 @@ def _document(
         blocker=None if fits else _why(problem),
         shard=_shard_plan(problem) if fits else None,
         ddp=_ddp_plan(problem),
+        engine=problem.options.shard.engine if problem.sharding is not None else None,
         optimizer=answer.implementation,
         notes=notes,
     )

@@ -14,6 +14,8 @@ from memfit.units import display_bytes
 SCHEMA = 1
 
 Status = Literal["optimal", "feasible", "infeasible"]
+Engine = Literal["local", "fsdp2", "sharded"]
+"""What runs a plan: one device, PyTorch's `fully_shard`, or memfit's own sharded runtime."""
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
 Count = Annotated[int, Meta(ge=0)]
 Bytes = Annotated[int, Meta(ge=0)]

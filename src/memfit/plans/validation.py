@@ -130,6 +130,10 @@ def _shard_problems(plan: Plan) -> Iterator[str]:
         if plan.ddp.ranks != plan.ranks:
             yield f"ddp.ranks is {plan.ddp.ranks}, and ranks is {plan.ranks}"
         return
+    if plan.engine == "local" and plan.shard is not None:
+        yield f"engine is 'local', which is for one rank, and shard.ranks is {plan.shard.ranks}"
+    if plan.engine in ("fsdp2", "sharded") and plan.shard is None and plan.status != "infeasible":
+        yield f"engine is {plan.engine!r}, and there is no shard that says how ranks divide the model"
     if plan.shard is None:
         if plan.ranks > 1 and plan.status != "infeasible":
             yield f"ranks is {plan.ranks}, and there is no shard that says how they divide the model"

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from memfit.capture import Category, short
 from memfit.paths import alike, folded, module_label, ranges
-from memfit.plans import Blocker, Checkpoint, DdpPlan, Estimate, Plan, ShardPlan, describe_peak
+from memfit.plans import Blocker, Checkpoint, DdpPlan, Engine, Estimate, Plan, ShardPlan, describe_peak
 from memfit.report.headline import STEP_WAYS, Tone, changes_nothing, rank_memory_of, verdict_of, without_plan
 from memfit.text import counted, number_table
 from memfit.units import display_bytes, display_ms
@@ -40,7 +40,7 @@ def plan_report(plan: Plan, *, next_step: bool = True) -> Group:
     if plan.optimizer is not None:
         parts += [Text(), Text(f"optimizer: its step is done {STEP_WAYS[plan.optimizer]}, which needs less at once")]
     if plan.shard is not None:
-        parts += [Text(), _shard(plan.shard)]
+        parts += [Text(), _shard(plan.shard, plan.engine)]
     if plan.ddp is not None:
         parts += [Text(), _ddp(plan.ddp)]
     if plan.notes:
@@ -246,10 +246,12 @@ def _kept_ops(entry: Checkpoint) -> str:
     return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
 
 
-def _shard(shard: ShardPlan) -> Text:
+def _shard(shard: ShardPlan, engine: Engine | None) -> Text:
     """Name units that keep their parameters between forward and backward, and count the others."""
     kept = [unit.module for unit in shard.units if not unit.reshard_after_forward]
     text = Text(f"sharded by {shard.ranks}: {counted(len(shard.units), 'unit')}, {shard.prefetch} gathered ahead")
+    if engine is not None:
+        text.append(f", on engine {engine}")
     patterns: dict[str, list[str]] = {}
     for module in kept:
         patterns.setdefault(alike(module), []).append(module)

@@ -15,6 +15,7 @@ from memfit.errors import InputError
 from memfit.hardware import Device, Family
 
 Parallel = Literal["fsdp", "ddp"]
+ShardEngine = Literal["fsdp2", "sharded"]
 FIRST_BUCKET_BYTES = 1 << 20
 """DDP's first bucket is small, so that the first all-reduce begins soon (`dist._DEFAULT_FIRST_BUCKET_BYTES`)."""
 BUCKET_CAP_BYTES = 25 << 20
@@ -37,6 +38,9 @@ class ShardOptions:
     whole gradients, `reduce_dtype` that in which gradients are summed. Each is the parameter's own unless given; only
     `param_dtype` of a step captured with autocast is autocast's. Write `param_dtype="float32"` to gather in that; a
     dtype of torch is taken for its name.
+
+    `engine` is what the plan is to be run on, PyTorch's `fully_shard` or memfit's own runtime; None leaves it to
+    `Plan.apply`. What is predicted is FSDP2 in either case.
     """
 
     units: tuple[str, ...] | None = None
@@ -47,6 +51,7 @@ class ShardOptions:
     keep_last: bool = False
     bucket_cap_bytes: int = BUCKET_CAP_BYTES
     gradient_as_bucket_view: bool = False
+    engine: ShardEngine | None = None
 
     @property
     def first_bucket_is_small(self) -> bool:
@@ -56,8 +61,10 @@ class ShardOptions:
     def __post_init__(self) -> None:
         if self.parallel not in get_args(Parallel):
             raise InputError(f"parallel is {self.parallel!r}; write 'fsdp' (sharded) or 'ddp' (replicated)")
+        if self.engine is not None and self.engine not in get_args(ShardEngine):
+            raise InputError(f"engine is {self.engine!r}; write 'fsdp2' (PyTorch's) or 'sharded' (memfit's own)")
         if self.parallel == "ddp":
-            for name in ("units", "shard_dtype", "param_dtype", "reduce_dtype"):
+            for name in ("units", "shard_dtype", "param_dtype", "reduce_dtype", "engine"):
                 if getattr(self, name) is not None:
                     raise InputError(f"{name} is for sharded parameters, and parallel='ddp' has none; leave one out")
             if self.keep_last:

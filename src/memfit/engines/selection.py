@@ -1,0 +1,132 @@
+"""Which engine runs a plan on a model: `local`, `fsdp2` or `sharded`, and whether the model and the ranks suit it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import get_args
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from memfit.engines.loop_watch import user_level
+from memfit.errors import InputError
+from memfit.plans import DdpPlan, Engine, Plan, is_fully_sharded, named_modules
+
+_ENGINES: tuple[Engine, ...] = get_args(Engine)
+
+
+def resolve_engine(plan: Plan, given: str | None, wrappers: Sequence[str]) -> Engine:
+    """Return the engine that was given, else the plan's, else `sharded` for several ranks and `local` for one.
+
+    One that does not suit the plan, or that would shard what is sharded already, is refused.
+    """
+    if given is not None and given not in _ENGINES:
+        raise InputError(f"there is no engine {given!r}; write one of {', '.join(map(repr, _ENGINES))}")
+    default: Engine = "local" if plan.shard is None else "sharded"
+    engine = next((each for each in _ENGINES if each == given), None) or plan.engine or default
+    if plan.shard is None and engine != "local":
+        why = f"replicates the model on {plan.ddp.ranks} ranks" if plan.ddp is not None else "is for one rank"
+        raise InputError(
+            f"engine {engine!r} shards a model over several ranks, and this plan {why}; leave the engine out, or plan "
+            "with ranks=..."
+        )
+    if plan.shard is not None and engine == "local":
+        raise InputError(
+            f"engine 'local' runs on one device, and this plan shards the model over {plan.shard.ranks} ranks; write "
+            "'fsdp2' or 'sharded', or plan with ranks=1"
+        )
+    if given is not None and given != "local" and wrappers:
+        raise InputError(
+            f"engine {given!r} shards the model, and this one is in {', '.join(wrappers)} already: give the plain "
+            "model, or leave the engine out, and only the checkpoint policies of the plan are carried out"
+        )
+    return engine
+
+
+def check_ranks(plan: Plan, mesh: DeviceMesh | None) -> None:
+    """Refuse a plan for another number of ranks than there are."""
+    assert plan.shard is not None
+    if not dist.is_available() or not dist.is_initialized():
+        raise InputError(
+            f"this plan shards the model over {plan.shard.ranks} ranks, and there is no process group: start the "
+            f"script with torchrun --nproc-per-node {plan.shard.ranks}, and call "
+            "torch.distributed.init_process_group() first"
+        )
+    ranks = dist.get_world_size() if mesh is None else mesh.size(mesh.ndim - 1)
+    if ranks != plan.shard.ranks:
+        raise InputError(
+            f"this plan shards the model over {plan.shard.ranks} ranks, and here are {ranks}; start as many, or plan "
+            f"with ranks={ranks}"
+        )
+
+
+def check_replicas(ddp: DdpPlan, model: nn.Module) -> None:
+    """Refuse another number of ranks than the plan has, and a wrapper that keeps other buckets than it counts on.
+
+    The caller wraps the model, before or after: what is not there yet cannot be looked at.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() != ddp.ranks:
+        ranks = dist.get_world_size()
+        raise InputError(
+            f"this plan replicates the model on {ddp.ranks} ranks, and here are {ranks}; start as many, or plan with "
+            f"ranks={ranks}"
+        )
+    if not isinstance(model, DistributedDataParallel):
+        return
+    if ddp.gradient_as_bucket_view and not model.gradient_as_bucket_view:
+        raise InputError(
+            "this plan counts on gradients that are views of DDP's buckets, and the model keeps both; wrap it with "
+            "DistributedDataParallel(model, gradient_as_bucket_view=True), or plan without"
+        )
+
+
+def warn_policies_only(plan: Plan, model: nn.Module, wrappers: Sequence[str]) -> None:
+    """Say what a plan does and does not do on a model that something else wraps or shards, unless it counts on that."""
+    if plan.ddp is not None and all("DistributedDataParallel" in each for each in wrappers):
+        return
+    planned, differs = "one device", ""
+    if plan.ddp is not None:
+        planned = f"DistributedDataParallel on {plan.ddp.ranks} ranks"
+    elif plan.shard is not None:
+        planned = f"fully_shard over {plan.shard.ranks} ranks"
+        if list(wrappers) == ["fully_shard"]:
+            found = fully_shard_difference(plan, model)
+            if found is None:
+                return
+            differs = f": {found}"
+    warnings.warn(
+        f"the model is in {', '.join(wrappers)}: the plan's checkpoint policies are carried out, and nothing else. Its "
+        f"memory was predicted for {planned}{differs or ', without what the wrapper shards, gathers or buckets'}",
+        stacklevel=user_level(),
+    )
+
+
+def fully_shard_difference(plan: Plan, model: nn.Module) -> str | None:
+    """Say how a model was fully sharded otherwise than planned; None when it was sharded as planned."""
+    assert plan.shard is not None
+    from torch.distributed.tensor import DTensor  # such a model has loaded it
+
+    from memfit.torch_private.fully_shard import unit_settings
+
+    sharded = {path: module for path, module in named_modules(model) if is_fully_sharded(module)}
+    planned = {unit.module: unit for unit in plan.shard.units}
+    for path in (*planned, *sharded):
+        if (path in planned) != (path in sharded):
+            here, there = ("whole", "a unit") if path in planned else ("a unit", "whole")
+            return f"{path or 'the model itself'} is {here} here and {there} in the plan"
+    meshes = [each.device_mesh for each in model.parameters() if isinstance(each, DTensor)]
+    ranks = {mesh.size(mesh.ndim - 1) for mesh in meshes}
+    if ranks != {plan.shard.ranks}:
+        return f"it is sharded over {', '.join(map(str, sorted(ranks)))} ranks here and {plan.shard.ranks} in the plan"
+    for path, module in sharded.items():
+        reshards, *dtypes = unit_settings(module)
+        names = [None if each is None else str(each).removeprefix("torch.") for each in dtypes]
+        if path and reshards not in (None, planned[path].reshard_after_forward):
+            return f"{path} has reshard_after_forward={reshards} here and {not reshards} in the plan"
+        if names != [plan.shard.param_dtype, plan.shard.reduce_dtype]:
+            wanted = f"{plan.shard.param_dtype} and {plan.shard.reduce_dtype}"
+            return f"param_dtype and reduce_dtype are {names[0]} and {names[1]} here and {wanted} in the plan"
+    return None
