@@ -125,6 +125,23 @@ def check_model(model: nn.Module) -> None:
     _refuse_wrapped_tensors(model)
 
 
+def check_parallel_model(model: nn.Module) -> None:
+    """Refuse a model on several ranks that is wrapped in a way which cannot be captured yet."""
+    _refuse_scripted(model)
+    for path, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")}
+        if "FullyShardedDataParallel" in kinds:
+            raise InputError(
+                f"{_named(path)} is wrapped in FullyShardedDataParallel (FSDP1), which cannot be captured; wrap it "
+                "with torch.distributed.fsdp.fully_shard, or give the plain model and ranks=N"
+            )
+        if "DistributedDataParallel" in kinds:
+            raise InputError(
+                f"{_named(path)} is wrapped in DistributedDataParallel, whose reducer is not Python's to follow; give "
+                'the model that it wraps, with ranks=N and SolveOptions(parallel="ddp")'
+            )
+
+
 _SHARDED = {
     "FSDPModule": "fully_shard",
     "FullyShardedDataParallel": "FullyShardedDataParallel",

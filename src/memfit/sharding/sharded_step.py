@@ -34,7 +34,15 @@ from memfit.sharding.options import (
 )
 from memfit.sharding.result import Sharding
 from memfit.sharding.schedule import Scheduler, Transfer, actings, communication, copies_ms, slowed_ms
-from memfit.sharding.units import ShardCall, ShardUnit, find_passes, find_units, members_of, repeated_blocks
+from memfit.sharding.units import (
+    ShardCall,
+    ShardUnit,
+    find_passes,
+    find_units,
+    in_order_of_fsdp2,
+    members_of,
+    repeated_blocks,
+)
 
 __all__ = [
     "FlatOptions",
@@ -107,7 +115,7 @@ def shard(
     scheduler: Scheduler
     if flat is None:
         kept = [padded_elements(each, ranks) // ranks for each in trace.parameters]
-        parts = list(members.values())
+        parts = [in_order_of_fsdp2(trace, numbers) for numbers in members.values()]
         scheduler = FSDP2Scheduler(trace, units, parts, gradients, ranks=ranks, dtypes=dtypes, on_host=on_host)
     else:
         last = {unit.module: UnitOptions(keep=True) for unit in units if unit.kept and unit.module}
