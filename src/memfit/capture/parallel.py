@@ -36,6 +36,7 @@ from memfit.torch_private.distributed import (
     fsdp2_comm_context,
     group_size,
     local_tensor,
+    with_local,
 )
 
 _COMPUTE = "compute"
@@ -109,6 +110,18 @@ class ParallelCapture:
             return result
 
         return resize
+
+    # -- tensors that are distributed ------------------------------------------------------------------------------
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what this rank holds of a tensor."""
+        with DisableTorchFunction():
+            return local_tensor(tensor)
+
+    def around(self, tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """Return a distributed tensor like another one, of which this rank holds `local`."""
+        with DisableTorchFunction(), disable_current_modes():
+            return with_local(tensor, local)
 
     # -- collectives ------------------------------------------------------------------------------------------------
 

@@ -509,6 +509,8 @@ class Recorder(DispatchMode):
         """Hook for tensors that autograd saves."""
         if self.table.paused:
             return tensor
+        if self.parallel is not None and (local := self.parallel.local(tensor)) is not tensor:
+            return self.parallel.around(tensor, self.pack(local))
         with DisableTorchFunction():
             ref = self._input(tensor)
             number = ref.storage

@@ -126,20 +126,8 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_parallel_model(model: nn.Module) -> None:
-    """Refuse a model on several ranks that is wrapped in a way which cannot be captured yet."""
+    """Refuse a model on several ranks that cannot be captured."""
     _refuse_scripted(model)
-    for path, module in model.named_modules():
-        kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.")}
-        if "FullyShardedDataParallel" in kinds:
-            raise InputError(
-                f"{_named(path)} is wrapped in FullyShardedDataParallel (FSDP1), which cannot be captured; wrap it "
-                "with torch.distributed.fsdp.fully_shard, or give the plain model and ranks=N"
-            )
-        if "DistributedDataParallel" in kinds:
-            raise InputError(
-                f"{_named(path)} is wrapped in DistributedDataParallel, whose reducer is not Python's to follow; give "
-                'the model that it wraps, with ranks=N and SolveOptions(parallel="ddp")'
-            )
 
 
 _SHARDED = {
@@ -149,6 +137,11 @@ _SHARDED = {
 _WHOLE = (
     "Give the model from before it was sharded: memfit.plan(model, batch, ..., ranks=N) plans the sharding itself, and "
     "plan.apply(model, optimizer) applies it"
+)
+
+_AS_IT_IS = (
+    ". To capture it as it is, give a function that builds and shards it on ranks that memfit makes: "
+    'memfit.trace(memfit.Step(build, batch), target=..., mesh={"dp": 8}), with build(mesh)'
 )
 
 
@@ -170,7 +163,7 @@ def refuse_sharded_module(module: nn.Module, name: str) -> None:
         if kind in kinds:
             raise InputError(
                 f"{name} is sharded by {how}, and a sharded model cannot be captured: its parameters are "
-                f"this rank's parts, gathered by hooks. {_WHOLE}"
+                f"this rank's parts, gathered by hooks. {_WHOLE}{_AS_IT_IS if how == 'fully_shard' else ''}"
             )
 
 

@@ -63,6 +63,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a tensor distributed like another one (`DTensor._spec`), of which this rank holds `local`."""
+    return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
+
+
 def fsdp2_comm_context(module: Any) -> FSDPCommContext | None:
     """Return what `fully_shard` shares between the groups of a model, None for a module that it does not know."""
     return module._get_fsdp_state()._comm_ctx if hasattr(module, "_get_fsdp_state") else None
