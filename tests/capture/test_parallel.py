@@ -152,7 +152,7 @@ def test_a_process_group_of_the_users_is_refused_and_left_alone() -> None:
 def test_what_cannot_be_captured_says_what_to_do() -> None:
     with pytest.raises(InputError, match="function that builds and wraps"):
         captured(Model())
-    with pytest.raises(InputError, match="mesh={'dp': 8}"):
+    with pytest.raises(InputError, match=r"mesh=\{'dp': 8\}"):
         memfit.trace(step(), target="h100-sxm", mesh={})
     with pytest.raises(InputError, match="whole numbers of at least 1"):
         captured(mesh={"dp": 0})

@@ -15,6 +15,7 @@ from memfit.capture.environment import (
     same_attributes,
 )
 from memfit.capture.errors import CaptureError
+from memfit.capture.fake_ranks import Mesh, resolve_mesh
 from memfit.capture.kernels import AllocatorEvent, allocations
 from memfit.capture.optimizers import (
     Implementation,
@@ -60,6 +61,7 @@ __all__ = [
     "CollectiveCall",
     "Companions",
     "Implementation",
+    "Mesh",
     "Module",
     "ModuleCall",
     "Op",
@@ -89,6 +91,7 @@ __all__ = [
     "patched",
     "product_thread",
     "real_tensor",
+    "resolve_mesh",
     "same_attributes",
     "save_trace",
     "set_flags",

@@ -68,7 +68,7 @@ from memfit.hardware import Device, Target
 from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes
 from memfit.torch_private.functorch import unwrap
 from memfit.torch_private.modules import buffer_table, parameter_table
-from memfit.torch_private.wrappers import compiled_original, has_compiled_parts
+from memfit.torch_private.wrappers import compiled_original, has_compiled_parts, own_class
 
 if TYPE_CHECKING:
     from memfit.capture.parallel import ParallelCapture
@@ -401,7 +401,7 @@ class _Capture:
                 if buffer is not None
             ]
             self.modules.append(
-                Module(path=path, kind=type(module).__name__, parameters=tuple(owned), buffers=tuple(buffers))
+                Module(path=path, kind=own_class(module).__name__, parameters=tuple(owned), buffers=tuple(buffers))
             )
             self._register_buckets(path, module)
         visit_tensors(step.batch, table.adopt_batch)

@@ -31,6 +31,7 @@ from memfit.capture.trace_types import BEFORE_STEP, Category, CollectiveCall
 from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes
 from memfit.torch_private.distributed import (
     FSDP2_STREAMS,
+    AsyncCollectiveTensor,
     FSDPCommContext,
     FSDPParamGroup,
     fsdp2_comm_context,
@@ -39,6 +40,7 @@ from memfit.torch_private.distributed import (
     with_local,
 )
 
+_functional = torch.ops._c10d_functional
 _COMPUTE = "compute"
 _KINDS = {
     "_allgather_base_": "all_gather",
@@ -86,6 +88,9 @@ class ParallelCapture:
             stack.enter_context(patched(torch.UntypedStorage, "resize_", self._resize))
             stack.enter_context(patched(FSDPParamGroup, "_validate_no_meta_params", lambda _: lambda group: None))
             stack.enter_context(patched(FSDPCommContext, "lazy_init", self._name_streams))
+            stack.enter_context(patched(FSDPParamGroup, "pre_forward", self._before_call))
+            prefetch = staticmethod(self._prefetched(FSDPParamGroup._prefetch_unshard))
+            stack.enter_context(replaced(FSDPParamGroup, "_prefetch_unshard", prefetch))
             stack.enter_context(self._streams.followed())
             yield
 
@@ -102,6 +107,24 @@ class ParallelCapture:
             self._streams.name(context)
 
         return lazy_init
+
+    def _before_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Let a module's call begin after FSDP2 has gathered its parameters, which is not part of what it computes."""
+
+        def pre_forward(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._recorder.calls.begin_at(len(self._recorder.ops))
+            return result
+
+        return pre_forward
+
+    def _prefetched(self, original: Callable[..., Any]) -> Any:
+        def prefetch(group: Any, kind: str) -> None:
+            original(group, kind)
+            if kind == "forward":
+                self._recorder.calls.begin_at(len(self._recorder.ops))
+
+        return prefetch
 
     def _resize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -122,6 +145,15 @@ class ParallelCapture:
         """Return a distributed tensor like another one, of which this rank holds `local`."""
         with DisableTorchFunction(), disable_current_modes():
             return with_local(tensor, local)
+
+    def waited(self, func: Any, args: Any) -> torch.Tensor | None:
+        """Return what a result of a collective becomes that is waited for, or is to be; None for any other op.
+
+        It is the same tensor. Kernels on meta make another one, which a real run does not have.
+        """
+        if func is _functional.wait_tensor.default:
+            return args[0]
+        return AsyncCollectiveTensor(args[0]) if func is _functional._wrap_tensor_autograd.default else None
 
     # -- collectives ------------------------------------------------------------------------------------------------
 

@@ -156,6 +156,8 @@ class Recorder(DispatchMode):
             return func(*args, **kwargs)
         if types and any(map(is_wrapper, types)):
             return NotImplemented  # the wrapper comes first: the ops on the tensors inside are the ones that run
+        if self.parallel is not None and (waited := self.parallel.waited(func, args)) is not None:
+            return waited
         with DisableTorchFunction():
             if id(func) in SEEN_DIFFERENTLY and self.table.phase is Phase.BACKWARD:
                 if adds_in_place(func, args, kwargs, 1):

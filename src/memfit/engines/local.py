@@ -293,6 +293,11 @@ def apply(
         check_replicas(plan.ddp, model)
     root = unwrap(model)
     wrappers = wrappers_of(model)
+    if plan.mesh and not wrappers:
+        raise InputError(
+            f"the plan is for a model that is wrapped on a mesh ({plan.mesh}), and this one is not; wrap it as the "
+            "step does that was planned, then apply the plan"
+        )
     if plan.shard is not None and not wrappers:
         # Imported here: it loads DTensor, which takes longer than all of memfit, and most plans are for one device.
         from memfit.engines.sharded import check_ranks, shard_as_planned
@@ -333,7 +338,7 @@ def plan_of_model(model: nn.Module) -> Applied | None:
 
 def _warn_policies_only(plan: Plan, wrappers: list[str]) -> None:
     """Say what a plan does and does not do on a model that something else wraps or shards."""
-    if plan.ddp is not None and all("DistributedDataParallel" in each for each in wrappers):
+    if plan.mesh or (plan.ddp is not None and all("DistributedDataParallel" in each for each in wrappers)):
         return  # what the plan counts on
     planned = "one device" if plan.shard is None else f"memfit's own sharding over {plan.shard.ranks} ranks"
     if plan.ddp is not None:

@@ -67,6 +67,7 @@ def build_plan(
         checkpoint=tuple(build_checkpoint(trace, unit, policy) for unit, policy in chosen),
         shard=shard,
         ddp=ddp,
+        mesh=trace.mesh or msgspec.UNSET,
         optimizer=optimizer,
         notes=tuple(notes),
         trace=build_trace_record(trace),

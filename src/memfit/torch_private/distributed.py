@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-__all__ = ["DTensor", "FSDPCommContext", "FSDPParamGroup", "FakeStore"]
+__all__ = ["AsyncCollectiveTensor", "DTensor", "FSDPCommContext", "FSDPParamGroup", "FakeStore"]
 
 # FakeStore (torch/testing/_internal/distributed/fake_pg.py) comes with the backend "fake", whose collectives return at
 # once and change nothing. Without it no parallel step can be captured.
@@ -26,7 +27,11 @@ __all__ = ["DTensor", "FSDPCommContext", "FSDPParamGroup", "FakeStore"]
 # FSDPParamGroup (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py): its `_validate_no_meta_params` is for
 # parameters that were never materialized, and all of a capture's are on meta.
 
-# FSDPCommContext (same file) has the streams of FSDP2 as attributes, which is how they get their names here.
+# AsyncCollectiveTensor (torch/distributed/_functional_collectives.py) is around the result, `elem`, of a collective
+# that nobody has waited for.
+
+# FSDPCommContext (same file as FSDPParamGroup) has the streams of FSDP2 as attributes, which is how they get their
+# names here.
 
 clear_dtensor_caches = _clear_sharding_prop_cache
 """Forget how DTensor has sharded results (torch/distributed/tensor/debug/__init__.py): what it remembers refers to
@@ -56,10 +61,8 @@ def fake_group(ranks: int) -> Iterator[None]:
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the part of a DTensor that this rank holds (`DTensor._local_tensor`); any other tensor as it is."""
-    while isinstance(tensor, DTensor) or hasattr(type(tensor), "trigger_wait"):
-        # A collective's result that nobody has waited for is an `AsyncCollectiveTensor`
-        # (torch/distributed/_functional_collectives.py) around `elem`.
-        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.elem  # type: ignore[attr-defined]
+    while isinstance(tensor, DTensor | AsyncCollectiveTensor):
+        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.elem
     return tensor
 
 
