@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -158,6 +158,8 @@ def test_what_cannot_be_captured_says_what_to_do() -> None:
         captured(mesh={"dp": 0})
     with pytest.raises(InputError, match=r"fully_shard, or give the plain model and ranks=N"):
         captured(lambda mesh: FullyShardedDataParallel(Model()))
+    with pytest.raises(InputError, match=r"CPUOffloadPolicy"):
+        captured(lambda mesh: sharded(mesh, offload_policy=CPUOffloadPolicy()))
     with pytest.raises(InputError, match=r'ranks=N and options=SolveOptions\(shard=ShardOptions\(parallel="ddp"\)'):
         captured(lambda mesh: DistributedDataParallel(Model()))
 

@@ -92,7 +92,7 @@ def test_memory_is_that_of_fsdp2_to_the_byte(name: str, measured: list[dict[str,
         assert within(sharding.peak_bytes - start, step["peak_bytes"])
 
 
-@pytest.mark.parametrize("name", (*CASES, EMBEDDING_CASE))
+@pytest.mark.parametrize("name", [*CASES, EMBEDDING_CASE])
 def test_a_step_captured_as_it_is_has_the_peak_of_fsdp2_to_the_byte(name: str, measured: list[dict[str, Any]]) -> None:
     timeline = Timeline.of(captured(fsdp2_cases.CASES[name], "cpu", RANKS), 1)
     for found in measured:

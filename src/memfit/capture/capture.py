@@ -152,7 +152,7 @@ def _trace_ranks(step: Step, device: Device, sizes: dict[str, int]) -> Trace:
             with building(device):
                 built = step.build_model(**({"mesh": ranks} if takes_mesh(step.model) else {}))
             model = _eager(built, notes)
-            check_parallel_model(model)
+            check_parallel_model(model, device.type)
             capture = _Capture(step, model, device, {}, {}, draws, held, compiled=model is not built, mesh=sizes)
             capture.run()
             return capture.result(notes)

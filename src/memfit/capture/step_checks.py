@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from memfit.errors import InputError
+from memfit.torch_private.wrappers import is_offloaded_by_fsdp2
 
 _AUTOCAST: dict[Any, torch.dtype] = {
     **dict.fromkeys((torch.bfloat16, "bfloat16", "bf16"), torch.bfloat16),
@@ -125,9 +126,15 @@ def check_model(model: nn.Module) -> None:
     _refuse_wrapped_tensors(model)
 
 
-def check_parallel_model(model: nn.Module) -> None:
+def check_parallel_model(model: nn.Module, device_type: str) -> None:
     """Refuse a model on several ranks that cannot be captured."""
     _refuse_scripted(model)
+    for path, module in model.named_modules():
+        if device_type != "cpu" and is_offloaded_by_fsdp2(module):
+            raise InputError(
+                f"{_named(path)} keeps its shards in host memory (CPUOffloadPolicy), which cannot be captured yet; "
+                "leave the policy out, or give the plain model and ranks=N"
+            )
 
 
 _SHARDED = {
