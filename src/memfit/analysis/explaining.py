@@ -86,7 +86,7 @@ def explain(
         given = Inputs.of(model, batch, **inputs)
         allowed = given.target.allowed_bytes(budget)
         step, timed = given.step, given.cost
-        if step is not None and levers:
+        if step is not None and levers and given.mesh is None:
             begun = BegunCaptures(step, given.target)
         report = Report(problem=given.problem(), plan=None)
     case = Case(report=report, step=step, cost=timed, budget_bytes=allowed, begun=begun)

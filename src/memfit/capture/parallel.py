@@ -129,7 +129,7 @@ class ParallelCapture:
     def _resize(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             result = original(storage, size)
-            self._recorder.table.resized(storage, self._recorder.calls.current)
+            self._recorder.table.resized(storage, self._recorder.calls.current, self._recorder.calls.path)
             return result
 
         return resize

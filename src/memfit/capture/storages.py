@@ -81,6 +81,8 @@ class StorageTable:
         self._saved: dict[int, _StorageRef] = {}
         self.emptied: set[int] = set()
         """Storages without bytes that `resize_` may give some again (Note [Parallel capture])."""
+        self._homes: dict[int, str] = {}
+        """The module in whose call each of these last got bytes; in the backward there is no call."""
         self.local: Callable[[torch.Tensor], torch.Tensor] | None = None
         """Gives the part of a distributed tensor that this rank holds; None where there are no others."""
         self.current_stream: Callable[[], Any] | None = None
@@ -180,7 +182,7 @@ class StorageTable:
         self._watch(storage, number)
         return number
 
-    def resized(self, storage: torch.UntypedStorage, call: int) -> None:
+    def resized(self, storage: torch.UntypedStorage, call: int, module: str) -> None:
         """Free what a storage was, and number it anew if it has bytes again (Note [Parallel capture])."""
         pointer = key_of(storage)
         number = self.known.get(pointer)
@@ -195,6 +197,7 @@ class StorageTable:
             return
         draft = self.drafts[self.new(storage, self.now, call)]
         draft.resized, draft.category = True, Category.GATHERED_PARAMETER
+        draft.module = self._homes[pointer] = module or self._homes.get(pointer, "")
 
     def stand_in(self, storage: torch.UntypedStorage, twin: torch.UntypedStorage) -> None:
         """Let a second storage stand for one already known: that one lives as long as either."""
@@ -320,6 +323,7 @@ class StorageTable:
             self.origins.pop(pointer, None)
             self.twins.pop(pointer, None)
             self.emptied.discard(pointer)
+            self._homes.pop(pointer, None)
             self._held.pop(pointer, None)  # the next storage at this address may be in host memory
         if number == HOST:
             return

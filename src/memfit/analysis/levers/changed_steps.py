@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from memfit.capture import (
     NO_INDEX,
     Category,
     Implementation,
+    Mesh,
     Op,
     Phase,
     Step,
@@ -98,7 +100,9 @@ def loss(case: Case) -> Iterator[Lever]:
         return
     if case.step is not None:
         step, begun = case.step, None if case.begun is None else case.begun.with_chunked_loss
-        capture = begun.result if begun else lambda: capture_with_chunked_loss(step, case.target, logits.shape[-1])
+        capture = (
+            begun.result if begun else lambda: capture_with_chunked_loss(step, case.target, logits.shape[-1], case.mesh)
+        )
         captured = case.attempt(capture, what=_NAME)
         if captured is not None:
             yield case.lever(_NAME, _HOW, case.effect(captured), "captured")
@@ -114,10 +118,10 @@ def loss(case: Case) -> Iterator[Lever]:
     )
 
 
-def capture_with_chunked_loss(step: Step, target: Target, classes: int) -> Trace | None:
+def capture_with_chunked_loss(step: Step, target: Target, classes: int, mesh: Mesh | None = None) -> Trace | None:
     """Capture the step with its cross entropies over so many classes in chunks; None where it calls none of torch's."""
     with chunked_losses(classes) as calls:
-        captured = trace(step, target=target)
+        captured = trace(step, target=target, mesh=mesh)
     return captured if calls else None
 
 
@@ -265,7 +269,7 @@ def precision(case: Case) -> Iterator[Lever]:
                 yield case.lever(name, how, case.effect(captured), "captured", same_numbers=False, option=option)
         name = "bfloat16 parameters, gradients and state"
         step, begun = case.step, None if case.begun is None else case.begun.in_bfloat16
-        capture = begun.result if begun else lambda: capture_in_bfloat16(step, case.target)
+        capture = begun.result if begun else lambda: capture_in_bfloat16(step, case.target, case.mesh)
         captured = case.attempt(capture, what=name)
         if captured is not None:
             how = "model.to(torch.bfloat16) before the optimizer is made, and inputs that are float32"
@@ -296,9 +300,9 @@ def _sums(case: Case) -> Iterator[Lever]:
     yield case.lever(name, how, effect, "captured", same_numbers=False, option="--reduce-dtype bfloat16")
 
 
-def capture_in_bfloat16(step: Step, target: Target) -> Trace:
+def capture_in_bfloat16(step: Step, target: Target, mesh: Mesh | None = None) -> Trace:
     """Capture the step with model and inputs in bfloat16."""
-    return trace(cast_to_bfloat16(step), target=target)
+    return trace(cast_to_bfloat16(step), target=target, mesh=mesh)
 
 
 def cast_to_bfloat16(step: Step) -> Step:
@@ -307,10 +311,11 @@ def cast_to_bfloat16(step: Step) -> Step:
     if isinstance(given, nn.Module):
         model: nn.Module | Callable[[], nn.Module] = _copied(given)
     else:
-        make: Callable[[], nn.Module] = given
+        make: Callable[..., nn.Module] = given
 
-        def built() -> nn.Module:
-            return make().to(torch.bfloat16)
+        @functools.wraps(make)
+        def built(**arguments: Any) -> nn.Module:
+            return make(**arguments).to(torch.bfloat16)
 
         model = built
     optimizer: Any = step.optimizer
