@@ -93,7 +93,9 @@ def test_a_trace_knows_its_mesh(baseline: Plan) -> None:
 def test_explain_and_check_capture_on_the_mesh(baseline: Plan) -> None:
     step = Step(build, spec((64, 128, 256)), loss=lambda output, _: output.square().mean())
     baseline.check(step)
-    assert "layers.3" in str(memfit.explain(step, target="h100-sxm", mesh={"dp": RANKS}, progress=False))
+    found = memfit.explain(step, target="h100-sxm", mesh={"dp": RANKS}, progress=False)
+    assert "micro-batch of 32 instead of 64" in [lever.name for lever in found.levers]
+    assert not any("mesh" in each for each in found.left_out), "changed steps are captured on the mesh too"
 
 
 def test_it_runs_on_a_model_that_is_wrapped_and_on_no_other() -> None:

@@ -11,11 +11,13 @@ import math
 
 import numpy as np
 
-from memfit.capture import AFTER_STEP, NO_INDEX, Category, CollectiveCall, Phase, Trace
+from memfit.capture import AFTER_STEP, NO_INDEX, Category, CollectiveCall, Parameter, Phase, Trace
 from memfit.cost import Collective, Group, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import Stream, Timeline
+from memfit.paths import around
+from memfit.sharding.options import padded_elements
 from memfit.sharding.result import Sharding
 from memfit.sharding.schedule import (
     Event,
@@ -62,25 +64,39 @@ def captured_ranks(timeline: Timeline, runtime: Runtime, target: Target) -> Shar
 
 
 def _units(trace: Trace) -> tuple[ShardUnit, ...]:
-    """Return the modules that gather their parameters in the forward, in the order in which they first do."""
+    """Return the modules that gather their parameters in the forward, in the order in which they first do.
+
+    Whole gradients have the dtype of gathered parameters, and their bytes are counted with the padding.
+    """
     found: dict[str, list[CollectiveCall]] = {}
     for each in trace.collectives:
         op = trace.ops[each.op]
         if each.kind == Collective.ALL_GATHER.value and op.phase is Phase.FORWARD and op.name.startswith("c10d."):
             found.setdefault(trace.calls[op.call].module if op.call != NO_INDEX else "", []).append(each)
-    return tuple(
-        ShardUnit(
-            module=module,
-            kept=not _gathers_again(trace, calls[0]),
-            parameters=0,
-            shard_bytes=calls[0].bytes // calls[0].ranks,
-            gathered_bytes=calls[0].bytes,
-            gradient_bytes=0,
-            reduced_bytes=0,
-            calls=(),
+    held: dict[str, list[Parameter]] = {module: [] for module in found}
+    for parameter in trace.parameters:
+        home = next((path for path in reversed(around(parameter.names[0])) if path in held), None)
+        if home is not None:
+            held[home].append(parameter)
+    units = []
+    for module, calls in found.items():
+        first = calls[0]
+        trained = sum(padded_elements(each, first.ranks) for each in held[module] if each.trainable)
+        whole = sum(padded_elements(each, first.ranks) for each in held[module])
+        gradient_bytes = first.bytes * trained // whole if whole else 0
+        units.append(
+            ShardUnit(
+                module=module,
+                kept=not _gathers_again(trace, first),
+                parameters=len(held[module]),
+                shard_bytes=first.bytes // first.ranks,
+                gathered_bytes=first.bytes,
+                gradient_bytes=gradient_bytes,
+                reduced_bytes=gradient_bytes,
+                calls=(),
+            )
         )
-        for module, calls in found.items()
-    )
+    return tuple(units)
 
 
 def _gathers_again(trace: Trace, call: CollectiveCall) -> bool:
