@@ -11,7 +11,7 @@ import tyro
 from memfit.cli.options import FileOptions, HardwareOptions, Json, SolverOptions, TimedStepOptions, arg
 from memfit.cli.output import show, show_json, write_files, write_text
 from memfit.cli.problems import UsageError, check_files
-from memfit.cli.resolve import capture_step, find_levers, solve_options, step_and_target
+from memfit.cli.resolve import capture_step, find_levers, parse_mesh, solve_options, step_and_target
 
 if TYPE_CHECKING:
     from memfit.analysis import Lever
@@ -60,8 +60,9 @@ class Plan:
             raise UsageError("--optimizer-lever captures the step in other ways; give the step, not its trace")
         given.show()
         shows_levers = self.levers and (self.file.any or not self.json)
-        begun = BegunCaptures(step, target) if shows_levers and isinstance(step, Step) else None
-        trace = capture_step(step, target)
+        mesh = parse_mesh(self.hardware.mesh)
+        begun = BegunCaptures(step, target) if shows_levers and isinstance(step, Step) and mesh is None else None
+        trace = capture_step(step, target, mesh)
         if begun is not None:
             begun.know(trace)
         options = solve_options(self.solver, trace, several_ranks=target.ranks > 1, optimizer=self.optimizer_lever)
