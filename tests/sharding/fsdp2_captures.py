@@ -91,7 +91,7 @@ def captured_changes(trace: Trace) -> list[Change]:
             found.append((storage.free_after, 3, number, ("free", *about)))
     for each in trace.collectives:
         found.append((each.op, 2, 0, (each.kind, each.bytes, each.stream)))
-    return _ordered(change for _, _, _, change in sorted(found))
+    return ordered(change for _, _, _, change in sorted(found))
 
 
 def planned_changes(sharding: Sharding) -> list[Change]:
@@ -102,11 +102,11 @@ def planned_changes(sharding: Sharding) -> list[Change]:
             found.append((event.kind.value, event.size_bytes, event.stream.value))
         elif event.kind is EventKind.BEGIN:
             found.append((schedule.transfers[event.number].kind.value, event.size_bytes, event.stream.value))
-    return _ordered(found)
+    return ordered(found)
 
 
-def _ordered(changes: Iterable[Change]) -> list[Change]:
-    """Sort what is freed at once: a trace does not say in which order, and the allocator ends up the same."""
+def ordered(changes: Iterable[Change]) -> list[Change]:
+    """Sort what is freed between two others: a trace does not say in which order what goes between the same two ops."""
     done: list[Change] = []
     freed: list[Change] = []
     for change in changes:
