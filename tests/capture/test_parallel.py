@@ -116,6 +116,34 @@ def test_hybrid_sharding_reduces_over_the_replicas() -> None:
     }
 
 
+def test_a_block_that_is_gathered_ahead_is_gathered_before_the_one_before_it_computes() -> None:
+    def build(mesh: DeviceMesh) -> nn.Module:
+        model: Any = sharded(mesh)
+        model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
+        return model
+
+    def gathers_before_first_product(trace: Trace) -> int:
+        product = next(index for index, op in enumerate(trace.ops) if op.name == "aten.addmm.default")
+        return sum(each.op < product for each in trace.collectives)
+
+    assert gathers_before_first_product(captured()) == 2, "the root, and the first block"
+    assert gathers_before_first_product(captured(build)) == 3
+
+
+def test_gradients_are_reduced_in_the_last_micro_batch_only() -> None:
+    def run(model: Any, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+        for last in (False, True):
+            model.set_requires_gradient_sync(last)
+            model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    trace = memfit.trace(Step(sharded, spec((4, 32)), run=run), target="h100-sxm", mesh={"dp": RANKS})
+    check_trace(trace)
+    kinds = [each.kind for each in trace.collectives]
+    assert kinds.count("reduce_scatter") == 4 and kinds.count("all_gather") == 14
+
+
 def test_nothing_is_left_behind() -> None:
     hook = sys.excepthook
     plain = memfit.trace(step(Model), target="h100-sxm").fingerprint
