@@ -290,8 +290,8 @@ def test_sums_in_bfloat16_halve_what_is_reduced_and_nothing_else(autocast: torch
     step = Step(Wide, memfit.spec((1, WIDE)), optimizer=torch.optim.SGD, autocast=autocast)
     case = case_of(step, ranks=2)
     summed = next(each for each in precision(case) if each.name == "gradients summed in bfloat16")
-    # The peak is then where the sum is cast to float32; FSDP2 has not let go of a unit's last whole gradient by then,
-    # which with autocast is as large as what is saved less than before.
+    # With autocast the peak moves to where the sum is cast to float32, beside the last whole gradient of the unit,
+    # which FSDP2 frees later: half of what is saved otherwise.
     saved = MATRIX_BYTES // 2 if autocast is None else MATRIX_BYTES // 4
     assert summed.saves_bytes == pytest.approx(saved, rel=0.02)
     plan = memfit.plan(
