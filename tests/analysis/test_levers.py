@@ -290,7 +290,10 @@ def test_sums_in_bfloat16_halve_what_is_reduced_and_nothing_else(autocast: torch
     step = Step(Wide, memfit.spec((1, WIDE)), optimizer=torch.optim.SGD, autocast=autocast)
     case = case_of(step, ranks=2)
     summed = next(each for each in precision(case) if each.name == "gradients summed in bfloat16")
-    assert summed.saves_bytes == pytest.approx(MATRIX_BYTES // 2, rel=0.02)
+    # With autocast the peak moves to where the sum is cast to float32, beside the last whole gradient of the unit,
+    # which FSDP2 frees later: half of what is saved otherwise.
+    saved = MATRIX_BYTES // 2 if autocast is None else MATRIX_BYTES // 4
+    assert summed.saves_bytes == pytest.approx(saved, rel=0.02)
     plan = memfit.plan(
         case.trace, ranks=2, options=SolveOptions(shard=ShardOptions(reduce_dtype="bfloat16")), progress=False
     )

@@ -16,6 +16,7 @@ from memfit.hardware import Target
 from memfit.memory import Timeline
 from memfit.sharding import Sharding, ShardOptions, shard
 from tests.distributed import fsdp2_cases, fsdp2_ranks
+from tests.sharding.fsdp2_captures import captured
 
 RANKS = 2
 CASES = (
@@ -89,6 +90,14 @@ def test_memory_is_that_of_fsdp2_to_the_byte(name: str, measured: list[dict[str,
         assert made == step["made"], "what FSDP2 allocates for itself, one by one"
         assert within(int(sharding.during[:backward].max()) - start, step["forward_peak_bytes"])
         assert within(sharding.peak_bytes - start, step["peak_bytes"])
+
+
+@pytest.mark.parametrize("name", [*CASES, EMBEDDING_CASE])
+def test_a_step_captured_as_it_is_has_the_peak_of_fsdp2_to_the_byte(name: str, measured: list[dict[str, Any]]) -> None:
+    timeline = Timeline.of(captured(fsdp2_cases.CASES[name], "cpu", RANKS), 1)
+    for found in measured:
+        step = min(found[name]["steps"], key=lambda each: each["missing_bytes"])
+        assert within(timeline.peak_bytes - timeline.start_bytes, step["peak_bytes"])
 
 
 def test_an_embedding_in_bfloat16_takes_less_than_is_predicted(measured: list[dict[str, Any]]) -> None:

@@ -85,7 +85,7 @@ def explain(
         given = Inputs.of(model, batch, **inputs)
         allowed = given.target.allowed_bytes(budget)
         step, timed = given.step, given.cost
-        with EarlyCaptures(step if levers else None, given.target) as early:
+        with EarlyCaptures(step if levers and given.mesh is None else None, given.target) as early:
             report = Report(problem=given.problem(), plan=None)
             early.drop_useless(report.trace)
             case = Case(report=report, step=step, cost=timed, budget_bytes=allowed, early=early)

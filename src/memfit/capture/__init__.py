@@ -15,6 +15,7 @@ from memfit.capture.environment import (
     same_attributes,
 )
 from memfit.capture.errors import CaptureError
+from memfit.capture.fake_ranks import Mesh, resolve_mesh
 from memfit.capture.kernels import AllocatorEvent, allocations
 from memfit.capture.optimizers import (
     Implementation,
@@ -35,6 +36,7 @@ from memfit.capture.trace_types import (
     BEFORE_STEP,
     NO_INDEX,
     Category,
+    CollectiveCall,
     Module,
     ModuleCall,
     Op,
@@ -56,8 +58,10 @@ __all__ = [
     "AllocatorEvent",
     "CaptureError",
     "Category",
+    "CollectiveCall",
     "Companions",
     "Implementation",
+    "Mesh",
     "Module",
     "ModuleCall",
     "Op",
@@ -87,6 +91,7 @@ __all__ = [
     "patched",
     "product_thread",
     "real_tensor",
+    "resolve_mesh",
     "same_attributes",
     "save_trace",
     "set_flags",

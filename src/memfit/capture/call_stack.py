@@ -15,6 +15,7 @@ from torch import nn
 
 from memfit.capture.trace_types import NO_INDEX, ModuleCall, Phase
 from memfit.torch_private.frames import frame_above
+from memfit.torch_private.wrappers import own_class
 
 
 def is_container(module: nn.Module) -> bool:
@@ -80,8 +81,13 @@ class CallTracker:
             self.in_eval.update(each for each in self._paths.get(id(module), ()) if not self._is_trained(each))
         index = self._counts.get(path, 0)
         self._counts[path] = index + 1
-        self.calls.append(_OpenCall(path, type(module).__name__, index, self.current, phase, op, inputs=inputs))
+        self.calls.append(_OpenCall(path, own_class(module).__name__, index, self.current, phase, op, inputs=inputs))
         self.current = len(self.calls) - 1
+
+    def begin_at(self, op: int) -> None:
+        """Let the running call begin at a later op: what ran until now was done for it, and is none of its own."""
+        if self.current != NO_INDEX and self.calls[self.current].phase is not Phase.BACKWARD:
+            self.calls[self.current].begin = op
 
     def exit(self, op: int) -> None:
         """Close the running call; `op` is the first op after it."""

@@ -8,7 +8,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -35,6 +35,7 @@ from memfit.capture.environment import (
     unoptimized_scripts,
 )
 from memfit.capture.errors import Advice
+from memfit.capture.fake_ranks import Mesh, building, fake_ranks, resolve_mesh, takes_mesh
 from memfit.capture.meta_tensors import MetaTensors, on_meta, optimizer_on_meta
 from memfit.capture.optimizers import LeftState, OptimizerStates, optimizers_by_key
 from memfit.capture.patches import TorchPatches
@@ -44,7 +45,12 @@ from memfit.capture.recorder import Recorder
 from memfit.capture.restoration import ValueSnapshot, remove_leftovers
 from memfit.capture.rules import RuleContext, rules_for
 from memfit.capture.step import Companions, Step, find_step, find_variables
-from memfit.capture.step_checks import check_batch_tensors, check_model, refuse_sharded_module
+from memfit.capture.step_checks import (
+    check_batch_tensors,
+    check_model,
+    check_parallel_model,
+    refuse_sharded_module,
+)
 from memfit.capture.storages import HOST, StorageDraft, StorageTable
 from memfit.capture.trace_types import (
     BEFORE_STEP,
@@ -62,14 +68,25 @@ from memfit.hardware import Device, Target
 from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes
 from memfit.torch_private.functorch import unwrap
 from memfit.torch_private.modules import buffer_table, parameter_table
-from memfit.torch_private.wrappers import compiled_original, has_compiled_parts
+from memfit.torch_private.wrappers import compiled_original, has_compiled_parts, own_class
+
+if TYPE_CHECKING:
+    from memfit.capture.parallel import ParallelCapture
 
 
-def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | Device | Target | None = None) -> Trace:
+def trace(
+    step: Step | Callable[..., Any],
+    *,
+    target: str | os.PathLike[str] | Device | Target | None = None,
+    mesh: Mesh | None = None,
+) -> Trace:
     """Capture one steady-state step as the target would run it; without a target, as the GPU of this machine would.
 
     The optimizer's state exists already and gradients start as the step itself leaves them, as in every step but the
     first. The model, the optimizer, the batch and the random state are left as they were found.
+
+    With a `mesh`, such as `{"dp": 8}`, the step is captured as the first of so many ranks runs it: its model is a
+    factory that wraps it, with `fully_shard`, and that may take the `DeviceMesh` as an argument called `mesh`.
     """
     device = _target(target).device
     with LOCK, same_random_state(), neutral_modes(), torch_threads(device.threads if device.type == "cpu" else None):
@@ -79,6 +96,8 @@ def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | D
             if not callable(step):
                 raise InputError(f"trace takes a memfit.Step or a function that runs one, not a {type(step).__name__}")
             step = find_step(step)
+        if mesh is not None:
+            return _trace_ranks(step, device, resolve_mesh(mesh))
         notes: list[str] = []
         built = step.build_model()
         model = _eager(built, notes)
@@ -111,6 +130,35 @@ def trace(step: Step | Callable[..., Any], *, target: str | os.PathLike[str] | D
                 warnings.warn(f"{note} (the capture itself failed: {type(error).__name__})", stacklevel=2)
             raise
         return msgspec.structs.replace(result, notes=(*result.notes, *remove_leftovers(leftovers)))
+
+
+def _trace_ranks(step: Step, device: Device, sizes: dict[str, int]) -> Trace:
+    """Capture a step on ranks that are not there (Note [Parallel capture]). The model is built for it, and goes."""
+    if isinstance(step.model, nn.Module):
+        raise InputError(
+            "a step on several ranks is captured from a function that builds and wraps its model: "
+            "memfit.Step(build, batch, ...) where build(mesh) calls fully_shard(module, mesh=mesh)"
+        )
+    if isinstance(step.optimizer, torch.optim.Optimizer):
+        raise InputError(
+            "the model is built for the capture: give the optimizer as a class or a function of parameters"
+        )
+    check_batch_tensors(step.batch)
+    held = held_generators((), find_variables(step.run))
+    with fake_ranks(sizes, device) as ranks:
+
+        def captured(draws: RandomDraws) -> Trace:
+            notes: list[str] = []
+            with building(device):
+                built = step.build_model(**({"mesh": ranks} if takes_mesh(step.model) else {}))
+            model = _eager(built, notes)
+            check_parallel_model(model, device.type)
+            capture = _Capture(step, model, device, {}, {}, draws, held, compiled=model is not built, mesh=sizes)
+            capture.run()
+            return capture.result(notes)
+
+        with same_generators(held):
+            return largest_path(captured)
 
 
 def _target(target: str | os.PathLike[str] | Device | Target | None) -> Target:
@@ -157,8 +205,10 @@ class _Capture:
         held: list[HostGenerator],
         *,
         compiled: bool,
+        mesh: dict[str, int] | None = None,
     ) -> None:
         self.step = step
+        self.mesh = mesh or {}
         self.compiled = compiled
         self.draws = draws
         self.held = held
@@ -183,6 +233,11 @@ class _Capture:
         rules = rules_for(context.device_type)
         self.recorder = Recorder(context=context, rules=rules, calls=self.calls, sources=self.sources, draws=self.draws)
         self.emulation = Emulation(self.recorder, context, rules.functions)
+        self.parallel: ParallelCapture | None = None
+        if self.mesh:
+            from memfit.capture import parallel  # loads DTensor, which takes a second
+
+            self.parallel = parallel.ParallelCapture(self.recorder, context.note)
         self.parameters: dict[int, tuple[torch.Tensor, list[str]]] = {}
         self.parameter_storages: dict[int, int] = {}
         self.modules: list[Module] = []
@@ -201,13 +256,14 @@ class _Capture:
         with contextlib.ExitStack() as stack:
             stack.enter_context(no_garbage_collection())
             stack.enter_context(same_attributes(self.companions.all))
-            stack.enter_context(on_meta(self.model, self.meta_tensors))
+            if not self.mesh:
+                stack.enter_context(on_meta(self.model, self.meta_tensors))
             for optimizer in self.companions.optimizers:
                 stack.enter_context(optimizer_on_meta(optimizer, self.meta_tensors))
             step = self.step.with_batch(self.meta_tensors.batch(self.step.batch))
             switches = self._switches()
             made = self._pass(step, None, None)
-            if self._left_tensors() or switches != self._switches():
+            if self.mesh or self._left_tensors() or switches != self._switches():
                 before = self.recorder.table
                 self._begin()
                 self._pass(step, made, before)
@@ -251,8 +307,9 @@ class _Capture:
             finally:
                 self.draws.note_host(seeded, self.held)
                 self.leftovers += self.recorder.table.outliving()
-            with DisableTorchFunction(), disable_current_modes():
-                self.left_state = self.states.left(optimizers)
+            if not self.mesh:  # a second pass finds all of it, and there is no second capture
+                with DisableTorchFunction(), disable_current_modes():
+                    self.left_state = self.states.left(optimizers)
         return made
 
     def _left_tensors(self) -> bool:
@@ -306,6 +363,9 @@ class _Capture:
             after_backward=self._note_gradients,
         )
         stack.enter_context(patches.applied())
+        if self.parallel is not None:
+            self.parallel.name_streams_of(self.model)
+            stack.enter_context(self.parallel.applied())
         stack.enter_context(compiled_functions_eager())
         stack.enter_context(module_calls(self._enter, self._leave, self._failed))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.recorder.pack, _same))
@@ -341,7 +401,7 @@ class _Capture:
                 if buffer is not None
             ]
             self.modules.append(
-                Module(path=path, kind=type(module).__name__, parameters=tuple(owned), buffers=tuple(buffers))
+                Module(path=path, kind=own_class(module).__name__, parameters=tuple(owned), buffers=tuple(buffers))
             )
             self._register_buckets(path, module)
         visit_tensors(step.batch, table.adopt_batch)
@@ -459,6 +519,9 @@ class _Capture:
             in_eval=tuple(sorted(self.calls.in_eval)),
             warm_up=self.step.warm_up,
             cudnn_benchmark=bool(torch.backends.cudnn.benchmark),
+            mesh=self.mesh,
+            streams={} if self.parallel is None else self.parallel.streams(),
+            collectives=() if self.parallel is None else self.parallel.collectives(),
         )
 
 

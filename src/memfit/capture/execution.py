@@ -103,6 +103,9 @@ class Executor:
         self.context = context
         self.rules = rules
         self.table = table
+        self.keeps_empty_on_meta = False
+        """Whether a tensor without values is on meta also when it is small: it may become a parameter."""
+        self.run_collective: Callable[..., Any] | None = None
         self._infos: dict[int, OpInfo] = {}
         self._remembered: dict[Any, tuple[Any, int, int]] = {}
 
@@ -120,6 +123,8 @@ class Executor:
             for position, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         )
+        if func.namespace == "c10d":  # their schemas do not say so, but all write to the tensors that come first
+            writes = () if func._overloadpacket is torch.ops.c10d.send else (0,)
         if torch.Tag.inplace_view in func.tags and func._overloadpacket not in _RESIZING:
             writes = ()  # `transpose_` and its like: the same elements, seen differently
         aliases = not writes and any(returned.alias_info is not None for returned in schema.returns)
@@ -264,6 +269,8 @@ class Executor:
         return OpResult(result if info.writes else measured.lay_out(result), flops, measured.workspace_bytes)
 
     def _call(self, func: Any, info: OpInfo, args: Any, kwargs: dict[str, Any]) -> Any:
+        if self.run_collective is not None and func.namespace == "c10d":
+            return self.run_collective(func, args, kwargs)
         if info.kernel is not None:
             return info.kernel(self.context, func, args, kwargs)
         return func(*args, **kwargs)
@@ -276,6 +283,8 @@ class Executor:
             return result
         if self.table.phase is Phase.BACKWARD and not torch.is_grad_enabled() and _may_be_gradient(result):
             return result  # no branch is taken by it, and a gradient must be on the device of its tensor
+        if self.keeps_empty_on_meta and info.name.startswith("aten.empty"):
+            return result
         if differentiates():  # derivatives of a real tensor would have to be real too
             return result
         return func(*args, **{**kwargs, "device": _CPU, "pin_memory": False})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -30,6 +30,9 @@ from memfit.capture.trace_types import AFTER_STEP, BEFORE_STEP, NO_INDEX, Catego
 from memfit.torch_private.autograd import current_autograd_node, next_sequence_number, sequence_number
 from memfit.torch_private.dispatch import DisableTorchFunction, DispatchMode, disable_current_modes, schema_of
 from memfit.torch_private.storages import storage_key
+
+if TYPE_CHECKING:
+    from memfit.capture.parallel import ParallelCapture
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
@@ -71,6 +74,7 @@ class Recorder(DispatchMode):
         self._arguments = ArgumentTable()
         self._inexact = inexact() if context.device_type == "cpu" else {}
         self._generators: dict[torch.Generator, torch.Tensor] = {}
+        self.parallel: ParallelCapture | None = None
 
     @property
     def phase(self) -> Phase:
@@ -152,6 +156,8 @@ class Recorder(DispatchMode):
             return func(*args, **kwargs)
         if types and any(map(is_wrapper, types)):
             return NotImplemented  # the wrapper comes first: the ops on the tensors inside are the ones that run
+        if self.parallel is not None and (waited := self.parallel.waited(func, args)) is not None:
+            return waited
         with DisableTorchFunction():
             if id(func) in SEEN_DIFFERENTLY and self.table.phase is Phase.BACKWARD:
                 if adds_in_place(func, args, kwargs, 1):
@@ -161,7 +167,9 @@ class Recorder(DispatchMode):
                     if func is _aten.mul_.Tensor and args[1].is_meta:  # a gradient has no known values
                         args = (self.executor.lift(args[0], self.calls.path), args[1])
                 info = self.executor.describe(func)
-            tensors, arguments = self._arguments.split(args, kwargs)
+            parallel = self.parallel
+            collective = parallel is not None and func.namespace == "c10d"
+            tensors, arguments = self._arguments.split(parallel.described(args) if collective else args, kwargs)  # type: ignore[union-attr]
             if GENERATOR in arguments:
                 self._keep_generators(args, kwargs)
             if self.table.paused:
@@ -200,6 +208,8 @@ class Recorder(DispatchMode):
                 self._follow_values(func, info, args, kwargs, tensors, results, random)
             try:
                 self._record(info, kwargs, inputs, arguments, outcome, written, needs_grad, leaves, random)
+                if parallel is not None:
+                    parallel.note_op(func, args, kwargs, outcome.result)
             except (NotImplementedError, RuntimeError) as error:  # a sparse result has no storage
                 self.note_failure(error, info.name)
                 raise
@@ -501,6 +511,8 @@ class Recorder(DispatchMode):
         """Hook for tensors that autograd saves."""
         if self.table.paused:
             return tensor
+        if self.parallel is not None and (local := self.parallel.local(tensor)) is not tensor:
+            return self.parallel.around(tensor, self.pack(local))
         with DisableTorchFunction():
             ref = self._input(tensor)
             number = ref.storage

@@ -69,7 +69,7 @@ class Step:
     what the caching allocator holds from then on.
     """
 
-    model: nn.Module | Callable[[], nn.Module]
+    model: nn.Module | Callable[..., nn.Module]
     batch: Any = None
     _: KW_ONLY
     loss: Callable[..., torch.Tensor] | None = None
@@ -104,13 +104,13 @@ class Step:
             if self.loss is not None:
                 check_loss_arguments(self.loss)
 
-    def build_model(self) -> nn.Module:
-        """Return the model itself, built on meta when it was given as a callable."""
+    def build_model(self, **arguments: Any) -> nn.Module:
+        """Return the model itself, built on meta when it was given as a callable, which is given the arguments."""
         if isinstance(self.model, nn.Module):
             return self.model
         try:
             with torch.device("meta"):
-                model = self.model()
+                model = self.model(**arguments)
         except MemfitError:
             raise
         except (AssertionError, RuntimeError) as error:

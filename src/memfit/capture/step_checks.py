@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from memfit.errors import InputError
+from memfit.torch_private.wrappers import is_offloaded_by_fsdp2
 
 _AUTOCAST: dict[Any, torch.dtype] = {
     **dict.fromkeys((torch.bfloat16, "bfloat16", "bf16"), torch.bfloat16),
@@ -125,6 +126,17 @@ def check_model(model: nn.Module) -> None:
     _refuse_wrapped_tensors(model)
 
 
+def check_parallel_model(model: nn.Module, device_type: str) -> None:
+    """Refuse a model on several ranks that cannot be captured."""
+    _refuse_scripted(model)
+    for path, module in model.named_modules():
+        if device_type != "cpu" and is_offloaded_by_fsdp2(module):
+            raise InputError(
+                f"{_named(path)} keeps its shards in host memory (CPUOffloadPolicy), which cannot be captured yet; "
+                "leave the policy out, or give the plain model and ranks=N"
+            )
+
+
 _SHARDED = {
     "FSDPModule": "fully_shard",
     "FullyShardedDataParallel": "FullyShardedDataParallel",
@@ -132,6 +144,11 @@ _SHARDED = {
 _WHOLE = (
     "Give the model from before it was sharded: memfit.plan(model, batch, ..., ranks=N) plans the sharding itself, and "
     "plan.apply(model, optimizer) applies it"
+)
+
+_AS_IT_IS = (
+    ". To capture it as it is, give a function that builds and shards it on ranks that memfit makes: "
+    'memfit.trace(memfit.Step(build, batch), target=..., mesh={"dp": 8}), with build(mesh)'
 )
 
 
@@ -153,7 +170,7 @@ def refuse_sharded_module(module: nn.Module, name: str) -> None:
         if kind in kinds:
             raise InputError(
                 f"{name} is sharded by {how}, and a sharded model cannot be captured: its parameters are "
-                f"this rank's parts, gathered by hooks. {_WHOLE}"
+                f"this rank's parts, gathered by hooks. {_WHOLE}{_AS_IT_IS if how == 'fully_shard' else ''}"
             )
 
 

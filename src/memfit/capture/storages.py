@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -41,6 +42,8 @@ class StorageDraft:
     references: int = 1
     saved: int = 0
     released: int = AFTER_STEP
+    stream: Any = None
+    resized: bool = False
 
     def save(self, sequence: int) -> None:
         """Note the autograd node, by its sequence number, that holds the storage for its backward."""
@@ -76,24 +79,34 @@ class StorageTable:
         self.in_optimizer = False
         self._held: dict[int, _StorageRef] = {}
         self._saved: dict[int, _StorageRef] = {}
+        self.emptied: set[int] = set()
+        """Storages without bytes that `resize_` may give some again (Note [Parallel capture])."""
+        self._homes: dict[int, str] = {}
+        """The module in whose call each of these last got bytes; in the backward there is no call."""
+        self.local: Callable[[torch.Tensor], torch.Tensor] | None = None
+        """Gives the part of a distributed tensor that this rank holds; None where there are no others."""
+        self.current_stream: Callable[[], Any] | None = None
+
+    def _key(self, tensor: torch.Tensor) -> int:
+        return storage_key(tensor if self.local is None else self.local(tensor))
 
     def number_of(self, tensor: torch.Tensor) -> int:
         """Return the number of the tensor's storage, or `HOST`."""
-        return self.known.get(storage_key(tensor), HOST)
+        return self.known.get(self._key(tensor), HOST)
 
     def on_device(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor is, or stands for, one on the target device."""
         if self.device_type == "cpu":
             return True
-        pointer = storage_key(tensor)
+        pointer = self._key(tensor)
         number = self.known.get(pointer)
         if number is None:
             return tensor.device.type != "cpu"
-        return number != HOST or pointer in self._held
+        return number != HOST or pointer in self._held or pointer in self.emptied
 
     def adopt(self, tensor: torch.Tensor, category: Category, *, module: str = "", name: str = "") -> int:
         """Register a storage that exists before the step; gives its number."""
-        storage = tensor.untyped_storage()
+        storage = (tensor if self.local is None else self.local(tensor)).untyped_storage()
         number = self.known.get(key_of(storage))
         if number is None:
             number = self.new(storage, BEFORE_STEP, NO_INDEX)
@@ -163,10 +176,28 @@ class StorageTable:
     def new(self, storage: torch.UntypedStorage, alloc_at: int, call: int) -> int:
         """Number a storage of the device."""
         number = len(self.drafts)
-        self.drafts.append(StorageDraft(storage.nbytes(), alloc_at, call, self.phase))
+        stream = None if self.current_stream is None or alloc_at == BEFORE_STEP else self.current_stream()
+        self.drafts.append(StorageDraft(storage.nbytes(), alloc_at, call, self.phase, stream=stream))
         self.known[key_of(storage)] = number
         self._watch(storage, number)
         return number
+
+    def resized(self, storage: torch.UntypedStorage, call: int, module: str) -> None:
+        """Free what a storage was, and number it anew if it has bytes again (Note [Parallel capture])."""
+        pointer = key_of(storage)
+        number = self.known.get(pointer)
+        if number is None or (number == HOST and pointer not in self.emptied):
+            return
+        if number != HOST:
+            self.drafts[number].free_after = self.drafts[number].released = max(0, self.now - 1)
+        self.emptied.discard(pointer)
+        if storage.nbytes() == 0:
+            self.hold_host(storage)  # its old weak reference goes, and does not free the draft once more
+            self.emptied.add(pointer)
+            return
+        draft = self.drafts[self.new(storage, self.now, call)]
+        draft.resized, draft.category = True, Category.GATHERED_PARAMETER
+        draft.module = self._homes[pointer] = module or self._homes.get(pointer, "")
 
     def stand_in(self, storage: torch.UntypedStorage, twin: torch.UntypedStorage) -> None:
         """Let a second storage stand for one already known: that one lives as long as either."""
@@ -186,7 +217,8 @@ class StorageTable:
         """
         storage = tensor.untyped_storage()
         number = self.known[key_of(storage)]
-        if self.drafts[number].alloc_at == BEFORE_STEP or tensor.is_conj() or tensor.is_neg():
+        draft = self.drafts[number]
+        if draft.alloc_at == BEFORE_STEP or draft.resized or tensor.is_conj() or tensor.is_neg():
             return tensor.detach()
         ref = self._saved.get(number)
         twin = None if ref is None else ref()
@@ -254,6 +286,8 @@ class StorageTable:
                 self.valueless.add(pointer)
             if ref.number == HOST:
                 self.hold_host(storage)
+                if pointer in before.emptied:
+                    self.emptied.add(pointer)
             elif ref.number in numbers:
                 number = self.known[pointer] = numbers[ref.number]
                 self.drafts[number].references += 1
@@ -288,6 +322,8 @@ class StorageTable:
             self.valueless.discard(pointer)
             self.origins.pop(pointer, None)
             self.twins.pop(pointer, None)
+            self.emptied.discard(pointer)
+            self._homes.pop(pointer, None)
             self._held.pop(pointer, None)  # the next storage at this address may be in host memory
         if number == HOST:
             return

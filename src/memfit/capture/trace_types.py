@@ -132,6 +132,16 @@ class ModelCall(_Record, frozen=True):
     outputs: tuple[int, ...]
 
 
+class CollectiveCall(_Record, frozen=True):
+    """What a group of `ranks` does together in op `op`: bytes as `memfit.cost.Collective` counts them, and a stream."""
+
+    op: int
+    kind: str
+    ranks: int
+    bytes: int
+    stream: str
+
+
 class Module(_Record, frozen=True):
     """A module of the model with the storages that it owns itself, not through its children."""
 
@@ -183,6 +193,12 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """What the process runs before its first step (`Step.warm_up`). Not part of the fingerprint."""
     cudnn_benchmark: bool = False
     """Whether `torch.backends.cudnn.benchmark` was on when the step ended. Not part of the fingerprint."""
+    mesh: dict[str, int] = {}
+    """The ranks that the step was captured on as it is, by dimension; none for a step that is not parallel itself."""
+    streams: dict[int, str] = {}
+    """The streams of storages that are not allocated on the compute stream, by number; only with a mesh."""
+    collectives: tuple[CollectiveCall, ...] = ()
+    """What the ranks of the mesh do together, in the order in which it is called."""
 
     def instance_of(self, path: str) -> str:
         """Return the first path of the module that this path leads to."""
@@ -201,7 +217,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         Where its source lines are does not count, nor do the numbers that an optimizer computes with, which change
         from step to step.
         """
-        content = (
+        content: tuple[object, ...] = (
             self.device,
             self.autocast,
             self.optimizer,
@@ -214,6 +230,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             self.modules,
             self.parameters,
         )
+        if self.mesh:
+            content = (*content, self.mesh, self.streams, self.collectives)
         return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()
 
     def ancestors(self, call: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -176,15 +177,22 @@ def resolve_target(options: HardwareOptions, step: Step | Trace | None = None) -
     from memfit.capture import Trace
     from memfit.hardware import Target
 
-    if options.ranks is not None and options.ranks < 1:
-        raise UsageError(f"--ranks is {options.ranks}; write a whole number of at least 1")
+    ranks = options.ranks
+    if ranks is not None and ranks < 1:
+        raise UsageError(f"--ranks is {ranks}; write a whole number of at least 1")
+    sizes = step.mesh if isinstance(step, Trace) and options.mesh is None else parse_mesh(options.mesh)
+    if sizes:
+        own = math.prod(sizes.values())
+        if ranks not in (None, own):
+            raise UsageError(f"--ranks is {ranks}, and the mesh has {own} ranks; leave --ranks out")
+        ranks = own
     if options.target is not None:
         with about("--target"):
-            target = Target.parse(options.target, ranks=options.ranks)
+            target = Target.parse(options.target, ranks=ranks)
     elif isinstance(step, Trace):
-        target = Target.parse(step.hardware, ranks=options.ranks)
+        target = Target.parse(step.hardware, ranks=ranks)
     else:
-        target = Target.parse(_gpu_here(), ranks=options.ranks)
+        target = Target.parse(_gpu_here(), ranks=ranks)
     with about("--context"):
         target = Target.parse(target, context=options.context)
     with about("--nccl"):
@@ -203,6 +211,19 @@ def resolve_target(options: HardwareOptions, step: Step | Trace | None = None) -
     return target
 
 
+def parse_mesh(text: str | None) -> dict[str, int] | None:
+    """Return the sizes of a mesh by name, from `dp=8,tp=2`."""
+    if text is None:
+        return None
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.strip().partition("=")
+        if not name or not size.isdigit() or int(size) < 1 or name in sizes:
+            raise UsageError(f"--mesh is {text!r}; write the ranks of each dimension by name, as in dp=8 or dp=8,tp=2")
+        sizes[name] = int(size)
+    return sizes
+
+
 def _gpu_here() -> str:
     import torch
 
@@ -219,14 +240,16 @@ def _gpu_here() -> str:
         ) from error
 
 
-def capture_step(step: Step | Trace, target: Target) -> Trace:
-    """Return the trace of a step for the target's device."""
+def capture_step(step: Step | Trace, target: Target, mesh: dict[str, int] | None = None) -> Trace:
+    """Return the trace of a step for the target's device; on a mesh, of one that is parallel itself."""
     from memfit.capture import Trace, trace
 
     if isinstance(step, Trace):
+        if mesh is not None and mesh != step.mesh:
+            raise UsageError(f"--mesh: the trace was captured on {step.mesh or 'none'}; leave it out, or give the step")
         return step
     with Progress("capturing one training step"):
-        return trace(step, target=target)
+        return trace(step, target=target, mesh=mesh)
 
 
 def solve_options(

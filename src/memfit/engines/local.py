@@ -299,6 +299,11 @@ def apply(
         check_replicas(plan.ddp, model)
     root = unwrap(model)
     wrappers = wrappers_of(model)
+    if plan.mesh and not wrappers:
+        raise InputError(
+            f"the plan is for a model that is wrapped on a mesh ({plan.mesh}), and this one is not; wrap it as the "
+            "step does that was planned, then apply the plan"
+        )
     chosen = resolve_engine(plan, engine, wrappers)
     sharding = None
     if plan.shard is not None and not wrappers:

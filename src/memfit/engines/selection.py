@@ -85,7 +85,7 @@ def check_replicas(ddp: DdpPlan, model: nn.Module) -> None:
 
 def warn_policies_only(plan: Plan, model: nn.Module, wrappers: Sequence[str]) -> None:
     """Say what a plan does and does not do on a model that something else wraps or shards, unless it counts on that."""
-    if plan.ddp is not None and all("DistributedDataParallel" in each for each in wrappers):
+    if plan.mesh or (plan.ddp is not None and all("DistributedDataParallel" in each for each in wrappers)):
         return
     planned, differs = "one device", ""
     if plan.ddp is not None:

@@ -186,7 +186,7 @@ class AllocationTable:
             free_after=np.fromiter((storage.free_after for storage in storages), np.int64, count),
             storage=np.arange(count),
             remade=np.full(count, NO_INDEX),
-            stream=np.zeros(count, np.int64),
+            stream=_streams_of(trace),
             first_use=_first_uses(trace, (alloc_at == BEFORE_STEP) & (row == _GRADIENT)),
             states_made=_first_reader(trace, set(states.tolist())),
             zeroed_first=bool(trace.ops) and trace.ops[0].phase is Phase.FORWARD,
@@ -393,6 +393,14 @@ def _instants_of(at: Ints, ops: Ints) -> Ints:
 
 def _column(values: Iterable[int]) -> Ints:
     return np.array(list(values), np.int64)
+
+
+def _streams_of(trace: Trace) -> Ints:
+    """Return the place in `STREAMS` of the stream that each storage was captured on (`Trace.streams`)."""
+    found = np.zeros(len(trace.storages), np.int64)
+    for number, name in trace.streams.items():
+        found[number] = STREAM_NUMBER[Stream(name)]
+    return found
 
 
 def _warm_up_end(trace: Trace) -> int:

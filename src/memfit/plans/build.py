@@ -70,6 +70,7 @@ def build_plan(
         shard=shard,
         ddp=ddp,
         engine=engine,
+        mesh=trace.mesh or msgspec.UNSET,
         optimizer=optimizer,
         notes=tuple(notes),
         trace=build_trace_record(trace),

@@ -69,6 +69,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     trace: TraceRecord
     ddp: DdpPlan | None = None
     engine: Engine | None = None
+    mesh: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
+    """The ranks that the step was captured on, by dimension, wrapped by its own code; other plans have none."""
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "the document") -> Plan:
@@ -109,10 +111,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def trace_of(self, step: Step) -> Trace:
         """Capture a step for the plan's device as the plan runs it, with its implementation of the optimizer's step."""
+        mesh = None if self.mesh is msgspec.UNSET else self.mesh
         if self.optimizer is None:
-            return capture(step, target=self.target.device)
+            return capture(step, target=self.target.device, mesh=mesh)
         with step_with(step, self.optimizer) as other:
-            return capture(other, target=self.target.device)
+            return capture(other, target=self.target.device, mesh=mesh)
 
     def apply(
         self,

@@ -207,8 +207,8 @@ def _peak(problem: Problem, judged: Timeline, reservation: Reservation | None) -
 
 
 def _shard_plan(problem: Problem) -> ShardPlan | None:
-    if problem.sharding is None or problem.options.shard.parallel == "ddp":
-        return None
+    if problem.sharding is None or problem.options.shard.parallel == "ddp" or problem.trace.mesh:
+        return None  # a step that was captured on its mesh is sharded by the user's own code
     sharding = problem.sharding
     units = tuple(ShardedUnit(module=unit.module, reshard_after_forward=not unit.kept) for unit in sharding.units)
     return ShardPlan(
@@ -223,7 +223,7 @@ def _shard_plan(problem: Problem) -> ShardPlan | None:
 
 def _ddp_plan(problem: Problem) -> DdpPlan | None:
     options = problem.options.shard
-    if problem.sharding is None or options.parallel != "ddp":
+    if problem.sharding is None or options.parallel != "ddp" or problem.trace.mesh:
         return None
     return DdpPlan(
         ranks=problem.target.ranks,
@@ -275,7 +275,7 @@ def best_implementation(answer: Answer, step: Step, cost: Cost) -> Answer:
     best, problem = answer, answer.problem
     for kind in implementations_of_step(step):
         with step_with(step, kind) as other:
-            captured = trace(other, target=problem.target)
+            captured = trace(other, target=problem.target, mesh=problem.trace.mesh or None)
         if captured.fingerprint == problem.trace.fingerprint:
             continue
         tried = Problem.of(Runtime.of(captured, cost), problem.target, problem.options)

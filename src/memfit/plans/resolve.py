@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
 from torch import nn
 
-from memfit.capture import Step, Trace, find_step, trace
+from memfit.capture import Mesh, Step, Trace, find_step, resolve_mesh, trace
 from memfit.cost import BENCHMARK, ROOFLINE, Cost, Roofline, Runtime, cost_model
 from memfit.errors import InputError
 from memfit.hardware import Device, Target, list_devices
@@ -30,7 +31,8 @@ class StepInputs(TypedDict, total=False):
 
     `loss`, `optimizer` (AdamW unless given) and `autocast` are parts of the step, as in `Step`. `target` is the
     hardware by name, of `ranks` ranks. `cost` times the ops: `"roofline"`, by the device's figures, unless given.
-    `options` are for the solver. With `progress` a terminal shows what is being done.
+    `options` are for the solver. With `progress` a terminal shows what is being done. With a `mesh` the step is
+    captured on so many ranks as it is (`memfit.trace`), and planned as its own code shards it.
     """
 
     loss: Callable[..., torch.Tensor] | None
@@ -41,6 +43,7 @@ class StepInputs(TypedDict, total=False):
     cost: Cost | str | None
     options: SolveOptions | None
     progress: bool
+    mesh: Mesh | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,7 @@ class Inputs:
     cost: Cost
     options: SolveOptions
     progress: bool = True
+    mesh: Mapping[str, int] | None = None
 
     @classmethod
     def of(
@@ -71,8 +75,20 @@ class Inputs:
         cost: Cost | str | None = None,
         options: SolveOptions | None = None,
         progress: bool = True,
+        mesh: Mesh | None = None,
     ) -> Inputs:
         """Check what was given, before anything is captured."""
+        sizes = None if mesh is None else resolve_mesh(mesh)
+        if isinstance(model, Trace) and model.mesh:
+            if sizes not in (None, model.mesh):
+                raise InputError(f"the trace was captured on the mesh {model.mesh}, not {sizes}; leave mesh out")
+            sizes = model.mesh
+        if sizes is not None:
+            if ranks not in (None, math.prod(sizes.values())):
+                raise InputError(
+                    f"the mesh {sizes} has {math.prod(sizes.values())} ranks, not {ranks}; leave ranks out"
+                )
+            ranks = math.prod(sizes.values())
         aim = resolve_target(model, target, ranks)
         if isinstance(model, Step | Trace):
             check_nothing_beside(f"the {type(model).__name__}", batch, loss, optimizer, autocast)
@@ -86,6 +102,7 @@ class Inputs:
             cost=resolve_cost(cost, aim),
             options=resolve_options(options),
             progress=progress,
+            mesh=sizes,
         )
 
     def problem(self) -> Problem:
@@ -94,7 +111,7 @@ class Inputs:
         if captured is None:
             assert self.step is not None
             with Progress("capturing one training step", show=self.progress):
-                captured = trace(self.step, target=self.target)
+                captured = trace(self.step, target=self.target, mesh=self.mesh)
         with Progress("timing its ops, working out frontiers", show=self.progress):
             return Problem.of(Runtime.of(captured, self.cost), self.target, self.options)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -129,6 +130,10 @@ def _shard_problems(plan: Plan) -> Iterator[str]:
             yield "the model is both sharded (shard) and replicated (ddp)"
         if plan.ddp.ranks != plan.ranks:
             yield f"ddp.ranks is {plan.ddp.ranks}, and ranks is {plan.ranks}"
+        return
+    if plan.mesh:
+        if math.prod(plan.mesh.values()) != plan.ranks or plan.shard is not None:
+            yield f"the step was captured on the mesh {plan.mesh}, and the plan divides it over {plan.ranks} ranks"
         return
     if plan.engine == "local" and plan.shard is not None:
         yield f"engine is 'local', which is for one rank, and shard.ranks is {plan.shard.ranks}"

@@ -1,5 +1,6 @@
 """What sharding adds to a step: units, schedule, bytes, streams and times of FSDP2, memfit's runtime and DDP."""
 
+from memfit.sharding.captured_step import captured_ranks
 from memfit.sharding.flat_layout import FlatLayout, Part, PartTable, Slot, group_alike
 from memfit.sharding.flat_schedule import Schedule, UnitOptions
 from memfit.sharding.options import ShardDtypes, shard_bytes
@@ -18,6 +19,7 @@ __all__ = [
     "Slot",
     "Transfer",
     "UnitOptions",
+    "captured_ranks",
     "copies_ms",
     "group_alike",
     "repeated_blocks",

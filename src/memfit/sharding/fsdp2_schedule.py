@@ -9,7 +9,8 @@ is there at once depends on the order.
 - before backward: the buffer, which was gathered ahead, is copied out and freed; then the buffer of the unit that ran
   before this one in the forward is gathered ahead.
 - after backward: the parameters are freed, then the last reduction's input; the whole gradients are copied into a new
-  input, freed, and reduced into a flat output, which becomes the gradient of the shards or is added to it.
+  input, freed, and reduced into a flat output, which becomes the gradient of the shards or is added to it. The whole
+  gradient of the last parameter is freed after that: a variable of a loop in `foreach_reduce` refers to it until then.
 - at the end of a pass: the same for the root and for every unit whose backward was not seen to end.
 
 With `on_host`, as FSDP2's `CPUOffloadPolicy` does it, shards are copied to the device before each gather, and what
@@ -96,6 +97,7 @@ class FSDP2Scheduler(Scheduler):
             for unit, held in zip(units, members, strict=True)
         ]
         super().__init__((unit.module for unit in units), gradients_before(trace))
+        self._place = {number: place for held in members for place, number in enumerate(held)}
         home = {number: unit for unit, held in enumerate(members) for number in held}
         for gradient in gradients:
             unit = home[gradient.parameter]
@@ -166,8 +168,6 @@ class FSDP2Scheduler(Scheduler):
         copy = self.allocate(Role.GATHER_INPUT, unit, group.input_bytes) if group.input_bytes else None
         group.buffer = self.allocate(Role.GATHER_OUTPUT, unit, group.gathered_bytes)
         self.copy(unit, group.kept_bytes + group.gathered_bytes // self._ranks, Stream.COPY)
-        if copy is not None:
-            self.free(copy)
         group.gather = self.begin(
             Collective.ALL_GATHER,
             unit,
@@ -176,6 +176,8 @@ class FSDP2Scheduler(Scheduler):
             ahead=ahead,
             host_bytes=group.kept_bytes if self._on_host else 0,
         )
+        if copy is not None:  # `foreach_all_gather` refers to it until it returns
+            self.free(copy)
 
     def _copy_out(self, unit: int) -> int | None:
         """Wait for a gather and copy it into the parameters; return the buffer, which is not needed any more."""
@@ -198,8 +200,10 @@ class FSDP2Scheduler(Scheduler):
         n_bytes = self._flat_bytes(held, self._dtypes.reduced)
         given = self.allocate(Role.REDUCE_INPUT, unit, n_bytes)
         self.copy(unit, sum(self._gradient_bytes(each) for each, _ in ready) + n_bytes, Stream.COMPUTE)
-        for _, buffer in ready:
-            self.free(buffer)
+        last = max((gradient.parameter for gradient, _ in ready), key=self._place.__getitem__)
+        for gradient, buffer in ready:
+            if gradient.parameter != last:
+                self.free(buffer)
         output = self.allocate(Role.REDUCE_OUTPUT, unit, n_bytes // self._ranks)
         kept = self._flat_bytes(held, self._dtypes.kept) // self._ranks
         host_bytes = kept if self._on_host else 0
@@ -213,6 +217,9 @@ class FSDP2Scheduler(Scheduler):
             self.free(output)
         else:
             self.keep_gradient(output, (gradient for gradient, _ in ready))
+        for gradient, buffer in ready:
+            if gradient.parameter == last:
+                self.free(buffer)
 
     def _free_input(self) -> None:
         """Wait for the last reduction and free its input."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from memfit.capture import AFTER_STEP, NO_INDEX, Category
-from memfit.cost import Collective, CollectiveModel, Runtime
+from memfit.cost import Collective, CollectiveModel, Group, Runtime
 from memfit.hardware import Device, Family, Target
 from memfit.memory import Stream
 from memfit.sharding.gradients import WholeGradient
@@ -119,6 +119,8 @@ class Transfer:
     ahead: bool
     stream: Stream
     host_bytes: int = 0
+    group: Group | None = None
+    """The ranks that it is of; None for all of the target."""
 
 
 class EventKind(enum.Enum):
@@ -299,7 +301,7 @@ def communication(runtime: Runtime, target: Target, schedule: ShardSchedule) -> 
     its gather and what is copied to it after its reduction, in the same line.
     """
     model, link = CollectiveModel(target), target.device.host_link
-    cost: dict[tuple[Collective, int, int], float] = {}
+    cost: dict[tuple[Collective, int, int, Group | None], float] = {}
     times = runtime.cumulative_ms
     total = waited = free = copied_out = 0.0
     done = [0.0] * len(schedule.transfers)
@@ -312,10 +314,10 @@ def communication(runtime: Runtime, target: Target, schedule: ShardSchedule) -> 
             waited += max(0.0, done[number] - now)
             copied_out = max(now, done[number])
             continue
-        key = transfer.kind, transfer.size_bytes, transfer.host_bytes
+        key = transfer.kind, transfer.size_bytes, transfer.host_bytes, transfer.group
         if key not in cost:
             host_ms = link.transfer_ms(transfer.host_bytes) if transfer.host_bytes else 0.0
-            cost[key] = host_ms + model.collective_ms(transfer.kind, transfer.size_bytes)
+            cost[key] = host_ms + model.collective_ms(transfer.kind, transfer.size_bytes, transfer.group)
         now = float(times[transfer.issued]) + waited
         done[number] = free = max(free, copied_out if transfer.ahead else now) + cost[key]
         total += cost[key]
@@ -328,8 +330,8 @@ def slowed_ms(transfers: Sequence[Transfer], target: Target, communication_ms: f
     slowdown = model.backend.slowdown
     if not slowdown or not communication_ms:
         return 0.0
-    sizes = Counter((each.kind, each.size_bytes) for each in transfers)
-    moving_ms = sum(times * model.estimate(kind, size).transfer_ms for (kind, size), times in sizes.items())
+    sizes = Counter((each.kind, each.size_bytes, each.group) for each in transfers)
+    moving_ms = sum(times * model.estimate(*sent).transfer_ms for sent, times in sizes.items())
     return slowdown * moving_ms * (1.0 - waited_ms / communication_ms)
 
 

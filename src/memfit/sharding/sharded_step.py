@@ -34,7 +34,15 @@ from memfit.sharding.options import (
 )
 from memfit.sharding.result import Sharding
 from memfit.sharding.schedule import Scheduler, Transfer, actings, communication, copies_ms, slowed_ms
-from memfit.sharding.units import ShardCall, ShardUnit, find_passes, find_units, members_of, repeated_blocks
+from memfit.sharding.units import (
+    ShardCall,
+    ShardUnit,
+    find_passes,
+    find_units,
+    in_order_of_fsdp2,
+    members_of,
+    repeated_blocks,
+)
 
 __all__ = [
     "FlatOptions",
@@ -107,7 +115,7 @@ def shard(
     scheduler: Scheduler
     if flat is None:
         kept = [padded_elements(each, ranks) // ranks for each in trace.parameters]
-        parts = list(members.values())
+        parts = [in_order_of_fsdp2(trace, numbers) for numbers in members.values()]
         scheduler = FSDP2Scheduler(trace, units, parts, gradients, ranks=ranks, dtypes=dtypes, on_host=on_host)
     else:
         last = {unit.module: UnitOptions(keep=True) for unit in units if unit.kept and unit.module}
@@ -131,7 +139,9 @@ def shard(
             _shard_parameter(levels, shards, number, home[number])
         for name, n_bytes in padding.items():
             levels.make(Category.PARAMETER, n_bytes, BEFORE_STEP, module=name)
-        _shard_gradients(levels, shards, gradients)
+        # FSDP2 keeps the gradients of a unit's shards in the flat buffer that they were reduced into
+        together = list(members.values()) if flat is None else [[number] for number in range(len(trace.parameters))]
+        _shard_gradients(levels, shards, gradients, together)
         _shard_optimizer_temporaries(levels, shards)
     levels.add(schedule)
     levels.replace_zeroed(trace)
@@ -207,14 +217,28 @@ def _shard_parameter(levels: Levels, shards: Shards, number: int, module: str) -
         levels.replace(storage, Category.OPTIMIZER_STATE, n_bytes, module)
 
 
-def _shard_gradients(levels: Levels, shards: Shards, gradients: Sequence[WholeGradient]) -> None:
-    """Whole gradients leave the step: the runtime has its own. One that the step began with is a shard throughout."""
-    for gradient in gradients:
-        for storage in gradient.storages:
+def _shard_gradients(
+    levels: Levels, shards: Shards, gradients: Sequence[WholeGradient], together: Sequence[Sequence[int]]
+) -> None:
+    """Whole gradients leave the step: the runtime has its own. Those that the step began with are shards throughout.
+
+    The shards of parameters that are `together` have one allocation, where they live alike.
+    """
+    for whole in gradients:
+        for storage in whole.storages:
             levels.take(storage)
-    for number, parameter in enumerate(shards.trace.parameters):
-        if parameter.gradient != NO_INDEX and not levels.has_taken(parameter.gradient):
-            levels.replace(parameter.gradient, Category.GRADIENT, shards.bytes_of(number))
+    alloc_at, free_after = levels.timeline.alloc_at, levels.timeline.free_after
+    for numbers in together:
+        alike: dict[tuple[int, int], list[int]] = {}
+        for number in numbers:
+            gradient = shards.trace.parameters[number].gradient
+            if gradient != NO_INDEX and not levels.has_taken(gradient):
+                alike.setdefault((int(alloc_at[gradient]), int(free_after[gradient])), []).append(number)
+        for found in alike.values():
+            first, *others = (shards.trace.parameters[number].gradient for number in found)
+            for storage in others:
+                levels.take(storage)
+            levels.replace(first, Category.GRADIENT, sum(map(shards.bytes_of, found)))
 
 
 def _shard_optimizer_temporaries(levels: Levels, shards: Shards) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from memfit.capture import NO_INDEX, ModuleCall, Parameter, Phase, Trace
@@ -120,6 +120,22 @@ def members_of(trace: Trace, options: ShardOptions) -> dict[str, list[int]]:
     for number, parameter in enumerate(trace.parameters):
         members[_home(parameter, names)].append(number)
     return members
+
+
+def in_order_of_fsdp2(trace: Trace, numbers: Iterable[int]) -> list[int]:
+    """Return the parameters of a unit as `fully_shard` finds them: those of a module after those of its children."""
+    place: dict[str, int] = {}
+    open_paths: list[str] = []
+    for path in (*(module.path for module in trace.modules), None):
+        while open_paths and (path is None or open_paths[-1] not in around(path)):
+            place[open_paths.pop()] = len(place)
+        if path is not None:
+            open_paths.append(path)
+
+    def key(number: int) -> tuple[int, int]:
+        return min(place[name.rpartition(".")[0]] for name in trace.parameters[number].names), number
+
+    return sorted(numbers, key=key)
 
 
 def find_units(

@@ -15,7 +15,7 @@ from memfit.cost import Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import Bytes, Timeline
-from memfit.sharding import Sharding, shard
+from memfit.sharding import Sharding, captured_ranks, shard
 from memfit.solve.dp import DynamicProgram
 from memfit.solve.micro_batches import find_micro_batches
 from memfit.solve.milp import Incumbent, Limits, Status, relative_gap
@@ -47,7 +47,10 @@ class Problem:
         """Return everything that does not depend on the budget; options that the step cannot follow are refused."""
         options = options or SolveOptions()
         timeline = Timeline.of(runtime.trace, target.device.allocator.rounding_bytes)
-        sharding = shard(timeline, runtime, target, options.shard) if target.ranks > 1 else None
+        if runtime.trace.mesh:
+            sharding = captured_ranks(timeline, runtime, target)
+        else:
+            sharding = shard(timeline, runtime, target, options.shard) if target.ranks > 1 else None
         runtime = runtime if sharding is None else sharding.runtime
         problem = cls(
             timeline=timeline,

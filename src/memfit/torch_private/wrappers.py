@@ -53,6 +53,16 @@ def fully_shard_parameters(module: Any) -> Iterator[Any]:
         yield from () if group is None else group.fsdp_params
 
 
+def is_offloaded_by_fsdp2(module: Any) -> bool:
+    """Return whether `fully_shard` keeps a module's shards in host memory.
+
+    `FSDPParam.offload_to_cpu` (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
+    """
+    if not hasattr(module, "_get_fsdp_state"):
+        return False
+    return any(parameter.offload_to_cpu for parameter in fully_shard_parameters(module))
+
+
 def default_group() -> Any:
     """Return the default process group (`_get_default_group`, torch/distributed/distributed_c10d.py)."""
     return dist.distributed_c10d._get_default_group()

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from memfit.capture import GENERATOR, NO_INDEX, Op, Trace
+from memfit.capture import GENERATOR, NO_INDEX, Category, Op, Trace
 from memfit.errors import InputError
 from memfit.memory import Flags, Ints, round_up
 from memfit.tradeoff.units import FORWARD
@@ -121,7 +121,8 @@ class _Reader:
         if op.forward_op != NO_INDEX:
             self.last_of_function[op.forward_op] = index
         for ref in op.inputs:
-            if ref.storage != NO_INDEX:
+            # A parameter that was gathered in the forward is not held for a recompute: the backward gathers it again.
+            if ref.storage != NO_INDEX and storages[ref.storage].category is not Category.GATHERED_PARAMETER:
                 self.reads.append((index, ref.storage))
         if not op.view:
             for ref in op.outputs:
@@ -209,7 +210,7 @@ class _Reader:
         first, last, packed = (np.full(len(storages), NO_INDEX) for _ in range(3))
         made_by: dict[int, set[int]] = {}
         for s, storage in enumerate(storages):
-            if not storage.saved_by:
+            if not storage.saved_by or storage.category is Category.GATHERED_PARAMETER:
                 continue
             first[s], last[s] = storage.saved_by[0], storage.saved_by[-1]
             for op in storage.saved_by:

@@ -40,6 +40,11 @@ def check_plan(plan: Plan) -> None:
             f"this plan shards the model over {plan.shard.ranks} ranks, which no engine of memfit runs yet; "
             "plan with ranks=1 to verify it on one device"
         )
+    if plan.mesh:
+        raise MissingFeatureError(
+            f"this plan is for a step on {plan.ranks} ranks, wrapped by its own code, and verify runs on one; plan the "
+            "plain model with ranks=1 to verify it here"
+        )
     if plan.ddp is not None:
         raise MissingFeatureError(
             f"this plan is for a model that is replicated on {plan.ddp.ranks} ranks, and a step on one device has none "

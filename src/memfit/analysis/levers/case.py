@@ -81,6 +81,11 @@ class Case:
         return self.report.trace
 
     @property
+    def mesh(self) -> dict[str, int] | None:
+        """The ranks that the step was captured on as it is; None where it is not parallel itself."""
+        return self.trace.mesh or None
+
+    @property
     def target(self) -> Target:
         """The hardware."""
         return self.report.target
@@ -139,7 +144,7 @@ class Case:
 
     def captured(self, step: Step, *, what: str, advice: str = "") -> Trace | None:
         """Capture a changed step; None, and a note with advice, when the step cannot be changed so."""
-        return self.noted(attempt(lambda: trace(step, target=self.target)), what=what, advice=advice)
+        return self.noted(attempt(lambda: trace(step, target=self.target, mesh=self.mesh)), what=what, advice=advice)
 
     def noted(self, found: Attempt, *, what: str, advice: str = "") -> Trace | None:
         """Return the trace of an attempt; None, and a note with advice, where there is none."""

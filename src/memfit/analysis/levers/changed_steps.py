@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from memfit.capture import (
     NO_INDEX,
     Category,
     Implementation,
+    Mesh,
     Op,
     Phase,
     Step,
@@ -99,7 +101,7 @@ def loss(case: Case) -> Iterator[Lever]:
     if case.step is not None:
         step, early = case.step, None if case.early is None else case.early.with_chunked_loss
         captured = case.noted(
-            attempt(lambda: capture_with_chunked_loss(step, case.target, logits.shape[-1]))
+            attempt(lambda: capture_with_chunked_loss(step, case.target, logits.shape[-1], case.mesh))
             if early is None
             else early.result(),
             what=_NAME,
@@ -118,10 +120,10 @@ def loss(case: Case) -> Iterator[Lever]:
     )
 
 
-def capture_with_chunked_loss(step: Step, target: Target, classes: int) -> Trace | None:
+def capture_with_chunked_loss(step: Step, target: Target, classes: int, mesh: Mesh | None = None) -> Trace | None:
     """Capture the step with its cross entropies over so many classes in chunks; None where it calls none of torch's."""
     with chunked_losses(classes) as calls:
-        captured = trace(step, target=target)
+        captured = trace(step, target=target, mesh=mesh)
     return captured if calls else None
 
 
@@ -269,7 +271,8 @@ def precision(case: Case) -> Iterator[Lever]:
         name = "bfloat16 parameters, gradients and state"
         step, early = case.step, None if case.early is None else case.early.in_bfloat16
         captured = case.noted(
-            attempt(lambda: capture_in_bfloat16(step, case.target)) if early is None else early.result(), what=name
+            attempt(lambda: capture_in_bfloat16(step, case.target, case.mesh)) if early is None else early.result(),
+            what=name,
         )
         if captured is not None:
             how = "model.to(torch.bfloat16) before the optimizer is made, and inputs that are float32"
@@ -305,9 +308,9 @@ def has_float32_parameters(trace: Trace) -> bool:
     return any(each.trainable and each.dtype == "float32" for each in trace.parameters)
 
 
-def capture_in_bfloat16(step: Step, target: Target) -> Trace:
+def capture_in_bfloat16(step: Step, target: Target, mesh: Mesh | None = None) -> Trace:
     """Capture the step with model and inputs in bfloat16."""
-    return trace(cast_to_bfloat16(step), target=target)
+    return trace(cast_to_bfloat16(step), target=target, mesh=mesh)
 
 
 def cast_to_bfloat16(step: Step) -> Step:
@@ -316,10 +319,11 @@ def cast_to_bfloat16(step: Step) -> Step:
     if isinstance(given, nn.Module):
         model: nn.Module | Callable[[], nn.Module] = _copied(given)
     else:
-        make: Callable[[], nn.Module] = given
+        make: Callable[..., nn.Module] = given
 
-        def built() -> nn.Module:
-            return make().to(torch.bfloat16)
+        @functools.wraps(make)
+        def built(**arguments: Any) -> nn.Module:
+            return make(**arguments).to(torch.bfloat16)
 
         model = built
     optimizer: Any = step.optimizer

@@ -106,7 +106,7 @@ def sharding(case: Case) -> Iterator[Lever]:
 
     There is none on a CPU, whose memory the ranks would share.
     """
-    if case.target.device.type == "cpu":
+    if case.target.device.type == "cpu" or case.mesh:  # a mesh is of the step's own making
         return
     now, units = case.target.ranks, wrapped(case)
     if case.report.problem.options.shard.parallel == "ddp":

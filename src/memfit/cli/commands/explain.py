@@ -11,7 +11,7 @@ import tyro
 from memfit.cli.options import HardwareOptions, Json, TimedStepOptions, arg
 from memfit.cli.output import show_result
 from memfit.cli.problems import UsageError
-from memfit.cli.resolve import read_plan, resolve_step, step_and_target
+from memfit.cli.resolve import parse_mesh, read_plan, resolve_step, step_and_target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +55,21 @@ class Explain:
             given, target = step_and_target(self.step, self.hardware)
             given.show()
             found = explain(
-                given.step, target=target, budget=self.hardware.budget, cost=self.step.cost, levers=self.levers
+                given.step,
+                target=target,
+                mesh=parse_mesh(self.hardware.mesh),
+                budget=self.hardware.budget,
+                cost=self.step.cost,
+                levers=self.levers,
             )
         show_result(found, json=self.json)
         return 0
 
     def _check_no_hardware(self, plan: Path) -> None:
-        for name, own in (("target", "its own target"), ("ranks", "its own number of ranks")):
+        for name, own in (
+            ("target", "its own target"),
+            ("ranks", "its own number of ranks"),
+            ("mesh", "its own mesh"),
+        ):
             if getattr(self.hardware, name) is not None:
                 raise UsageError(f"--{name}: the plan {plan} has {own}; leave --{name} out")

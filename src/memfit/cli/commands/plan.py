@@ -11,7 +11,7 @@ import tyro
 from memfit.cli.options import FileOptions, HardwareOptions, Json, SolverOptions, TimedStepOptions, arg
 from memfit.cli.output import show, show_json, write_files, write_text
 from memfit.cli.problems import UsageError, check_files
-from memfit.cli.resolve import ResolvedStep, capture_step, find_levers, solve_options, step_and_target
+from memfit.cli.resolve import ResolvedStep, capture_step, find_levers, parse_mesh, solve_options, step_and_target
 
 if TYPE_CHECKING:
     from memfit.analysis import EarlyCaptures, Lever
@@ -58,7 +58,8 @@ class Plan:
         if self.optimizer_lever and isinstance(step, Trace):
             raise UsageError("--optimizer-lever captures the step in other ways; give the step, not its trace")
         given.show()
-        with EarlyCaptures(step if self._shows_levers and isinstance(step, Step) else None, target) as early:
+        plain = self._shows_levers and isinstance(step, Step) and self.hardware.mesh is None
+        with EarlyCaptures(step if plain else None, target) as early:
             return self._plan(given, target, early)
 
     def _plan(self, given: ResolvedStep, target: Target, early: EarlyCaptures) -> int:
@@ -68,7 +69,8 @@ class Plan:
         from memfit.report import levers_in_short, plan_report
 
         step = given.step
-        trace = capture_step(step, target)
+        mesh = parse_mesh(self.hardware.mesh)
+        trace = capture_step(step, target, mesh)
         early.drop_useless(trace)
         early.begin_chunked_loss(trace)
         options = solve_options(self.solver, trace, several_ranks=target.ranks > 1, optimizer=self.optimizer_lever)

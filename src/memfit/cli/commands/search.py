@@ -50,6 +50,8 @@ class Search:
 
     def run(self) -> int:
         self._check()
+        if self.hardware.mesh is not None:
+            raise UsageError("--mesh: a search plans the sharding itself; give --ranks, or plan one mesh at a time")
         say(f"searching for the best {_WHAT[self.over]} of {self.step.step}")  # torch takes seconds to import
         began = time.monotonic()
         from memfit.plans import SearchInterrupted, search

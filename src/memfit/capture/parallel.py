@@ -1,0 +1,310 @@
+"""What a capture sees of a step that runs on several ranks: streams, storages that are resized, collectives.
+
+Note [Parallel capture]: PyTorch's own code runs (`fully_shard`, DTensor) on ranks that are not there
+(`fake_ranks.py`). The model is built for the capture and belongs to it, so nothing stands in for its tensors and
+nothing is put back. Three things differ from a step on one device:
+
+1. FSDP2 gives an unsharded parameter its memory with `UntypedStorage.resize_`, which is no op. The storage is counted
+   as made by the next op, which fills it, and freed after the last one before it was emptied. Autograd saves the
+   parameter itself, and not a tensor that keeps its bytes.
+2. Collectives are run on empty tensors: what they are given stays as it is, and what they return is of the same kind.
+3. The stream that is current when something is allocated is kept with it, by the name that FSDP2 gives it.
+
+A first step makes what later steps find, so the step is recorded when it runs for the second time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from memfit.capture.arguments import map_tensors, tensors_of
+from memfit.capture.cuda_api import StreamStandIn
+from memfit.capture.recorder import Recorder
+from memfit.capture.replacements import patched, replaced
+from memfit.capture.storages import HOST
+from memfit.capture.trace_types import BEFORE_STEP, Category, CollectiveCall
+from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes
+from memfit.torch_private.distributed import (
+    FSDP2_STREAMS,
+    AsyncCollectiveTensor,
+    FSDPCommContext,
+    FSDPParamGroup,
+    fsdp2_comm_context,
+    group_size,
+    local_tensor,
+    with_local,
+)
+
+_functional = torch.ops._c10d_functional
+_COMPUTE = "compute"
+_KINDS = {
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "broadcast_": "broadcast",
+    "broadcast": "broadcast",
+    "alltoall_base_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "shard_dim_alltoall": "all_to_all",
+    "send": "send",
+    "recv_": "send",
+}
+"""Ops that communicate, and what memfit calls what they do."""
+_NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
+_RESULT_COUNTS = frozenset(("all_gather",))
+"""Collectives whose bytes are those of the result; of the others those of what they are given."""
+
+
+class ParallelCapture:
+    """Follows one pass of a step on several ranks."""
+
+    def __init__(self, recorder: Recorder, note: Callable[[str], None]) -> None:
+        self._recorder = recorder
+        self._note = note
+        self._streams = _Streams(recorder.device_type)
+        self._collectives: list[tuple[int, str, int, int, Any]] = []
+        recorder.parallel = self
+        recorder.table.local = local_tensor
+        recorder.table.current_stream = self._streams.current
+        recorder.executor.keeps_empty_on_meta = True
+        recorder.executor.run_collective = self.run
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """Follow the step inside the block."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(patched(torch.UntypedStorage, "resize_", self._resize))
+            stack.enter_context(patched(FSDPParamGroup, "_validate_no_meta_params", lambda _: lambda group: None))
+            stack.enter_context(patched(FSDPCommContext, "lazy_init", self._name_streams))
+            stack.enter_context(patched(FSDPParamGroup, "pre_forward", self._before_call))
+            prefetch = staticmethod(self._prefetched(FSDPParamGroup._prefetch_unshard))
+            stack.enter_context(replaced(FSDPParamGroup, "_prefetch_unshard", prefetch))
+            stack.enter_context(self._streams.followed())
+            yield
+
+    def name_streams_of(self, model: nn.Module) -> None:
+        """Learn the names of streams that an earlier pass has made."""
+        for module in model.modules():
+            context = fsdp2_comm_context(module)
+            if context is not None:
+                self._streams.name(context)
+
+    def _name_streams(self, original: Callable[..., None]) -> Callable[..., None]:
+        def lazy_init(context: FSDPCommContext, device: torch.device) -> None:
+            original(context, device)
+            self._streams.name(context)
+
+        return lazy_init
+
+    def _before_call(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Let a module's call begin after FSDP2 has gathered its parameters, which is not part of what it computes."""
+
+        def pre_forward(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._recorder.calls.begin_at(len(self._recorder.ops))
+            return result
+
+        return pre_forward
+
+    def _prefetched(self, original: Callable[..., Any]) -> Any:
+        def prefetch(group: Any, kind: str) -> None:
+            original(group, kind)
+            if kind == "forward":
+                self._recorder.calls.begin_at(len(self._recorder.ops))
+
+        return prefetch
+
+    def _resize(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            self._recorder.table.resized(storage, self._recorder.calls.current, self._recorder.calls.path)
+            return result
+
+        return resize
+
+    # -- tensors that are distributed ------------------------------------------------------------------------------
+
+    def local(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what this rank holds of a tensor."""
+        with DisableTorchFunction():
+            return local_tensor(tensor)
+
+    def around(self, tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """Return a distributed tensor like another one, of which this rank holds `local`."""
+        with DisableTorchFunction(), disable_current_modes():
+            return with_local(tensor, local)
+
+    def waited(self, func: Any, args: Any) -> torch.Tensor | None:
+        """Return what a result of a collective becomes that is waited for, or is to be; None for any other op.
+
+        It is the same tensor. Kernels on meta make another one, which a real run does not have.
+        """
+        if func is _functional.wait_tensor.default:
+            return args[0]
+        return AsyncCollectiveTensor(args[0]) if func is _functional._wrap_tensor_autograd.default else None
+
+    # -- collectives ------------------------------------------------------------------------------------------------
+
+    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a collective on empty tensors, and return what it does with these for the tensors it was given."""
+        given: dict[int, torch.Tensor] = {}
+
+        def empty(tensor: torch.Tensor) -> torch.Tensor:
+            made = torch.empty(0, dtype=tensor.dtype)
+            given[id(made)] = tensor
+            return made
+
+        with disable_current_modes(), DisableTorchFunction():
+            small, small_kwargs = map_tensors(args, empty), map_tensors(kwargs, empty)
+            result = func(*small, **small_kwargs)
+            kept = tensors_of((*small, *small_kwargs.values()))
+            del kept  # only so that no two have one address
+            return map_tensors(result, lambda tensor: given.get(id(tensor), tensor))
+
+    def described(self, args: Any) -> Any:
+        """Return arguments as they are recorded: a group by its size, which has no address."""
+        return tuple(
+            f"group of {group_size(each)}" if _is_group(each) else "reduce" if _is_script(each) else each
+            for each in args
+        )
+
+    def note_op(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Note an op that was just recorded, if it communicates; and what its buffers are for."""
+        name = func._overloadpacket.__name__
+        table = self._recorder.table
+        if func.namespace == "fsdp":
+            if name == "all_gather_copy_in":
+                self._set_category(args[0], Category.COMMUNICATION)
+            elif name == "chunk_cat":
+                self._set_category(args[0], Category.GRADIENT)
+            return
+        kind = _KINDS.get(name) if func.namespace in _NAMESPACES else None
+        if kind is None:
+            return
+        group = next((each for each in args if _is_group(each)), None)
+        if group is None:
+            group = next((each for each in reversed(args) if isinstance(each, str)), None)
+        tensors = tensors_of(args)
+        if func.namespace == "c10d" and name not in ("send", "allreduce_", "broadcast_"):
+            written, read = tensors_of(args[:1]), tensors_of(args[1:2])
+        else:
+            written, read = tensors_of((result,)) or tensors, tensors
+        counted = written if kind in _RESULT_COUNTS else read or written
+        n_bytes = sum(each.numel() * each.element_size() for each in counted)
+        self._collectives.append(
+            (table.now - 1, kind, 0 if group is None else group_size(group), n_bytes, self._streams.current())
+        )
+        if func.namespace == "c10d":
+            self._set_category((*written, *read), Category.COMMUNICATION)
+
+    def _set_category(self, values: Any, category: Category) -> None:
+        for tensor in tensors_of(values):
+            number = self._recorder.table.number_of(tensor)
+            draft = None if number == HOST else self._recorder.table.drafts[number]
+            if draft is not None and draft.alloc_at != BEFORE_STEP and draft.category is None:
+                draft.category = category
+
+    # -- the result -------------------------------------------------------------------------------------------------
+
+    def collectives(self) -> tuple[CollectiveCall, ...]:
+        """Return the collectives in the order in which they are called."""
+        return tuple(
+            CollectiveCall(op=op, kind=kind, ranks=ranks, bytes=n_bytes, stream=self._streams.name_of(stream))
+            for op, kind, ranks, n_bytes, stream in self._collectives
+        )
+
+    def streams(self) -> dict[int, str]:
+        """Return the streams of storages that are not allocated on the compute stream, by number."""
+        named = {
+            number: self._streams.name_of(draft.stream)
+            for number, draft in enumerate(self._recorder.table.drafts)
+            if draft.stream is not None
+        }
+        if self._streams.strangers:
+            self._note("the step allocates on streams of its own; their blocks are counted as those of the copy stream")
+        return {number: name for number, name in named.items() if name != _COMPUTE}
+
+
+class _Streams:
+    """Which stream is current, and what each is called. On a GPU that is not there they are stand-ins."""
+
+    def __init__(self, device_type: str) -> None:
+        self._cuda = device_type == "cuda"
+        self._default: Any = StreamStandIn() if self._cuda else torch.cpu.current_stream()
+        self._current = self._default
+        self._names: dict[int, str] = {id(self._default): _COMPUTE}
+        self._kept: list[Any] = []
+        self.strangers = False
+
+    def current(self) -> Any:
+        """Return the stream that is current."""
+        return self._current if self._cuda else torch.cpu.current_stream()
+
+    def name(self, context: FSDPCommContext) -> None:
+        """Give FSDP2's streams their names."""
+        for attribute, name in FSDP2_STREAMS.items():
+            stream = getattr(context, attribute, None)
+            if stream is not None and stream is not self._default:
+                self._names[id(stream)] = name
+                self._kept.append(stream)
+
+    def name_of(self, stream: Any) -> str:
+        """Return the name of a stream; one that nobody named is the step's own."""
+        found = self._names.get(id(stream))
+        if found is None:
+            self.strangers = True
+        return found or "copy"
+
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Follow `torch.cuda.stream` and its like, which the emulation of a GPU otherwise ignores."""
+        if not self._cuda:
+            yield
+            return
+        streams = self
+
+        def init(context: Any, stream: Any) -> None:
+            context.stream, context.before = stream, []
+
+        def enter(context: Any) -> None:
+            context.before.append(streams._current)
+            if context.stream is not None:
+                streams._current = context.stream
+
+        def leave(context: Any, *_: Any) -> None:
+            streams._current = context.before.pop()
+
+        def set_stream(_: Any) -> Callable[..., None]:
+            def change(stream: Any) -> None:
+                streams._current = stream
+
+            return change
+
+        members: Mapping[str, Any] = {"__init__": init, "__enter__": enter, "__exit__": leave}
+        with contextlib.ExitStack() as stack:
+            for name, value in members.items():
+                stack.enter_context(replaced(torch.cuda.StreamContext, name, value))
+            for owner in (torch.cuda, torch.accelerator):
+                stack.enter_context(patched(owner, "current_stream", lambda _: lambda *a, **k: streams._current))
+                stack.enter_context(patched(owner, "set_stream", set_stream))
+            yield
+
+
+def _is_script(value: Any) -> bool:
+    return isinstance(value, torch.ScriptObject)
+
+
+def _is_group(value: Any) -> bool:
+    return _is_script(value) and "ProcessGroup" in str(value._type())

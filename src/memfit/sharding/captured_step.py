@@ -1,0 +1,177 @@
+"""A step that was captured on several ranks as it is (`Trace.mesh`): its collectives, units and times.
+
+Its levels are those of the trace; nothing is added and nothing taken away. What the capture does not say is how long
+collectives take and what waits for them: they run beside the ops, one after another, and each is waited for where its
+result is first read, or where the buffer that it is given is freed, which the runtime does after waiting.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from memfit.capture import AFTER_STEP, NO_INDEX, Category, CollectiveCall, Parameter, Phase, Trace
+from memfit.cost import Collective, Group, Runtime
+from memfit.errors import InputError
+from memfit.hardware import Target
+from memfit.memory import Stream, Timeline
+from memfit.paths import around
+from memfit.sharding.options import padded_elements
+from memfit.sharding.result import Sharding
+from memfit.sharding.schedule import (
+    Event,
+    EventKind,
+    ShardSchedule,
+    Transfer,
+    communication,
+    slowed_ms,
+)
+from memfit.sharding.units import ShardUnit
+
+
+def captured_ranks(timeline: Timeline, runtime: Runtime, target: Target) -> Sharding:
+    """Return the step of a rank, as it was captured on a mesh of as many ranks as the target has."""
+    trace = timeline.trace
+    ranks = math.prod(trace.mesh.values())
+    if ranks != target.ranks:
+        shape = " x ".join(f"{name} {size}" for name, size in trace.mesh.items())
+        raise InputError(
+            f"the step was captured on {ranks} ranks ({shape}), and the target has {target.ranks}; give ranks={ranks}"
+        )
+    times = runtime.op_ms.copy()
+    times[[each.op for each in trace.collectives]] = 0.0  # they run beside the ops
+    runtime = Runtime(trace, times)
+    units = _units(trace)
+    schedule = _schedule(trace, target, tuple(unit.module for unit in units) or ("",))
+    communication_ms, waited_ms = communication(runtime, target, schedule)
+    beside_ms = slowed_ms(schedule.transfers, target, communication_ms, waited_ms)
+    return Sharding(
+        runtime=runtime,
+        before_by_row=timeline.before_by_row,
+        during_by_row=timeline.during_by_row,
+        units=units,
+        removed=frozenset(),
+        allocations=(),
+        schedule=schedule,
+        communication_ms=communication_ms,
+        exposed_ms=waited_ms + beside_ms,
+        beside_ms=beside_ms,
+        shard_dtype=None,
+        param_dtype=None,
+        reduce_dtype=None,
+    )
+
+
+def _units(trace: Trace) -> tuple[ShardUnit, ...]:
+    """Return the modules that gather their parameters in the forward, in the order in which they first do.
+
+    Whole gradients have the dtype of gathered parameters, and their bytes are counted with the padding.
+    """
+    found: dict[str, list[CollectiveCall]] = {}
+    for each in trace.collectives:
+        op = trace.ops[each.op]
+        if each.kind == Collective.ALL_GATHER.value and op.phase is Phase.FORWARD and op.name.startswith("c10d."):
+            found.setdefault(trace.calls[op.call].module if op.call != NO_INDEX else "", []).append(each)
+    held: dict[str, list[Parameter]] = {module: [] for module in found}
+    for parameter in trace.parameters:
+        home = next((path for path in reversed(around(parameter.names[0])) if path in held), None)
+        if home is not None:
+            held[home].append(parameter)
+    units = []
+    for module, calls in found.items():
+        first = calls[0]
+        trained = sum(padded_elements(each, first.ranks) for each in held[module] if each.trainable)
+        whole = sum(padded_elements(each, first.ranks) for each in held[module])
+        gradient_bytes = first.bytes * trained // whole if whole else 0
+        units.append(
+            ShardUnit(
+                module=module,
+                kept=not _gathers_again(trace, first),
+                parameters=len(held[module]),
+                shard_bytes=first.bytes // first.ranks,
+                gathered_bytes=first.bytes,
+                gradient_bytes=gradient_bytes,
+                reduced_bytes=gradient_bytes,
+                calls=(),
+            )
+        )
+    return tuple(units)
+
+
+def _gathers_again(trace: Trace, call: CollectiveCall) -> bool:
+    """Return whether what a call gathers is freed before the backward begins."""
+    began = next((index for index, op in enumerate(trace.ops) if op.phase is Phase.BACKWARD), len(trace.ops))
+    filled = next(
+        op for op in trace.ops[call.op + 1 :] if op.name == "fsdp.split_with_sizes_copy.default"
+    )  # by this op, from the collective's result
+    gathered = [trace.storages[ref.storage] for ref in filled.inputs]
+    whole = [each for each in gathered if each.category is Category.GATHERED_PARAMETER]
+    return any(each.free_after != AFTER_STEP and each.free_after < began for each in whole)
+
+
+def _schedule(trace: Trace, target: Target, modules: tuple[str, ...]) -> ShardSchedule:
+    """Return when each collective is begun and waited for."""
+    readers = _first_readers(trace)
+    transfers, events = [], []
+    copied_out = False
+    for number, each in enumerate(trace.collectives):
+        op = trace.ops[each.op]
+        needed = readers[number]
+        forward = op.phase is Phase.FORWARD and each.kind == Collective.ALL_GATHER.value
+        module = trace.calls[op.call].module if op.call != NO_INDEX else ""
+        unit = modules.index(module) if module in modules else 0
+        stream = Stream(each.stream)
+        transfers.append(
+            Transfer(
+                kind=Collective(each.kind),
+                module=module,
+                size_bytes=each.bytes,
+                issued=each.op,
+                needed=needed,
+                ahead=forward and copied_out and stream is Stream.GATHER,
+                stream=stream,
+                group=_group(trace, target, each.ranks),
+            )
+        )
+        copied_out = forward
+        events.append(Event(each.op, EventKind.BEGIN, unit, each.bytes, stream, number))
+        events.append(Event(needed, EventKind.WAIT, unit, each.bytes, Stream.COMPUTE, number))
+    # what is waited for before an op comes before what is begun with it
+    events.sort(key=lambda event: (event.moment, event.kind is EventKind.BEGIN, event.number))
+    return ShardSchedule(modules=modules, buffers=(), transfers=tuple(transfers), events=tuple(events))
+
+
+def _first_readers(trace: Trace) -> list[int]:
+    """Return, for each collective, the op before which it is waited for; the end of the step where none needs it."""
+    collective = {each.op for each in trace.collectives}
+    waiting: dict[int, list[int]] = {}
+    found = [len(trace.ops)] * len(trace.collectives)
+    for number, each in enumerate(trace.collectives):
+        op = trace.ops[each.op]
+        made = {ref.storage for ref in op.outputs}
+        for storage in {ref.storage for ref in op.inputs} - made:
+            freed = trace.storages[storage].free_after
+            if trace.storages[storage].category is Category.COMMUNICATION and freed != AFTER_STEP:
+                found[number] = min(found[number], freed + 1)
+        for storage in made:
+            waiting.setdefault(storage, []).append(number)
+    for index, op in enumerate(trace.ops):
+        if op.view or index in collective:
+            continue
+        for ref in op.inputs:
+            for number in waiting.get(ref.storage, ()):
+                if trace.collectives[number].op < index:
+                    found[number] = min(found[number], index)
+    return [
+        int(np.clip(moment, trace.collectives[number].op + 1, len(trace.ops))) for number, moment in enumerate(found)
+    ]
+
+
+def _group(trace: Trace, target: Target, ranks: int) -> Group | None:
+    """Return which ranks of the target a group of so many is; None for all. The last dimension of a mesh is inside."""
+    if ranks in (0, target.ranks):
+        return None
+    if ranks == list(trace.mesh.values())[-1]:
+        return Group.shard(target, ranks)
+    return Group.replicate(target, target.ranks // ranks)

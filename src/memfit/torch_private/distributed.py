@@ -1,0 +1,83 @@
+"""A process group that sends nothing, and what of DTensor and FSDP2 a capture on such a group must know.
+
+Imported when a step is captured on several ranks, not before: `torch.distributed.tensor` takes a second to load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+__all__ = ["AsyncCollectiveTensor", "DTensor", "FSDPCommContext", "FSDPParamGroup", "FakeStore"]
+
+# FakeStore (torch/testing/_internal/distributed/fake_pg.py) comes with the backend "fake", whose collectives return at
+# once and change nothing. Without it no parallel step can be captured.
+
+# FSDPParamGroup (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py): its `_validate_no_meta_params` is for
+# parameters that were never materialized, and all of a capture's are on meta.
+
+# AsyncCollectiveTensor (torch/distributed/_functional_collectives.py) is around the result, `elem`, of a collective
+# that nobody has waited for.
+
+# FSDPCommContext (same file as FSDPParamGroup) has the streams of FSDP2 as attributes, which is how they get their
+# names here.
+
+clear_dtensor_caches = _clear_sharding_prop_cache
+"""Forget how DTensor has sharded results (torch/distributed/tensor/debug/__init__.py): what it remembers refers to
+meshes, and one of a group that is gone would be taken for an equal one that is made later."""
+
+FSDP2_STREAMS = {
+    "all_gather_copy_in_stream": "copy",
+    "all_gather_stream": "gather",
+    "reduce_scatter_stream": "reduce",
+    "all_reduce_stream": "reduce",
+}
+"""The attributes of `FSDPCommContext` that are streams, and what memfit calls them."""
+
+
+@contextlib.contextmanager
+def fake_group(ranks: int) -> Iterator[None]:
+    """Make this process the first of so many ranks that are not there, inside the block."""
+    hook = sys.excepthook  # `init_process_group` puts one in its place that names the rank, and leaves it there
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        clear_dtensor_caches()
+        dist.destroy_process_group()
+        sys.excepthook = hook
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a DTensor that this rank holds (`DTensor._local_tensor`); any other tensor as it is."""
+    while isinstance(tensor, DTensor | AsyncCollectiveTensor):
+        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.elem
+    return tensor
+
+
+def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a tensor distributed like another one (`DTensor._spec`), of which this rank holds `local`."""
+    return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
+
+
+def fsdp2_comm_context(module: Any) -> FSDPCommContext | None:
+    """Return what `fully_shard` shares between the groups of a model, None for a module that it does not know."""
+    return module._get_fsdp_state()._comm_ctx if hasattr(module, "_get_fsdp_state") else None
+
+
+def group_size(group: Any) -> int:
+    """Return how many ranks a collective's group has; an op is given the group itself, boxed, or its name."""
+    if isinstance(group, str):
+        return _resolve_process_group(group).size()  # type: ignore[arg-type]
+    return dist.ProcessGroup.unbox(group).size()

@@ -1,0 +1,48 @@
+"""`--mesh`: steps whose model factory wraps the model itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+import memfit
+from memfit.capture import load_trace
+from memfit.plans import Plan
+from tests.cli.command_runner import Runner
+
+WHERE = f"{__name__}:step"
+
+
+def build(mesh: DeviceMesh) -> nn.Module:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)))
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+step = memfit.Step(build, memfit.spec((512, 64), torch.float32), loss=lambda output, _: output.square().mean())
+
+
+def test_a_plan_is_of_the_mesh(run: Runner) -> None:
+    ran = run("plan", WHERE, "--target", "h100-sxm", "--mesh", "dp=4", "--no-levers", "--json")
+    assert ran.code == 0, ran.err
+    assert Plan.from_json(ran.out).mesh == {"dp": 4}
+
+
+def test_a_trace_brings_its_mesh(run: Runner, tmp_path: object) -> None:
+    path = f"{tmp_path}/step.memfit"
+    memfit.save_trace(memfit.trace(step, target="h100-sxm", mesh={"dp": 4}), path)
+    assert load_trace(path).mesh == {"dp": 4}
+    ran = run("plan", path, "--no-levers", "--json")
+    assert Plan.from_json(ran.out).ranks == 4
+    assert "captured on {'dp': 4}" in run("plan", path, "--mesh", "dp=2", "--no-levers").said
+
+
+def test_what_is_wrong_is_named(run: Runner) -> None:
+    for mesh in ("dp", "dp=0", "dp=2,dp=2", "=4"):
+        ran = run("plan", WHERE, "--target", "h100-sxm", "--mesh", mesh)
+        assert ran.code == 2 and "as in dp=8 or dp=8,tp=2" in ran.said
+    assert "leave --ranks out" in run("plan", WHERE, "-t", "h100-sxm", "--mesh", "dp=4", "--ranks", 8).said
+    assert "plan one mesh at a time" in run("search", WHERE, "-t", "h100-sxm", "--mesh", "dp=4").said
