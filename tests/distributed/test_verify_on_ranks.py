@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import json
 
+import msgspec
 import pytest
 
+from memfit.errors import InputError
 from memfit.plans import Plan
 from tests.distributed import fsdp2_plans as plans
 from tests.distributed import verified_ranks as verified
@@ -36,7 +38,8 @@ def test_a_plan_holds_on_every_rank(two_ranks: Ranks, name: str, engine: str) ->
     assert found.peak.measured_bytes < found.baseline_peak.measured_bytes
     assert plan.predicted is not None and found.replayed_peak_bytes == plan.predicted.peak_bytes
     for each in found.ranks:
-        assert each.peak.error == pytest.approx(0, abs=0.001) and each.step.measured_ms > 0
+        assert each.peak.error == pytest.approx(0, abs=0.001)
+        assert 0 < each.step.measured_ms <= found.step.measured_ms and each.peak.measured_bytes <= plan.budget_bytes
     document = json.loads(found.to_json())
     assert document["largest_rank"] == found.largest_rank.rank and len(document["ranks"]) == 2
     assert f"2 ranks on engine {engine}" in texts[0] and "is the largest, rank" in texts[0]
@@ -46,16 +49,16 @@ def test_a_plan_holds_on_every_rank(two_ranks: Ranks, name: str, engine: str) ->
 def test_a_wrong_prediction_is_shown(two_ranks: Ranks, engine: str) -> None:
     plan = planned("checkpointed")
     assert plan.predicted is not None
-    less = msgspec.structs.replace(plan.predicted, peak_bytes=plan.predicted.peak_bytes // 2)
+    half = plan.predicted.peak_bytes // 2
+    less = msgspec.structs.replace(plan.predicted, peak_bytes=half, peak_by_category={})
     wrong = msgspec.structs.replace(plan, predicted=less, budget_bytes=less.peak_bytes)
-    for found in two_ranks.run(verified.one_is_slow, wrong.to_json(), engine):
+    for found, text in two_ranks.run(verified.verified, "checkpointed", wrong.to_json(), engine):
         assert not found.ok and not found.within_budget
         said = "; ".join(found.findings)
         assert "the peak of rank 0, the largest, is" in said and "above the budget" in said
         assert "its document was changed" in said
         assert ("+100.0% from its prediction" in said) == (engine == "fsdp2"), "the other's is not in the document"
-        assert found.slowest_rank.rank == 1
-        assert found.step.measured_ms >= verified.SLOW_S * 1e3
+        assert "the plan does not hold" in text
 
 
 @pytest.mark.parametrize("engine", ENGINES)

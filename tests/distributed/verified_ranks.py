@@ -17,8 +17,6 @@ from memfit.verify import Verification
 from tests.distributed.fsdp2_cases import TOKENS, Transformer
 from tests.distributed.fsdp2_plans import _SHAPE, PLANS, Planned, bits, built, fully_sharded, loss_of, same
 
-SLOW_S = 0.05
-
 
 def ready(case: Planned, **changes: Any) -> memfit.Step:
     """The step of a case on a real model and this rank's own batch."""
@@ -41,21 +39,6 @@ def verified(name: str, document: str, engine: Any) -> tuple[Verification, str]:
     same(bits(step.model, step.optimizer), before)
     assert torch.equal(torch.get_rng_state(), numbers)
     return found, str(found)
-
-
-def one_is_slow(document: str, engine: Any) -> Verification:
-    """The optimizer takes longer on rank 1, after the last collective; the other waits for it in the next step."""
-    step = ready(PLANS["checkpointed"], run=_slow_on_rank_1, loss=None)
-    return Plan.from_json(document).verify(step, 1, engine=engine, time_tolerance=None)
-
-
-def _slow_on_rank_1(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
-    output = model(tokens)
-    loss_of(output, tokens).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    dist.barrier()
-    time.sleep(SLOW_S * dist.get_rank())
 
 
 def fails_on_rank_1(document: str, engine: Any, calls: int) -> tuple[str, str, float]:
@@ -110,21 +93,18 @@ def refused(document: str, what: str) -> tuple[str, str]:
 
 
 class Counting(Transformer):
-    """Does something else when a block of rank 1 runs again."""
+    """Does something else when a block of rank 1 runs again: each second call is of another scale."""
 
     def __init__(self) -> None:
         super().__init__()
-        for block in self.blocks:
-            block.register_forward_pre_hook(_count)
+        self.called = 0
+        self.register_buffer("scales", torch.tensor([1.0, 2.0]))
+        next(self.blocks[1].children()).register_forward_pre_hook(self._scale)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x)
-
-
-def _count(block: nn.Module, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-    block.called = getattr(block, "called", 0) + 1  # type: ignore[assignment]
-    other = dist.is_initialized() and dist.get_rank() == 1
-    return (given[0] * (1.0 + block.called if other else 1.0),)  # type: ignore[operator]
+    def _scale(self, _: nn.Module, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        place = self.called % 2
+        self.called += dist.is_initialized() and dist.get_rank() == 1
+        return (given[0] * self.scales[place],)  # type: ignore[index]
 
 
 COUNTING = Planned(model=Counting)

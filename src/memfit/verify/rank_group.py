@@ -3,7 +3,8 @@
 Note [Groups]: the step's collectives run on a process group made for the verification, messages between the ranks on
 another. A rank that fails closes the connections of the first, and the others' collectives raise at once instead of
 waiting for the timeout; then all meet on the second and learn which rank it was. The user's groups are not touched. On
-NCCL nothing but the group's timeout ends a collective that other ranks wait in.
+NCCL nothing but the group's timeout ends a collective that other ranks wait in. Both groups stay for the next
+verification, until the process group is destroyed; a closed one is replaced then.
 """
 
 from __future__ import annotations
@@ -12,18 +13,21 @@ import contextlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from memfit.sharded import CollectiveError, RankError
+from memfit.torch_private.wrappers import default_group
 
 _UNUSED_TAG = 1 << 27
 """No collective of torch or memfit has it."""
 _CLOSED = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 
 T = TypeVar("T")
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 class RankGroup:
@@ -31,14 +35,20 @@ class RankGroup:
 
     def __init__(self, device_type: str) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self._talk = _new_group("gloo")
-        self._step = _new_group(None)
+        made = _groups.setdefault(default_group(), {})
+        if "talk" not in made:
+            made["talk"] = _new_group("gloo")
+        self._talk, self._made = made["talk"], made
+        if "step" not in made:
+            made["step"] = _new_group(None)
+        self._step = made["step"]
         self.mesh = DeviceMesh.from_group(self._step, device_type, mesh_dim_names=("shard",))
 
-    def run(self, about: str, act: Callable[[], T]) -> T:
+    def run(self, about: str, act: Callable[[], T], *, sends: bool = True) -> T:
         """Run an action on every rank and return this rank's result; where one fails, all raise.
 
-        The rank that failed raises its own error, the others a `RankError` with its text.
+        The rank that failed raises its own error, the others a `RankError` with its text. `sends`: the action has
+        collectives, which ranks may be waiting in when one fails.
         """
         failure: Exception | None = None
         result: list[T] = []
@@ -46,9 +56,12 @@ class RankGroup:
             result.append(act())
         except Exception as error:
             failure = error
-            self._close()
+            if sends:
+                self._close()
         followed = failure is not None and _follows(failure)
         told = self.gather((None if failure is None else f"{type(failure).__name__}: {failure}", followed))
+        if sends and any(what is not None for what, _ in told):
+            self._made.pop("step", None)
         failed = [(rank, what) for rank, (what, _) in enumerate(told) if what is not None]
         first = next(((rank, what) for rank, what in failed if not told[rank][1]), None)
         if failure is not None and (first is None or not followed):
@@ -62,13 +75,6 @@ class RankGroup:
         told: list[Any] = [None] * self.ranks
         dist.all_gather_object(told, own, group=self._talk)
         return told
-
-    def close(self) -> None:
-        """Leave both groups. Gloo's threads end badly where one rank leaves while another still reads."""
-        with contextlib.suppress(RuntimeError):
-            dist.barrier(self._talk)
-        for group in (self._step, self._talk):
-            dist.destroy_process_group(group)
 
     def _close(self) -> None:
         """Close this rank's connections of the step's group: a wait in vain does that in Gloo, whoever holds it."""

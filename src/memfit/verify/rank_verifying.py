@@ -58,12 +58,9 @@ def verify_on_ranks(
     """Verify a plan for several ranks, on all of them at once; every rank returns the same record but for its trace."""
     check_ranks(plan, None)
     group = RankGroup(plan.trace.device_type)
-    try:
-        with same_generators(), neutral_modes(), cheap_collections():
-            verifier = group.run("verify", lambda: _RankVerifier(plan, step, engine, group))
-            return verifier.verification(steps, memory_tolerance, time_tolerance)
-    finally:
-        group.close()
+    with same_generators(), neutral_modes(), cheap_collections():
+        verifier = group.run("verify", lambda: _RankVerifier(plan, step, engine, group), sends=False)
+        return verifier.verification(steps, memory_tolerance, time_tolerance)
 
 
 @dataclass(slots=True)
