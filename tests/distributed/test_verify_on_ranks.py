@@ -76,9 +76,12 @@ def test_what_differs_on_one_rank_is_found(two_ranks: Ranks, engine: str) -> Non
     plan = verified.COUNTING.plan(2)
     for found in two_ranks.run(verified.differs_on_rank_1, plan.to_json(), engine):
         assert found.exactness is not None and not found.exactness.equal and found.exactness.reproducible is True
-        worst = found.exactness.first("gradient")
-        assert worst is not None and worst.largest > 0
-        assert "gradients differ, most that of" in found.findings[0] and "on rank" in found.findings[0]
+        worst, loss = found.exactness.first("gradient"), found.exactness.first("loss")
+        assert worst is not None and worst.largest > 0 and worst.step == 1
+        assert loss is not None and loss.rank == 1, "the other rank's loss is its own"
+        said = "; ".join(found.findings)
+        assert "gradients differ, most that of" in said and "in step 2 on rank" in said
+        assert "without the plan: something in a checkpointed module" in said
         assert found.exactness.first("parameter") is not None
 
 

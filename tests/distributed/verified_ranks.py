@@ -93,18 +93,23 @@ def refused(document: str, what: str) -> tuple[str, str]:
 
 
 class Counting(Transformer):
-    """Does something else when a block of rank 1 runs again: each second call is of another scale."""
+    """A block of rank 1 counts its calls, also those that recompute, and scales its result by the number of them.
+
+    The scaling itself is never recomputed: nothing is saved after it. So the second step differs under a plan.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.called = 0
-        self.register_buffer("scales", torch.tensor([1.0, 2.0]))
-        next(self.blocks[1].children()).register_forward_pre_hook(self._scale)
+        first, *_, last = self.blocks[1].children()
+        first.register_forward_hook(self._count)
+        last.register_forward_hook(self._scale)
 
-    def _scale(self, _: nn.Module, given: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        place = self.called % 2
+    def _count(self, *_: Any) -> None:
         self.called += dist.is_initialized() and dist.get_rank() == 1
-        return (given[0] * self.scales[place],)  # type: ignore[index]
+
+    def _scale(self, _: nn.Module, __: Any, result: torch.Tensor) -> torch.Tensor:
+        return result * float(max(self.called, 1))
 
 
 COUNTING = Planned(model=Counting)
