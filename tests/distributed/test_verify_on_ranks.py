@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -105,3 +109,31 @@ def test_what_ranks_cannot_verify_is_refused_on_all(
 def test_without_a_process_group_torchrun_is_asked_for() -> None:
     with pytest.raises(InputError, match="torchrun --nproc-per-node 2"):
         planned("checkpointed").verify(plans.PLANS["checkpointed"].step())
+
+
+def test_the_command_under_torchrun(tmp_path: Path) -> None:
+    """Rank 0 prints the document, the other nothing; a fault on the other is said by rank 0, and is exit code 1."""
+    case = plans.PLANS["checkpointed"]
+    planned("checkpointed").save(tmp_path / "plan.json")
+    ran = torchrun(tmp_path, "step", "--json")
+    assert ran.returncode == 0, ran.stderr
+    document = json.loads(ran.stdout)
+    assert document["ok"] and document["engine"] == "sharded" and len(document["ranks"]) == 2
+    assert document["exactness"]["gradients"] == len(list(case.model().parameters()))
+    ran = torchrun(tmp_path, "failing")
+    assert ran.returncode == 1 and not ran.stdout
+    assert ran.stderr.count("memfit: the step with the plan failed on rank 1: ZeroDivisionError") == 1
+
+
+def torchrun(folder: Path, step: str, *options: str) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command += ["--standalone", "-m", "memfit", "verify", str(folder / "plan.json")]
+    return subprocess.run(
+        [*command, f"tests.distributed.verified_ranks:{step}", "--steps", "1", *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=root,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(root / "src"), str(root)])},
+    )

@@ -117,3 +117,22 @@ COUNTING = Planned(model=Counting)
 
 def differs_on_rank_1(document: str, engine: Any) -> Verification:
     return Plan.from_json(document).verify(ready(COUNTING), 1, engine=engine, time_tolerance=None)
+
+
+def step() -> memfit.Step:
+    """The step of the command line."""
+    return ready(PLANS["checkpointed"])
+
+
+def failing() -> memfit.Step:
+    """A step whose loss raises on rank 1 when it is called again."""
+    seen = 0
+
+    def loss(output: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        nonlocal seen
+        seen += 1
+        if dist.get_rank() == 1 and seen == 3:
+            raise ZeroDivisionError("a fault of the test")
+        return loss_of(output, tokens)
+
+    return ready(PLANS["checkpointed"], loss=loss)

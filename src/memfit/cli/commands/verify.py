@@ -58,10 +58,10 @@ class Verify:
         check_files({"--output": self.output})
         self._check()
         plan = read_plan(self.plan)
-        step = resolve_step(self.step).step
-        if isinstance(step, Trace):
-            raise UsageError(f"STEP: {self.step.step} is a trace, which cannot be run; give train.py:function")
-        with _ranks(plan) as rank:
+        with _ranks(plan) as rank:  # before the step is made, which may ask for its rank
+            step = resolve_step(self.step).step
+            if isinstance(step, Trace):
+                raise UsageError(f"STEP: {self.step.step} is a trace, which cannot be run; give train.py:function")
             try:
                 with Progress("running the step with the plan and without it", show=rank == 0):
                     found = verify(
@@ -75,6 +75,8 @@ class Verify:
                 if rank == 0:
                     raise
                 return FAILED  # rank 0 was told, and says it
+            finally:
+                _wait_for_ranks(plan)
         if rank:
             return DONE if found.ok else FAILED
         if self.output is not None:
@@ -110,6 +112,17 @@ def _ranks(plan: Plan) -> Iterator[int]:
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     try:
         yield dist.get_rank()
-        dist.barrier()  # Gloo's threads end badly where one rank leaves while another still reads
     finally:
         dist.destroy_process_group()
+
+
+def _wait_for_ranks(plan: Plan) -> None:
+    """Leave together: Gloo's threads end badly where one rank leaves while another still reads.
+
+    Every rank comes here, because an error on one is told to all; one that has died has closed its connections.
+    """
+    import torch.distributed as dist
+
+    if plan.shard is not None and dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.barrier()
