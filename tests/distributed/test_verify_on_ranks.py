@@ -14,6 +14,7 @@ import pytest
 
 from memfit.errors import InputError
 from memfit.plans import Plan
+from memfit.verify import Verification
 from tests.distributed import fsdp2_plans as plans
 from tests.distributed import verified_ranks as verified
 from tests.distributed.ranks import Ranks
@@ -44,6 +45,7 @@ def test_a_plan_holds_on_every_rank(two_ranks: Ranks, name: str, engine: str) ->
     for each in found.ranks:
         assert each.peak.error == pytest.approx(0, abs=0.001)
         assert 0 < each.step.measured_ms <= found.step.measured_ms and each.peak.measured_bytes <= plan.budget_bytes
+    assert msgspec.json.decode(found.to_json(), type=Verification) == found
     document = json.loads(found.to_json())
     assert document["largest_rank"] == found.largest_rank.rank and len(document["ranks"]) == 2
     assert f"2 ranks on engine {engine}" in texts[0] and "is the largest, rank" in texts[0]
