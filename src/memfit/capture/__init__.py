@@ -29,7 +29,7 @@ from memfit.capture.random_numbers import held_generators, host_state, with_host
 from memfit.capture.random_paths import SEVERAL_PATHS
 from memfit.capture.replacements import patched
 from memfit.capture.rules.base import fills_its_memory
-from memfit.capture.step import Companions, Step, call_model, find_step, spec
+from memfit.capture.step import Companions, Step, call_model, find_step, find_variables, spec
 from memfit.capture.trace_file import check_trace, load_trace, save_trace
 from memfit.capture.trace_types import (
     AFTER_STEP,
@@ -78,6 +78,7 @@ __all__ = [
     "check_trace",
     "fills_its_memory",
     "find_step",
+    "find_variables",
     "held_generators",
     "host_state",
     "implementations",

@@ -4,6 +4,7 @@ from memfit.engines.attachment import unplanned
 from memfit.engines.local import Applied, apply, plan_of_model, remove
 from memfit.engines.loss import CHUNKS, chunked_cross_entropy, has_planned_loss, plan_loss
 from memfit.engines.recompute import RecomputedCall
+from memfit.engines.selection import check_ranks, resolve_engine
 from memfit.engines.tape import Tape
 
 __all__ = [
@@ -12,10 +13,12 @@ __all__ = [
     "RecomputedCall",
     "Tape",
     "apply",
+    "check_ranks",
     "chunked_cross_entropy",
     "has_planned_loss",
     "plan_loss",
     "plan_of_model",
     "remove",
+    "resolve_engine",
     "unplanned",
 ]

@@ -167,15 +167,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         *,
         memory_tolerance: float = 0.01,
         time_tolerance: float | None = 0.15,
+        engine: Engine | None = None,
     ) -> Any:
         """Run the real step with the plan and without it and compare both with the prediction: a `Verification`.
 
         Everything is left as it was found. The measured time is the median of `steps` steps; with a `time_tolerance`
-        of None it is shown and does not count.
+        of None it is shown and does not count. A plan for several ranks is verified under `torchrun`, by all ranks at
+        once, on the `engine` that `apply` would take.
         """
         from memfit.verify import verify
 
-        return verify(self, step, steps, memory_tolerance=memory_tolerance, time_tolerance=time_tolerance)
+        return verify(
+            self, step, steps, memory_tolerance=memory_tolerance, time_tolerance=time_tolerance, engine=engine
+        )
 
     def __rich__(self) -> RenderableType:
         from memfit.report import plan_report

@@ -23,6 +23,8 @@ _ROWS = 8
 def verification_report(found: Verification) -> Group:
     """Show everything that fits a screen of 80 columns."""
     parts: list[RenderableType] = [_headline(found), Text(), _beside(found)]
+    if found.ranks:
+        parts += [Text(), _ranks(found)]
     if found.by_module:
         parts += [Text(), _modules(found)]
     if found.forward_by_module and not found.time_agrees:
@@ -39,12 +41,20 @@ def _headline(found: Verification) -> Text:
     else:
         text.append("does not hold", style="bold red")
     text.append(f" on {found.device}")
+    if found.engine is not None:
+        text.append(f", {len(found.ranks)} ranks on engine {found.engine}")
     for finding in found.findings:
         text.append(f"\n  - {finding}")
     if found.on_smaller_path:
         text.append(
             f"\nthe step takes one of several paths at random: the plan is for the largest, and the one that was "
             f"measured needs {-found.peak.error:.1%} less"
+        )
+    planned, here = (None if each is None else display_bytes(each) for each in _predictions(found))
+    if planned not in (None, here):
+        text.append(
+            f"\nthe plan predicts {planned}, which is for fsdp2; its decisions are predicted to take {here} on engine "
+            f"{found.engine}"
         )
     exactness = found.exactness
     if found.skipped is not None:
@@ -55,6 +65,11 @@ def _headline(found: Verification) -> Text:
             "same bit for bit with and without the plan"
         )
     return text
+
+
+def _predictions(found: Verification) -> tuple[int | None, int]:
+    """Return the peak in the plan's document, where ranks are sharded by other means, and the one for what ran."""
+    return found.planned_peak_bytes if found.engine == "sharded" else None, found.peak.predicted_bytes
 
 
 def _beside(found: Verification) -> Table:
@@ -69,6 +84,29 @@ def _beside(found: Verification) -> Table:
         table.add_section()
     for each in found.by_category:
         _bytes_row(table, each.name, each)
+    return table
+
+
+def _ranks(found: Verification) -> Table:
+    """Show every rank; those in the middle of many are left out, the largest and the slowest never."""
+    title = "by rank"
+    largest, slowest = found.largest_rank, found.slowest_rank
+    if largest is not None and slowest is not None:
+        title += f": rank {largest.rank} is the largest, rank {slowest.rank} the slowest"
+    table = number_table("rank", "predicted", "peak", "difference", "step", "without", "step without", title=title)
+    rows = [each for each in found.ranks if each.rank < _ROWS or each in (largest, slowest)]
+    for each in rows:
+        plain, plain_step = each.baseline_peak, each.baseline_step
+        table.add_row(
+            str(each.rank),
+            display_bytes(each.peak.predicted_bytes),
+            display_bytes(each.peak.measured_bytes),
+            f"{each.peak.error:+.2%}" if each.peak.difference_bytes else "none",
+            display_ms(each.step.measured_ms),
+            "" if plain is None else display_bytes(plain.measured_bytes),
+            "" if plain_step is None else display_ms(plain_step.measured_ms),
+        )
+    caption_more(table, len(found.ranks), len(rows))
     return table
 
 

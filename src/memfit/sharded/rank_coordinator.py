@@ -66,4 +66,4 @@ class RankCoordinator:
 
 
 class RankError(MemfitError, RuntimeError):
-    """Another rank could not do its part of a save or a load."""
+    """Another rank could not do its part of a save, a load or a verification."""

@@ -5,10 +5,19 @@ from memfit.sharding.flat_layout import FlatLayout, Part, PartTable, Slot, group
 from memfit.sharding.flat_schedule import Schedule, UnitOptions
 from memfit.sharding.options import ShardDtypes, shard_bytes
 from memfit.sharding.schedule import copies_ms
-from memfit.sharding.sharded_step import Sharding, ShardOptions, ShardUnit, Transfer, repeated_blocks, shard
+from memfit.sharding.sharded_step import (
+    FlatOptions,
+    Sharding,
+    ShardOptions,
+    ShardUnit,
+    Transfer,
+    repeated_blocks,
+    shard,
+)
 
 __all__ = [
     "FlatLayout",
+    "FlatOptions",
     "Part",
     "PartTable",
     "Schedule",

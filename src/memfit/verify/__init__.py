@@ -6,7 +6,7 @@ from memfit.verify.measure import mapped_bytes
 from memfit.verify.prediction import capture_for_plan, replay_plan, without_state
 from memfit.verify.resolve import resolve_step, step_at
 from memfit.verify.state import generators, set_generators
-from memfit.verify.verification import TIME_TOLERANCE, BytesCheck, MsCheck, Verification
+from memfit.verify.verification import TIME_TOLERANCE, BytesCheck, MsCheck, RankCheck, Verification
 from memfit.verify.verifying import verify
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Exactness",
     "FailedAt",
     "MsCheck",
+    "RankCheck",
     "Verification",
     "capture_for_plan",
     "generators",

@@ -21,13 +21,14 @@ class Difference:
     """Something that is not the same with the plan as without it. `step` counts from 0.
 
     `kind` is loss, gradient, parameter, buffer or random state; `largest` is the largest difference of two values,
-    infinite when one of them is missing or not finite.
+    infinite when one of them is missing or not finite. `rank` is where it is largest, None on one device.
     """
 
     kind: str
     name: str
     step: int
     largest: float
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +104,7 @@ def _noting(backward: Callable[..., Any], outcome: Outcome) -> Callable[..., Any
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor's values to host memory that torch's allocator does not count (Note [Second of two])."""
+    tensor = local_part(tensor)
     dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
     if not dense.numel():
         return torch.empty(dense.shape, dtype=dense.dtype)
@@ -110,6 +112,11 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     if fills_its_memory(dense):
         return memory.as_strided(dense.shape, dense.stride()).copy_(dense)  # copying a transpose would take scratch
     return memory.view(dense.shape).copy_(dense)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, and any other tensor itself; DTensor is not loaded for that."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
 
 
 def compare_outcomes(planned: Outcome, plain: Outcome, step: int) -> list[Difference]:

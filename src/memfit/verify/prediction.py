@@ -9,9 +9,12 @@ import numpy as np
 import torch
 
 from memfit.capture import Step, Trace
+from memfit.cost import Roofline, Runtime
+from memfit.hardware import Target
 from memfit.memory import Timeline
-from memfit.plans import Plan, PlanMismatch, build_policy
-from memfit.solve import replay
+from memfit.plans import Engine, Plan, PlanMismatch, build_policy
+from memfit.sharding import FlatOptions, Schedule, ShardOptions, UnitOptions, shard
+from memfit.solve import Problem, SolveOptions, replay
 from memfit.tradeoff import TraceColumns, find_units
 
 
@@ -42,6 +45,41 @@ def replay_plan(plan: Plan, captured: Trace, *, planned: bool = True) -> Timelin
     found = {unit.name: unit for unit in find_units(captured)}
     entries = plan.checkpoint if planned else ()
     return replay(trace_columns, [(found[entry.unit], build_policy(entry)) for entry in entries])
+
+
+def replay_on_ranks(plan: Plan, captured: Trace, engine: Engine, *, planned: bool = True) -> Timeline:
+    """Return the timeline of the first rank with the plan's units sharded by an engine and checkpointed, or not.
+
+    Plans predict FSDP2; memfit's own runtime has other buffers.
+    """
+    assert plan.shard is not None
+    units = {unit.module: unit for unit in plan.shard.units}
+    options = ShardOptions(
+        units=tuple(name for name in units if name),
+        shard_dtype=plan.shard.shard_dtype,
+        param_dtype=plan.shard.param_dtype,
+        reduce_dtype=plan.shard.reduce_dtype,
+        keep_last=any(name and not unit.reshard_after_forward for name, unit in units.items()),
+    )
+    flat = None
+    if engine == "sharded":
+        flat = FlatOptions(
+            schedule=Schedule(forward_prefetch=plan.shard.prefetch, backward_prefetch=plan.shard.prefetch),
+            units={name: UnitOptions(keep=not unit.reshard_after_forward) for name, unit in units.items()},
+        )
+    target = Target.parse(plan.target.device, ranks=plan.shard.ranks, **plan.target.settings)
+    timeline = Timeline.of(captured, target.device.allocator.rounding_bytes)
+    sharding = shard(timeline, Runtime.of(captured, Roofline()), target, options, flat=flat)
+    problem = Problem(
+        timeline=timeline,
+        runtime=sharding.runtime,
+        target=target,
+        sharding=sharding,
+        options=SolveOptions(shard=options),
+    )
+    found = {unit.name: unit for unit in problem.units}
+    entries = plan.checkpoint if planned else ()
+    return problem.replay([(found[entry.unit], build_policy(entry)) for entry in entries])
 
 
 @contextlib.contextmanager

@@ -35,11 +35,6 @@ def check_plan(plan: Plan) -> None:
     if plan.status == "infeasible" or plan.predicted is None:
         least = "" if plan.minimum_budget_bytes is None else f" {display_bytes(plan.minimum_budget_bytes)}"
         raise InputError(f"this plan is infeasible, there is nothing to verify; plan with a budget of{least} or more")
-    if plan.shard is not None:
-        raise MissingFeatureError(
-            f"this plan shards the model over {plan.shard.ranks} ranks, which no engine of memfit runs yet; "
-            "plan with ranks=1 to verify it on one device"
-        )
     if plan.mesh:
         raise MissingFeatureError(
             f"this plan is for a step on {plan.ranks} ranks, wrapped by its own code, and verify runs on one; plan the "

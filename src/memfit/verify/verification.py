@@ -58,6 +58,17 @@ class MsCheck:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankCheck:
+    """What one of several ranks predicted and measured; the baseline is sharded alike and checkpoints nothing."""
+
+    rank: int
+    peak: BytesCheck
+    step: MsCheck
+    baseline_peak: BytesCheck | None
+    baseline_step: MsCheck | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verification(PrintedDocument):
     """A plan beside what really happened.
 
@@ -67,6 +78,10 @@ class Verification(PrintedDocument):
     was changed. `forward_by_module` has each module's own forward, without the modules inside it. `baseline_peak`,
     `baseline_step` and `exactness` need the step without the plan; where it was not run, `skipped` says why. With
     `random_path` the step was planned for the largest of its random paths: one that was measured may need less.
+
+    On several ranks `ranks` has a check of each, `peak` is that of the largest and `step` that of the slowest rank, and
+    `engine` is what sharded them. What is predicted is the plan's decisions on that engine; `planned_peak_bytes` is
+    what the plan itself says, which is for FSDP2. Ranks whose shards have no padding hold a little less than the first.
     """
 
     device: str
@@ -86,6 +101,19 @@ class Verification(PrintedDocument):
     memory_tolerance: float = MEMORY_TOLERANCE
     time_tolerance: float | None = TIME_TOLERANCE
     random_path: bool = False
+    engine: str | None = None
+    planned_peak_bytes: int | None = None
+    ranks: tuple[RankCheck, ...] = ()
+
+    @property
+    def largest_rank(self) -> RankCheck | None:
+        """The rank with the highest measured peak; None on one device."""
+        return max(self.ranks, key=lambda each: each.peak.measured_bytes, default=None)
+
+    @property
+    def slowest_rank(self) -> RankCheck | None:
+        """The rank whose step takes longest; None on one device."""
+        return max(self.ranks, key=lambda each: each.step.measured_ms, default=None)
 
     @property
     def ok(self) -> bool:
@@ -143,12 +171,15 @@ class Verification(PrintedDocument):
         """Return everything as plain values, for JSON."""
         found = dataclasses.asdict(self)
         most, slowest = self.memory_differs_most, self.time_differs_most
+        largest_rank, slowest_rank = self.largest_rank, self.slowest_rank
         return {
             "ok": self.ok,
             "findings": list(self.findings),
             **found,
             "memory_differs_most": None if most is None else most.name,
             "time_differs_most": None if slowest is None else slowest.name,
+            "largest_rank": None if largest_rank is None else largest_rank.rank,
+            "slowest_rank": None if slowest_rank is None else slowest_rank.rank,
         }
 
     def __rich__(self) -> RenderableType:
@@ -159,30 +190,32 @@ class Verification(PrintedDocument):
 
 def _findings(found: Verification) -> Iterator[str]:
     yield from _inexact(found.exactness)
-    peak = found.peak
+    peak, planned_bytes = found.peak, found.planned_peak_bytes or found.peak.predicted_bytes
+    largest = "" if found.largest_rank is None else f" of rank {found.largest_rank.rank}, the largest,"
     if not found.within_budget:
         over = display_bytes(peak.measured_bytes - found.budget_bytes)
-        yield f"the peak is {over} above the budget of {display_bytes(found.budget_bytes)}"
+        yield f"the peak{largest} is {over} above the budget of {display_bytes(found.budget_bytes)}"
     if not found.peak_agrees:
         yield (
-            f"the peak is {peak.error:+.1%} from its prediction: {display_bytes(peak.measured_bytes)} measured, "
-            f"{display_bytes(peak.predicted_bytes)} predicted{_where(found)}"
+            f"the peak{largest} is {peak.error:+.1%} from its prediction: {display_bytes(peak.measured_bytes)} "
+            f"measured, {display_bytes(peak.predicted_bytes)} predicted{_where(found)}"
         )
-    if found.replayed_peak_bytes != peak.predicted_bytes:
+    if found.replayed_peak_bytes != planned_bytes:
         yield (
             f"the plan's decisions give a peak of {display_bytes(found.replayed_peak_bytes)} and not the "
-            f"{display_bytes(peak.predicted_bytes)} that it predicts: its document was changed; plan the step again"
+            f"{display_bytes(planned_bytes)} that it predicts: its document was changed; plan the step again"
         )
     if not found.time_agrees:
         step, most = found.step, found.time_differs_most
         where = ""
+        slowest = "" if found.slowest_rank is None else f" of rank {found.slowest_rank.rank}, the slowest,"
         if most is not None:
             where = (
                 f"; {module_label(most.name)} differs most, {display_ms(most.measured_ms)} of forward against "
                 f"{display_ms(most.predicted_ms)}"
             )
         yield (
-            f"the step is {step.error:+.0%} from its prediction: {display_ms(step.measured_ms)} measured, "
+            f"the step{slowest} is {step.error:+.0%} from its prediction: {display_ms(step.measured_ms)} measured, "
             f"{display_ms(step.predicted_ms)} predicted{where}. `memfit calibrate` measures this machine: plan with "
             "the device that it writes"
         )
@@ -197,7 +230,8 @@ def _inexact(exactness: Exactness | None) -> Iterator[str]:
         what = f"{len({each.name for each in these})} {kind}s differ, most that of {first.name}"
         if kind in ("loss", "random state"):
             what = f"the {kind} differs"
-        yield f"{what}, by {first.largest:.3g} in step {first.step + 1}"
+        where = "" if first.rank is None else f" on rank {first.rank}"
+        yield f"{what}, by {first.largest:.3g} in step {first.step + 1}{where}"
     if exactness.reproducible is False:
         yield "the step gives other values from run to run also without the plan, so no plan can be compared with it"
     elif exactness.reproducible:

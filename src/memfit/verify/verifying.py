@@ -30,9 +30,9 @@ from memfit.capture import (
     neutral_modes,
     set_flags,
 )
-from memfit.engines import plan_of_model, unplanned
+from memfit.engines import plan_of_model, resolve_engine, unplanned
 from memfit.errors import InputError
-from memfit.plans import Plan
+from memfit.plans import Engine, Plan
 from memfit.torch_private.storages import storage_key
 from memfit.units import display_bytes
 from memfit.verify.align_events import Filling, Places, find_filling
@@ -63,14 +63,24 @@ def verify(
     *,
     memory_tolerance: float = MEMORY_TOLERANCE,
     time_tolerance: float | None = TIME_TOLERANCE,
+    engine: Engine | None = None,
 ) -> Verification:
     """Run the step with the plan and without it; the model, its optimizer and all else are left as they were found.
 
-    The median of `steps` steps is the time. A `time_tolerance` of None keeps times out of the verdict.
+    The median of `steps` steps is the time. A `time_tolerance` of None keeps times out of the verdict. A plan for
+    several ranks is verified by all of them at once, on the engine that `Plan.apply` would take.
     """
-    check_plan(plan)
     if steps < 1:
         raise InputError(f"steps is {steps}; give 1 or more, whose median is the measured time")
+    if plan.shard is not None:
+        # Imported here: it loads DTensor, which takes longer than all of memfit, and most plans are for one device.
+        from memfit.verify.rank_verifying import verify_on_ranks
+
+        return verify_on_ranks(
+            plan, step, steps, memory_tolerance=memory_tolerance, time_tolerance=time_tolerance, engine=engine
+        )
+    check_plan(plan)
+    resolve_engine(plan, engine, ())
     with same_generators(), neutral_modes():
         real, model = real_step(plan, resolve_step(step))
         verifier = _Verifier(plan, real, model)

@@ -1,0 +1,100 @@
+"""The ranks of one verification: what each did is told to all, and no rank waits for one that has failed.
+
+Note [Groups]: the step's collectives run on a process group made for the verification, messages between the ranks on
+another. A rank that fails closes the connections of the first, and the others' collectives raise at once instead of
+waiting for the timeout; then all meet on the second and learn which rank it was. The user's groups are not touched. On
+NCCL nothing but the group's timeout ends a collective that other ranks wait in. Both groups stay for the next
+verification, until the process group is destroyed; a closed one is replaced then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from memfit.sharded import CollectiveError, RankError
+from memfit.torch_private.wrappers import default_group
+
+_UNUSED_TAG = 1 << 27
+"""No collective of torch or memfit has it."""
+_CLOSED = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
+
+T = TypeVar("T")
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+class RankGroup:
+    """All ranks, which must make it together."""
+
+    def __init__(self, device_type: str) -> None:
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        made = _groups.setdefault(default_group(), {})
+        if "talk" not in made:
+            made["talk"] = _new_group("gloo")
+        self._talk, self._made = made["talk"], made
+        if "step" not in made:
+            made["step"] = _new_group(None)
+        self._step = made["step"]
+        self.mesh = DeviceMesh.from_group(self._step, device_type, mesh_dim_names=("shard",))
+
+    def run(self, about: str, act: Callable[[], T], *, sends: bool = True) -> T:
+        """Run an action on every rank and return this rank's result; where one fails, all raise.
+
+        The rank that failed raises its own error, the others a `RankError` with its text. `sends`: the action has
+        collectives, which ranks may be waiting in when one fails.
+        """
+        failure: Exception | None = None
+        result: list[T] = []
+        try:
+            result.append(act())
+        except Exception as error:
+            failure = error
+            if sends:
+                self._close()
+        followed = failure is not None and _follows(failure)
+        told = self.gather((None if failure is None else f"{type(failure).__name__}: {failure}", followed))
+        if sends and any(what is not None for what, _ in told):
+            self._made.pop("step", None)
+        failed = [(rank, what) for rank, (what, _) in enumerate(told) if what is not None]
+        first = next(((rank, what) for rank, what in failed if not told[rank][1]), None)
+        if failure is not None and (first is None or not followed):
+            raise failure
+        if first is not None:
+            raise RankError(f"{about} failed on rank {first[0]}: {first[1]}") from failure
+        return result[0]
+
+    def gather(self, own: T) -> list[T]:
+        """Return what every rank gave, rank 0's first."""
+        told: list[Any] = [None] * self.ranks
+        dist.all_gather_object(told, own, group=self._talk)
+        return told
+
+    def _close(self) -> None:
+        """Close this rank's connections of the step's group: a wait in vain does that in Gloo, whoever holds it."""
+        if self.ranks == 1 or dist.get_backend(self._step) != "gloo":
+            return
+        with contextlib.suppress(RuntimeError):
+            work = self._step.recv([torch.empty(1)], (self.rank + 1) % self.ranks, _UNUSED_TAG)
+            work.wait(timedelta(milliseconds=1))
+
+
+def _new_group(backend: str | None) -> dist.ProcessGroup:
+    group = dist.new_group(backend=backend)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _follows(error: BaseException | None) -> bool:
+    """Return whether an error says no more than that another rank has gone."""
+    while error is not None:
+        if isinstance(error, CollectiveError) or any(sign in str(error) for sign in _CLOSED):
+            return True
+        error = error.__cause__
+    return False
