@@ -87,18 +87,15 @@ class StorageTable:
         """Gives the part of a distributed tensor that this rank holds; None where there are no others."""
         self.current_stream: Callable[[], Any] | None = None
 
-    def _key(self, tensor: torch.Tensor) -> int:
-        return storage_key(tensor if self.local is None else self.local(tensor))
-
     def number_of(self, tensor: torch.Tensor) -> int:
         """Return the number of the tensor's storage, or `HOST`."""
-        return self.known.get(self._key(tensor), HOST)
+        return self.known.get(storage_key(tensor if self.local is None else self.local(tensor)), HOST)
 
     def on_device(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor is, or stands for, one on the target device."""
         if self.device_type == "cpu":
             return True
-        pointer = self._key(tensor)
+        pointer = storage_key(tensor if self.local is None else self.local(tensor))
         number = self.known.get(pointer)
         if number is None:
             return tensor.device.type != "cpu"

@@ -115,7 +115,7 @@ def shard(
     scheduler: Scheduler
     if flat is None:
         kept = [padded_elements(each, ranks) // ranks for each in trace.parameters]
-        parts = [in_order_of_fsdp2(trace, numbers) for numbers in members.values()]
+        parts = in_order_of_fsdp2(trace, members.values())
         scheduler = FSDP2Scheduler(trace, units, parts, gradients, ranks=ranks, dtypes=dtypes, on_host=on_host)
     else:
         last = {unit.module: UnitOptions(keep=True) for unit in units if unit.kept and unit.module}

@@ -122,12 +122,12 @@ def members_of(trace: Trace, options: ShardOptions) -> dict[str, list[int]]:
     return members
 
 
-def in_order_of_fsdp2(trace: Trace, numbers: Iterable[int]) -> list[int]:
-    """Return the parameters of a unit as `fully_shard` finds them: those of a module after those of its children."""
+def in_order_of_fsdp2(trace: Trace, units: Iterable[Iterable[int]]) -> list[list[int]]:
+    """Return the parameters of units as `fully_shard` finds them: those of a module after those of its children."""
     place: dict[str, int] = {}
     open_paths: list[str] = []
     for path in (*(module.path for module in trace.modules), None):
-        while open_paths and (path is None or open_paths[-1] not in around(path)):
+        while open_paths and (path is None or not path.startswith(open_paths[-1] and f"{open_paths[-1]}.")):
             place[open_paths.pop()] = len(place)
         if path is not None:
             open_paths.append(path)
@@ -135,7 +135,7 @@ def in_order_of_fsdp2(trace: Trace, numbers: Iterable[int]) -> list[int]:
     def key(number: int) -> tuple[int, int]:
         return min(place[name.rpartition(".")[0]] for name in trace.parameters[number].names), number
 
-    return sorted(numbers, key=key)
+    return [sorted(numbers, key=key) for numbers in units]
 
 
 def find_units(
