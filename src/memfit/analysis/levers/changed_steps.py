@@ -33,7 +33,6 @@ from memfit.capture import (
     step_with,
     trace,
 )
-from memfit.engines import CHUNKS, chunked_cross_entropy
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.sharding import ShardDtypes
@@ -109,6 +108,8 @@ def loss(case: Case) -> Iterator[Lever]:
         if captured is not None:
             yield case.lever(_NAME, _HOW, case.effect(captured), "captured")
             return
+    from memfit.engines import CHUNKS
+
     parts = {number: -(-case.trace.storages[number].bytes // CHUNKS) for number in copies}
     yield case.lever(
         _NAME,
@@ -133,6 +134,8 @@ def chunked_losses(classes: int) -> Iterator[list[int]]:
 
     Gives the rows of each that was.
     """
+    from memfit.engines import chunked_cross_entropy  # the engines are loaded where the step is captured so
+
     rows: list[int] = []
 
     def in_chunks(original: Any) -> Any:
