@@ -36,7 +36,9 @@ def find_levers(case: Case, watch: Callable[[str], None] | None = None) -> tuple
     # of those, since only the process that began them may ask for them.
     early = case.early is not None and case.early.with_chunked_loss is not None
     second = ("checkpointing", "more ranks") if early else ("a chunked loss",)
-    first = [what for what in LEVERS if what not in second]
+    first = sorted(
+        (what for what in LEVERS if what not in second), key=lambda what: what == "a chunked loss"
+    )  # began last
     tried, beside = both(lambda: _try(case, first, watch), lambda: _try(case, second))
     tried |= beside
     case.left_out.extend(reason for what in LEVERS for reason in tried[what][1])
