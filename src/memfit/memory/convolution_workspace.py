@@ -10,8 +10,9 @@ and the device, and no rule carried over from one published set of runs to the n
 - at most so many times the bytes of input, output and filter. Winograd's transforms of tiles of 2 x 2 hold 16 numbers
   for each 4 of input and output, four times as much, and copies in the layout that tensor cores read are once as much:
   five times. Where all are tried, Fourier transforms are among them, which pad and hold complex numbers: more still,
-  how much depends on the shape. Seven was chosen by looking at the published runs, all of them. Heuristics seldom choose
-  any of these: transforms of tiles of 4 x 4 hold 36 numbers for each 16, which with the copies is about three times.
+  how much depends on the shape. Seven was chosen by looking at the published runs, all of them. Heuristics seldom
+  choose any of these: transforms of tiles of 4 x 4 hold 36 numbers for each 16, which with the copies is about three
+  times.
 
 Depthwise convolutions run torch's own kernel, which has none. `CUDNN_CONV_WSCAP_DBG` caps a workspace, in MiB.
 docs/evidence.md says how often real runs were inside the range.
