@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from memfit.capture.environment import cuda_present
 from memfit.capture.replacements import patched
+from memfit.capture.wrapped_models import wrapping
 from memfit.errors import InputError
 from memfit.hardware import Device
 
@@ -81,19 +82,12 @@ def building(device: Device) -> Iterator[None]:
             kind = getattr(sys.modules.get(module), name, None)
             if kind is not None:  # else nobody can make one
                 stack.enter_context(patched(kind, "__init__", lambda _, problem=problem: _refuse(problem)))
+        stack.enter_context(wrapping(device))
         stack.enter_context(_OnMeta())
         yield
 
 
 _UNFOLLOWED = {
-    ("torch.distributed.fsdp", "FullyShardedDataParallel"): (
-        "the model is wrapped in FullyShardedDataParallel (FSDP1), which cannot be captured; wrap it with "
-        "torch.distributed.fsdp.fully_shard, or give the plain model and ranks=N"
-    ),
-    ("torch.nn.parallel", "DistributedDataParallel"): (
-        "the model is wrapped in DistributedDataParallel, whose reducer is C++ that a capture cannot follow; give the "
-        'plain model with ranks=N and options=SolveOptions(shard=ShardOptions(parallel="ddp"))'
-    ),
     ("torch.distributed.pipelining", "PipelineStage"): (
         "the step has a stage of a pipeline, which cannot be captured yet; give the modules of one stage as a model of "
         "their own, with a batch of what it receives"
