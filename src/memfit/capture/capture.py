@@ -538,6 +538,7 @@ class _Capture:
             cudnn_benchmark=bool(torch.backends.cudnn.benchmark),
             mesh=self.mesh,
             streams={} if self.parallel is None else self.parallel.streams(),
+            op_streams={} if self.parallel is None else self.parallel.op_streams(),
             collectives=() if self.parallel is None else self.parallel.collectives(),
         )
 

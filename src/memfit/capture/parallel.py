@@ -94,6 +94,7 @@ class ParallelCapture:
         self._note = note
         self._streams = _Streams(recorder.device_type)
         self._collectives: list[tuple[int, str, int, int, Any]] = []
+        self._op_streams: dict[int, Any] = {}
         recorder.parallel = self
         recorder.table.local = local_tensor
         recorder.table.current_stream = self._streams.current
@@ -131,8 +132,9 @@ class ParallelCapture:
                     self._recorder.table.adopt(used_map, Category.BUFFER, module=path)
             if isinstance(wrapper, FullyShardedDataParallel):
                 self._streams.name(wrapper, FSDP1_STREAMS)
-                for tensor in flat_parameters(wrapper):
-                    self._recorder.table.homes[storage_key(tensor)] = path
+                for tensor, gathered in flat_parameters(wrapper):
+                    category = Category.GATHERED_PARAMETER if gathered else Category.COMMUNICATION
+                    self._recorder.table.homes[storage_key(tensor)] = path, category
 
     def _name_streams(self, original: Callable[..., None]) -> Callable[..., None]:
         def lazy_init(context: FSDPCommContext, device: torch.device) -> None:
@@ -182,9 +184,9 @@ class ParallelCapture:
 
     def run_on_used_map(self, func: Any, args: Any) -> Any:
         """Run an op of DDP's on the parameters that it has noted; other ranks have used the same ones."""
-        if len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].is_meta:
-            return args[0]  # the sum over all ranks
         with disable_current_modes(), DisableTorchFunction():
+            if len(args) > 1 and isinstance(args[1], torch.Tensor) and args[1].is_meta:
+                return args[0]  # the sum over all ranks
             return func(*args)
 
     # -- tensors that are distributed ------------------------------------------------------------------------------
@@ -240,6 +242,9 @@ class ParallelCapture:
         """Note an op that was just recorded, if it communicates; and what its buffers are for."""
         name = func._overloadpacket.__name__
         table = self._recorder.table
+        stream = self._streams.current()
+        if not self._streams.is_default(stream):
+            self._op_streams[table.now - 1] = stream
         if func.namespace == "fsdp":
             if name == "all_gather_copy_in":
                 self._set_category(args[0], Category.COMMUNICATION)
@@ -259,7 +264,6 @@ class ParallelCapture:
             written, read = tensors_of((result,)) or tensors, tensors
         counted = written if kind in _RESULT_COUNTS else read or written
         n_bytes = sum(each.numel() * each.element_size() for each in counted)
-        stream = self._streams.current()
         if func is _all_reduce and _is_async(args):
             stream = self._streams.beside(stream)
         self._collectives.append((table.now - 1, kind, 0 if group is None else group_size(group), n_bytes, stream))
@@ -285,6 +289,11 @@ class ParallelCapture:
             CollectiveCall(op=op, kind=kind, ranks=ranks, bytes=n_bytes, stream=self._streams.name_of(stream))
             for op, kind, ranks, n_bytes, stream in self._collectives
         )
+
+    def op_streams(self) -> dict[int, str]:
+        """Return the streams of ops that do not run on the compute stream, by index."""
+        named = {index: self._streams.name_of(stream) for index, stream in self._op_streams.items()}
+        return {index: name for index, name in named.items() if name != _COMPUTE}
 
     def streams(self) -> dict[int, str]:
         """Return the streams of storages that are not allocated on the compute stream, by number."""
@@ -312,6 +321,10 @@ class _Streams:
     def current(self) -> Any:
         """Return the stream that is current."""
         return self._current if self._cuda else torch.cpu.current_stream()
+
+    def is_default(self, stream: Any) -> bool:
+        """Return whether a stream is the one that is current outside all blocks."""
+        return stream is self._default
 
     def name(self, context: Any, attributes: Mapping[str, str]) -> None:
         """Give the streams of FSDP2 or FSDP1, which are attributes of an object, their names."""
@@ -401,7 +414,7 @@ def _tensor_address(original: Callable[..., int]) -> Callable[..., int]:
             if is_wrapper(type(tensor)) or tensor.device.type != "meta":
                 return original(tensor)
             address = tensor.untyped_storage().data_ptr()
-            return address + tensor.storage_offset() * tensor.element_size() if address else 0
+            return address + int(tensor.storage_offset()) * tensor.element_size() if address else 0
 
     return data_ptr
 

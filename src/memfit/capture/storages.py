@@ -81,8 +81,8 @@ class StorageTable:
         self._saved: dict[int, _StorageRef] = {}
         self.emptied: set[int] = set()
         """Storages without bytes that `resize_` may give some again (Note [Parallel capture])."""
-        self.homes: dict[int, str] = {}
-        """The module that a storage's bytes are gathered for, where that is known."""
+        self.homes: dict[int, tuple[str, Category]] = {}
+        """The module that a storage gets bytes for, and what they are, where that is known."""
         self._homes: dict[int, str] = {}
         """The module in whose call each of these last got bytes; in the backward there is no call."""
         self.local: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -196,8 +196,10 @@ class StorageTable:
             return
         draft = self.drafts[self.new(storage, self.now, call)]
         draft.resized, draft.category = True, Category.GATHERED_PARAMETER
-        home = self.homes.get(pointer)
-        draft.module = self._homes[pointer] = (module or self._homes.get(pointer, "")) if home is None else home
+        if pointer in self.homes:
+            draft.module, draft.category = self.homes[pointer]
+            return
+        draft.module = self._homes[pointer] = module or self._homes.get(pointer, "")
 
     def stand_in(self, storage: torch.UntypedStorage, twin: torch.UntypedStorage) -> None:
         """Let a second storage stand for one already known: that one lives as long as either."""

@@ -87,6 +87,8 @@ def wrapping(device: Device) -> Iterator[None]:
             stack.enter_context(patched(module, name, lambda _, result=result: lambda *a, **k: result))
         for kind in (DistributedDataParallel, FullyShardedDataParallel):
             stack.enter_context(patched(kind, "__init__", on_target))
+        if device.type == "cuda":
+            stack.enter_context(patched(DistributedDataParallel, "_check_comm_hook", _check_without_nccl))
         yield
 
 
@@ -113,6 +115,16 @@ class _UsedMap(DispatchMode):
         if func is torch.ops.aten.zeros.default and result.dtype is torch.int32 and not result.is_meta:
             self.tensor = result
         return result
+
+
+def _check_without_nccl(original: Callable[..., None]) -> Callable[..., None]:
+    """Let gradients be sent in bfloat16, for which DDP looks for the NCCL of this machine."""
+
+    def check(wrapper: nn.Module, hook: Callable[..., Any]) -> None:
+        if not getattr(hook, "__name__", "").startswith("bf16_compress"):
+            original(wrapper, hook)
+
+    return check
 
 
 def _check(wrapper: nn.Module) -> None:

@@ -12,7 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import Logger, Reducer, _create_work_from_future
+from torch._C._distributed_c10d import (
+    Logger,
+    Reducer,
+    _create_work_from_future,  # type: ignore[attr-defined]  # not in the stubs
+)
 from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
 from torch.nn.parallel import distributed
 from torch.nn.parallel.distributed import DistributedDataParallel
@@ -41,8 +45,10 @@ FSDP1_STREAMS = {
 """The attributes of FSDP1's state that are streams (`_init_streams`, torch/distributed/fsdp/_runtime_utils.py), and
 what memfit calls them. Without hybrid sharding the last is the default stream."""
 
-_UNSHARDED = ("_full_param_padded", "_mp_shard", "_full_prec_full_param_padded")
-"""The attributes of a `FlatParameter` whose memory comes and goes (torch/distributed/fsdp/_flat_param.py)."""
+_UNSHARDED = {"_full_param_padded": True, "_full_prec_full_param_padded": True, "_mp_shard": False}
+"""The attributes of a `FlatParameter` whose memory comes and goes (torch/distributed/fsdp/_flat_param.py), and whether
+they are the gathered parameter. `_mp_shard` is the shard in the dtype in which it is gathered, and the parameter itself
+where it is not sharded."""
 
 
 def finished_work(tensors: Sequence[torch.Tensor]) -> Any:
@@ -56,13 +62,18 @@ def finished_work(tensors: Sequence[torch.Tensor]) -> Any:
     return _create_work_from_future(future).boxed()
 
 
-def flat_parameters(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors of an FSDP1 module whose memory comes and goes; none before its first forward."""
-    handle = getattr(module, "_handle", None)
-    for name in _UNSHARDED if handle is not None else ():
+def flat_parameters(module: nn.Module) -> Iterator[tuple[torch.Tensor, bool]]:
+    """Yield the tensors of an FSDP1 module whose memory comes and goes, and whether each is its whole parameter.
+
+    There are none before its first forward.
+    """
+    handle: Any = getattr(module, "_handle", None)
+    if handle is None:
+        return
+    for name, whole in _UNSHARDED.items():
         tensor = getattr(handle.flat_param, name, None)
         if tensor is not None:
-            yield tensor
+            yield tensor, whole or not handle.uses_sharded_strategy
 
 
 def offloads_parameters(module: FullyShardedDataParallel) -> bool:
