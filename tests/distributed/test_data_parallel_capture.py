@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,21 +13,10 @@ from memfit.capture import Phase, Trace
 from memfit.memory import Timeline
 from memfit.plans import Plan
 from tests.distributed import data_parallel_ranks
-from tests.distributed.data_parallel_ranks import BATCHES, CASES, PLANNED, names_for
+from tests.distributed.data_parallel_ranks import BATCHES, CASES, IN_CI, PLANNED, PLANNED_IN_CI
 from tests.distributed.ranks import Ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("ranks")]
-
-
-@pytest.fixture(scope="module")
-def measured(two_ranks: Ranks, four_ranks: Ranks) -> dict[str, list[Any]]:
-    """The steps of each case on every rank."""
-    found: dict[str, list[Any]] = {}
-    for ranks in (two_ranks, four_ranks):
-        for steps in ranks.run(data_parallel_ranks.measure, names_for(ranks.count)):
-            for name in steps:
-                found.setdefault(name, []).append(steps[name])
-    return found
 
 
 def captured(name: str) -> Trace:
@@ -36,26 +24,33 @@ def captured(name: str) -> Trace:
     return memfit.trace(case.step(case.build, case.batch()), target="cpu", mesh=case.sizes)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_peaks_are_those_of_every_rank_to_the_byte(name: str, measured: dict[str, list[Any]]) -> None:
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.zoo) for name in CASES])
+def test_peaks_are_those_of_every_rank_to_the_byte(name: str, request: pytest.FixtureRequest) -> None:
+    count = math.prod(CASES[name].sizes.values())
+    ranks: Ranks = request.getfixturevalue("two_ranks" if count == 2 else "four_ranks")
+    ranks.begin(data_parallel_ranks.measure, name)
     trace = captured(name)
     timeline = Timeline.of(trace, 1)
     backward = next(index for index, op in enumerate(trace.ops) if op.phase is Phase.BACKWARD)
     forward_bytes = int(timeline.during_bytes[:backward].max()) - timeline.start_bytes
-    assert len(measured[name]) == math.prod(CASES[name].sizes.values())
-    for steps in measured[name]:
+    measured = ranks.results()
+    assert len(measured) == count
+    for steps in measured:
         # the two bounds are equal, unless the profiler missed a free on a thread of Gloo's in every one of the steps
         step = min(steps, key=lambda each: each["missing_bytes"])
         assert step["peak_bytes"][0] <= timeline.peak_bytes - timeline.start_bytes <= step["peak_bytes"][1]
         assert step["forward_peak_bytes"][0] <= forward_bytes <= step["forward_peak_bytes"][1]
 
 
-def test_plans_of_wrapped_steps_train_to_the_same_bits_within_their_budget(two_ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [PLANNED_IN_CI, pytest.param(PLANNED, marks=pytest.mark.zoo)], ids=["some", "more"])
+def test_plans_of_wrapped_steps_train_to_the_same_bits_within_their_budget(
+    names: tuple[str, ...], two_ranks: Ranks, tmp_path: Path
+) -> None:
     rows = 16
     files: dict[str, str] = {}
     plans: dict[str, Plan] = {}
     start_bytes: dict[str, int] = {}
-    for name in PLANNED:
+    for name in names:
         case = CASES[name]
         shape, dtype = BATCHES[case.model]
         step = case.step(case.build, spec((rows, *shape[1:]), dtype))

@@ -28,7 +28,7 @@ from memfit.capture.recorder import Recorder
 from memfit.capture.replacements import patched, replaced
 from memfit.capture.storages import HOST
 from memfit.capture.trace_types import BEFORE_STEP, Category, CollectiveCall
-from memfit.capture.wrapped_models import used_map_of, wrappers
+from memfit.capture.wrapped_models import own_modules, used_map_of, wrappers
 from memfit.torch_private.data_parallel import (
     FSDP1_STREAMS,
     FullyShardedDataParallel,
@@ -36,6 +36,7 @@ from memfit.torch_private.data_parallel import (
     Reducer,
     finished_work,
     flat_parameters,
+    low_precision_parameters,
 )
 from memfit.torch_private.dispatch import DisableTorchFunction, DispatchMode, disable_current_modes, schema_of
 from memfit.torch_private.distributed import (
@@ -120,6 +121,7 @@ class ParallelCapture:
 
     def name_parts(self) -> None:
         """Learn the names of streams that an earlier pass has made, and whose parameters FSDP1 gathers where."""
+        table = self._recorder.table
         for module in self._model.modules():
             context = fsdp2_comm_context(module)
             if context is not None:
@@ -129,12 +131,17 @@ class ParallelCapture:
             if used_map is not None:
                 self.used_maps.add(storage_key(used_map))
                 if self._recorder.device_type == "cpu":
-                    self._recorder.table.adopt(used_map, Category.BUFFER, module=path)
+                    table.adopt(used_map, Category.BUFFER, module=path)
             if isinstance(wrapper, FullyShardedDataParallel):
                 self._streams.name(wrapper, FSDP1_STREAMS)
                 for tensor, gathered in flat_parameters(wrapper):
                     category = Category.GATHERED_PARAMETER if gathered else Category.COMMUNICATION
-                    self._recorder.table.homes[storage_key(tensor)] = path, category
+                    table.homes[storage_key(tensor)] = path, category
+        for path, module in own_modules(self._model):
+            for tensor in low_precision_parameters(module):
+                table.homes[storage_key(tensor)] = path, Category.GATHERED_PARAMETER
+                if storage_key(tensor) not in table.known:
+                    table.adopt_emptied(tensor)
 
     def _name_streams(self, original: Callable[..., None]) -> Callable[..., None]:
         def lazy_init(context: FSDPCommContext, device: torch.device) -> None:
@@ -364,6 +371,16 @@ class _Streams:
         def leave(context: Any, *_: Any) -> None:
             streams._current = context.before.pop()
 
+        entered: list[Any] = []
+
+        def enter_stream(stream: Any) -> Any:
+            entered.append(streams._current)
+            streams._current = stream
+            return stream
+
+        def leave_stream(stream: Any, *_: Any) -> None:
+            streams._current = entered.pop()
+
         def set_stream(_: Any) -> Callable[..., None]:
             def change(stream: Any) -> None:
                 streams._current = stream
@@ -374,6 +391,8 @@ class _Streams:
         with contextlib.ExitStack() as stack:
             for name, value in members.items():
                 stack.enter_context(replaced(torch.cuda.StreamContext, name, value))
+            stack.enter_context(replaced(StreamStandIn, "__enter__", enter_stream))
+            stack.enter_context(replaced(StreamStandIn, "__exit__", leave_stream))
             for owner in (torch.cuda, torch.accelerator):
                 stack.enter_context(patched(owner, "current_stream", lambda _: lambda *a, **k: streams._current))
                 stack.enter_context(patched(owner, "set_stream", set_stream))
@@ -420,10 +439,10 @@ def _tensor_address(original: Callable[..., int]) -> Callable[..., int]:
 
 
 def _is_async(args: Any) -> bool:
-    """Return whether an all-reduce is not waited for by who calls it: `asyncOp`, which is true unless given."""
+    """Return whether an all-reduce is not waited for by who calls it: `async_op`, which is true unless given."""
     names = [argument.name for argument in schema_of(_all_reduce).arguments]
-    place = names.index("asyncOp") if "asyncOp" in names else len(args)
-    return place < len(names) and (place >= len(args) or bool(args[place]))
+    place = next((place for place, name in enumerate(names) if name in ("async_op", "asyncOp")), None)
+    return place is not None and (place >= len(args) or bool(args[place]))
 
 
 def _is_script(value: Any) -> bool:

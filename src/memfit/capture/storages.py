@@ -113,6 +113,12 @@ class StorageTable:
             draft.category, draft.module, draft.name = category, module, name
         return number
 
+    def adopt_emptied(self, tensor: torch.Tensor) -> None:
+        """Register a storage without bytes that exists before the step and that `resize_` gives some in it."""
+        storage = tensor.untyped_storage()
+        self.hold_host(storage)
+        self.emptied.add(key_of(storage))
+
     def adopt_batch(self, tensor: torch.Tensor) -> None:
         """Register a tensor of the batch, whose values other steps do not have."""
         self.adopt(tensor, Category.INPUT, name="batch")

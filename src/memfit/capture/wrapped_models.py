@@ -23,17 +23,17 @@ from memfit.capture.replacements import patched
 from memfit.errors import InputError
 from memfit.hardware import Device
 from memfit.torch_private.dispatch import DispatchMode, TensorBase, device_constructors
+from memfit.torch_private.modules import module_table
+from memfit.torch_private.wrappers import DATA_PARALLEL_INNER
 
 _META = torch.device("meta")
-_INNER = {"DistributedDataParallel": "module", "FullyShardedDataParallel": "_fsdp_wrapped_module"}
-"""Under which name a wrapper keeps its module, by the wrapper's class."""
 
 
 def inner_module(module: nn.Module) -> nn.Module | None:
     """Return the module that DDP or FSDP1 wraps, None where this is no such wrapper."""
     for kind in type(module).__mro__:
-        if kind.__name__ in _INNER and kind.__module__.startswith("torch."):
-            return module._modules.get(_INNER[kind.__name__])
+        if kind.__name__ in DATA_PARALLEL_INNER and kind.__module__.startswith("torch."):
+            return module_table(module).get(DATA_PARALLEL_INNER[kind.__name__])
     return None
 
 
@@ -48,7 +48,7 @@ def own_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Mo
     """Yield every module that is no wrapper by its path without wrappers; one that has several, under each."""
     module = innermost(model)
     yield prefix, module
-    for name, child in module._modules.items():
+    for name, child in module_table(module).items():
         if child is not None:
             yield from own_modules(child, f"{prefix}.{name}" if prefix else name)
 
@@ -60,7 +60,7 @@ def wrappers(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
         yield prefix, model
         yield from wrappers(inner, prefix)
         return
-    for name, child in model._modules.items():
+    for name, child in module_table(model).items():
         if child is not None:
             yield from wrappers(child, f"{prefix}.{name}" if prefix else name)
 

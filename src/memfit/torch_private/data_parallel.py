@@ -76,6 +76,17 @@ def flat_parameters(module: nn.Module) -> Iterator[tuple[torch.Tensor, bool]]:
             yield tensor, whole or not handle.uses_sharded_strategy
 
 
+def low_precision_parameters(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the copies in which DDP's mixed precision computes with a module's own parameters.
+
+    `_mp_param` of a parameter (torch/nn/parallel/distributed.py), whose memory comes and goes.
+    """
+    for parameter in module.parameters(recurse=False):
+        copy = getattr(parameter, "_mp_param", None)
+        if copy is not None:
+            yield copy
+
+
 def offloads_parameters(module: FullyShardedDataParallel) -> bool:
     """Return whether FSDP1 keeps a module's shards in host memory (`cpu_offload`, torch/distributed/fsdp/api.py)."""
     return bool(module.cpu_offload.offload_params)
