@@ -87,7 +87,8 @@ def trace(
     first. The model, the optimizer, the batch and the random state are left as they were found.
 
     With a `mesh`, such as `{"dp": 8}`, the step is captured as the first of so many ranks runs it: its model is a
-    factory that wraps it, with `fully_shard`, and that may take the `DeviceMesh` as an argument called `mesh`.
+    factory that wraps it, with `fully_shard`, DistributedDataParallel or FSDP1, and that may take the `DeviceMesh` as
+    an argument called `mesh`.
     """
     device = _target(target).device
     with LOCK, same_random_state(), neutral_modes(), torch_threads(device.threads if device.type == "cpu" else None):

@@ -1,14 +1,14 @@
 """What a capture sees of a step that runs on several ranks: streams, storages that are resized, collectives.
 
-Note [Parallel capture]: PyTorch's own code runs (`fully_shard`, DTensor) on ranks that are not there
-(`fake_ranks.py`). The model is built for the capture and belongs to it, so nothing stands in for its tensors and
+Note [Parallel capture]: PyTorch's own code runs (`fully_shard`, DTensor, DDP and FSDP1: Note [Wrapped models]) on ranks
+that are not there (`fake_ranks.py`). The model is built for the capture and belongs to it, so nothing stands in for its tensors and
 nothing is put back. Three things differ from a step on one device:
 
-1. FSDP2 gives an unsharded parameter its memory with `UntypedStorage.resize_`, which is no op. The storage is counted
+1. FSDP gives an unsharded parameter its memory with `UntypedStorage.resize_`, which is no op. The storage is counted
    as made by the next op, which fills it, and freed after the last one before it was emptied. Autograd saves the
    parameter itself, and not a tensor that keeps its bytes.
 2. Collectives are run on empty tensors: what they are given stays as it is, and what they return is of the same kind.
-3. The stream that is current when something is allocated is kept with it, by the name that FSDP2 gives it.
+3. The stream that is current when something is allocated is kept with it, by the name that FSDP gives it.
 
 A first step makes what later steps find, so the step is recorded when it runs for the second time.
 """

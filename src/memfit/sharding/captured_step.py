@@ -2,7 +2,8 @@
 
 Its levels are those of the trace; nothing is added and nothing taken away. What the capture does not say is how long
 collectives take and what waits for them: they run beside the ops, one after another, and each is waited for where its
-result is first read, or where the buffer that it is given is freed, which the runtime does after waiting.
+result is first read, where the buffer that it is given is freed, which the runtime does after waiting, or where the
+backward that began it ends.
 """
 
 from __future__ import annotations
