@@ -1,8 +1,8 @@
 """What a capture sees of a step that runs on several ranks: streams, storages that are resized, collectives.
 
 Note [Parallel capture]: PyTorch's own code runs (`fully_shard`, DTensor, DDP and FSDP1: Note [Wrapped models]) on ranks
-that are not there (`fake_ranks.py`). The model is built for the capture and belongs to it, so nothing stands in for its tensors and
-nothing is put back. Three things differ from a step on one device:
+that are not there (`fake_ranks.py`). The model is built for the capture and belongs to it, so nothing stands in for its
+tensors and nothing is put back. Three things differ from a step on one device:
 
 1. FSDP gives an unsharded parameter its memory with `UntypedStorage.resize_`, which is no op. The storage is counted
    as made by the next op, which fills it, and freed after the last one before it was emptied. Autograd saves the
@@ -10,7 +10,8 @@ nothing is put back. Three things differ from a step on one device:
 2. Collectives are run on empty tensors: what they are given stays as it is, and what they return is of the same kind.
 3. The stream that is current when something is allocated is kept with it, by the name that FSDP gives it.
 
-A first step makes what later steps find, so the step is recorded when it runs for the second time.
+A first step makes what later steps find, so the step is recorded when it runs for the second time, or for the third
+where DDP has made its buckets anew in the second.
 """
 
 from __future__ import annotations
