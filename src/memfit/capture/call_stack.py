@@ -49,8 +49,6 @@ class CallTracker:
 
     root: nn.Module
     calls: list[_OpenCall] = field(default_factory=list)
-    unwraps: bool = False
-    """Whether DDP and FSDP1 are no modules of the model (Note [Wrapped models])."""
     current: int = NO_INDEX
     _paths: dict[int, list[str]] = field(default_factory=dict)
     in_eval: set[str] = field(default_factory=set)
@@ -62,11 +60,8 @@ class CallTracker:
     """Those whose forward runs, by the path of their module, each with the call that it is in."""
 
     def __post_init__(self) -> None:
-        if self.unwraps:
-            self._modules = dict(own_modules(self.root))
-            self._wrappers = {id(wrapper): path for path, wrapper in wrappers(self.root)}
-        else:
-            self._modules = dict(self.root.named_modules(remove_duplicate=False))
+        self._modules = dict(own_modules(self.root))
+        self._wrappers = {id(wrapper): path for path, wrapper in wrappers(self.root)}
         for path, module in self._modules.items():
             self._paths.setdefault(id(module), []).append(path)
 

@@ -63,7 +63,7 @@ from memfit.capture.trace_types import (
     Phase,
     Trace,
 )
-from memfit.capture.wrapped_models import innermost, own_modules
+from memfit.capture.wrapped_models import innermost, own_modules, wrappers
 from memfit.errors import InputError, MemfitError
 from memfit.hardware import Device, Target
 from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes
@@ -215,7 +215,7 @@ class _Capture:
         self.draws = draws
         self.held = held
         self.model = model
-        self.root = innermost(model) if mesh else model
+        self.root = innermost(model)
         self.device = device
         self.meta_tensors = MetaTensors(compact=device.type != "cpu")
         self.companions = Companions.of(step, model)
@@ -230,7 +230,7 @@ class _Capture:
     def _begin(self) -> None:
         """Begin a record."""
         self.context = context = _context(self.device, compiled=self.compiled)
-        self.calls = CallTracker(self.model, unwraps=bool(self.mesh))
+        self.calls = CallTracker(self.model)
         self.sources = SourceTable()
         self.advice = Advice()
         rules = rules_for(context.device_type)
@@ -383,8 +383,7 @@ class _Capture:
 
     def _register(self, step: Step) -> None:
         table = self.recorder.table
-        modules = own_modules(self.model) if self.mesh else self.model.named_modules(remove_duplicate=False)
-        for path, module in modules:
+        for path, module in own_modules(self.model):
             owned: list[int] = []
             for name, parameter in parameter_table(module).items():
                 if parameter is None:
@@ -410,7 +409,8 @@ class _Capture:
             self.modules.append(
                 Module(path=path, kind=own_class(module).__name__, parameters=tuple(owned), buffers=tuple(buffers))
             )
-            self._register_buckets(path, module)
+        for path, wrapper in wrappers(self.model):
+            self._register_buckets(path, wrapper)
         visit_tensors(step.batch, table.adopt_batch)
         held: dict[int, int] = {}
         visit_tensors(
