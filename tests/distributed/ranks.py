@@ -72,6 +72,10 @@ class Ranks:
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call a function on every rank and return what each returned, rank 0's first."""
         self.begin(function, *args, **kwargs)
+        return self.results()
+
+    def results(self) -> list[Any]:
+        """Return what each rank returned for the function that was begun, rank 0's first."""
         found = self.answers()
         failed = [(rank, each) for rank, each in enumerate(found) if isinstance(each, BaseException) or each is None]
         if failed:

@@ -155,6 +155,17 @@ def test_the_buckets_of_data_parallelism_are_resident(options: dict[str, bool], 
         step.execute(model, optimizer, "cpu")
 
 
+def test_a_plan_for_a_model_in_data_parallelism_names_its_modules_without_the_wrapper() -> None:
+    model, batch = DistributedDataParallel(nn.Sequential(plain(), plain())), torch.randn(4, 16)
+    step = Step(model, batch, loss=lambda output, _: output.sum())
+    plan = memfit.plan(step, target="cpu", budget="1GiB", options=SolveOptions(force=("0",)), progress=False)
+    assert [entry.module for entry in plan.checkpoint] == ["0"]
+    with pytest.warns(UserWarning, match="checkpoint policies are carried out"):
+        plan.apply(model)
+    model(batch).sum().backward()
+    plan.remove(model)
+
+
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
 def test_what_wraps_a_planned_model_afterwards_is_told_once(wrap: Callable[[nn.Module], nn.Module]) -> None:
     model, batch = nn.Sequential(plain(), plain()), torch.randn(4, 16)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from memfit.capture.trace_types import NO_INDEX, ModuleCall, Phase
+from memfit.capture.wrapped_models import own_modules, wrappers
 from memfit.torch_private.frames import frame_above
 from memfit.torch_private.wrappers import own_class
 
@@ -54,9 +55,13 @@ class CallTracker:
     """Paths of modules that the forward called in eval mode (`is_trained`)."""
     _counts: dict[str, int] = field(default_factory=dict)
     _modules: dict[str, nn.Module] = field(default_factory=dict)
+    _wrappers: dict[int, str] = field(default_factory=dict)
+    _open_wrappers: list[tuple[int, str]] = field(default_factory=list)
+    """Those whose forward runs, by the path of their module, each with the call that it is in."""
 
     def __post_init__(self) -> None:
-        self._modules = dict(self.root.named_modules(remove_duplicate=False))
+        self._modules = dict(own_modules(self.root))
+        self._wrappers = {id(wrapper): path for path, wrapper in wrappers(self.root)}
         for path, module in self._modules.items():
             self._paths.setdefault(id(module), []).append(path)
 
@@ -67,11 +72,30 @@ class CallTracker:
 
     def owns(self, module: nn.Module) -> bool:
         """Return whether the module is part of the model rather than, say, a loss made by the user."""
-        return id(module) in self._paths
+        return id(module) in self._paths or id(module) in self._wrappers
+
+    def is_wrapper(self, module: nn.Module) -> bool:
+        """Return whether the module is DDP or FSDP1 around one of the model's."""
+        return id(module) in self._wrappers
+
+    @property
+    def in_model(self) -> bool:
+        """Whether a call, or a wrapper around the model, is open."""
+        return self.current != NO_INDEX or bool(self._open_wrappers)
+
+    def enter_wrapper(self, module: nn.Module) -> None:
+        """Begin what DDP or FSDP1 does around its module."""
+        self._open_wrappers.append((self.current, self._wrappers[id(module)]))
+
+    def exit_wrapper(self) -> None:
+        """End what DDP or FSDP1 does around its module."""
+        self._open_wrappers.pop()
 
     @property
     def path(self) -> str:
-        """The path of the module that runs now."""
+        """The path of the module that runs now, or that a wrapper works for."""
+        if self._open_wrappers and self._open_wrappers[-1][0] == self.current:
+            return self._open_wrappers[-1][1]
         return self.calls[self.current].module if self.current != NO_INDEX else ""
 
     def enter(self, module: nn.Module, phase: Phase, op: int, inputs: tuple[int, ...]) -> None:

@@ -63,6 +63,7 @@ from memfit.capture.trace_types import (
     Phase,
     Trace,
 )
+from memfit.capture.wrapped_models import innermost, own_modules, wrappers
 from memfit.errors import InputError, MemfitError
 from memfit.hardware import Device, Target
 from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes
@@ -86,7 +87,8 @@ def trace(
     first. The model, the optimizer, the batch and the random state are left as they were found.
 
     With a `mesh`, such as `{"dp": 8}`, the step is captured as the first of so many ranks runs it: its model is a
-    factory that wraps it, with `fully_shard`, and that may take the `DeviceMesh` as an argument called `mesh`.
+    factory that wraps it, with `fully_shard`, DistributedDataParallel or FSDP1, and that may take the `DeviceMesh` as
+    an argument called `mesh`.
     """
     device = _target(target).device
     with LOCK, same_random_state(), neutral_modes(), torch_threads(device.threads if device.type == "cpu" else None):
@@ -213,6 +215,7 @@ class _Capture:
         self.draws = draws
         self.held = held
         self.model = model
+        self.root = innermost(model)
         self.device = device
         self.meta_tensors = MetaTensors(compact=device.type != "cpu")
         self.companions = Companions.of(step, model)
@@ -237,7 +240,7 @@ class _Capture:
         if self.mesh:
             from memfit.capture import parallel  # loads DTensor, which takes a second
 
-            self.parallel = parallel.ParallelCapture(self.recorder, context.note)
+            self.parallel = parallel.ParallelCapture(self.recorder, self.model, context.note)
         self.parameters: dict[int, tuple[torch.Tensor, list[str]]] = {}
         self.parameter_storages: dict[int, int] = {}
         self.modules: list[Module] = []
@@ -264,10 +267,13 @@ class _Capture:
             switches = self._switches()
             made = self._pass(step, None, None)
             if self.mesh or self._left_tensors() or switches != self._switches():
-                before = self.recorder.table
-                self._begin()
-                self._pass(step, made, before)
-                before.close()
+                unsettled = True
+                while unsettled:
+                    before = self.recorder.table
+                    self._begin()
+                    self._pass(step, made, before)
+                    before.close()
+                    unsettled = self.parallel is not None and self.parallel.rebuilt
             self.recorder.table.close()
             with DisableTorchFunction():
                 left = {names[0]: parameter.grad for parameter, names in self.parameters.values()}
@@ -364,7 +370,7 @@ class _Capture:
         )
         stack.enter_context(patches.applied())
         if self.parallel is not None:
-            self.parallel.name_streams_of(self.model)
+            self.parallel.name_parts()
             stack.enter_context(self.parallel.applied())
         stack.enter_context(compiled_functions_eager())
         stack.enter_context(module_calls(self._enter, self._leave, self._failed))
@@ -377,7 +383,7 @@ class _Capture:
 
     def _register(self, step: Step) -> None:
         table = self.recorder.table
-        for path, module in self.model.named_modules(remove_duplicate=False):
+        for path, module in own_modules(self.model):
             owned: list[int] = []
             for name, parameter in parameter_table(module).items():
                 if parameter is None:
@@ -403,7 +409,8 @@ class _Capture:
             self.modules.append(
                 Module(path=path, kind=own_class(module).__name__, parameters=tuple(owned), buffers=tuple(buffers))
             )
-            self._register_buckets(path, module)
+        for path, wrapper in wrappers(self.model):
+            self._register_buckets(path, wrapper)
         visit_tensors(step.batch, table.adopt_batch)
         held: dict[int, int] = {}
         visit_tensors(
@@ -418,7 +425,7 @@ class _Capture:
 
     def _register_buckets(self, path: str, module: nn.Module) -> None:
         """Count the buckets in which `DistributedDataParallel` keeps a copy of all gradients from step to step."""
-        if not isinstance(module, DistributedDataParallel):
+        if self.mesh or not isinstance(module, DistributedDataParallel):
             return
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         n_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
@@ -439,12 +446,15 @@ class _Capture:
             refuse_sharded_module(module, f"a {type(module).__name__} that the step calls")
         if recorder.table.paused:
             return
-        if self.calls.current == NO_INDEX and recorder.phase is not Phase.BACKWARD:
+        if not self.calls.in_model and recorder.phase is not Phase.BACKWARD:
             recorder.phase = Phase.FORWARD if self.calls.owns(module) else Phase.LOSS
+        if self.calls.is_wrapper(module):
+            self.calls.enter_wrapper(module)
+            return
         given = (recorder.table.number_of(unwrap(tensor)) for tensor in tensors_of((*args, *kwargs.values())))
         inputs = tuple(dict.fromkeys(number for number in given if number != HOST))
         outermost = self.calls.current == NO_INDEX
-        if (module is self.model or (outermost and is_container(self.model))) and recorder.phase is Phase.FORWARD:
+        if (module is self.root or (outermost and is_container(self.model))) and recorder.phase is Phase.FORWARD:
             leaves = tensor_leaves((args, kwargs))
             self._model_inputs.append(tuple((tuple(each.shape), str(each.dtype)[6:]) for each in leaves))
         self.calls.enter(module, recorder.phase, len(recorder.ops), inputs)
@@ -456,15 +466,23 @@ class _Capture:
         recorder = self.recorder
         if recorder.table.paused:
             return
+        if self.calls.is_wrapper(module):
+            self.calls.exit_wrapper()
+            self._leave_model()
+            return
         outermost = self.calls.calls[self.calls.current].parent == NO_INDEX
-        called = module is self.model or (outermost and is_container(self.model))
+        called = module is self.root or (outermost and is_container(self.model))
         if called and recorder.phase is Phase.FORWARD and self._model_inputs:
             numbers = (recorder.table.number_of(unwrap(each)) for each in tensor_leaves(result))
             outputs = tuple(NO_INDEX if number == HOST else number for number in numbers)
             self._model_calls.append(ModelCall(inputs=self._model_inputs.pop(), outputs=outputs))
         self.calls.exit(len(recorder.ops))
-        if self.calls.current == NO_INDEX and recorder.phase is Phase.FORWARD:
-            recorder.phase = Phase.LOSS
+        self._leave_model()
+
+    def _leave_model(self) -> None:
+        """Begin the loss where the model's forward, and what wraps it, has ended."""
+        if not self.calls.in_model and self.recorder.phase is Phase.FORWARD:
+            self.recorder.phase = Phase.LOSS
 
     def _failed(self, error: Exception) -> None:
         self.recorder.note_failure(error, "")
@@ -521,6 +539,7 @@ class _Capture:
             cudnn_benchmark=bool(torch.backends.cudnn.benchmark),
             mesh=self.mesh,
             streams={} if self.parallel is None else self.parallel.streams(),
+            op_streams={} if self.parallel is None else self.parallel.op_streams(),
             collectives=() if self.parallel is None else self.parallel.collectives(),
         )
 

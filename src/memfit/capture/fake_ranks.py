@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from memfit.capture.environment import cuda_present
 from memfit.capture.replacements import patched
+from memfit.capture.wrapped_models import wrapping
 from memfit.errors import InputError
 from memfit.hardware import Device
 
@@ -81,19 +82,12 @@ def building(device: Device) -> Iterator[None]:
             kind = getattr(sys.modules.get(module), name, None)
             if kind is not None:  # else nobody can make one
                 stack.enter_context(patched(kind, "__init__", lambda _, problem=problem: _refuse(problem)))
-        stack.enter_context(_OnMeta())
+        stack.enter_context(wrapping(device))
+        stack.enter_context(_OnMeta(device.type))
         yield
 
 
 _UNFOLLOWED = {
-    ("torch.distributed.fsdp", "FullyShardedDataParallel"): (
-        "the model is wrapped in FullyShardedDataParallel (FSDP1), which cannot be captured; wrap it with "
-        "torch.distributed.fsdp.fully_shard, or give the plain model and ranks=N"
-    ),
-    ("torch.nn.parallel", "DistributedDataParallel"): (
-        "the model is wrapped in DistributedDataParallel, whose reducer is C++ that a capture cannot follow; give the "
-        'plain model with ranks=N and options=SolveOptions(shard=ShardOptions(parallel="ddp"))'
-    ),
     ("torch.distributed.pipelining", "PipelineStage"): (
         "the step has a stage of a pipeline, which cannot be captured yet; give the modules of one stage as a model of "
         "their own, with a batch of what it receives"
@@ -112,9 +106,15 @@ def _refuse(problem: str) -> Any:
 class _OnMeta(TorchFunctionMode):
     """Makes and keeps tensors on meta that are asked for on the target's device."""
 
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._device_type = device_type
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        if func is torch.device and self._device_type == "cuda" and len(args) == 1 and isinstance(args[0], int):
+            return torch.device("cuda", args[0])  # a number alone is the accelerator's, and here may be none
         of_meta = bool(args) and isinstance(args[0], torch.Tensor) and args[0].is_meta
         if kwargs.get("device") is not None and (of_meta or torch.device(kwargs["device"]).type == "cuda"):
             kwargs["device"] = _META  # `Module.to_empty` asks for tensors like those on meta

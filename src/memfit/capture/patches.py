@@ -64,7 +64,7 @@ class TorchPatches:
                 (torch.amp.GradScaler, "_maybe_opt_step", _always_step),
                 (torch, "compile", self._not_compiled),
                 (torch.Tensor, "_make_wrapper_subclass", _wrapper_without_device),
-                (DistributedDataParallel, "forward", _without_reducer),
+                (DistributedDataParallel, "forward", self._without_reducer),
                 (sys.modules["torch.optim.optimizer"], grouping, self._grouped_on_target),
                 (sys.modules["torch.nn.utils.clip_grad"], grouping, self._grouped_on_target),
             ):
@@ -184,6 +184,19 @@ class TorchPatches:
 
         return default_rng
 
+    def _without_reducer(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Run the module that DDP wraps: the reducer of the user's model would wait for gradients after the capture.
+
+        On ranks that are not there the wrapper is the capture's, and runs as it is.
+        """
+
+        def forward(wrapper: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+            if self.recorder.parallel is not None:
+                return original(wrapper, *args, **kwargs)
+            return wrapper.module(*args, **kwargs)
+
+        return forward
+
     def _grouped_on_target(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Name groups of tensors after the target's device; C++ groups meta tensors by theirs."""
 
@@ -193,15 +206,6 @@ class TorchPatches:
             return {(device if key[0].type == "meta" else key[0], *key[1:]): groups[key] for key in groups}
 
         return grouped
-
-
-def _without_reducer(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Run the module that is wrapped: the reducer is for real gradients, and would wait for them after the capture."""
-
-    def forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
-
-    return forward
 
 
 def _wrapper_without_device(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -156,8 +156,11 @@ class Recorder(DispatchMode):
             return func(*args, **kwargs)
         if types and any(map(is_wrapper, types)):
             return NotImplemented  # the wrapper comes first: the ops on the tensors inside are the ones that run
-        if self.parallel is not None and (waited := self.parallel.waited(func, args)) is not None:
-            return waited
+        if self.parallel is not None:
+            if (waited := self.parallel.waited(func, args)) is not None:
+                return waited
+            if self.parallel.used_maps and self.parallel.is_of_used_map(args):
+                return self.parallel.run_on_used_map(func, args)
         with DisableTorchFunction():
             if id(func) in SEEN_DIFFERENTLY and self.table.phase is Phase.BACKWARD:
                 if adds_in_place(func, args, kwargs, 1):

@@ -170,7 +170,7 @@ def refuse_sharded_module(module: nn.Module, name: str) -> None:
         if kind in kinds:
             raise InputError(
                 f"{name} is sharded by {how}, and a sharded model cannot be captured: its parameters are "
-                f"this rank's parts, gathered by hooks. {_WHOLE}{_AS_IT_IS if how == 'fully_shard' else ''}"
+                f"this rank's parts, gathered by hooks. {_WHOLE}{_AS_IT_IS}"
             )
 
 

@@ -81,6 +81,8 @@ class StorageTable:
         self._saved: dict[int, _StorageRef] = {}
         self.emptied: set[int] = set()
         """Storages without bytes that `resize_` may give some again (Note [Parallel capture])."""
+        self.homes: dict[int, tuple[str, Category]] = {}
+        """The module that a storage gets bytes for, and what they are, where that is known."""
         self._homes: dict[int, str] = {}
         """The module in whose call each of these last got bytes; in the backward there is no call."""
         self.local: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -110,6 +112,12 @@ class StorageTable:
             draft = self.drafts[number]
             draft.category, draft.module, draft.name = category, module, name
         return number
+
+    def adopt_emptied(self, tensor: torch.Tensor) -> None:
+        """Register a storage without bytes that exists before the step and that `resize_` gives some in it."""
+        storage = tensor.untyped_storage()
+        self.hold_host(storage)
+        self.emptied.add(key_of(storage))
 
     def adopt_batch(self, tensor: torch.Tensor) -> None:
         """Register a tensor of the batch, whose values other steps do not have."""
@@ -194,6 +202,9 @@ class StorageTable:
             return
         draft = self.drafts[self.new(storage, self.now, call)]
         draft.resized, draft.category = True, Category.GATHERED_PARAMETER
+        if pointer in self.homes:
+            draft.module, draft.category = self.homes[pointer]
+            return
         draft.module = self._homes[pointer] = module or self._homes.get(pointer, "")
 
     def stand_in(self, storage: torch.UntypedStorage, twin: torch.UntypedStorage) -> None:

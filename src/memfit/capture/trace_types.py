@@ -197,6 +197,9 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The ranks that the step was captured on as it is, by dimension; none for a step that is not parallel itself."""
     streams: dict[int, str] = {}
     """The streams of storages that are not allocated on the compute stream, by number; only with a mesh."""
+    op_streams: dict[int, str] = {}
+    """The streams of ops that do not run on the compute stream, by index; only with a mesh. Not part of the
+    fingerprint."""
     collectives: tuple[CollectiveCall, ...] = ()
     """What the ranks of the mesh do together, in the order in which it is called."""
 

@@ -2,7 +2,8 @@
 
 Its levels are those of the trace; nothing is added and nothing taken away. What the capture does not say is how long
 collectives take and what waits for them: they run beside the ops, one after another, and each is waited for where its
-result is first read, or where the buffer that it is given is freed, which the runtime does after waiting.
+result is first read, where the buffer that it is given is freed, which the runtime does after waiting, or where the
+backward that began it ends.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 
 import numpy as np
 
-from memfit.capture import AFTER_STEP, NO_INDEX, Category, CollectiveCall, Parameter, Phase, Trace
+from memfit.capture import AFTER_STEP, NO_INDEX, Category, CollectiveCall, Parameter, Phase, Storage, Trace
 from memfit.cost import Collective, Group, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
@@ -28,6 +29,8 @@ from memfit.sharding.schedule import (
     slowed_ms,
 )
 from memfit.sharding.units import ShardUnit
+
+_COPY_OUT = "fsdp.split_with_sizes_copy.default"
 
 
 def captured_ranks(timeline: Timeline, runtime: Runtime, target: Target) -> Sharding:
@@ -72,7 +75,7 @@ def _units(trace: Trace) -> tuple[ShardUnit, ...]:
     for each in trace.collectives:
         op = trace.ops[each.op]
         if each.kind == Collective.ALL_GATHER.value and op.phase is Phase.FORWARD and op.name.startswith("c10d."):
-            found.setdefault(trace.calls[op.call].module if op.call != NO_INDEX else "", []).append(each)
+            found.setdefault(_module(trace, each), []).append(each)
     held: dict[str, list[Parameter]] = {module: [] for module in found}
     for parameter in trace.parameters:
         home = next((path for path in reversed(around(parameter.names[0])) if path in held), None)
@@ -102,12 +105,26 @@ def _units(trace: Trace) -> tuple[ShardUnit, ...]:
 def _gathers_again(trace: Trace, call: CollectiveCall) -> bool:
     """Return whether what a call gathers is freed before the backward begins."""
     began = next((index for index, op in enumerate(trace.ops) if op.phase is Phase.BACKWARD), len(trace.ops))
-    filled = next(
-        op for op in trace.ops[call.op + 1 :] if op.name == "fsdp.split_with_sizes_copy.default"
-    )  # by this op, from the collective's result
-    gathered = [trace.storages[ref.storage] for ref in filled.inputs]
-    whole = [each for each in gathered if each.category is Category.GATHERED_PARAMETER]
+    whole = _gathered(trace, call.op)  # FSDP1 gathers into the parameter
+    if not whole:
+        copies = (at for at in range(call.op + 1, len(trace.ops)) if trace.ops[at].name == _COPY_OUT)
+        whole = _gathered(trace, next(copies))  # FSDP2 fills it from the collective's result
     return any(each.free_after != AFTER_STEP and each.free_after < began for each in whole)
+
+
+def _gathered(trace: Trace, op: int) -> list[Storage]:
+    """Return the gathered parameters that an op reads or writes."""
+    storages = (trace.storages[ref.storage] for ref in trace.ops[op].inputs if ref.storage >= 0)
+    return [each for each in storages if each.category is Category.GATHERED_PARAMETER]
+
+
+def _module(trace: Trace, call: CollectiveCall) -> str:
+    """Return the module that a collective is for: FSDP1's gathers are outside of all calls of it."""
+    whole = _gathered(trace, call.op)
+    if whole:
+        return whole[0].module
+    op = trace.ops[call.op]
+    return trace.calls[op.call].module if op.call != NO_INDEX else ""
 
 
 def _schedule(trace: Trace, target: Target, modules: tuple[str, ...]) -> ShardSchedule:
@@ -119,7 +136,7 @@ def _schedule(trace: Trace, target: Target, modules: tuple[str, ...]) -> ShardSc
         op = trace.ops[each.op]
         needed = readers[number]
         forward = op.phase is Phase.FORWARD and each.kind == Collective.ALL_GATHER.value
-        module = trace.calls[op.call].module if op.call != NO_INDEX else ""
+        module = _module(trace, each)
         unit = modules.index(module) if module in modules else 0
         stream = Stream(each.stream)
         transfers.append(
@@ -143,16 +160,24 @@ def _schedule(trace: Trace, target: Target, modules: tuple[str, ...]) -> ShardSc
 
 
 def _first_readers(trace: Trace) -> list[int]:
-    """Return, for each collective, the op before which it is waited for; the end of the step where none needs it."""
+    """Return, for each collective, the op before which it is waited for; the end of the step where none needs it.
+
+    One that a backward begins is waited for when that ends: DDP and both FSDPs do.
+    An op on another stream does not hold up the ops: what it writes is not there before the collective's result.
+    """
     collective = {each.op for each in trace.collectives}
     waiting: dict[int, list[int]] = {}
-    found = [len(trace.ops)] * len(trace.collectives)
+    ends = _backward_ends(trace)
+    found = [ends[each.op] for each in trace.collectives]
     for number, each in enumerate(trace.collectives):
         op = trace.ops[each.op]
         made = {ref.storage for ref in op.outputs}
         for storage in {ref.storage for ref in op.inputs} - made:
             freed = trace.storages[storage].free_after
-            if trace.storages[storage].category is Category.COMMUNICATION and freed != AFTER_STEP:
+            if trace.storages[storage].category is not Category.COMMUNICATION or freed == AFTER_STEP:
+                continue
+            # FSDP1 frees it at once: the allocator keeps it until the stream is done (`record_stream`)
+            if any(index not in trace.op_streams for index in range(each.op + 1, freed + 1)):
                 found[number] = min(found[number], freed + 1)
         for storage in made:
             waiting.setdefault(storage, []).append(number)
@@ -161,11 +186,27 @@ def _first_readers(trace: Trace) -> list[int]:
             continue
         for ref in op.inputs:
             for number in waiting.get(ref.storage, ()):
-                if trace.collectives[number].op < index:
+                if trace.collectives[number].op >= index:
+                    continue
+                if index not in trace.op_streams:
                     found[number] = min(found[number], index)
+                else:
+                    for written in {*(made.storage for made in op.outputs), *op.mutates} - {ref.storage}:
+                        waiting.setdefault(written, []).append(number)
     return [
         int(np.clip(moment, trace.collectives[number].op + 1, len(trace.ops))) for number, moment in enumerate(found)
     ]
+
+
+def _backward_ends(trace: Trace) -> list[int]:
+    """Return, for each op of a backward, the first one after that backward; for others the end of the step."""
+    ends, end = [len(trace.ops)] * len(trace.ops), len(trace.ops)
+    for index in range(len(trace.ops) - 1, -1, -1):
+        if trace.ops[index].phase is Phase.BACKWARD:
+            ends[index] = end
+        else:
+            end = index
+    return ends
 
 
 def _group(trace: Trace, target: Target, ranks: int) -> Group | None:

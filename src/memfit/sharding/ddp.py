@@ -111,7 +111,14 @@ def assign_buckets(
 
 
 def _move_into_buckets(levels: Levels, trace: Trace, gradients: Sequence[WholeGradient]) -> None:
-    """What autograd makes of a gradient goes once it is in its bucket; one from an earlier step is there already."""
+    """What autograd makes of a gradient goes once it is in its bucket; one from an earlier step is there already.
+
+    Micro-batches before the last leave buckets alone (`no_sync`): what they have made stays until the gradient of the
+    last one has been added to it.
+    """
+    last: dict[int, int] = {}
+    for gradient in gradients:
+        last[gradient.parameter] = max(last.get(gradient.parameter, 0), gradient.arrived)
     for parameter in trace.parameters:
         if parameter.gradient != NO_INDEX and trace.storages[parameter.gradient].alloc_at == BEFORE_STEP:
             levels.take(parameter.gradient)
@@ -122,7 +129,7 @@ def _move_into_buckets(levels: Levels, trace: Trace, gradients: Sequence[WholeGr
         if kept in gradient.storages and not levels.has_taken(kept):
             levels.take(kept)
             made = levels.make(Category.GRADIENT, trace.storages[kept].bytes, gradient.alloc_at, by_op=True)
-            levels.end(made, gradient.arrived + 1)
+            levels.end(made, last[gradient.parameter] + 1)
 
 
 def _send_buffers(levels: Levels, trace: Trace, passes: Sequence[Pass]) -> None:

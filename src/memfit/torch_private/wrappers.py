@@ -16,6 +16,10 @@ INNER_NAMES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"
 (torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py) and Lightning's Fabric. Where one is gone, a plan's
 names are not found in such a model, and `apply` says so."""
 
+DATA_PARALLEL_INNER = {"DistributedDataParallel": "module", "FullyShardedDataParallel": "_fsdp_wrapped_module"}
+"""The attributes under which DDP (torch/nn/parallel/distributed.py) and FSDP1 (torch/distributed/fsdp/_common_utils.py)
+keep the module that they wrap, by their class. Where one is gone, modules are not found in a captured wrapper."""
+
 
 def compiled_original(model: nn.Module) -> Any:
     """Return the module that torch.compile wrapped, None where it is no such wrapper (torch/_dynamo/eval_frame.py)."""

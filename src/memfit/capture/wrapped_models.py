@@ -1,0 +1,164 @@
+"""Models that DistributedDataParallel or FSDP1 wraps, built and named on ranks that are not there.
+
+Note [Wrapped models]: the wrappers are PyTorch's own, with DDP's reducer in C++, which works on meta tensors as on any
+other. What they do with values when a model starts is left out: comparing parameters between ranks, sending those of
+rank 0, materializing. While one is built, tensors are on the target's device for it, by which DDP and FSDP1 decide.
+
+A wrapper is no module of the model: modules and parameters inside it are named as without it, as plans name them. What
+it does before and after its module's forward belongs to the call around it; `CallTracker.path` names its module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from memfit.capture.replacements import patched
+from memfit.errors import InputError
+from memfit.hardware import Device
+from memfit.torch_private.dispatch import DispatchMode, TensorBase, device_constructors
+from memfit.torch_private.modules import module_table
+from memfit.torch_private.wrappers import DATA_PARALLEL_INNER
+
+_META = torch.device("meta")
+
+
+def inner_module(module: nn.Module) -> nn.Module | None:
+    """Return the module that DDP or FSDP1 wraps, None where this is no such wrapper."""
+    for kind in type(module).__mro__:
+        if kind.__name__ in DATA_PARALLEL_INNER and kind.__module__.startswith("torch."):
+            return module_table(module).get(DATA_PARALLEL_INNER[kind.__name__])
+    return None
+
+
+def innermost(module: nn.Module) -> nn.Module:
+    """Return the module inside all wrappers."""
+    while (inner := inner_module(module)) is not None:
+        module = inner
+    return module
+
+
+def own_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module that is no wrapper by its path without wrappers; one that has several, under each."""
+    module = innermost(model)
+    yield prefix, module
+    for name, child in module_table(module).items():
+        if child is not None:
+            yield from own_modules(child, f"{prefix}.{name}" if prefix else name)
+
+
+def wrappers(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield every wrapper by the path of the module that it wraps."""
+    inner = inner_module(model)
+    if inner is not None:
+        yield prefix, model
+        yield from wrappers(inner, prefix)
+        return
+    for name, child in module_table(model).items():
+        if child is not None:
+            yield from wrappers(child, f"{prefix}.{name}" if prefix else name)
+
+
+@contextlib.contextmanager
+def wrapping(device: Device) -> Iterator[None]:
+    """Let DDP and FSDP1 wrap models on meta inside the block, as if these were on the device."""
+    from memfit.torch_private.data_parallel import STARTS, DistributedDataParallel, FullyShardedDataParallel
+
+    place = torch.device("cuda", 0) if device.type == "cuda" else torch.device("cpu")
+
+    def on_target(init: Callable[..., None]) -> Callable[..., None]:
+        def build(wrapper: nn.Module, *args: Any, **kwargs: Any) -> None:
+            with _OnTarget(place), _UsedMap() as made:
+                init(wrapper, *args, **kwargs)
+            if made.tensor is not None:
+                _used_maps[wrapper] = made.tensor
+            _check(wrapper)
+
+        return build
+
+    with contextlib.ExitStack() as stack:
+        for module, name, result in STARTS:
+            stack.enter_context(patched(module, name, lambda _, result=result: lambda *a, **k: result))
+        for kind in (DistributedDataParallel, FullyShardedDataParallel):
+            stack.enter_context(patched(kind, "__init__", on_target))
+        if device.type == "cuda":
+            stack.enter_context(patched(DistributedDataParallel, "_check_comm_hook", _check_without_nccl))
+        yield
+
+
+_used_maps: weakref.WeakKeyDictionary[nn.Module, torch.Tensor] = weakref.WeakKeyDictionary()
+
+
+def used_map_of(wrapper: nn.Module) -> torch.Tensor | None:
+    """Return the tensor in which DDP notes the parameters that a backward has used; None where it does not.
+
+    It does with `find_unused_parameters` and reads it when the backward ends: its values are always known.
+    """
+    return _used_maps.get(wrapper)
+
+
+class _UsedMap(DispatchMode):
+    """Finds that tensor while DDP is built; it belongs to the reducer, which shows it to nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensor: torch.Tensor | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.zeros.default and result.dtype is torch.int32 and not result.is_meta:
+            self.tensor = result
+        return result
+
+
+def _check_without_nccl(original: Callable[..., None]) -> Callable[..., None]:
+    """Let gradients be sent in bfloat16, for which DDP looks for the NCCL of this machine."""
+
+    def check(wrapper: nn.Module, hook: Callable[..., Any]) -> None:
+        if not getattr(hook, "__name__", "").startswith("bf16_compress"):
+            original(wrapper, hook)
+
+    return check
+
+
+def _check(wrapper: nn.Module) -> None:
+    from memfit.torch_private.data_parallel import FullyShardedDataParallel, offloads_parameters
+
+    if isinstance(wrapper, FullyShardedDataParallel) and offloads_parameters(wrapper):
+        raise InputError(
+            "the model is wrapped in FullyShardedDataParallel with CPUOffload(offload_params=True), and shards in host "
+            "memory cannot be captured yet; leave cpu_offload out, or give the plain model and ranks=N"
+        )
+
+
+class _OnTarget(TorchFunctionMode):
+    """Answers that tensors on meta are on the target's device, and makes those asked for there on meta."""
+
+    def __init__(self, place: torch.device) -> None:
+        super().__init__()
+        self._factories = device_constructors()
+        self._place = place
+        self._answers = {
+            vars(TensorBase)[name].__get__: answer
+            for name, answer in (
+                ("device", place),
+                ("is_meta", False),
+                ("is_cuda", place.type == "cuda"),
+                ("is_cpu", place.type == "cpu"),
+            )
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in self._answers and args[0].device.type == "meta":
+            return self._answers[func]
+        device = kwargs.get("device") if func in self._factories else None
+        if device is not None and torch.device(device).type == self._place.type:
+            kwargs = {**kwargs, "device": _META}
+        return func(*args, **kwargs)
