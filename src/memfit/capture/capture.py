@@ -237,7 +237,7 @@ class _Capture:
         if self.mesh:
             from memfit.capture import parallel  # loads DTensor, which takes a second
 
-            self.parallel = parallel.ParallelCapture(self.recorder, context.note)
+            self.parallel = parallel.ParallelCapture(self.recorder, context.note, self.mesh)
         self.parameters: dict[int, tuple[torch.Tensor, list[str]]] = {}
         self.parameter_storages: dict[int, int] = {}
         self.modules: list[Module] = []

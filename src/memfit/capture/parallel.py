@@ -24,6 +24,7 @@ from torch import nn
 
 from memfit.capture.arguments import map_tensors, tensors_of
 from memfit.capture.cuda_api import StreamStandIn
+from memfit.capture.mesh_groups import MeshGroups
 from memfit.capture.recorder import Recorder
 from memfit.capture.replacements import patched, replaced
 from memfit.capture.storages import HOST
@@ -70,11 +71,12 @@ _RESULT_COUNTS = frozenset(("all_gather",))
 class ParallelCapture:
     """Follows one pass of a step on several ranks."""
 
-    def __init__(self, recorder: Recorder, note: Callable[[str], None]) -> None:
+    def __init__(self, recorder: Recorder, note: Callable[[str], None], mesh: Mapping[str, int]) -> None:
         self._recorder = recorder
+        self._groups = MeshGroups(mesh)
         self._note = note
         self._streams = _Streams(recorder.device_type)
-        self._collectives: list[tuple[int, str, int, int, Any]] = []
+        self._collectives: list[tuple[int, str, int, int, Any, tuple[str, ...]]] = []
         recorder.parallel = self
         recorder.table.local = local_tensor
         recorder.table.current_stream = self._streams.current
@@ -203,9 +205,8 @@ class ParallelCapture:
             written, read = tensors_of((result,)) or tensors, tensors
         counted = written if kind in _RESULT_COUNTS else read or written
         n_bytes = sum(each.numel() * each.element_size() for each in counted)
-        self._collectives.append(
-            (table.now - 1, kind, 0 if group is None else group_size(group), n_bytes, self._streams.current())
-        )
+        ranks, dims = (0, ()) if group is None else (group_size(group), self._groups.dims_of(group))
+        self._collectives.append((table.now - 1, kind, ranks, n_bytes, self._streams.current(), dims))
         if func.namespace == "c10d":
             self._set_category((*written, *read), Category.COMMUNICATION)
 
@@ -221,8 +222,10 @@ class ParallelCapture:
     def collectives(self) -> tuple[CollectiveCall, ...]:
         """Return the collectives in the order in which they are called."""
         return tuple(
-            CollectiveCall(op=op, kind=kind, ranks=ranks, bytes=n_bytes, stream=self._streams.name_of(stream))
-            for op, kind, ranks, n_bytes, stream in self._collectives
+            CollectiveCall(
+                op=op, kind=kind, ranks=ranks, bytes=n_bytes, stream=self._streams.name_of(stream), dims=dims
+            )
+            for op, kind, ranks, n_bytes, stream, dims in self._collectives
         )
 
     def streams(self) -> dict[int, str]:

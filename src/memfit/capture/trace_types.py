@@ -133,13 +133,17 @@ class ModelCall(_Record, frozen=True):
 
 
 class CollectiveCall(_Record, frozen=True):
-    """What a group of `ranks` does together in op `op`: bytes as `memfit.cost.Collective` counts them, and a stream."""
+    """What a group of `ranks` does together in op `op`: bytes as `memfit.cost.Collective` counts them, and a stream.
+
+    `dims` are the dimensions of the mesh that the group runs along; none for a group that is no part of the mesh.
+    """
 
     op: int
     kind: str
     ranks: int
     bytes: int
     stream: str
+    dims: tuple[str, ...] = ()
 
 
 class Module(_Record, frozen=True):

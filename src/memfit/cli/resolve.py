@@ -96,6 +96,8 @@ def _changed(step: Step, options: StepOptions) -> Step:
     """Return the step with what the options say of its compute and of its micro-batches."""
     import torch
 
+    from memfit.presets import in_autocast
+
     changes: dict[str, Any] = {}
     if options.autocast is not None:
         changes["autocast"] = None if options.autocast == "float32" else getattr(torch, options.autocast)
@@ -104,6 +106,8 @@ def _changed(step: Step, options: StepOptions) -> Step:
     if changes and step.run is not None:
         named = " and ".join(f"--{name.replace('_', '-')}" for name in changes)
         raise UsageError(f"{named}: this step runs a loop of its own (run=), which says so itself; change it there")
+    if "autocast" in changes:
+        step = in_autocast(step, changes["autocast"])
     return replace(step, **changes) if changes else step
 
 

@@ -116,7 +116,7 @@ class Inputs:
             return Problem.of(Runtime.of(captured, self.cost), self.target, self.options)
 
 
-def resolve_target(model: Model, target: TargetLike | None, ranks: int | None) -> Target:
+def resolve_target(model: object, target: TargetLike | None, ranks: int | None) -> Target:
     """Resolve the target, by default one rank of the device that a trace was captured for."""
     if target is None:
         if not isinstance(model, Trace):

@@ -3,6 +3,7 @@
 from memfit.sharding.captured_step import captured_ranks
 from memfit.sharding.flat_layout import FlatLayout, Part, PartTable, Slot, group_alike
 from memfit.sharding.flat_schedule import Schedule, UnitOptions
+from memfit.sharding.mesh_links import group_along
 from memfit.sharding.options import ShardDtypes, shard_bytes
 from memfit.sharding.schedule import copies_ms
 from memfit.sharding.sharded_step import (
@@ -31,6 +32,7 @@ __all__ = [
     "captured_ranks",
     "copies_ms",
     "group_alike",
+    "group_along",
     "repeated_blocks",
     "shard",
     "shard_bytes",

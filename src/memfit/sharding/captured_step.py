@@ -12,11 +12,12 @@ import math
 import numpy as np
 
 from memfit.capture import AFTER_STEP, NO_INDEX, Category, CollectiveCall, Parameter, Phase, Trace
-from memfit.cost import Collective, Group, Runtime
+from memfit.cost import Collective, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import Stream, Timeline
 from memfit.paths import around
+from memfit.sharding.mesh_links import group_of
 from memfit.sharding.options import padded_elements
 from memfit.sharding.result import Sharding
 from memfit.sharding.schedule import (
@@ -131,7 +132,7 @@ def _schedule(trace: Trace, target: Target, modules: tuple[str, ...]) -> ShardSc
                 needed=needed,
                 ahead=forward and copied_out and stream is Stream.GATHER,
                 stream=stream,
-                group=_group(trace, target, each.ranks),
+                group=group_of(trace.mesh, each, target),
             )
         )
         copied_out = forward
@@ -166,12 +167,3 @@ def _first_readers(trace: Trace) -> list[int]:
     return [
         int(np.clip(moment, trace.collectives[number].op + 1, len(trace.ops))) for number, moment in enumerate(found)
     ]
-
-
-def _group(trace: Trace, target: Target, ranks: int) -> Group | None:
-    """Return which ranks of the target a group of so many is; None for all. The last dimension of a mesh is inside."""
-    if ranks in (0, target.ranks):
-        return None
-    if ranks == list(trace.mesh.values())[-1]:
-        return Group.shard(target, ranks)
-    return Group.replicate(target, target.ranks // ranks)

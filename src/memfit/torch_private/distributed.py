@@ -81,3 +81,9 @@ def group_size(group: Any) -> int:
     if isinstance(group, str):
         return _resolve_process_group(group).size()  # type: ignore[arg-type]
     return dist.ProcessGroup.unbox(group).size()
+
+
+def group_ranks(group: Any) -> list[int]:
+    """Return the ranks of a collective's group, as the whole job counts them."""
+    found = _resolve_process_group(group) if isinstance(group, str) else dist.ProcessGroup.unbox(group)  # type: ignore[arg-type]
+    return dist.get_process_group_ranks(found)
