@@ -156,7 +156,7 @@ def shape_step(shape: Shape, *, batch: int | None = None, seq: int | None = None
     if seq is None:
         notes.append("that long since no --seq was given")
     tokens = {name: spec((size, length), torch.int64) for name in ("tokens", "labels")}
-    step = _language_step(shape.sizes, length, tokens)
+    step = language_step(shape.sizes, length, tokens)
     return NamedStep(step=step, title=f"{described}, batch {size}, sequences of {length}", notes=tuple(notes))
 
 
@@ -173,7 +173,7 @@ def _counted(number: int) -> str:
     return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
 
 
-def _language_step(sizes: LlamaSizes | GPT2Sizes | BERTSizes, length: int, tokens: Mapping[str, torch.Tensor]) -> Step:
+def language_step(sizes: LlamaSizes | GPT2Sizes | BERTSizes, length: int, tokens: Mapping[str, torch.Tensor]) -> Step:
     if isinstance(sizes, MixtralSizes):
         why = "memfit's Mixtral has the weights of all experts in one matrix"
         return training_step(partial(Mixtral, sizes, length), tokens, no_tensor_parallel=why)
