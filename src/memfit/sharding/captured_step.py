@@ -135,7 +135,8 @@ def _schedule(trace: Trace, target: Target, modules: tuple[str, ...]) -> ShardSc
                 group=group_of(trace.mesh, each, target),
             )
         )
-        copied_out = forward
+        if stream is not Stream.COMPUTE:  # what ops wait for at once is between gathers, and not their end
+            copied_out = forward
         events.append(Event(each.op, EventKind.BEGIN, unit, each.bytes, stream, number))
         events.append(Event(needed, EventKind.WAIT, unit, each.bytes, Stream.COMPUTE, number))
     # what is waited for before an op comes before what is begun with it
