@@ -24,6 +24,7 @@ from torch import nn
 
 from memfit.capture.arguments import map_tensors, tensors_of
 from memfit.capture.cuda_api import StreamStandIn
+from memfit.capture.pipelines import PipelineRecorder
 from memfit.capture.recorder import Recorder
 from memfit.capture.replacements import patched, replaced
 from memfit.capture.storages import HOST
@@ -75,6 +76,7 @@ class ParallelCapture:
         self._note = note
         self._streams = _Streams(recorder.device_type)
         self._collectives: list[tuple[int, str, int, int, Any]] = []
+        self.pipelines = PipelineRecorder(recorder)
         recorder.parallel = self
         recorder.table.local = local_tensor
         recorder.table.current_stream = self._streams.current
@@ -92,6 +94,7 @@ class ParallelCapture:
             prefetch = staticmethod(self._prefetched(FSDPParamGroup._prefetch_unshard))
             stack.enter_context(replaced(FSDPParamGroup, "_prefetch_unshard", prefetch))
             stack.enter_context(self._streams.followed())
+            stack.enter_context(self.pipelines.applied())
             yield
 
     def name_streams_of(self, model: nn.Module) -> None:
@@ -206,7 +209,7 @@ class ParallelCapture:
         self._collectives.append(
             (table.now - 1, kind, 0 if group is None else group_size(group), n_bytes, self._streams.current())
         )
-        if func.namespace == "c10d":
+        if func.namespace == "c10d" and name != "send":  # what a stage sends is its output, and the backward's
             self._set_category((*written, *read), Category.COMMUNICATION)
 
     def _set_category(self, values: Any, category: Category) -> None:
