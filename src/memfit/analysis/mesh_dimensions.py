@@ -53,10 +53,8 @@ def find_dimensions(report: Report, timeline: Timeline) -> tuple[MeshDimension, 
     model = CollectiveModel(target)
     moving = [model.estimate(each.kind, each.size_bytes, each.group).transfer_ms for each in sharding.transfers]
     # kernels lose time to collectives that run beside them, and none to those that they wait for
-    beside = [
-        ms * max(0.0, 1.0 - wait / took_ms) if took_ms else 0.0
-        for ms, wait, took_ms in zip(moving, waited, took, strict=True)
-    ]
+    hidden = [1.0 - wait_ms / ms if ms else 0.0 for ms, wait_ms in zip(took, waited, strict=True)]
+    beside = [ms * max(0.0, part) for ms, part in zip(moving, hidden, strict=True)]
     slowed = sharding.beside_ms / sum(beside) if sum(beside) else 0.0
     made = _made(trace)
     alive = set(timeline.allocations.storage[timeline.alive_at(timeline.peak_instant)].tolist())

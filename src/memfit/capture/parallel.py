@@ -25,6 +25,7 @@ from torch import nn
 from memfit.capture.arguments import map_tensors, tensors_of
 from memfit.capture.cuda_api import StreamStandIn
 from memfit.capture.mesh_groups import MeshGroups
+from memfit.capture.pipelines import PipelineRecorder
 from memfit.capture.recorder import Recorder
 from memfit.capture.replacements import patched, replaced
 from memfit.capture.storages import HOST
@@ -77,6 +78,7 @@ class ParallelCapture:
         self._note = note
         self._streams = _Streams(recorder.device_type)
         self._collectives: list[tuple[int, str, int, int, Any, tuple[str, ...]]] = []
+        self.pipelines = PipelineRecorder(recorder)
         recorder.parallel = self
         recorder.table.local = local_tensor
         recorder.table.current_stream = self._streams.current
@@ -94,6 +96,7 @@ class ParallelCapture:
             prefetch = staticmethod(self._prefetched(FSDPParamGroup._prefetch_unshard))
             stack.enter_context(replaced(FSDPParamGroup, "_prefetch_unshard", prefetch))
             stack.enter_context(self._streams.followed())
+            stack.enter_context(self.pipelines.applied())
             yield
 
     def name_streams_of(self, model: nn.Module) -> None:
@@ -207,7 +210,7 @@ class ParallelCapture:
         n_bytes = sum(each.numel() * each.element_size() for each in counted)
         ranks, dims = (0, ()) if group is None else (group_size(group), self._groups.dims_of(group))
         self._collectives.append((table.now - 1, kind, ranks, n_bytes, self._streams.current(), dims))
-        if func.namespace == "c10d":
+        if func.namespace == "c10d" and name != "send":  # what a stage sends is its output, and the backward's
             self._set_category((*written, *read), Category.COMMUNICATION)
 
     def _set_category(self, values: Any, category: Category) -> None:

@@ -146,6 +146,35 @@ class CollectiveCall(_Record, frozen=True):
     dims: tuple[str, ...] = ()
 
 
+class PipelineAction(_Record, frozen=True):
+    """What a stage computes for a micro-batch in ops `begin` up to (not including) `end`.
+
+    `kind` is the letter that schedules use: F forward, B backward, or its parts I (inputs) and W (weights).
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+    begin: int
+    end: int
+
+
+class PipelineRun(_Record, frozen=True):
+    """One `step` of a pipeline's schedule, as rank `rank` of the pipeline's `ranks` runs it.
+
+    `order` has what each of them computes, as in `1F0` for the forward of stage 1, micro-batch 0; none where the
+    schedule does not say.
+    """
+
+    schedule: str
+    stages: int
+    microbatches: int
+    rank: int
+    ranks: int
+    order: tuple[tuple[str, ...], ...]
+    actions: tuple[PipelineAction, ...]
+
+
 class Module(_Record, frozen=True):
     """A module of the model with the storages that it owns itself, not through its children."""
 
@@ -203,6 +232,18 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The streams of storages that are not allocated on the compute stream, by number; only with a mesh."""
     collectives: tuple[CollectiveCall, ...] = ()
     """What the ranks of the mesh do together, in the order in which it is called."""
+    rank: int = 0
+    """The rank of the mesh that the step was captured as. Not part of the fingerprint."""
+    pipelines: tuple[PipelineRun, ...] = ()
+    """The schedules of micro-batches that the step runs, where the rank holds stages of a pipeline."""
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """Where the captured rank is in the mesh, by dimension."""
+        found, left = {}, self.rank
+        for name, size in reversed(self.mesh.items()):
+            left, found[name] = divmod(left, size)
+        return dict(reversed(found.items()))
 
     def instance_of(self, path: str) -> str:
         """Return the first path of the module that this path leads to."""
@@ -236,6 +277,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         )
         if self.mesh:
             content = (*content, self.mesh, self.streams, self.collectives)
+        if self.pipelines:
+            content = (*content, self.pipelines)
         return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()
 
     def ancestors(self, call: int) -> tuple[int, ...]:

@@ -47,10 +47,10 @@ FSDP2_STREAMS = {
 
 
 @contextlib.contextmanager
-def fake_group(ranks: int) -> Iterator[None]:
-    """Make this process the first of so many ranks that are not there, inside the block."""
+def fake_group(ranks: int, rank: int = 0) -> Iterator[None]:
+    """Make this process one of so many ranks that are not there, inside the block."""
     hook = sys.excepthook  # `init_process_group` puts one in its place that names the rank, and leaves it there
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         yield
     finally:
