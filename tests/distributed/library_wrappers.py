@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from memfit.engines.attachment import attached
 from memfit.plans import Plan
-from memfit.plans.wrappers import named_modules
+from memfit.plans.wrappers import named_modules, wrappers_of
 from tests.distributed.wrapped_plans import ROWS, WIDTH, built, loss_of, planned_layers
 
 STEPS = 3
@@ -34,7 +34,7 @@ def batches() -> DataLoader[Any]:
 
 def train_accelerate(prepare: Prepare, *, fsdp2: bool) -> nn.Module:
     """The loop of accelerate's documentation, FSDP2 by its plugin or DDP."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -43,7 +43,9 @@ def train_accelerate(prepare: Prepare, *, fsdp2: bool) -> nn.Module:
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Layer"]
         )
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator = Accelerator(cpu=True)
+    if plugin is not None:  # accelerate takes up the plugin on GPUs only; its code for FSDP2 runs on CPUs too
+        accelerator.state.distributed_type, accelerator.state.fsdp_plugin = DistributedType.FSDP, plugin
     plain = built()
     model, optimizer, loader = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1), batches())
     prepare(model, optimizer)
@@ -113,44 +115,38 @@ WAYS: dict[str, Callable[[Prepare], nn.Module]] = {
 def compared(way: str, folder: str) -> None:
     """A plan sets the checkpoint policies of a model that a library wrapped, and its parameters end as without."""
     plan = planned_layers()
+    calls: dict[str, list[bool]] = {"without": [], "with": []}
     with as_torchrun(folder):
-        plain = values(WAYS[way](lambda model, optimizer: None))
-        seen: list[str] = []
-        model = WAYS[way](lambda model, optimizer: apply(plan, model, optimizer, seen))
-    assert "recomputed" in seen, "a unit runs again in the backward"
+        plain = WAYS[way](lambda model, optimizer: watch(model, calls["without"]))
+        model = WAYS[way](lambda model, optimizer: apply(plan, model, optimizer, calls["with"], way))
+    assert ("fully_shard" in wrappers_of(model)) == ("DDP" not in way)
+    assert len(calls["without"]) == STEPS and len(calls["with"]) == 2 * STEPS, "units run again in the backward"
     units = dict(named_modules(model))
     assert all(attached(units[entry.module]) is not None for entry in plan.checkpoint)
-    found = values(model)
-    assert plain and plain.keys() == found.keys()
-    assert all(torch.equal(found[name], each) for name, each in plain.items()), "other bits"
+    expected, found = values(plain), values(model)
+    assert expected and expected.keys() == found.keys()
+    assert all(torch.equal(found[name], each) for name, each in expected.items()), "other bits"
     plan.remove(model)
     assert all(attached(units[entry.module]) is None for entry in plan.checkpoint)
 
 
-def apply(plan: Plan, model: nn.Module, optimizer: Any, seen: list[str]) -> None:
-    with warnings.catch_warnings(record=True):
+def apply(plan: Plan, model: nn.Module, optimizer: Any, calls: list[bool], way: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         plan.apply(model, optimizer)
+    told = sum("checkpoint policies are carried out, and nothing else" in str(each.message) for each in caught)
+    assert told == (way != "Lightning, DDP"), "DDP is around the LightningModule, which the model in it does not know"
+    watch(model, calls)
+
+
+def watch(model: nn.Module, calls: list[bool]) -> None:
     norm = dict(named_modules(model))["layers.0.norm"]
-    calls: list[int] = []
-
-    def hook(*_: Any) -> None:
-        calls.append(1)
-        if len(calls) > 1:
-            seen.append("recomputed")
-
-    handle = norm.register_forward_hook(hook)
-    unit = dict(named_modules(model))["layers.2.norm"]
-    unit.register_full_backward_hook(lambda *_: None)
-    del handle
+    norm.register_forward_hook(lambda *_: calls.append(True))
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters, of each rank its part."""
-    return {
-        name: getattr(each, "_local_tensor", each).detach().clone()
-        for name, each in model.named_parameters()
-    }
+    return {name: getattr(each, "_local_tensor", each).detach().clone() for name, each in model.named_parameters()}
 
 
 @contextlib.contextmanager

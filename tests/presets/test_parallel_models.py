@@ -46,7 +46,7 @@ def test_transformers_models_are_split_by_their_own_plan(tmp_path: Path, model_t
     whole = {each.names[0]: plain.storages[each.storage].bytes for each in plain.parameters}
     alike = sum(n for name, n in whole.items() if "norm" in name or ("embed" in name and not tied))
     held = sum(trace.storages[each.storage].bytes for each in trace.parameters)
-    assert held == (sum(whole.values()) - alike) // 4 + alike // 2, "what the plan leaves out is on both ranks of a pair"
+    assert held == (sum(whole.values()) - alike) // 4 + alike // 2, "what the plan leaves out is on both of a pair"
     with pytest.raises(InputError, match="tp 4: 2 key and value heads cannot be divided by 4"):
         memfit.trace(step, target="h100-sxm", mesh={"dp": 1, "tp": 4})
 
