@@ -187,7 +187,7 @@ def _target(target: str | os.PathLike[str] | Device | Target | None) -> Target:
     )
 
 
-def _context(device: Device, *, compiled: bool) -> RuleContext:
+def _context(device: Device, *, compiled: bool, several_ranks: bool) -> RuleContext:
     return RuleContext(
         device_type=device.type,
         compute_capability=device.compute_capability,
@@ -195,6 +195,7 @@ def _context(device: Device, *, compiled: bool) -> RuleContext:
         multiprocessors=device.multiprocessors or 0,
         vendor=device.vendor,
         compiled=compiled,
+        several_ranks=several_ranks,
     )
 
 
@@ -242,7 +243,9 @@ class _Capture:
 
     def _begin(self) -> None:
         """Begin a record."""
-        self.context = context = _context(self.device, compiled=self.compiled)
+        self.context = context = _context(
+            self.device, compiled=self.compiled, several_ranks=bool(self.mesh)
+        )
         self.calls = CallTracker(self.model)
         self.sources = SourceTable()
         self.advice = Advice()

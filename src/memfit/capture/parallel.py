@@ -40,6 +40,7 @@ from memfit.torch_private.distributed import (
     local_tensor,
     with_local,
 )
+from memfit.torch_private.storages import storage_key
 
 _functional = torch.ops._c10d_functional
 _COMPUTE = "compute"
@@ -76,6 +77,8 @@ class ParallelCapture:
         self._note = note
         self._streams = _Streams(recorder.device_type)
         self._collectives: list[tuple[int, str, int, int, Any]] = []
+        self._under_way: dict[int, list[torch.Tensor]] = {}
+        """What collectives were given that nobody has waited for, by the storage of their result: they hold it."""
         self.pipelines = PipelineRecorder(recorder)
         recorder.parallel = self
         recorder.table.local = local_tensor
@@ -155,6 +158,7 @@ class ParallelCapture:
         It is the same tensor. Kernels on meta make another one, which a real run does not have.
         """
         if func is _functional.wait_tensor.default:
+            self._under_way.pop(storage_key(args[0]), None)
             return args[0]
         return AsyncCollectiveTensor(args[0]) if func is _functional._wrap_tensor_autograd.default else None
 
@@ -187,6 +191,9 @@ class ParallelCapture:
         """Note an op that was just recorded, if it communicates; and what its buffers are for."""
         name = func._overloadpacket.__name__
         table = self._recorder.table
+        if name == "_scaled_dot_product_efficient_attention":
+            for scalar in result[2:]:  # seed and offset, which are in host memory
+                table.drafts[table.number_of(scalar)].bytes = 0
         if func.namespace == "fsdp":
             if name == "all_gather_copy_in":
                 self._set_category(args[0], Category.COMMUNICATION)
@@ -200,6 +207,9 @@ class ParallelCapture:
         if group is None:
             group = next((each for each in reversed(args) if isinstance(each, str)), None)
         tensors = tensors_of(args)
+        if func.namespace == "_c10d_functional":
+            for each in tensors_of((result,)):
+                self._under_way[storage_key(each)] = [given for given in tensors if given is not each]
         if func.namespace == "c10d" and name not in ("send", "allreduce_", "broadcast_"):
             written, read = tensors_of(args[:1]), tensors_of(args[1:2])
         else:
