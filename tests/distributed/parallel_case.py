@@ -100,9 +100,7 @@ def _levels(steps: list[list[Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _peaks(
-    events: list[tuple[int, Any]], count: int, missing: set[int], *, counted: bool
-) -> list[tuple[int, int]]:
+def _peaks(events: list[tuple[int, Any]], count: int, missing: set[int], *, counted: bool) -> list[tuple[int, int]]:
     """The highest point of each step and of its first forward, above where the step began.
 
     What is freed unseen is left out, or counted to the end of its step.

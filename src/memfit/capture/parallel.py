@@ -37,6 +37,7 @@ from memfit.torch_private.distributed import (
     FSDPParamGroup,
     fsdp2_comm_context,
     group_size,
+    group_stride,
     local_tensor,
     with_local,
 )
@@ -76,7 +77,7 @@ class ParallelCapture:
         self._recorder = recorder
         self._note = note
         self._streams = _Streams(recorder.device_type)
-        self._collectives: list[tuple[int, str, int, int, Any]] = []
+        self._collectives: list[tuple[int, str, int, int, Any, int]] = []
         self._under_way: dict[int, list[torch.Tensor]] = {}
         """What collectives were given that nobody has waited for, by the storage of their result: they hold it."""
         self.pipelines = PipelineRecorder(recorder)
@@ -217,7 +218,14 @@ class ParallelCapture:
         counted = written if kind in _RESULT_COUNTS else read or written
         n_bytes = sum(each.numel() * each.element_size() for each in counted)
         self._collectives.append(
-            (table.now - 1, kind, 0 if group is None else group_size(group), n_bytes, self._streams.current())
+            (
+                table.now - 1,
+                kind,
+                0 if group is None else group_size(group),
+                n_bytes,
+                self._streams.current(),
+                1 if group is None else group_stride(group),
+            )
         )
         if func.namespace == "c10d" and name != "send":  # what a stage sends is its output, and the backward's
             self._set_category((*written, *read), Category.COMMUNICATION)
@@ -234,8 +242,10 @@ class ParallelCapture:
     def collectives(self) -> tuple[CollectiveCall, ...]:
         """Return the collectives in the order in which they are called."""
         return tuple(
-            CollectiveCall(op=op, kind=kind, ranks=ranks, bytes=n_bytes, stream=self._streams.name_of(stream))
-            for op, kind, ranks, n_bytes, stream in self._collectives
+            CollectiveCall(
+                op=op, kind=kind, ranks=ranks, bytes=n_bytes, stream=self._streams.name_of(stream), stride=stride
+            )
+            for op, kind, ranks, n_bytes, stream, stride in self._collectives
         )
 
     def streams(self) -> dict[int, str]:

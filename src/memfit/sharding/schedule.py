@@ -292,7 +292,13 @@ class Scheduler(ABC):
 
 
 def communication(runtime: Runtime, target: Target, schedule: ShardSchedule) -> tuple[float, float]:
-    """Milliseconds of all collectives, and those for which the device waits.
+    """Milliseconds of all collectives, and those for which the device waits."""
+    total, waits = collective_waits(runtime, target, schedule)
+    return total, sum(waits.values())
+
+
+def collective_waits(runtime: Runtime, target: Target, schedule: ShardSchedule) -> tuple[float, dict[int, float]]:
+    """Milliseconds of all collectives, and those for which the device waits, by the op before which it does.
 
     Collectives run one after another, beside the ops. A gather of the forward begins when the unit before it has its
     parameters, one of the backward when the backward of the unit before it begins, and both are waited for where the
@@ -304,6 +310,7 @@ def communication(runtime: Runtime, target: Target, schedule: ShardSchedule) -> 
     cost: dict[tuple[Collective, int, int, Group | None], float] = {}
     times = runtime.cumulative_ms
     total = waited = free = copied_out = 0.0
+    waits: dict[int, float] = {}
     done = [0.0] * len(schedule.transfers)
     for event in schedule.events:
         if event.kind not in (EventKind.BEGIN, EventKind.WAIT):
@@ -311,7 +318,9 @@ def communication(runtime: Runtime, target: Target, schedule: ShardSchedule) -> 
         number, transfer = event.number, schedule.transfers[event.number]
         if event.kind is EventKind.WAIT:
             now = float(times[transfer.needed]) + waited
-            waited += max(0.0, done[number] - now)
+            wait = max(0.0, done[number] - now)
+            waited += wait
+            waits[transfer.needed] = waits.get(transfer.needed, 0.0) + wait
             copied_out = max(now, done[number])
             continue
         key = transfer.kind, transfer.size_bytes, transfer.host_bytes, transfer.group
@@ -321,7 +330,7 @@ def communication(runtime: Runtime, target: Target, schedule: ShardSchedule) -> 
         now = float(times[transfer.issued]) + waited
         done[number] = free = max(free, copied_out if transfer.ahead else now) + cost[key]
         total += cost[key]
-    return total, waited
+    return total, waits
 
 
 def slowed_ms(transfers: Sequence[Transfer], target: Target, communication_ms: float, waited_ms: float) -> float:
