@@ -86,7 +86,7 @@ def _levels(steps: list[list[Any]]) -> list[dict[str, Any]]:
             del alive[event.address]
     missing |= {place for place in alive.values() if events[place][0] < len(steps) - 1}
     missing = {place for place in missing if _counts(events[place][1])}
-    bounds = [_peaks(events, len(steps), left_out) for left_out in (missing, set[int]())]
+    bounds = [_peaks(events, len(steps), missing, counted=counted) for counted in (False, True)]
     found = []
     for number in range(1, len(steps) - 1):
         (low, low_forward), (high, high_forward) = (each[number] for each in bounds)
@@ -100,8 +100,11 @@ def _levels(steps: list[list[Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _peaks(events: list[tuple[int, Any]], count: int, left_out: set[int]) -> list[tuple[int, int]]:
-    """The highest point of each step and of its first forward, above where the step began."""
+def _peaks(events: list[tuple[int, Any]], count: int, missing: set[int], *, counted: bool) -> list[tuple[int, int]]:
+    """The highest point of each step and of its first forward, above where the step began.
+
+    What is freed unseen is left out, or counted to the end of its step.
+    """
     alive: dict[int, int] = {}
     found = []
     level = 0
@@ -113,10 +116,14 @@ def _peaks(events: list[tuple[int, Any]], count: int, left_out: set[int]) -> lis
                 continue
             in_forward = in_forward and not any(op.startswith(_BACKWARD) for op in event.ops)
             level -= alive.pop(event.address, 0)
-            if event.bytes > 0 and _counts(event) and place not in left_out:
+            if event.bytes > 0 and _counts(event) and (counted or place not in missing):
                 alive[event.address] = event.bytes
                 level += event.bytes
             peak = max(peak, level)
             forward_peak = peak if in_forward else forward_peak
+        for place in missing:
+            step, event = events[place]
+            if step == number:
+                level -= alive.pop(event.address, 0)
         found.append((peak - start, forward_peak - start))
     return found

@@ -10,12 +10,12 @@ import memfit
 from memfit import spec
 from memfit.capture import Phase, check_trace
 from memfit.memory import Timeline
-from tests.distributed import parallel_case, pipeline_ranks
+from tests.distributed import context_parallel_ranks, expert_parallel_ranks, parallel_case, pipeline_ranks
 from tests.distributed.ranks import Ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-CASES = {**pipeline_ranks.CASES}
+CASES = {**pipeline_ranks.CASES, **context_parallel_ranks.CASES, **expert_parallel_ranks.CASES}
 
 
 @pytest.fixture(scope="module")

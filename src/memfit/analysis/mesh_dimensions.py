@@ -20,10 +20,10 @@ class MeshDimension:
     """The groups along one dimension of a mesh, or along several together; none for groups that are no part of it.
 
     `nodes` are the nodes that such a group lies on. `sent_bytes` are the buffers of its collectives in one step,
-    `exposed_ms` what these add to the step: waits, and what they take of kernels that run beside them. `at_peak_bytes`
-    is what they made that is there at the peak. `without_peak_bytes` and `without_step_ms` are those of the step on the
-    mesh without this dimension, with the same batch on every data-parallel rank and no plan; None where that was not
-    captured.
+    `exposed_ms` what these add to the step: waits, a pipeline's bubble, and what they take of kernels that run beside
+    them. `at_peak_bytes` is what they made that is there at the peak. `without_peak_bytes` and `without_step_ms` are
+    those of the step on the mesh without this dimension, with the same batch on every data-parallel rank and the same
+    plan as nearly as it can be; None where that was not captured.
     """
 
     dims: tuple[str, ...]
@@ -47,15 +47,21 @@ class MeshDimension:
 def find_dimensions(report: Report, timeline: Timeline) -> tuple[MeshDimension, ...]:
     """Return what each dimension does in a step that was captured on its mesh, the most exposed first."""
     sharding, trace, target = report.problem.sharding, report.trace, report.target
-    if sharding is None or not trace.mesh or len(sharding.transfers) != len(trace.collectives):
+    if sharding is None or not trace.mesh:
         return ()
-    took, waited = transfer_times(sharding.runtime, target, sharding.schedule)
     model = CollectiveModel(target)
+    spent = {  # messages of a pipeline's schedule are no transfers: stages wait for each other, which is its bubble
+        call.op: (model.collective_ms(call.kind, call.bytes, group_of(trace.mesh, call, target)), 0.0, 0.0)
+        for call in trace.collectives
+    }
+    took, waited = transfer_times(sharding.runtime, target, sharding.schedule)
     moving = [model.estimate(each.kind, each.size_bytes, each.group).transfer_ms for each in sharding.transfers]
     # kernels lose time to collectives that run beside them, and none to those that they wait for
     hidden = [1.0 - wait_ms / ms if ms else 0.0 for ms, wait_ms in zip(took, waited, strict=True)]
     beside = [ms * max(0.0, part) for ms, part in zip(moving, hidden, strict=True)]
     slowed = sharding.beside_ms / sum(beside) if sum(beside) else 0.0
+    for number, each in enumerate(sharding.transfers):
+        spent[each.issued] = took[number], waited[number], slowed * beside[number]
     made = _made(trace)
     alive = set(timeline.allocations.storage[timeline.alive_at(timeline.peak_instant)].tolist())
     groups: dict[tuple[tuple[str, ...], int], list[int]] = defaultdict(list)
@@ -69,6 +75,7 @@ def find_dimensions(report: Report, timeline: Timeline) -> tuple[MeshDimension, 
         kinds: dict[str, int] = defaultdict(int)
         for call in calls:
             kinds[call.kind] += 1
+        bubble_ms = sharding.bubble_ms if "send" in kinds else 0.0
         left = {storage for number in numbers for storage in made[number]} & alive
         found.append(
             MeshDimension(
@@ -78,8 +85,8 @@ def find_dimensions(report: Report, timeline: Timeline) -> tuple[MeshDimension, 
                 collectives=len(calls),
                 by_kind=dict(sorted(kinds.items())),
                 sent_bytes=sum(call.bytes for call in calls),
-                communication_ms=sum(took[number] for number in numbers),
-                exposed_ms=sum(waited[number] + slowed * beside[number] for number in numbers),
+                communication_ms=sum(spent[call.op][0] for call in calls),
+                exposed_ms=sum(spent[call.op][1] + spent[call.op][2] for call in calls) + bubble_ms,
                 at_peak_bytes=sum(trace.storages[storage].bytes for storage in left),
             )
         )

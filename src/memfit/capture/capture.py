@@ -39,7 +39,7 @@ from memfit.capture.fake_ranks import Mesh, RankLike, building, fake_ranks, reso
 from memfit.capture.meta_tensors import MetaTensors, on_meta, optimizer_on_meta
 from memfit.capture.optimizers import LeftState, OptimizerStates, optimizers_by_key
 from memfit.capture.patches import TorchPatches
-from memfit.capture.pipelines import Messages
+from memfit.capture.pipelines import Messages, pipeline_notes
 from memfit.capture.random_numbers import HostGenerator, held_generators, same_generators
 from memfit.capture.random_paths import RandomDraws, largest_path
 from memfit.capture.recorder import Recorder
@@ -187,7 +187,7 @@ def _target(target: str | os.PathLike[str] | Device | Target | None) -> Target:
     )
 
 
-def _context(device: Device, *, compiled: bool) -> RuleContext:
+def _context(device: Device, *, compiled: bool, several_ranks: bool) -> RuleContext:
     return RuleContext(
         device_type=device.type,
         compute_capability=device.compute_capability,
@@ -195,6 +195,7 @@ def _context(device: Device, *, compiled: bool) -> RuleContext:
         multiprocessors=device.multiprocessors or 0,
         vendor=device.vendor,
         compiled=compiled,
+        several_ranks=several_ranks,
     )
 
 
@@ -242,7 +243,7 @@ class _Capture:
 
     def _begin(self) -> None:
         """Begin a record."""
-        self.context = context = _context(self.device, compiled=self.compiled)
+        self.context = context = _context(self.device, compiled=self.compiled, several_ranks=bool(self.mesh))
         self.calls = CallTracker(self.model)
         self.sources = SourceTable()
         self.advice = Advice()
@@ -513,6 +514,8 @@ class _Capture:
             for key, (parameter, names) in self.parameters.items()
         )
         ops = recorder.frozen_ops()
+        pipelines = () if self.parallel is None else self.parallel.pipelines.runs()
+        notes = [*notes, *pipeline_notes(pipelines, self.mesh, self.rank)]
         return Trace(
             schema=SCHEMA,
             memfit=__version__,
@@ -539,7 +542,7 @@ class _Capture:
             streams={} if self.parallel is None else self.parallel.streams(),
             collectives=() if self.parallel is None else self.parallel.collectives(),
             rank=self.rank,
-            pipelines=() if self.parallel is None else self.parallel.pipelines.runs(),
+            pipelines=pipelines,
         )
 
 

@@ -38,9 +38,11 @@ from memfit.torch_private.distributed import (
     FSDPParamGroup,
     fsdp2_comm_context,
     group_size,
+    group_stride,
     local_tensor,
     with_local,
 )
+from memfit.torch_private.storages import storage_key
 
 _functional = torch.ops._c10d_functional
 _COMPUTE = "compute"
@@ -77,7 +79,9 @@ class ParallelCapture:
         self._groups = MeshGroups(mesh)
         self._note = note
         self._streams = _Streams(recorder.device_type)
-        self._collectives: list[tuple[int, str, int, int, Any, tuple[str, ...]]] = []
+        self._collectives: list[tuple[int, str, int, int, Any, int, tuple[str, ...]]] = []
+        self._under_way: dict[int, list[torch.Tensor]] = {}
+        """What collectives were given that nobody has waited for, by the storage of their result: they hold it."""
         self.pipelines = PipelineRecorder(recorder)
         recorder.parallel = self
         recorder.table.local = local_tensor
@@ -157,6 +161,7 @@ class ParallelCapture:
         It is the same tensor. Kernels on meta make another one, which a real run does not have.
         """
         if func is _functional.wait_tensor.default:
+            self._under_way.pop(storage_key(args[0]), None)
             return args[0]
         return AsyncCollectiveTensor(args[0]) if func is _functional._wrap_tensor_autograd.default else None
 
@@ -189,6 +194,9 @@ class ParallelCapture:
         """Note an op that was just recorded, if it communicates; and what its buffers are for."""
         name = func._overloadpacket.__name__
         table = self._recorder.table
+        if name == "_scaled_dot_product_efficient_attention":
+            for scalar in result[2:]:  # seed and offset, which are in host memory
+                table.drafts[table.number_of(scalar)].bytes = 0
         if func.namespace == "fsdp":
             if name == "all_gather_copy_in":
                 self._set_category(args[0], Category.COMMUNICATION)
@@ -202,14 +210,19 @@ class ParallelCapture:
         if group is None:
             group = next((each for each in reversed(args) if isinstance(each, str)), None)
         tensors = tensors_of(args)
+        if func.namespace == "_c10d_functional":
+            for each in tensors_of((result,)):
+                self._under_way[storage_key(each)] = [given for given in tensors if given is not each]
         if func.namespace == "c10d" and name not in ("send", "allreduce_", "broadcast_"):
             written, read = tensors_of(args[:1]), tensors_of(args[1:2])
         else:
             written, read = tensors_of((result,)) or tensors, tensors
         counted = written if kind in _RESULT_COUNTS else read or written
         n_bytes = sum(each.numel() * each.element_size() for each in counted)
-        ranks, dims = (0, ()) if group is None else (group_size(group), self._groups.dims_of(group))
-        self._collectives.append((table.now - 1, kind, ranks, n_bytes, self._streams.current(), dims))
+        ranks, stride, dims = 0, 1, ()
+        if group is not None:
+            ranks, stride, dims = group_size(group), group_stride(group), self._groups.dims_of(group)
+        self._collectives.append((table.now - 1, kind, ranks, n_bytes, self._streams.current(), stride, dims))
         if func.namespace == "c10d" and name != "send":  # what a stage sends is its output, and the backward's
             self._set_category((*written, *read), Category.COMMUNICATION)
 
@@ -226,9 +239,15 @@ class ParallelCapture:
         """Return the collectives in the order in which they are called."""
         return tuple(
             CollectiveCall(
-                op=op, kind=kind, ranks=ranks, bytes=n_bytes, stream=self._streams.name_of(stream), dims=dims
+                op=op,
+                kind=kind,
+                ranks=ranks,
+                bytes=n_bytes,
+                stream=self._streams.name_of(stream),
+                stride=stride,
+                dims=dims,
             )
-            for op, kind, ranks, n_bytes, stream, dims in self._collectives
+            for op, kind, ranks, n_bytes, stream, stride, dims in self._collectives
         )
 
     def streams(self) -> dict[int, str]:

@@ -204,6 +204,25 @@ class PipelineRecorder:
         return tuple(found)
 
 
+def pipeline_notes(runs: tuple[PipelineRun, ...], mesh: dict[str, int], rank: int) -> list[str]:
+    """Say which part of a pipeline was captured, and what its time assumes."""
+    if not runs:
+        return []
+    run = runs[0]
+    held = sorted({action.stage for action in run.actions})
+    stages = f"stage {held[0]}" if len(held) == 1 else f"stages {', '.join(map(str, held))}"
+    ranks = " x ".join(f"{name} {size}" for name, size in mesh.items())
+    assumed = (
+        "the other stages are taken to need as long"
+        if run.order
+        else "the schedule does not tell its order, so the time has no bubble"
+    )
+    return [
+        f"captured as rank {rank} of {ranks}: {stages} of {run.stages}, {run.microbatches} micro-batches by "
+        f"{run.schedule}. Other ranks hold other stages, which rank= captures; {assumed}"
+    ]
+
+
 def _forward(_: dict[str, Any]) -> str:
     return "F"
 

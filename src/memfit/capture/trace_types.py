@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from functools import cached_property
+from typing import TypedDict
 
 import msgspec
 
@@ -135,7 +136,8 @@ class ModelCall(_Record, frozen=True):
 class CollectiveCall(_Record, frozen=True):
     """What a group of `ranks` does together in op `op`: bytes as `memfit.cost.Collective` counts them, and a stream.
 
-    `dims` are the dimensions of the mesh that the group runs along; none for a group that is no part of the mesh.
+    The ranks lie `stride` apart: 1 in the last dimension of a mesh. `dims` are the dimensions of the mesh that the
+    group runs along; none for a group that is no part of the mesh.
     """
 
     op: int
@@ -143,6 +145,7 @@ class CollectiveCall(_Record, frozen=True):
     ranks: int
     bytes: int
     stream: str
+    stride: int = 1
     dims: tuple[str, ...] = ()
 
 
@@ -173,6 +176,13 @@ class PipelineRun(_Record, frozen=True):
     ranks: int
     order: tuple[tuple[str, ...], ...]
     actions: tuple[PipelineAction, ...]
+
+
+class CapturedOn(TypedDict, total=False):
+    """Where a step is captured: on which mesh, as which of its ranks."""
+
+    mesh: dict[str, int]
+    rank: int
 
 
 class Module(_Record, frozen=True):
@@ -236,6 +246,11 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The rank of the mesh that the step was captured as. Not part of the fingerprint."""
     pipelines: tuple[PipelineRun, ...] = ()
     """The schedules of micro-batches that the step runs, where the rank holds stages of a pipeline."""
+
+    @property
+    def captured_on(self) -> CapturedOn:
+        """What a trace that is captured as this one was is given beside its target."""
+        return {"mesh": self.mesh, "rank": self.rank} if self.mesh else {}
 
     @property
     def coordinate(self) -> dict[str, int]:

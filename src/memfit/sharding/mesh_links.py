@@ -14,18 +14,19 @@ from functools import cache
 import numpy as np
 
 from memfit.capture import CollectiveCall
-from memfit.cost import Group
+from memfit.cost import Collective, Group
 from memfit.hardware import Target
 
 
 def group_of(mesh: Mapping[str, int], call: CollectiveCall, target: Target) -> Group | None:
-    """Return where the ranks of a collective lie; None for all ranks of the target."""
+    """Return where the ranks of a collective lie; None for all of the target. A message goes from one to the next."""
+    if call.kind == Collective.SEND.value:
+        return Group.spaced(target, 2, call.stride)
     if call.ranks in (0, target.ranks):
         return None
     if call.dims:
         return group_along(tuple(mesh.items()), call.dims, min(target.ranks, target.ranks_per_node))
-    # a group of the step's own, which is no part of its mesh: taken to be of neighbours, if these can be divided so
-    return Group.shard(target, call.ranks) if target.ranks % call.ranks == 0 else None
+    return Group.spaced(target, call.ranks, call.stride)  # a group of the step's own, which is no part of its mesh
 
 
 @cache

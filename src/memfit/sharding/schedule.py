@@ -297,6 +297,15 @@ def communication(runtime: Runtime, target: Target, schedule: ShardSchedule) -> 
     return sum(took), sum(waited)
 
 
+def collective_waits(runtime: Runtime, target: Target, schedule: ShardSchedule) -> tuple[float, dict[int, float]]:
+    """Milliseconds of all collectives, and those for which the device waits, by the op before which it does."""
+    took, waited = transfer_times(runtime, target, schedule)
+    waits: dict[int, float] = {}
+    for transfer, wait in zip(schedule.transfers, waited, strict=True):
+        waits[transfer.needed] = waits.get(transfer.needed, 0.0) + wait
+    return sum(took), waits
+
+
 def transfer_times(runtime: Runtime, target: Target, schedule: ShardSchedule) -> tuple[list[float], list[float]]:
     """Milliseconds of each collective, and for how many of them the device waits.
 

@@ -76,6 +76,13 @@ def fsdp2_comm_context(module: Any) -> FSDPCommContext | None:
     return module._get_fsdp_state()._comm_ctx if hasattr(module, "_get_fsdp_state") else None
 
 
+def group_stride(group: Any) -> int:
+    """Return how far apart the ranks of a group are, 1 for a group of one."""
+    found = _resolve_process_group(group) if isinstance(group, str) else dist.ProcessGroup.unbox(group)  # type: ignore[arg-type]
+    ranks = dist.get_process_group_ranks(found)
+    return ranks[1] - ranks[0] if len(ranks) > 1 else 1
+
+
 def group_size(group: Any) -> int:
     """Return how many ranks a collective's group has; an op is given the group itself, boxed, or its name."""
     if isinstance(group, str):

@@ -20,7 +20,7 @@ VOTES = tuple(name for name in ("_warmup_forward_vote", "_warmup_backward_result
 """Methods of `PipelineStage` by which stages agree whether they learn shapes from each other or were all given them,
 as a tensor with one number that is sent around; 0 is for learning. Torch before 2.13 has none, and learns."""
 
-_KINDS = {"F": "F", "B": "B", "I": "I", "W": "W"}
+_KINDS = ("F", "B", "I", "W")
 
 
 def microbatch_count(schedule: Any) -> int:
@@ -43,16 +43,32 @@ def schedule_order(schedule: Any) -> tuple[tuple[str, ...], ...]:
         order = schedule._get_pipeline_order()
     if not order:
         return ()
-    return tuple(tuple(_computed(order[rank])) for rank in sorted(order))
+    found = [_computed(order[rank]) for rank in sorted(order)]
+    if isinstance(schedule, PipelineScheduleSingle):
+        found = [_numbered(actions) for actions in found]
+    return tuple(tuple(f"{stage}{kind}{microbatch}" for stage, kind, microbatch in actions) for actions in found)
 
 
-def _computed(actions: Any) -> list[str]:
-    found: list[str] = []
+def _numbered(actions: list[tuple[int, str, int]]) -> list[tuple[int, str, int]]:
+    """Number micro-batches in the order in which they come, as these schedules run them.
+
+    What torch 2.13 says of `Schedule1F1B` begins with micro-batch 1 in the forwards of the last stage.
+    """
+    counts: dict[str, int] = {}
+    found = []
+    for stage, kind, _ in actions:
+        found.append((stage, kind, counts.get(kind, 0)))
+        counts[kind] = counts.get(kind, 0) + 1
+    return found
+
+
+def _computed(actions: Any) -> list[tuple[int, str, int]]:
+    found: list[tuple[int, str, int]] = []
     for action in actions:
         if action is None:  # idle
             continue
         if getattr(action, "sub_actions", None):
             found += _computed(action.sub_actions)
-        elif (kind := _KINDS.get(action.computation_type.value)) is not None:
-            found.append(f"{action.stage_index}{kind}{action.microbatch_index}")
+        elif action.computation_type.value in _KINDS:
+            found.append((action.stage_index, action.computation_type.value, action.microbatch_index))
     return found
