@@ -93,3 +93,28 @@ def compared(*, tied: bool) -> None:
             torch.testing.assert_close(
                 parameter.grad.full_tensor(), plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6
             )
+
+
+def pipelined() -> None:
+    """A step of a pipeline, with tensor parallel stages, changes parameters as that of the plain model does."""
+    step = replace(step_of(4), optimizer=_sgd, clip_grad_norm=None)
+    plain = _built(step, None)
+    optimizer = step.build_optimizer(plain)
+    step.execute(plain, optimizer, "cpu")
+    sizes = {"pp": 2, "dp": 1, "tp": 2}
+    assert isinstance(step.model, ParallelModel)
+    step = step.model.step_on_mesh(step, sizes)
+    stage = _built(step, sizes)
+    optimizer = step.build_optimizer(stage)
+    step.execute(stage, optimizer, "cpu")
+    first = 0 if stage.first else SIZES.layers // 2
+    for name, parameter in stage.named_parameters():
+        parts = name.split(".")
+        if parts[0] == "layers":
+            parts[1] = str(int(parts[1]) + first)
+        expected = plain.get_parameter(".".join(parts))
+        torch.testing.assert_close(parameter.detach().full_tensor(), expected.detach(), rtol=1e-4, atol=1e-5)
+
+
+def _sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0, foreach=False)

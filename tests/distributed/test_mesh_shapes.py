@@ -38,3 +38,24 @@ def test_peaks_of_shapes_are_those_of_every_rank_to_the_byte(four_ranks: Ranks) 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_decoder_on_a_mesh_computes_what_the_plain_one_does(four_ranks: Ranks, tied: bool) -> None:
     four_ranks.run(mesh_shapes.compared, tied=tied)
+
+
+def test_stages_of_a_decoder_train_as_the_plain_one_does(four_ranks: Ranks) -> None:
+    four_ranks.run(mesh_shapes.pipelined)
+
+
+def test_pipelines_are_planned_by_their_first_and_last_stage() -> None:
+    shapes = [{"pp": 2, "dp": 2, "tp": 1}, {"pp": 4, "dp": 1, "tp": 1}]
+    found = memfit.search(
+        mesh_shapes.step_of, over="mesh", target="h100-sxm", values=shapes, global_batch=8, progress=False
+    )
+    point, none = found.points
+    assert point.mesh == shapes[0] and none.reason == "pp 4: 2 layers cannot be divided by 4"
+    step = mesh_shapes.step_of(4)
+    plans = [
+        memfit.plan(step, target="h100-sxm", mesh=shapes[0], rank={"pp": stage}, progress=False) for stage in (0, 1)
+    ]
+    predicted = [plan.predicted for plan in plans if plan.predicted is not None]
+    assert point.peak_bytes == max(each.peak_bytes for each in predicted)
+    assert point.step_ms == pytest.approx(max(each.step_ms for each in predicted), abs=1e-6)
+    assert predicted[0].peak_bytes != predicted[1].peak_bytes, "the last has the head and the loss"

@@ -141,6 +141,8 @@ def trace(
 
 def _trace_ranks(step: Step, device: Device, sizes: dict[str, int], rank: int) -> Trace:
     """Capture a step on ranks that are not there (Note [Parallel capture]). The model is built for it, and goes."""
+    on_mesh = getattr(step.model, "step_on_mesh", None)  # of a factory whose step differs from mesh to mesh
+    step = step if on_mesh is None else on_mesh(step, sizes)
     if isinstance(step.model, nn.Module):
         raise InputError(
             "a step on several ranks is captured from a function that builds and wraps its model: "

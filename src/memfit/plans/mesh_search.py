@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -36,6 +36,8 @@ StepOfBatch = Callable[[int], Step]
 WatchMesh = Callable[[MeshPoint], None]
 _IN_A_NODE = "tp"
 """The dimension whose groups stay inside a node unless a shape is asked for: it waits for every one of its messages."""
+_PIPELINE = "pp"
+"""The dimension whose ranks hold different modules."""
 _STATUS: dict[Status, Literal["optimal", "feasible", "infeasible"]] = {
     Status.OPTIMAL: "optimal",
     Status.FEASIBLE: "feasible",
@@ -196,9 +198,25 @@ class _Tries:
         return MeshPoint(mesh=shape, status="impossible", reason=reason)
 
     def _plan(self, shape: dict[str, int], which: str, working: Progress) -> MeshPoint:
-        step = self.step_of(shape)
+        """Plan a shape; of a pipeline its first and its last stage, and what is worse of either counts."""
+        step, last = self.step_of(shape), shape.get(_PIPELINE, 1) - 1
+        found = [self._plan_rank(step, shape, {}, which, working)]
+        if last > 0 and found[0].fits:
+            found.append(self._plan_rank(step, shape, {_PIPELINE: last}, which, working))
+        if not all(point.fits for point in found):
+            return next(point for point in found if not point.fits)
+        largest = max(found, key=lambda point: point.peak_bytes or 0)
+        slowest = max(found, key=lambda point: point.step_ms or 0.0)
+        times = ("step_ms", "recompute_ms", "recomputed_units", "communication_ms", "exposed_ms", "throughput_per_s")
+        care = any(point.with_care for point in found)
+        return replace(largest, with_care=care, **{name: getattr(slowest, name) for name in times})
+
+    def _plan_rank(
+        self, step: Step, shape: dict[str, int], rank: dict[str, int], which: str, working: Progress
+    ) -> MeshPoint:
+        working.update(f"{display_mesh(shape)} ({which}): capturing{' its last stage' if rank else ''}")
         with _quiet_dtensor():
-            captured = trace(step, target=self.target, mesh=shape)
+            captured = trace(step, target=self.target, mesh=shape, rank=rank or None)
         self.captured += 1
         working.update(f"{display_mesh(shape)} ({which}): planning")
         problem = Problem.of(Runtime.of(captured, resolve_cost(self.cost, self.target)), self.target, self.options)

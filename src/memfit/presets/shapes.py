@@ -20,7 +20,7 @@ from memfit.presets.models.gpt2 import GPT2, GPT2Sizes
 from memfit.presets.models.llama import Llama, LlamaSizes
 from memfit.presets.models.mixtral import Mixtral, MixtralSizes
 from memfit.presets.models.vit import ViT, ViTSizes
-from memfit.presets.parallel_model import ParallelModel, TensorParallel
+from memfit.presets.parallel_model import ParallelModel, Pipeline, TensorParallel
 from memfit.text import close_names, did_you_mean
 
 if TYPE_CHECKING:
@@ -125,10 +125,15 @@ def training_step(
     *,
     tensor_parallel: TensorParallel | None = None,
     no_tensor_parallel: str = "",
+    pipeline: Pipeline | None = None,
 ) -> Step:
     """Return the training step of a model that computes its own loss, on one rank or on a mesh."""
     built = ParallelModel(
-        build=model, tensor_parallel=tensor_parallel, no_tensor_parallel=no_tensor_parallel, compute=torch.bfloat16
+        build=model,
+        tensor_parallel=tensor_parallel,
+        no_tensor_parallel=no_tensor_parallel,
+        pipeline=pipeline,
+        compute=torch.bfloat16,
     )
     return Step(built, batch, optimizer=ADAMW, autocast=torch.bfloat16, clip_grad_norm=1.0)
 
@@ -179,12 +184,18 @@ def language_step(sizes: LlamaSizes | GPT2Sizes | BERTSizes, length: int, tokens
         return training_step(partial(Mixtral, sizes, length), tokens, no_tensor_parallel=why)
     if isinstance(sizes, LlamaSizes):
         parallel = partial(_parallelize_llama, sizes, length)
-        return training_step(partial(Llama, sizes, length), tokens, tensor_parallel=parallel)
+        return training_step(partial(Llama, sizes, length), tokens, tensor_parallel=parallel, pipeline=_llama_stage)
     build = partial(GPT2, sizes) if isinstance(sizes, GPT2Sizes) else partial(BERT, sizes)
     return training_step(build, tokens, no_tensor_parallel=_ONE_MATRIX)
 
 
 _ONE_MATRIX = "its queries, keys and values come from one matrix, whose columns cannot be split by heads as they are"
+
+
+def _llama_stage(model: Llama, mesh: DeviceMesh) -> nn.Module:
+    from memfit.presets.pipeline import LlamaStage
+
+    return LlamaStage(model, mesh)
 
 
 def _parallelize_llama(sizes: LlamaSizes, length: int, model: Llama, mesh: DeviceMesh) -> None:

@@ -23,6 +23,7 @@ from memfit.errors import InputError
 
 if TYPE_CHECKING:
     from memfit.presets.models.llama import Llama, LlamaSizes
+    from memfit.presets.pipeline import LlamaStage
 
 
 def check_divisible(ranks: int, counts: dict[str, int]) -> None:
@@ -35,7 +36,7 @@ def check_divisible(ranks: int, counts: dict[str, int]) -> None:
 # -- the built-in decoders, as torchtitan does it: sequence parallel between the products, the loss over the vocabulary
 
 
-def parallelize_llama(sizes: LlamaSizes, length: int, model: Llama, mesh: DeviceMesh) -> None:
+def parallelize_llama(sizes: LlamaSizes, length: int, model: Llama | LlamaStage, mesh: DeviceMesh) -> None:
     """Split heads, feed-forward and vocabulary; norms and sums work on a part of the tokens (sequence parallel)."""
     counts = {"key and value heads": sizes.key_value_heads, "heads": sizes.heads, "columns": sizes.feed_forward}
     counts |= {"words of the vocabulary": sizes.vocabulary, "tokens": length}
@@ -63,8 +64,10 @@ def parallelize_llama(sizes: LlamaSizes, length: int, model: Llama, mesh: Device
         "norm": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=Shard(1)),
     }
-    parallelize_module(model, mesh, whole)
-    if sizes.tied:
+    here = {name: style for name, style in whole.items() if getattr(model, name) is not None}  # of a stage
+    if here:
+        parallelize_module(model, mesh, here)
+    if sizes.tied and model.head is not None and model.embedding is not None:
         model.head.weight = model.embedding.weight
     model.loss = ParallelCrossEntropy(mesh)
 

@@ -13,7 +13,7 @@ from memfit.analysis import MeshDimension, Report, find_dimensions
 from memfit.text import number_table
 from memfit.units import display_bytes, display_ms
 
-_COLUMNS = ("mesh", "ranks", "nodes", "calls", "bytes", "time", "exposed", "at peak")
+_COLUMNS = ("dim", "ranks", "nodes", "calls", "bytes", "time", "exposed", "at peak")
 _WITHOUT = ("without it", "step then")
 """Peak and time of the step without a dimension, where it was captured."""
 
