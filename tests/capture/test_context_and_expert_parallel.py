@@ -101,6 +101,6 @@ def test_parts_whose_size_the_router_decides_are_refused() -> None:
             sizes = received.tolist(), sent.tolist()
             return functional.all_to_all_single_autograd(self.router(x)[chosen.argsort()], *sizes, self.group)
 
+    step = Step(Uneven, spec((16, 8)), loss=lambda output, _: output.sum())
     with pytest.raises(CaptureError, match="depends on the values"):
-        step = Step(Uneven, spec((16, 8)), loss=lambda output, _: output.sum())
         memfit.trace(step, target="h100-sxm", mesh={"ep": 2})

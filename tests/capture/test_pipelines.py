@@ -117,8 +117,8 @@ def test_a_rank_that_waits_for_an_object_which_nobody_sends_is_refused() -> None
             dist.recv_object_list([None], src=0)
         return torch.nn.Linear(4, 4)
 
+    step = Step(make, spec((2, 4)), loss=lambda output, _: output.sum())
     with pytest.raises(InputError, match="rank 1 waits for an object of rank 0, which sends none"):
-        step = Step(make, spec((2, 4)), loss=lambda output, _: output.sum())
         memfit.trace(step, target="cpu", mesh={"pp": 2}, rank=1)
 
 

@@ -30,6 +30,23 @@ def measured(two_ranks: Ranks, four_ranks: Ranks) -> dict[str, list[Any]]:
     return found
 
 
+def test_a_plan_on_a_pipeline_keeps_its_budget_and_changes_no_bit(two_ranks: Ranks) -> None:
+    case = CASES["gpipe"]
+    plans, above = [], []
+    for rank in range(case.ranks):
+        trace = memfit.trace(case.step(case.build, spec), target="cpu", mesh=case.sizes, rank=rank)
+        whole = memfit.plan(trace, progress=False)
+        plan = memfit.plan(trace, budget=int(0.85 * whole.baseline.peak_bytes), progress=False)
+        assert plan.predicted is not None and plan.checkpoint and plan.rank == rank
+        above.append(plan.predicted.peak_bytes - Timeline.of(trace, 1).start_bytes)
+        plans.append(plan.to_json())
+    answers = two_ranks.run(parallel_case.train_planned, case, plans)
+    two_ranks.stop()
+    for predicted_bytes, (steps, equal) in zip(above, answers, strict=True):
+        assert equal
+        assert min(step["peak_bytes"][0] for step in steps) <= predicted_bytes
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_peaks_are_those_of_every_rank_to_the_byte(name: str, measured: dict[str, list[Any]]) -> None:
     case = CASES[name]
