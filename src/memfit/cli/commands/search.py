@@ -50,6 +50,8 @@ class Search:
 
     def run(self) -> int:
         self._check()
+        if self.hardware.rank is not None:
+            raise UsageError("--rank: a search plans the sharding itself, alike on all ranks; leave it out")
         if self.hardware.mesh is not None:
             raise UsageError("--mesh: a search plans the sharding itself; give --ranks, or plan one mesh at a time")
         say(f"searching for the best {_WHAT[self.over]} of {self.step.step}")  # torch takes seconds to import
@@ -65,7 +67,7 @@ class Search:
         if self.over == "ranks" or any(names):
             first = self._step_at(steps, min(values) if values else _FIRST[self.over])
         target = resolve_target(self.hardware, first)
-        trace = None if first is None or not any(names) else capture_step(first, target)
+        trace = None if first is None or not any(names) else capture_step(first, target, self.hardware)
         options = solve_options(self.solver, trace, several_ranks=self.over == "ranks" or target.ranks > 1)
         code = 0
         try:
