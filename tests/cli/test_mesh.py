@@ -42,7 +42,19 @@ def test_a_trace_brings_its_mesh(run: Runner, tmp_path: object) -> None:
     assert "captured on {'dp': 4}" in run("plan", path, "--mesh", "dp=2", "--no-levers").said
 
 
+def test_a_plan_is_of_the_rank_that_is_named(run: Runner) -> None:
+    for rank in ("3", "dp=3"):
+        ran = run("plan", WHERE, "--target", "h100-sxm", "--mesh", "dp=4", "--rank", rank, "--no-levers", "--json")
+        assert ran.code == 0, ran.err
+        assert Plan.from_json(ran.out).rank == 3
+
+
 def test_what_is_wrong_is_named(run: Runner) -> None:
+    for rank in ("4", "tp=0", "dp", "dp=x"):
+        ran = run("plan", WHERE, "--target", "h100-sxm", "--mesh", "dp=4", "--rank", rank)
+        assert ran.code == 2 and "--rank" in ran.said
+    assert "--mesh pp=4" in run("plan", WHERE, "--target", "h100-sxm", "--rank", "1").said
+    assert "leave it out" in run("search", WHERE, "-t", "h100-sxm", "--rank", "1").said
     for mesh in ("dp", "dp=0", "dp=2,dp=2", "=4"):
         ran = run("plan", WHERE, "--target", "h100-sxm", "--mesh", mesh)
         assert ran.code == 2 and "as in dp=8 or dp=8,tp=2" in ran.said

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memfit import Step
+from memfit.plans import Plan
 from tests.distributed.fsdp2_ranks import _MEASURED, _STEP, _WARMUP, _counts, _steps
 
 _BACKWARD = ("autograd::engine", "aten::ones_like")
@@ -66,6 +67,30 @@ def measure(cases: Mapping[str, Case]) -> dict[str, list[Any]]:
     for name, events in _steps(profiler):
         steps.setdefault(name, []).append(events)
     return {name: _levels(each) for name, each in steps.items()}
+
+
+def train_planned(case: Case, plans: list[str]) -> tuple[list[dict[str, Any]], bool]:
+    """Train a case with and without this rank's plan; return how high planned steps are, and whether both are equal."""
+    mesh = init_device_mesh("cpu", tuple(case.sizes.values()), mesh_dim_names=tuple(case.sizes))
+    parameters = []
+    levels: list[dict[str, Any]] = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        model = case.build(mesh)
+        step = case.step(model, torch.zeros)
+        optimizer = step.build_optimizer(model)
+        if planned:
+            Plan.from_json(plans[mesh.get_rank()]).apply(model, optimizer)
+        for _ in range(_WARMUP):
+            step.execute(model, optimizer, "cpu")
+        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        with profiler:
+            for _ in range(_MEASURED):
+                with torch.profiler.record_function(f"{_STEP}case"):
+                    step.execute(model, optimizer, "cpu")
+        levels = _levels([events for _, events in _steps(profiler)])
+        parameters.append([each.detach().clone() for each in model.parameters()])
+    return levels, all(torch.equal(*each) for each in zip(*parameters, strict=True))
 
 
 def _levels(steps: list[list[Any]]) -> list[dict[str, Any]]:

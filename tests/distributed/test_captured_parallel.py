@@ -25,9 +25,25 @@ def measured(two_ranks: Ranks, four_ranks: Ranks) -> dict[str, list[Any]]:
     for ranks in (two_ranks, four_ranks):
         cases = {name: case for name, case in CASES.items() if case.ranks == ranks.count}
         answers = ranks.run(parallel_case.measure, cases)
-        ranks.stop()
         found.update({name: [answer[name] for answer in answers] for name in cases})
     return found
+
+
+def test_a_plan_on_a_pipeline_keeps_its_budget_and_changes_no_bit(two_ranks: Ranks) -> None:
+    case = CASES["gpipe"]
+    plans, above = [], []
+    for rank in range(case.ranks):
+        trace = memfit.trace(case.step(case.build, spec), target="cpu", mesh=case.sizes, rank=rank)
+        whole = memfit.plan(trace, progress=False)
+        plan = memfit.plan(trace, budget=int(0.85 * whole.baseline.peak_bytes), progress=False)
+        assert plan.predicted is not None and plan.checkpoint and plan.rank == rank
+        above.append(plan.predicted.peak_bytes - Timeline.of(trace, 1).start_bytes)
+        plans.append(plan.to_json())
+    answers = two_ranks.run(parallel_case.train_planned, case, plans)
+    for predicted_bytes, (steps, equal) in zip(above, answers, strict=True):
+        assert equal
+        step = min(steps, key=lambda each: each["missing_bytes"])
+        assert step["peak_bytes"][0] <= predicted_bytes <= step["peak_bytes"][1]
 
 
 @pytest.mark.parametrize("name", CASES)

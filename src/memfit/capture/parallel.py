@@ -60,10 +60,12 @@ _KINDS = {
     "broadcast_": "broadcast",
     "broadcast": "broadcast",
     "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
     "all_to_all_single": "all_to_all",
     "shard_dim_alltoall": "all_to_all",
     "send": "send",
     "recv_": "send",
+    "recv_any_source_": "send",
 }
 """Ops that communicate, and what memfit calls what they do."""
 _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")

@@ -67,6 +67,8 @@ class Search:
         for name in ("gpus", "dims", "global_batch"):
             if getattr(self, name) is not None:
                 raise UsageError(f"--{name.replace('_', '-')} is for --over mesh; leave it out, or add that")
+        if self.hardware.rank is not None:
+            raise UsageError("--rank: a search plans the sharding itself, alike on all ranks; leave it out")
         if self.hardware.mesh is not None:
             raise UsageError(
                 "--mesh: this search plans the sharding itself; give --ranks, plan one mesh at a time, or search "
@@ -85,7 +87,7 @@ class Search:
         if self.over == "ranks" or any(names):
             first = self._step_at(steps, min(values) if values else _FIRST[self.over])
         target = resolve_target(self.hardware, first)
-        trace = None if first is None or not any(names) else capture_step(first, target)
+        trace = None if first is None or not any(names) else capture_step(first, target, self.hardware)
         options = solve_options(self.solver, trace, several_ranks=self.over == "ranks" or target.ranks > 1)
         code = 0
         try:

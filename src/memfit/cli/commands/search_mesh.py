@@ -72,6 +72,8 @@ class MeshSearchRun:
         given = self.command
         if given.hardware.mesh is not None:
             raise UsageError("--mesh is one shape; leave it out, or write it as --values")
+        if given.hardware.rank is not None:
+            raise UsageError("--rank: the first rank is planned, and of a pipeline the last stage too; leave it out")
         if given.gpus is not None and given.hardware.ranks not in (None, given.gpus):
             raise UsageError("--gpus and --ranks differ; leave --ranks out")
         for name, number in (("gpus", given.gpus), ("global-batch", given.global_batch)):
