@@ -284,7 +284,7 @@ def test_a_budget_above_what_is_usable_is_lowered() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"over": "width"}, "over is 'width'; write 'batch', 'seq' or 'ranks'"),
+        ({"over": "width"}, "over is 'width'; write 'batch', 'seq', 'ranks' or 'mesh'"),
         ({"over": "ranks", "ranks": 8}, "ranks=8 is what the search over ranks finds"),
         ({"values": []}, "values has nothing in it"),
         ({"values": [1, 0]}, "values has 0; write whole numbers"),

@@ -6,6 +6,7 @@ from memfit.analysis.explaining import explain
 from memfit.analysis.explanation import Checkpointing, HeldStorage, ModuleAtPeak, StepExplanation, StillHeld
 from memfit.analysis.holders import allocation_bytes, round_to_block
 from memfit.analysis.levers import Case, EarlyCaptures, Lever, describe_shortfall, find_levers
+from memfit.analysis.mesh_dimensions import MeshDimension, find_dimensions
 from memfit.analysis.report import Report
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "EarlyCaptures",
     "HeldStorage",
     "Lever",
+    "MeshDimension",
     "ModuleAtPeak",
     "Report",
     "StepExplanation",
@@ -23,6 +25,7 @@ __all__ = [
     "compare",
     "describe_shortfall",
     "explain",
+    "find_dimensions",
     "find_forced_ops",
     "find_levers",
     "reserves_more",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,10 +21,12 @@ from memfit.analysis.explanation import (
 )
 from memfit.analysis.holders import Holders, round_to_block
 from memfit.analysis.levers import EarlyCaptures, find_levers
-from memfit.analysis.levers.case import Case, Lever
+from memfit.analysis.levers.case import Case, Lever, attempt
+from memfit.analysis.mesh_dimensions import MeshDimension, find_dimensions
 from memfit.analysis.report import Report
-from memfit.capture import Category, Step, Trace
+from memfit.capture import Category, Step, Trace, trace
 from memfit.errors import InputError
+from memfit.hardware import Target
 from memfit.memory import CATEGORIES, Reservation, Room, Timeline, judge_room
 from memfit.paths import around
 from memfit.plans import (
@@ -118,6 +122,7 @@ def _explanation(
         notes.append("no plan fits: this is the step under the plan that needs least, and levers are on top of that")
     if levers and case.step is None:
         notes.append("levers that need the step captured again are left out or estimated: give the step, not its trace")
+    dimensions = _dimensions(case, timeline, compared=bool(levers))
     return StepExplanation(
         reserved_bytes=reservation.reserved_bytes,
         has_room=reservation.room is Room.ENOUGH,
@@ -140,7 +145,36 @@ def _explanation(
         least_bytes=None if least is None else least.peak_bytes,
         left_out=tuple(case.left_out),
         notes=tuple(notes),
+        mesh=dict(report.trace.mesh),
+        dimensions=dimensions,
     )
+
+
+def _dimensions(case: Case, timeline: Timeline, *, compared: bool) -> tuple[MeshDimension, ...]:
+    """Return what each dimension of the mesh does, beside the step on the mesh without it where that can be captured.
+
+    That is a capture for each dimension of several; it is left out with the levers, which are captures too.
+    """
+    found = find_dimensions(case.report, timeline)
+    sizes = {name: size for name, size in case.trace.mesh.items() if size > 1}
+    if not compared or case.step is None or len(sizes) < 2:
+        return found
+    return tuple(_beside_without(case, each) if len(each.dims) == 1 else each for each in found)
+
+
+def _beside_without(case: Case, dimension: MeshDimension) -> MeshDimension:
+    """Return a dimension beside the step on the mesh without it, under the same plan as nearly as it can be."""
+    mesh = {**case.trace.mesh, dimension.dims[0]: 1}
+    assert case.step is not None
+    step, what = case.step, f"the step without {dimension.name}"
+    captured = case.noted(attempt(lambda: trace(step, target=case.target, mesh=mesh)), what=what)
+    if captured is None:
+        return dimension
+    per_node = min(case.target.ranks_per_node, math.prod(mesh.values()))
+    effect = case.effect(
+        captured, target=Target.parse(case.target, ranks=math.prod(mesh.values()), ranks_per_node=per_node)
+    )
+    return replace(dimension, without_peak_bytes=effect.peak_bytes, without_step_ms=effect.step_ms)
 
 
 def _of_document(plan: Plan) -> StepExplanation:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 from rich.console import RenderableType
 
 from memfit.analysis.levers.case import Lever
+from memfit.analysis.mesh_dimensions import MeshDimension
 from memfit.capture import Category
 from memfit.memory import OpLocation
 from memfit.text import PrintedDocument
@@ -126,7 +127,8 @@ class StepExplanation(PrintedDocument):
     Everything is predicted, nothing measured. `planned` says whether the step runs under a plan. Tables are empty where
     only a plan's document is known. `least_bytes` is the lowest peak that checkpointing alone can reach. `left_out`
     names levers that could not be worked out, and why. `reserved_bytes` is what the caching allocator reserves, and
-    `has_room` whether the device has room for that (Note [What fits]).
+    `has_room` whether the device has room for that (Note [What fits]). A step that was captured on its `mesh` has what
+    each of its `dimensions` does.
     """
 
     device: str
@@ -150,6 +152,8 @@ class StepExplanation(PrintedDocument):
     notes: tuple[str, ...] = ()
     reserved_bytes: int | None = None
     has_room: bool = True
+    mesh: dict[str, int] = field(default_factory=dict)
+    dimensions: tuple[MeshDimension, ...] = ()
 
     @property
     def fits(self) -> bool:

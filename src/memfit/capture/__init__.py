@@ -15,7 +15,7 @@ from memfit.capture.environment import (
     same_attributes,
 )
 from memfit.capture.errors import CaptureError
-from memfit.capture.fake_ranks import Mesh, resolve_mesh
+from memfit.capture.fake_ranks import Mesh, RankLike, resolve_mesh, resolve_rank
 from memfit.capture.kernels import AllocatorEvent, allocations
 from memfit.capture.optimizers import (
     Implementation,
@@ -35,6 +35,7 @@ from memfit.capture.trace_types import (
     AFTER_STEP,
     BEFORE_STEP,
     NO_INDEX,
+    CapturedOn,
     Category,
     CollectiveCall,
     Module,
@@ -42,6 +43,8 @@ from memfit.capture.trace_types import (
     Op,
     Parameter,
     Phase,
+    PipelineAction,
+    PipelineRun,
     Storage,
     TensorRef,
     Trace,
@@ -57,6 +60,7 @@ __all__ = [
     "SEVERAL_PATHS",
     "AllocatorEvent",
     "CaptureError",
+    "CapturedOn",
     "Category",
     "CollectiveCall",
     "Companions",
@@ -67,6 +71,9 @@ __all__ = [
     "Op",
     "Parameter",
     "Phase",
+    "PipelineAction",
+    "PipelineRun",
+    "RankLike",
     "Step",
     "Storage",
     "TensorRef",
@@ -93,6 +100,7 @@ __all__ = [
     "product_thread",
     "real_tensor",
     "resolve_mesh",
+    "resolve_rank",
     "same_attributes",
     "save_trace",
     "set_flags",

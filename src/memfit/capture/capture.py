@@ -35,10 +35,11 @@ from memfit.capture.environment import (
     unoptimized_scripts,
 )
 from memfit.capture.errors import Advice
-from memfit.capture.fake_ranks import Mesh, building, fake_ranks, resolve_mesh, takes_mesh
+from memfit.capture.fake_ranks import Mesh, RankLike, building, fake_ranks, resolve_mesh, resolve_rank, takes_mesh
 from memfit.capture.meta_tensors import MetaTensors, on_meta, optimizer_on_meta
 from memfit.capture.optimizers import LeftState, OptimizerStates, optimizers_by_key
 from memfit.capture.patches import TorchPatches
+from memfit.capture.pipelines import Messages, pipeline_notes
 from memfit.capture.random_numbers import HostGenerator, held_generators, same_generators
 from memfit.capture.random_paths import RandomDraws, largest_path
 from memfit.capture.recorder import Recorder
@@ -80,15 +81,17 @@ def trace(
     *,
     target: str | os.PathLike[str] | Device | Target | None = None,
     mesh: Mesh | None = None,
+    rank: RankLike | None = None,
 ) -> Trace:
     """Capture one steady-state step as the target would run it; without a target, as the GPU of this machine would.
 
     The optimizer's state exists already and gradients start as the step itself leaves them, as in every step but the
     first. The model, the optimizer, the batch and the random state are left as they were found.
 
-    With a `mesh`, such as `{"dp": 8}`, the step is captured as the first of so many ranks runs it: its model is a
-    factory that wraps it, with `fully_shard`, DistributedDataParallel or FSDP1, and that may take the `DeviceMesh` as
-    an argument called `mesh`.
+    With a `mesh`, such as `{"dp": 8}`, the step is captured as one of so many ranks runs it: its model is a factory
+    that wraps it, with `fully_shard`, DistributedDataParallel or FSDP1, and that may take the `DeviceMesh` as an
+    argument called `mesh`. It is the first rank unless `rank` says which, by number or by its place in dimensions of
+    the mesh, `{"pp": 3}`: ranks of a pipeline hold different stages.
     """
     device = _target(target).device
     with LOCK, same_random_state(), neutral_modes(), torch_threads(device.threads if device.type == "cpu" else None):
@@ -99,7 +102,10 @@ def trace(
                 raise InputError(f"trace takes a memfit.Step or a function that runs one, not a {type(step).__name__}")
             step = find_step(step)
         if mesh is not None:
-            return _trace_ranks(step, device, resolve_mesh(mesh))
+            sizes = resolve_mesh(mesh)
+            return _trace_ranks(step, device, sizes, resolve_rank(rank, sizes))
+        if rank is not None:
+            raise InputError(f"rank={rank!r} is for a step on several ranks; give their mesh, as in mesh={{'pp': 4}}")
         notes: list[str] = []
         built = step.build_model()
         model = _eager(built, notes)
@@ -134,8 +140,10 @@ def trace(
         return msgspec.structs.replace(result, notes=(*result.notes, *remove_leftovers(leftovers)))
 
 
-def _trace_ranks(step: Step, device: Device, sizes: dict[str, int]) -> Trace:
+def _trace_ranks(step: Step, device: Device, sizes: dict[str, int], rank: int) -> Trace:
     """Capture a step on ranks that are not there (Note [Parallel capture]). The model is built for it, and goes."""
+    on_mesh = getattr(step.model, "step_on_mesh", None)  # of a factory whose step differs from mesh to mesh
+    step = step if on_mesh is None else on_mesh(step, sizes)
     if isinstance(step.model, nn.Module):
         raise InputError(
             "a step on several ranks is captured from a function that builds and wraps its model: "
@@ -147,20 +155,28 @@ def _trace_ranks(step: Step, device: Device, sizes: dict[str, int]) -> Trace:
         )
     check_batch_tensors(step.batch)
     held = held_generators((), find_variables(step.run))
-    with fake_ranks(sizes, device) as ranks:
+    messages = Messages()
 
-        def captured(draws: RandomDraws) -> Trace:
-            notes: list[str] = []
-            with building(device):
-                built = step.build_model(**({"mesh": ranks} if takes_mesh(step.model) else {}))
-            model = _eager(built, notes)
-            check_parallel_model(model, device.type)
-            capture = _Capture(step, model, device, {}, {}, draws, held, compiled=model is not built, mesh=sizes)
-            capture.run()
-            return capture.result(notes)
+    def capture_rank(number: int) -> Trace:
+        with fake_ranks(sizes, device, number) as ranks, same_generators(held):
 
-        with same_generators(held):
+            def captured(draws: RandomDraws) -> Trace:
+                notes: list[str] = []
+                messages.begin()
+                with building(device):
+                    built = step.build_model(**({"mesh": ranks} if takes_mesh(step.model) else {}))
+                model = _eager(built, notes)
+                check_parallel_model(model, device.type)
+                capture = _Capture(
+                    step, model, device, {}, {}, draws, held, compiled=model is not built, mesh=sizes, rank=number
+                )
+                capture.run()
+                return capture.result(notes)
+
             return largest_path(captured)
+
+    with messages.applied():
+        return messages.complete(rank, capture_rank)
 
 
 def _target(target: str | os.PathLike[str] | Device | Target | None) -> Target:
@@ -174,7 +190,7 @@ def _target(target: str | os.PathLike[str] | Device | Target | None) -> Target:
     )
 
 
-def _context(device: Device, *, compiled: bool) -> RuleContext:
+def _context(device: Device, *, compiled: bool, several_ranks: bool) -> RuleContext:
     return RuleContext(
         device_type=device.type,
         compute_capability=device.compute_capability,
@@ -182,6 +198,7 @@ def _context(device: Device, *, compiled: bool) -> RuleContext:
         multiprocessors=device.multiprocessors or 0,
         vendor=device.vendor,
         compiled=compiled,
+        several_ranks=several_ranks,
     )
 
 
@@ -208,9 +225,10 @@ class _Capture:
         *,
         compiled: bool,
         mesh: dict[str, int] | None = None,
+        rank: int = 0,
     ) -> None:
         self.step = step
-        self.mesh = mesh or {}
+        self.mesh, self.rank = mesh or {}, rank
         self.compiled = compiled
         self.draws = draws
         self.held = held
@@ -229,7 +247,7 @@ class _Capture:
 
     def _begin(self) -> None:
         """Begin a record."""
-        self.context = context = _context(self.device, compiled=self.compiled)
+        self.context = context = _context(self.device, compiled=self.compiled, several_ranks=bool(self.mesh))
         self.calls = CallTracker(self.model)
         self.sources = SourceTable()
         self.advice = Advice()
@@ -240,7 +258,7 @@ class _Capture:
         if self.mesh:
             from memfit.capture import parallel  # loads DTensor, which takes a second
 
-            self.parallel = parallel.ParallelCapture(self.recorder, self.model, context.note)
+            self.parallel = parallel.ParallelCapture(self.recorder, self.model, context.note, self.mesh)
         self.parameters: dict[int, tuple[torch.Tensor, list[str]]] = {}
         self.parameter_storages: dict[int, int] = {}
         self.modules: list[Module] = []
@@ -515,6 +533,8 @@ class _Capture:
             for key, (parameter, names) in self.parameters.items()
         )
         ops = recorder.frozen_ops()
+        pipelines = () if self.parallel is None else self.parallel.pipelines.runs()
+        notes = [*notes, *pipeline_notes(pipelines, self.mesh, self.rank)]
         return Trace(
             schema=SCHEMA,
             memfit=__version__,
@@ -541,6 +561,8 @@ class _Capture:
             streams={} if self.parallel is None else self.parallel.streams(),
             op_streams={} if self.parallel is None else self.parallel.op_streams(),
             collectives=() if self.parallel is None else self.parallel.collectives(),
+            rank=self.rank,
+            pipelines=pipelines,
         )
 
 

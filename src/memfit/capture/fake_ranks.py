@@ -11,7 +11,6 @@ import contextlib
 import inspect
 import math
 import numbers
-import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from memfit.capture.environment import cuda_present
-from memfit.capture.replacements import patched
 from memfit.capture.wrapped_models import wrapping
 from memfit.errors import InputError
 from memfit.hardware import Device
@@ -30,6 +28,9 @@ if TYPE_CHECKING:
 
 Mesh = Mapping[str, int] | int
 """The ranks of a step that is captured as it is: sizes by name, outermost first, or the size of the only dimension."""
+
+RankLike = Mapping[str, int] | int
+"""One rank of a mesh: its number, or its place in dimensions by name, the first in those that are not named."""
 
 
 def resolve_mesh(mesh: Mesh) -> dict[str, int]:
@@ -43,6 +44,33 @@ def resolve_mesh(mesh: Mesh) -> dict[str, int]:
     return {name: int(size) for name, size in sizes.items()}
 
 
+def resolve_rank(rank: RankLike | None, sizes: Mapping[str, int]) -> int:
+    """Return the number of a rank of a mesh, which may be given by its place in some dimensions; the first without."""
+    ranks = math.prod(sizes.values())
+    if rank is None:
+        return 0
+    if isinstance(rank, Mapping):
+        for name, place in rank.items():
+            if name not in sizes:
+                raise InputError(f"rank names {name!r}, and the mesh has {', '.join(sizes)}")
+            if not _is_count(place) or not 0 <= place < sizes[name]:
+                raise InputError(f"rank is {place!r} in {name!r}, which has {sizes[name]} ranks, numbered from 0")
+        number = 0
+        for name, size in sizes.items():  # the last dimension is the innermost
+            number = number * size + int(rank.get(name, 0))
+        return number
+    if not _is_count(rank) or not 0 <= rank < ranks:
+        raise InputError(
+            f"rank is {rank!r}, and the mesh has {ranks} ranks, numbered from 0; give a number, or the place in a "
+            f"dimension, as in rank={{{next(iter(sizes))!r}: 1}}"
+        )
+    return int(rank)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def takes_mesh(factory: Any) -> bool:
     """Return whether a model factory asks for the mesh."""
     try:
@@ -52,8 +80,8 @@ def takes_mesh(factory: Any) -> bool:
 
 
 @contextlib.contextmanager
-def fake_ranks(sizes: Mapping[str, int], device: Device) -> Iterator[DeviceMesh]:
-    """Make this process the first rank of a mesh that is not there, and give the mesh; all of it is undone after."""
+def fake_ranks(sizes: Mapping[str, int], device: Device, rank: int = 0) -> Iterator[DeviceMesh]:
+    """Make this process a rank of a mesh that is not there, and give the mesh; all of it is undone after."""
     if not dist.is_available():
         raise InputError("this build of torch has no torch.distributed: a step on several ranks cannot be captured")
     if dist.is_initialized():
@@ -65,7 +93,7 @@ def fake_ranks(sizes: Mapping[str, int], device: Device) -> Iterator[DeviceMesh]
 
     from memfit.torch_private.distributed import fake_group
 
-    with fake_group(math.prod(sizes.values())):
+    with fake_group(math.prod(sizes.values()), rank):
         kind = "cuda" if device.type == "cuda" else "cpu"
         with building(device):
             mesh = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
@@ -78,29 +106,9 @@ def building(device: Device) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if device.type == "cuda":
             stack.enter_context(cuda_present(device, lambda _: None))
-        for (module, name), problem in _UNFOLLOWED.items():
-            kind = getattr(sys.modules.get(module), name, None)
-            if kind is not None:  # else nobody can make one
-                stack.enter_context(patched(kind, "__init__", lambda _, problem=problem: _refuse(problem)))
         stack.enter_context(wrapping(device))
         stack.enter_context(_OnMeta(device.type))
         yield
-
-
-_UNFOLLOWED = {
-    ("torch.distributed.pipelining", "PipelineStage"): (
-        "the step has a stage of a pipeline, which cannot be captured yet; give the modules of one stage as a model of "
-        "their own, with a batch of what it receives"
-    ),
-}
-"""Classes, by module and name, and what to do instead of making one."""
-
-
-def _refuse(problem: str) -> Any:
-    def init(*_: Any, **__: Any) -> None:
-        raise InputError(problem)
-
-    return init
 
 
 class _OnMeta(TorchFunctionMode):

@@ -25,6 +25,8 @@ from torch import nn
 
 from memfit.capture.arguments import is_wrapper, map_tensors, tensors_of
 from memfit.capture.cuda_api import StreamStandIn
+from memfit.capture.mesh_groups import MeshGroups
+from memfit.capture.pipelines import PipelineRecorder
 from memfit.capture.recorder import Recorder
 from memfit.capture.replacements import patched, replaced
 from memfit.capture.storages import HOST
@@ -47,6 +49,7 @@ from memfit.torch_private.distributed import (
     FSDPParamGroup,
     fsdp2_comm_context,
     group_size,
+    group_stride,
     local_tensor,
     with_local,
 )
@@ -68,10 +71,12 @@ _KINDS = {
     "broadcast_": "broadcast",
     "broadcast": "broadcast",
     "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
     "all_to_all_single": "all_to_all",
     "shard_dim_alltoall": "all_to_all",
     "send": "send",
     "recv_": "send",
+    "recv_any_source_": "send",
 }
 """Ops that communicate, and what memfit calls what they do."""
 _NAMESPACES = ("c10d", "_c10d_functional", "_dtensor")
@@ -86,17 +91,23 @@ _RESULT_COUNTS = frozenset(("all_gather",))
 class ParallelCapture:
     """Follows one pass of a step on several ranks."""
 
-    def __init__(self, recorder: Recorder, model: nn.Module, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, recorder: Recorder, model: nn.Module, note: Callable[[str], None], mesh: Mapping[str, int]
+    ) -> None:
         self._recorder = recorder
         self._model = model
         self.used_maps: set[int] = set()
         """Storages in which DDP notes the parameters that a backward has used, on the host (`wrapped_models.py`)."""
         self.rebuilt = False
         """Whether DDP has made its buckets anew, which it does once: the next step is the one that all are like."""
+        self._groups = MeshGroups(mesh)
         self._note = note
         self._streams = _Streams(recorder.device_type)
-        self._collectives: list[tuple[int, str, int, int, Any]] = []
+        self._collectives: list[tuple[int, str, int, int, Any, int, tuple[str, ...]]] = []
         self._op_streams: dict[int, Any] = {}
+        self._under_way: dict[int, list[torch.Tensor]] = {}
+        """What collectives were given that nobody has waited for, by the storage of their result: they hold it."""
+        self.pipelines = PipelineRecorder(recorder)
         recorder.parallel = self
         recorder.table.local = local_tensor
         recorder.table.current_stream = self._streams.current
@@ -118,6 +129,7 @@ class ParallelCapture:
             prefetch = staticmethod(self._prefetched(FSDPParamGroup._prefetch_unshard))
             stack.enter_context(replaced(FSDPParamGroup, "_prefetch_unshard", prefetch))
             stack.enter_context(self._streams.followed())
+            stack.enter_context(self.pipelines.applied())
             yield
 
     def name_parts(self) -> None:
@@ -215,6 +227,7 @@ class ParallelCapture:
         It is the same tensor. Kernels on meta make another one, which a real run does not have.
         """
         if func is _functional.wait_tensor.default:
+            self._under_way.pop(storage_key(args[0]), None)
             return args[0]
         return AsyncCollectiveTensor(args[0]) if func is _functional._wrap_tensor_autograd.default else None
 
@@ -253,6 +266,9 @@ class ParallelCapture:
         stream = self._streams.current()
         if not self._streams.is_default(stream):
             self._op_streams[table.now - 1] = stream
+        if name == "_scaled_dot_product_efficient_attention":
+            for scalar in result[2:]:  # seed and offset, which are in host memory
+                table.drafts[table.number_of(scalar)].bytes = 0
         if func.namespace == "fsdp":
             if name == "all_gather_copy_in":
                 self._set_category(args[0], Category.COMMUNICATION)
@@ -266,6 +282,9 @@ class ParallelCapture:
         if group is None:
             group = next((each for each in reversed(args) if isinstance(each, str)), None)
         tensors = tensors_of(args)
+        if func.namespace == "_c10d_functional":
+            for each in tensors_of((result,)):
+                self._under_way[storage_key(each)] = [given for given in tensors if given is not each]
         if func.namespace == "c10d" and name not in ("send", "allreduce_", "broadcast_"):
             written, read = tensors_of(args[:1]), tensors_of(args[1:2])
         else:
@@ -274,8 +293,11 @@ class ParallelCapture:
         n_bytes = sum(each.numel() * each.element_size() for each in counted)
         if func is _all_reduce and _is_async(args):
             stream = self._streams.beside(stream)
-        self._collectives.append((table.now - 1, kind, 0 if group is None else group_size(group), n_bytes, stream))
-        if func.namespace == "c10d":
+        ranks, stride, dims = 0, 1, ()
+        if group is not None:
+            ranks, stride, dims = group_size(group), group_stride(group), self._groups.dims_of(group)
+        self._collectives.append((table.now - 1, kind, ranks, n_bytes, stream, stride, dims))
+        if func.namespace == "c10d" and name != "send":  # what a stage sends is its output, and the backward's
             self._set_category((*written, *read), Category.COMMUNICATION)
 
     def _set_category(self, values: Any, category: Category) -> None:
@@ -294,8 +316,16 @@ class ParallelCapture:
     def collectives(self) -> tuple[CollectiveCall, ...]:
         """Return the collectives in the order in which they are called."""
         return tuple(
-            CollectiveCall(op=op, kind=kind, ranks=ranks, bytes=n_bytes, stream=self._streams.name_of(stream))
-            for op, kind, ranks, n_bytes, stream in self._collectives
+            CollectiveCall(
+                op=op,
+                kind=kind,
+                ranks=ranks,
+                bytes=n_bytes,
+                stream=self._streams.name_of(stream),
+                stride=stride,
+                dims=dims,
+            )
+            for op, kind, ranks, n_bytes, stream, stride, dims in self._collectives
         )
 
     def op_streams(self) -> dict[int, str]:

@@ -21,6 +21,7 @@ import torch
 import torch.utils.checkpoint
 from torch.nn.parallel import DistributedDataParallel
 
+from memfit.capture.arguments import map_tensors
 from memfit.capture.emulation import Emulation
 from memfit.capture.errors import Advice
 from memfit.capture.recorder import Recorder
@@ -83,6 +84,8 @@ class TorchPatches:
                 return
             if kwargs.get("retain_graph", args[2] if len(args) > 2 else None):
                 self.advice.retain(recorder.sources.sources[recorder.sources.here(1)])
+            if kwargs.get("grad_tensors") is not None:
+                kwargs["grad_tensors"] = self._lifted(kwargs["grad_tensors"])
             recorder.backward_began.append(len(recorder.ops))
             recorder.phase = Phase.BACKWARD
             original(*args, **kwargs)
@@ -97,6 +100,8 @@ class TorchPatches:
         def grad(*args: Any, **kwargs: Any) -> Any:
             recorder = self.recorder
             before = recorder.phase
+            if kwargs.get("grad_outputs") is not None:
+                kwargs["grad_outputs"] = self._lifted(kwargs["grad_outputs"])
             recorder.backward_began.append(len(recorder.ops))
             recorder.phase = Phase.BACKWARD
             try:
@@ -105,6 +110,11 @@ class TorchPatches:
                 recorder.phase = before
 
         return grad
+
+    def _lifted(self, gradients: Any) -> Any:
+        """Return gradients that a backward begins with as they must be: on meta, like what they are gradients of."""
+        lift = functools.partial(self.recorder.executor.lift, module=self.recorder.calls.path)
+        return map_tensors(gradients, lift)
 
     def _without_hooks(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Remove the capture's hooks for saved tensors, under which `torch.func.grad` and its like refuse to run.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from functools import cached_property
+from typing import TypedDict
 
 import msgspec
 
@@ -133,13 +134,55 @@ class ModelCall(_Record, frozen=True):
 
 
 class CollectiveCall(_Record, frozen=True):
-    """What a group of `ranks` does together in op `op`: bytes as `memfit.cost.Collective` counts them, and a stream."""
+    """What a group of `ranks` does together in op `op`: bytes as `memfit.cost.Collective` counts them, and a stream.
+
+    The ranks lie `stride` apart: 1 in the last dimension of a mesh. `dims` are the dimensions of the mesh that the
+    group runs along; none for a group that is no part of the mesh.
+    """
 
     op: int
     kind: str
     ranks: int
     bytes: int
     stream: str
+    stride: int = 1
+    dims: tuple[str, ...] = ()
+
+
+class PipelineAction(_Record, frozen=True):
+    """What a stage computes for a micro-batch in ops `begin` up to (not including) `end`.
+
+    `kind` is the letter that schedules use: F forward, B backward, or its parts I (inputs) and W (weights).
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+    begin: int
+    end: int
+
+
+class PipelineRun(_Record, frozen=True):
+    """One `step` of a pipeline's schedule, as rank `rank` of the pipeline's `ranks` runs it.
+
+    `order` has what each of them computes, as in `1F0` for the forward of stage 1, micro-batch 0; none where the
+    schedule does not say.
+    """
+
+    schedule: str
+    stages: int
+    microbatches: int
+    rank: int
+    ranks: int
+    order: tuple[tuple[str, ...], ...]
+    actions: tuple[PipelineAction, ...]
+
+
+class CapturedOn(TypedDict, total=False):
+    """Where a step is captured: on which mesh, as which of its ranks."""
+
+    mesh: dict[str, int]
+    rank: int
 
 
 class Module(_Record, frozen=True):
@@ -202,6 +245,23 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     fingerprint."""
     collectives: tuple[CollectiveCall, ...] = ()
     """What the ranks of the mesh do together, in the order in which it is called."""
+    rank: int = 0
+    """The rank of the mesh that the step was captured as. Not part of the fingerprint."""
+    pipelines: tuple[PipelineRun, ...] = ()
+    """The schedules of micro-batches that the step runs, where the rank holds stages of a pipeline."""
+
+    @property
+    def captured_on(self) -> CapturedOn:
+        """What a trace that is captured as this one was is given beside its target."""
+        return {"mesh": self.mesh, "rank": self.rank} if self.mesh else {}
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        """Where the captured rank is in the mesh, by dimension."""
+        found, left = {}, self.rank
+        for name, size in reversed(self.mesh.items()):
+            left, found[name] = divmod(left, size)
+        return dict(reversed(found.items()))
 
     def instance_of(self, path: str) -> str:
         """Return the first path of the module that this path leads to."""
@@ -235,6 +295,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         )
         if self.mesh:
             content = (*content, self.mesh, self.streams, self.collectives)
+        if self.pipelines:
+            content = (*content, self.pipelines)
         return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()
 
     def ancestors(self, call: int) -> tuple[int, ...]:

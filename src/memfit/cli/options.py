@@ -92,6 +92,8 @@ class HardwareOptions:
     """How many of them; the model is sharded over all of them, or replicated (--parallel ddp)."""
     mesh: Annotated[str | None, arg("NAME=N,...", "STEP is not parallel itself")] = None
     """The ranks of a step whose model factory wraps it itself (fully_shard, tensor parallel): dp=8, or dp=8,tp=2."""
+    rank: Annotated[str | None, arg("N or NAME=N,...", "the first")] = None
+    """Which rank of the mesh is captured, by number or place (pp=3): ranks of a pipeline hold different stages."""
     budget: Annotated[str | None, arg("SIZE", "what the device has room for", "-b")] = None
     """What tensors of one rank may take: 72GiB, 80GB, 90% or 0.9 of the device. A number needs its unit."""
     context: Annotated[str | None, arg("SIZE", "the device's")] = None

@@ -96,6 +96,8 @@ def _changed(step: Step, options: StepOptions) -> Step:
     """Return the step with what the options say of its compute and of its micro-batches."""
     import torch
 
+    from memfit.presets import in_autocast
+
     changes: dict[str, Any] = {}
     if options.autocast is not None:
         changes["autocast"] = None if options.autocast == "float32" else getattr(torch, options.autocast)
@@ -104,6 +106,8 @@ def _changed(step: Step, options: StepOptions) -> Step:
     if changes and step.run is not None:
         named = " and ".join(f"--{name.replace('_', '-')}" for name in changes)
         raise UsageError(f"{named}: this step runs a loop of its own (run=), which says so itself; change it there")
+    if "autocast" in changes:
+        step = in_autocast(step, changes["autocast"])
     return replace(step, **changes) if changes else step
 
 
@@ -224,6 +228,19 @@ def parse_mesh(text: str | None) -> dict[str, int] | None:
     return sizes
 
 
+def parse_rank(text: str | None) -> dict[str, int] | int | None:
+    """Return a rank of a mesh: its number, or its place by dimension, from `pp=3`."""
+    if text is None or text.isdigit():
+        return None if text is None else int(text)
+    place: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, number = part.strip().partition("=")
+        if not name or not number.isdigit() or name in place:
+            raise UsageError(f"--rank is {text!r}; write its number, or its place in the mesh, as in pp=3")
+        place[name] = int(number)
+    return place
+
+
 def _gpu_here() -> str:
     import torch
 
@@ -240,16 +257,24 @@ def _gpu_here() -> str:
         ) from error
 
 
-def capture_step(step: Step | Trace, target: Target, mesh: dict[str, int] | None = None) -> Trace:
+def capture_step(step: Step | Trace, target: Target, options: HardwareOptions) -> Trace:
     """Return the trace of a step for the target's device; on a mesh, of one that is parallel itself."""
-    from memfit.capture import Trace, trace
+    mesh, rank = parse_mesh(options.mesh), parse_rank(options.rank)
+    from memfit.capture import Trace, resolve_rank, trace
 
     if isinstance(step, Trace):
         if mesh is not None and mesh != step.mesh:
             raise UsageError(f"--mesh: the trace was captured on {step.mesh or 'none'}; leave it out, or give the step")
+        if rank is not None:
+            raise UsageError(f"--rank: the trace was captured as rank {step.rank}; leave it out, or give the step")
         return step
+    if rank is not None and mesh is None:
+        raise UsageError("--rank: say of which mesh, as in --mesh pp=4")
+    if mesh is not None:
+        with about("--rank"):
+            rank = resolve_rank(rank, mesh)
     with Progress("capturing one training step"):
-        return trace(step, target=target, mesh=mesh)
+        return trace(step, target=target, mesh=mesh, rank=rank)
 
 
 def solve_options(

@@ -252,6 +252,11 @@ class Group:
         return _spread(target, _divided(target, ranks), stride=1)
 
     @classmethod
+    def spaced(cls, target: str | Device | Target, ranks: int, stride: int) -> Group:
+        """One of the groups of `ranks` ranks that lie `stride` apart: any dimension of a mesh."""
+        return _spread(Target.parse(target), ranks, stride=stride)
+
+    @classmethod
     def replicate(cls, target: str | Device | Target, shard_ranks: int) -> Group:
         """One of the groups of every `shard_ranks`-th rank, with the same shard: the outer dimension of a mesh."""
         target = Target.parse(target)

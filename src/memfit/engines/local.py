@@ -299,7 +299,7 @@ def apply(
         check_replicas(plan.ddp, model)
     root = unwrap(model)
     wrappers = wrappers_of(model)
-    if plan.mesh and not wrappers:
+    if plan.mesh and not wrappers and not isinstance(plan.rank, int):  # a stage of a pipeline need not be
         raise InputError(
             f"the plan is for a model that is wrapped on a mesh ({plan.mesh}), and this one is not; wrap it as the "
             "step does that was planned, then apply the plan"

@@ -2,6 +2,7 @@
 
 from memfit.plans.build import build_plan, build_policy
 from memfit.plans.document import Plan, load
+from memfit.plans.mesh_result import MeshPoint, MeshSearch, display_mesh
 from memfit.plans.mismatch import (
     PlanMismatch,
     describe_input,
@@ -46,6 +47,8 @@ __all__ = [
     "InputRecord",
     "Inputs",
     "LoopRecord",
+    "MeshPoint",
+    "MeshSearch",
     "Model",
     "ModelCallRecord",
     "OutputRecord",
@@ -74,6 +77,7 @@ __all__ = [
     "describe_input",
     "describe_parameter",
     "describe_peak",
+    "display_mesh",
     "find_model_differences",
     "find_optimizer_differences",
     "is_fully_sharded",

@@ -71,6 +71,7 @@ def build_plan(
         ddp=ddp,
         engine=engine,
         mesh=trace.mesh or msgspec.UNSET,
+        rank=trace.rank if trace.rank or trace.pipelines else msgspec.UNSET,
         optimizer=optimizer,
         notes=tuple(notes),
         trace=build_trace_record(trace),

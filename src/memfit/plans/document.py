@@ -71,6 +71,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     engine: Engine | None = None
     mesh: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
     """The ranks that the step was captured on, by dimension, wrapped by its own code; other plans have none."""
+    rank: int | msgspec.UnsetType = msgspec.UNSET
+    """Which of them it was captured as, where they differ: ranks of a pipeline hold different stages."""
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "the document") -> Plan:
@@ -112,10 +114,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def trace_of(self, step: Step) -> Trace:
         """Capture a step for the plan's device as the plan runs it, with its implementation of the optimizer's step."""
         mesh = None if self.mesh is msgspec.UNSET else self.mesh
+        rank = None if self.rank is msgspec.UNSET else self.rank
         if self.optimizer is None:
-            return capture(step, target=self.target.device, mesh=mesh)
+            return capture(step, target=self.target.device, mesh=mesh, rank=rank)
         with step_with(step, self.optimizer) as other:
-            return capture(other, target=self.target.device, mesh=mesh)
+            return capture(other, target=self.target.device, mesh=mesh, rank=rank)
 
     def apply(
         self,

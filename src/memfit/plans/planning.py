@@ -275,7 +275,7 @@ def best_implementation(answer: Answer, step: Step, cost: Cost) -> Answer:
     best, problem = answer, answer.problem
     for kind in implementations_of_step(step):
         with step_with(step, kind) as other:
-            captured = trace(other, target=problem.target, mesh=problem.trace.mesh or None)
+            captured = trace(other, target=problem.target, **problem.trace.captured_on)
         if captured.fingerprint == problem.trace.fingerprint:
             continue
         tried = Problem.of(Runtime.of(captured, cost), problem.target, problem.options)

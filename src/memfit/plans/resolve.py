@@ -12,7 +12,7 @@ from typing import Any, TypedDict
 import torch
 from torch import nn
 
-from memfit.capture import Mesh, Step, Trace, find_step, resolve_mesh, trace
+from memfit.capture import Mesh, RankLike, Step, Trace, find_step, resolve_mesh, resolve_rank, trace
 from memfit.cost import BENCHMARK, ROOFLINE, Cost, Roofline, Runtime, cost_model
 from memfit.errors import InputError
 from memfit.hardware import Device, Target, list_devices
@@ -32,7 +32,8 @@ class StepInputs(TypedDict, total=False):
     `loss`, `optimizer` (AdamW unless given) and `autocast` are parts of the step, as in `Step`. `target` is the
     hardware by name, of `ranks` ranks. `cost` times the ops: `"roofline"`, by the device's figures, unless given.
     `options` are for the solver. With `progress` a terminal shows what is being done. With a `mesh` the step is
-    captured on so many ranks as it is (`memfit.trace`), and planned as its own code shards it.
+    captured on so many ranks as it is (`memfit.trace`), and planned as its own code shards it: as the first of them, or
+    as `rank`, a number or a place such as `{"pp": 3}`.
     """
 
     loss: Callable[..., torch.Tensor] | None
@@ -44,6 +45,7 @@ class StepInputs(TypedDict, total=False):
     options: SolveOptions | None
     progress: bool
     mesh: Mesh | None
+    rank: RankLike | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +62,7 @@ class Inputs:
     options: SolveOptions
     progress: bool = True
     mesh: Mapping[str, int] | None = None
+    rank: int | None = None
 
     @classmethod
     def of(
@@ -76,6 +79,7 @@ class Inputs:
         options: SolveOptions | None = None,
         progress: bool = True,
         mesh: Mesh | None = None,
+        rank: RankLike | None = None,
     ) -> Inputs:
         """Check what was given, before anything is captured."""
         sizes = None if mesh is None else resolve_mesh(mesh)
@@ -83,6 +87,10 @@ class Inputs:
             if sizes not in (None, model.mesh):
                 raise InputError(f"the trace was captured on the mesh {model.mesh}, not {sizes}; leave mesh out")
             sizes = model.mesh
+            if rank is not None and resolve_rank(rank, sizes) != model.rank:
+                raise InputError(f"the trace was captured as rank {model.rank}, not {rank}; leave rank out")
+        if rank is not None and sizes is None:
+            raise InputError(f"rank={rank!r} is for a step on several ranks; give their mesh, as in mesh={{'pp': 4}}")
         if sizes is not None:
             if ranks not in (None, math.prod(sizes.values())):
                 raise InputError(
@@ -103,6 +111,7 @@ class Inputs:
             options=resolve_options(options),
             progress=progress,
             mesh=sizes,
+            rank=None if sizes is None or rank is None else resolve_rank(rank, sizes),
         )
 
     def problem(self) -> Problem:
@@ -111,12 +120,12 @@ class Inputs:
         if captured is None:
             assert self.step is not None
             with Progress("capturing one training step", show=self.progress):
-                captured = trace(self.step, target=self.target, mesh=self.mesh)
+                captured = trace(self.step, target=self.target, mesh=self.mesh, rank=self.rank)
         with Progress("timing its ops, working out frontiers", show=self.progress):
             return Problem.of(Runtime.of(captured, self.cost), self.target, self.options)
 
 
-def resolve_target(model: Model, target: TargetLike | None, ranks: int | None) -> Target:
+def resolve_target(model: object, target: TargetLike | None, ranks: int | None) -> Target:
     """Resolve the target, by default one rank of the device that a trace was captured for."""
     if target is None:
         if not isinstance(model, Trace):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import RenderableType
 
 from memfit.text import PrintedDocument
+
+if TYPE_CHECKING:
+    from memfit.plans.mesh_result import MeshSearch
 
 Over = Literal["batch", "seq", "ranks"]
 PointStatus = Literal["optimal", "feasible", "infeasible", "unknown"]
@@ -139,6 +142,6 @@ class Search(PrintedDocument):
 class SearchInterrupted(KeyboardInterrupt):
     """A search that Ctrl-C ended; `found` is what it had found by then."""
 
-    def __init__(self, found: Search) -> None:
+    def __init__(self, found: Search | MeshSearch) -> None:
         super().__init__(f"the search over {found.over} was interrupted; the values that were tried are in `found`")
         self.found = found

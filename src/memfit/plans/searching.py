@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args, overload
 
 import torch
 
@@ -30,6 +30,8 @@ from memfit.capture import Step, Trace, trace
 from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
+from memfit.plans.mesh_result import MeshSearch
+from memfit.plans.mesh_search import WatchMesh, search_meshes
 from memfit.plans.reservation import Room, reservation_under, with_room
 from memfit.plans.resolve import TargetLike, resolve_cost, resolve_options, resolve_target
 from memfit.plans.search_result import Over, PointStatus, Search, SearchInterrupted, SearchPoint
@@ -68,6 +70,26 @@ _STATUS: dict[Status, PointStatus] = {
 }
 
 
+@overload
+def search(
+    make_step: MakeStep | Step,
+    *,
+    over: Literal["mesh"],
+    target: TargetLike,
+    ranks: int | None = None,
+    budget: str | int | float | None = None,
+    values: Iterable[Mapping[str, int]] | None = None,
+    largest: None = None,
+    cost: Cost | str | None = None,
+    options: SolveOptions | None = None,
+    progress: bool = True,
+    watch: WatchMesh | None = None,
+    dims: Iterable[str] | None = None,
+    global_batch: int | None = None,
+) -> MeshSearch: ...
+
+
+@overload
 def search(
     make_step: MakeStep | Step | Trace,
     *,
@@ -81,16 +103,59 @@ def search(
     options: SolveOptions | None = None,
     progress: bool = True,
     watch: Watch | None = None,
-) -> Search:
-    """Find the batch size of highest throughput, the longest sequence, or what more ranks do, under a budget.
+    dims: None = None,
+    global_batch: None = None,
+) -> Search: ...
+
+
+def search(
+    make_step: Any,
+    *,
+    over: Over | Literal["mesh"] = "batch",
+    target: TargetLike,
+    ranks: int | None = None,
+    budget: str | int | float | None = None,
+    values: Iterable[Any] | None = None,
+    largest: int | None = None,
+    cost: Cost | str | None = None,
+    options: SolveOptions | None = None,
+    progress: bool = True,
+    watch: Callable[[Any], None] | None = None,
+    dims: Iterable[str] | None = None,
+    global_batch: int | None = None,
+) -> Search | MeshSearch:
+    """Find the batch of highest throughput, the longest sequence, what more ranks do, or the best mesh, in a budget.
 
     `make_step(value)` gives the step of a value; over ranks a step alone will do. Without `values`, every batch size or
     every sequence length that 128 divides may be the answer, up to `largest`, and as few as needed are tried; ranks
     double. `values` are tried in order until one does not fit. Nothing that fits is an answer too: `best` is None.
 
+    Over `"mesh"`, all shapes of `ranks` ranks in the dimensions `dims`, outermost first, are captured as they are and
+    planned, or those of `values`; `dims` are the factory's own `mesh_dims` unless given. `make_step` is a `Step` whose
+    model is a factory, `build(mesh)`, and every data-parallel rank has its batch; or a function of a batch that gives
+    one, and `global_batch` (one sample for each rank unless given) is divided among the data-parallel ranks.
+
     `watch` hears of every value when it has been tried, and of the best again when its plan is proven. A search that is
     interrupted raises `SearchInterrupted`, a `KeyboardInterrupt` that has what was found so far as `found`.
     """
+    if over == "mesh":
+        if largest is not None:
+            raise InputError("largest is for the other searches; over='mesh' takes ranks")
+        return search_meshes(
+            make_step,
+            target=target,
+            ranks=ranks,
+            dims=dims,
+            values=values,
+            global_batch=global_batch,
+            budget=budget,
+            cost=cost,
+            options=options,
+            progress=progress,
+            watch=watch,
+        )
+    if dims is not None or global_batch is not None:
+        raise InputError("dims and global_batch are for over='mesh'; leave them out")
     given = _values(values)
     end = _largest(over, largest, given)
     aim = _aim(make_step, over, target, ranks)
@@ -471,7 +536,7 @@ def _merit(point: SearchPoint) -> tuple[bool, float]:
 
 def _aim(make_step: Any, over: Any, target: TargetLike, ranks: int | None) -> Target:
     if over not in get_args(Over):
-        raise InputError(f"over is {over!r}; write 'batch', 'seq' or 'ranks'")
+        raise InputError(f"over is {over!r}; write 'batch', 'seq', 'ranks' or 'mesh'")
     if not callable(make_step) and not isinstance(make_step, Step | Trace):
         raise InputError(
             f"make_step is a {type(make_step).__name__}; give a function of a value that returns a memfit.Step, such "

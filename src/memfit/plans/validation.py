@@ -134,7 +134,11 @@ def _shard_problems(plan: Plan) -> Iterator[str]:
     if plan.mesh:
         if math.prod(plan.mesh.values()) != plan.ranks or plan.shard is not None:
             yield f"the step was captured on the mesh {plan.mesh}, and the plan divides it over {plan.ranks} ranks"
+        if plan.rank and not 0 < plan.rank < plan.ranks:
+            yield f"the step was captured as rank {plan.rank} of {plan.ranks}"
         return
+    if plan.rank:
+        yield f"the step was captured as rank {plan.rank}, and there is no mesh"
     if plan.engine == "local" and plan.shard is not None:
         yield f"engine is 'local', which is for one rank, and shard.ranks is {plan.shard.ranks}"
     if plan.engine in ("fsdp2", "sharded") and plan.shard is None and plan.status != "infeasible":

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -20,7 +20,11 @@ from memfit.presets.models.gpt2 import GPT2, GPT2Sizes
 from memfit.presets.models.llama import Llama, LlamaSizes
 from memfit.presets.models.mixtral import Mixtral, MixtralSizes
 from memfit.presets.models.vit import ViT, ViTSizes
+from memfit.presets.parallel_model import ParallelModel, Pipeline, TensorParallel
 from memfit.text import close_names, did_you_mean
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Sizes = LlamaSizes | GPT2Sizes | BERTSizes | ViTSizes
 _SIZES: dict[str, type[Any]] = {
@@ -115,9 +119,23 @@ class NamedStep:
     notes: tuple[str, ...] = ()
 
 
-def training_step(model: Callable[[], nn.Module], batch: Mapping[str, torch.Tensor]) -> Step:
-    """Return the training step of a model that computes its own loss."""
-    return Step(model, batch, optimizer=ADAMW, autocast=torch.bfloat16, clip_grad_norm=1.0)
+def training_step(
+    model: Callable[[], nn.Module],
+    batch: Mapping[str, torch.Tensor],
+    *,
+    tensor_parallel: TensorParallel | None = None,
+    no_tensor_parallel: str = "",
+    pipeline: Pipeline | None = None,
+) -> Step:
+    """Return the training step of a model that computes its own loss, on one rank or on a mesh."""
+    built = ParallelModel(
+        build=model,
+        tensor_parallel=tensor_parallel,
+        no_tensor_parallel=no_tensor_parallel,
+        pipeline=pipeline,
+        compute=torch.bfloat16,
+    )
+    return Step(built, batch, optimizer=ADAMW, autocast=torch.bfloat16, clip_grad_norm=1.0)
 
 
 def shape_step(shape: Shape, *, batch: int | None = None, seq: int | None = None) -> NamedStep:
@@ -132,7 +150,8 @@ def shape_step(shape: Shape, *, batch: int | None = None, seq: int | None = None
                 f"seq={seq} (--seq) makes no sense for {shape.name}, which takes images of {images}", "leave it out"
             )
         pixels = spec((size, shape.sizes.channels, shape.sizes.image, shape.sizes.image))
-        step = training_step(partial(ViT, shape.sizes), {"images": pixels, "labels": spec((size,), torch.int64)})
+        batched = {"images": pixels, "labels": spec((size,), torch.int64)}
+        step = training_step(partial(ViT, shape.sizes), batched, no_tensor_parallel=_ONE_MATRIX)
         return NamedStep(step=step, title=f"{described}, batch {size}, images of {images}", notes=tuple(notes))
     length = resolve_count("seq", seq, shape.seq)
     if shape.longest and length > shape.longest:
@@ -142,7 +161,7 @@ def shape_step(shape: Shape, *, batch: int | None = None, seq: int | None = None
     if seq is None:
         notes.append("that long since no --seq was given")
     tokens = {name: spec((size, length), torch.int64) for name in ("tokens", "labels")}
-    step = training_step(_language_model(shape.sizes, length), tokens)
+    step = language_step(shape.sizes, length, tokens)
     return NamedStep(step=step, title=f"{described}, batch {size}, sequences of {length}", notes=tuple(notes))
 
 
@@ -159,9 +178,27 @@ def _counted(number: int) -> str:
     return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
 
 
-def _language_model(sizes: LlamaSizes | GPT2Sizes | BERTSizes, length: int) -> Callable[[], nn.Module]:
+def language_step(sizes: LlamaSizes | GPT2Sizes | BERTSizes, length: int, tokens: Mapping[str, torch.Tensor]) -> Step:
     if isinstance(sizes, MixtralSizes):
-        return partial(Mixtral, sizes, length)
+        why = "memfit's Mixtral has the weights of all experts in one matrix"
+        return training_step(partial(Mixtral, sizes, length), tokens, no_tensor_parallel=why)
     if isinstance(sizes, LlamaSizes):
-        return partial(Llama, sizes, length)
-    return partial(GPT2, sizes) if isinstance(sizes, GPT2Sizes) else partial(BERT, sizes)
+        parallel = partial(_parallelize_llama, sizes, length)
+        return training_step(partial(Llama, sizes, length), tokens, tensor_parallel=parallel, pipeline=_llama_stage)
+    build = partial(GPT2, sizes) if isinstance(sizes, GPT2Sizes) else partial(BERT, sizes)
+    return training_step(build, tokens, no_tensor_parallel=_ONE_MATRIX)
+
+
+_ONE_MATRIX = "its queries, keys and values come from one matrix, whose columns cannot be split by heads as they are"
+
+
+def _llama_stage(model: Llama, mesh: DeviceMesh) -> nn.Module:
+    from memfit.presets.pipeline import LlamaStage
+
+    return LlamaStage(model, mesh)
+
+
+def _parallelize_llama(sizes: LlamaSizes, length: int, model: Llama, mesh: DeviceMesh) -> None:
+    from memfit.presets.tensor_parallel import parallelize_llama  # loads DTensor, which takes a second
+
+    parallelize_llama(sizes, length, model, mesh)

@@ -22,6 +22,7 @@ from torch import nn
 from memfit.capture import spec
 from memfit.errors import InputError
 from memfit.presets.errors import NotTaken, WrongRequest
+from memfit.presets.parallel_model import TRANSFORMERS_STYLES, TensorParallel
 from memfit.presets.shapes import BATCH, NO_BATCH, NamedStep, resolve_count, training_step
 from memfit.text import close_names, did_you_mean
 
@@ -92,8 +93,36 @@ class Configured:
             if seq is not None:
                 _check_positions(self.config, build, chosen.name, seq)
         notes += _saved_dtype(self.raw)
-        step = training_step(build, inputs)
+        parallel, why_not = _tensor_parallel(getattr(self.transformers, chosen.name), self.config)
+        step = training_step(build, inputs, tensor_parallel=parallel, no_tensor_parallel=why_not)
         return NamedStep(step=step, title=f"{chosen.name} of {self.name}, batch {size}, {what}", notes=tuple(notes))
+
+
+def _tensor_parallel(model_class: Any, config: Any) -> tuple[TensorParallel | None, str]:
+    """Return what makes the model tensor parallel as its own plan says, or None and why it cannot be done."""
+    base = getattr(config, "base_model_tp_plan", None) or {}
+    if not base:
+        return None, f"the configuration of {model_class.__name__} has no base_model_tp_plan"
+    prefix = getattr(model_class, "base_model_prefix", "")
+    plan = {f"{prefix}.{path}" if prefix else path: style for path, style in base.items()}
+    plan |= getattr(model_class, "_tp_plan", None) or {}
+    unknown = sorted(set(plan.values()) - TRANSFORMERS_STYLES)
+    if unknown:
+        return None, f"the base_model_tp_plan of {model_class.__name__} has styles that PyTorch has not: {unknown}"
+    named = {
+        "num_key_value_heads": "key and value heads",
+        "num_attention_heads": "heads",
+        "intermediate_size": "columns",
+        "vocab_size": "words of the vocabulary",
+    }
+    counts = {what: getattr(config, name, None) for name, what in named.items()}
+    return partial(_parallelize, plan, {what: count for what, count in counts.items() if count}), ""
+
+
+def _parallelize(plan: dict[str, str], counts: dict[str, int], model: nn.Module, mesh: Any) -> None:
+    from memfit.presets.tensor_parallel import parallelize_transformers  # loads DTensor, which takes a second
+
+    parallelize_transformers(plan, counts, model, mesh)
 
 
 def _saved_dtype(raw: dict[str, Any]) -> list[str]:

@@ -6,6 +6,7 @@ from memfit.report.explain_display import explanation_report, levers_in_short
 from memfit.report.json_document import to_json
 from memfit.report.markdown import to_markdown
 from memfit.report.memory_display import memory_report, print_memory
+from memfit.report.mesh_search_display import mesh_search_report
 from memfit.report.page.writing import write_page
 from memfit.report.perfetto import write_perfetto
 from memfit.report.plan_display import plan_report
@@ -22,6 +23,7 @@ __all__ = [
     "explanation_report",
     "levers_in_short",
     "memory_report",
+    "mesh_search_report",
     "plan_report",
     "print_memory",
     "print_time",

@@ -21,7 +21,8 @@ from memfit.analysis import (
 )
 from memfit.capture import Category, short
 from memfit.paths import alike, folded, module_label
-from memfit.plans import Plan
+from memfit.plans import Plan, display_mesh
+from memfit.report.mesh_display import dimension_table
 from memfit.text import caption_more, counted, number_table
 from memfit.units import display_bytes, display_ms
 
@@ -37,7 +38,7 @@ _STATES = (Category.PARAMETER, Category.BUFFER, Category.GRADIENT, Category.OPTI
 def explanation_report(found: StepExplanation) -> Group:
     """Show everything that fits a screen of 100 columns."""
     parts: list[RenderableType] = [_headline(found)]
-    for make in (_categories, _modules, _lines, _largest, _activations, _gathered):
+    for make in (_categories, _modules, _lines, _largest, _activations, _gathered, _dimensions):
         table = make(found)
         if table is not None:
             parts += [Text(), *_titled(table)]
@@ -54,7 +55,8 @@ def explanation_report(found: StepExplanation) -> Group:
 
 def _headline(found: StepExplanation) -> Text:
     what = "one step under the plan" if found.planned else "one step"
-    text = Text(f"{what} on {found.device_title}, {counted(found.ranks, 'rank')}: ")
+    ranks = counted(found.ranks, "rank") + (f" ({display_mesh(found.mesh)})" if found.mesh else "")
+    text = Text(f"{what} on {found.device_title}, {ranks}: ")
     text.append(f"{display_bytes(found.peak_bytes)} at the peak", style="bold").append(
         f", {display_ms(found.step_ms)}\n"
     )
@@ -205,6 +207,10 @@ def _gathered(found: StepExplanation) -> Table | None:
         )
     caption_more(table, len(groups), _ROWS)
     return table
+
+
+def _dimensions(found: StepExplanation) -> Table | None:
+    return dimension_table(found.dimensions)
 
 
 def _checkpointing(found: Checkpointing) -> Iterable[RenderableType]:

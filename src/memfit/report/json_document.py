@@ -15,6 +15,7 @@ from memfit.memory import CATEGORIES, Timeline
 from memfit.paths import MODEL_LABEL
 from memfit.plans import build_trace_record
 from memfit.report.assumed import list_assumptions
+from memfit.report.mesh_display import dimension_values
 from memfit.report.streams import build_clock
 from memfit.report.tree import Strings, module_tree
 from memfit.solve import Curve
@@ -43,6 +44,7 @@ def to_json(report: Report) -> str:
         "step": msgspec.to_builtins(build_trace_record(report.trace)),
         "plan": None if report.plan is None else msgspec.to_builtins(report.plan, order="deterministic"),
         "summary": {name: _summary(report, each) for name, each in timelines.items()},
+        "mesh": {"sizes": report.trace.mesh, "dimensions": dimension_values(report)} if report.trace.mesh else None,
         "modules": _modules(report),
         "timeline": {name: _timeline(report, each) for name, each in timelines.items()},
         "curve": None if report.curve is None else _curve(report.curve),

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 
 from memfit.analysis import Lever, Report, describe_shortfall, reserves_more
 from memfit.capture import Category
-from memfit.plans import Blocker, Estimate, Plan, describe_peak
+from memfit.plans import Blocker, Estimate, Plan, describe_peak, display_mesh
 from memfit.report.assumed import list_assumptions
 from memfit.report.curve_display import describe_curve
 from memfit.report.decisions import list_decisions
 from memfit.report.headline import headline, without_plan_of
+from memfit.report.mesh_display import dimension_cells, dimensions_of
 from memfit.text import counted
 from memfit.units import display_bytes, display_ms
 
@@ -37,6 +38,7 @@ def to_markdown(report: Report, levers: Sequence[Lever] = ()) -> str:
         f"{_prose(words.subject)}. {' '.join(map(_prose, words.sentences))}",
         _before_and_after(report),
         *_highest(report),
+        *_mesh(report),
     ]
     if report.curve is not None:
         parts.append(f"**Trade-off:** {_prose(describe_curve(report.curve))}.")
@@ -110,6 +112,17 @@ def _highest(report: Report) -> Iterator[str]:
     if plan.predicted is not None:
         lines.append(f"Highest with the plan: {_prose(describe_peak(plan.predicted.peak_at))}.")
     yield " ".join(lines)
+
+
+def _mesh(report: Report) -> Iterator[str]:
+    """Yield what the dimensions of the mesh do, for a step that is on one of its own."""
+    dimensions = dimensions_of(report)
+    if dimensions:
+        names, rows = dimension_cells(dimensions)
+        mesh = _prose(display_mesh(report.trace.mesh))
+        yield f"**The mesh, {mesh}:** collectives of one step, and what they made that is at the peak.\n\n" + _table(
+            names, [[_code(row[0]), *row[1:]] for row in rows]
+        )
 
 
 def _decisions(report: Report) -> Iterator[str]:

@@ -3,8 +3,9 @@
 from memfit.sharding.captured_step import captured_ranks
 from memfit.sharding.flat_layout import FlatLayout, Part, PartTable, Slot, group_alike
 from memfit.sharding.flat_schedule import Schedule, UnitOptions
+from memfit.sharding.mesh_links import group_along, group_of
 from memfit.sharding.options import ShardDtypes, shard_bytes
-from memfit.sharding.schedule import copies_ms
+from memfit.sharding.schedule import copies_ms, transfer_times
 from memfit.sharding.sharded_step import (
     FlatOptions,
     Sharding,
@@ -31,7 +32,10 @@ __all__ = [
     "captured_ranks",
     "copies_ms",
     "group_alike",
+    "group_along",
+    "group_of",
     "repeated_blocks",
     "shard",
     "shard_bytes",
+    "transfer_times",
 ]

@@ -13,11 +13,13 @@ import math
 import numpy as np
 
 from memfit.capture import AFTER_STEP, NO_INDEX, Category, CollectiveCall, Parameter, Phase, Storage, Trace
-from memfit.cost import Collective, Group, Runtime
+from memfit.cost import Collective, CollectiveModel, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import Stream, Timeline
 from memfit.paths import around
+from memfit.sharding.bubbles import find_bubble
+from memfit.sharding.mesh_links import group_of
 from memfit.sharding.options import padded_elements
 from memfit.sharding.result import Sharding
 from memfit.sharding.schedule import (
@@ -25,7 +27,7 @@ from memfit.sharding.schedule import (
     EventKind,
     ShardSchedule,
     Transfer,
-    communication,
+    collective_waits,
     slowed_ms,
 )
 from memfit.sharding.units import ShardUnit
@@ -47,8 +49,10 @@ def captured_ranks(timeline: Timeline, runtime: Runtime, target: Target) -> Shar
     runtime = Runtime(trace, times)
     units = _units(trace)
     schedule = _schedule(trace, target, tuple(unit.module for unit in units) or ("",))
-    communication_ms, waited_ms = communication(runtime, target, schedule)
+    communication_ms, waits = collective_waits(runtime, target, schedule)
+    waited_ms = sum(waits.values())
     beside_ms = slowed_ms(schedule.transfers, target, communication_ms, waited_ms)
+    sent_ms, bubble_ms = _pipelined(trace, runtime, target, waits)
     return Sharding(
         runtime=runtime,
         before_by_row=timeline.before_by_row,
@@ -57,13 +61,29 @@ def captured_ranks(timeline: Timeline, runtime: Runtime, target: Target) -> Shar
         removed=frozenset(),
         allocations=(),
         schedule=schedule,
-        communication_ms=communication_ms,
-        exposed_ms=waited_ms + beside_ms,
+        communication_ms=communication_ms + sent_ms,
+        exposed_ms=waited_ms + beside_ms + bubble_ms,
         beside_ms=beside_ms,
         shard_dtype=None,
         param_dtype=None,
         reduce_dtype=None,
+        bubble_ms=bubble_ms,
     )
+
+
+def _pipelined(trace: Trace, runtime: Runtime, target: Target, waits: dict[int, float]) -> tuple[float, float]:
+    """Return the time of what stages send and receive, and for how long this one waits for others."""
+    model = CollectiveModel(target)
+    sent = [each for each in trace.collectives if _is_in_pipeline(trace, each)]
+    times = [model.collective_ms(Collective.SEND, each.bytes, group_of(trace.mesh, each, target)) for each in sent]
+    transfer_ms = sum(times) / len(times) if times else 0.0
+    bubbles = (find_bubble(run, runtime, waits, transfer_ms) for run in trace.pipelines)
+    return sum(times), sum(bubble.waited_ms for bubble in bubbles if bubble is not None)
+
+
+def _is_in_pipeline(trace: Trace, call: CollectiveCall) -> bool:
+    """Return whether a message is one of a schedule's, whose waits are the pipeline's bubble."""
+    return call.kind == Collective.SEND.value and any(run.order for run in trace.pipelines)
 
 
 def _units(trace: Trace) -> tuple[ShardUnit, ...]:
@@ -132,9 +152,12 @@ def _schedule(trace: Trace, target: Target, modules: tuple[str, ...]) -> ShardSc
     readers = _first_readers(trace)
     transfers, events = [], []
     copied_out = False
-    for number, each in enumerate(trace.collectives):
+    for place, each in enumerate(trace.collectives):
+        if _is_in_pipeline(trace, each):
+            continue
+        number = len(transfers)
         op = trace.ops[each.op]
-        needed = readers[number]
+        needed = readers[place]
         forward = op.phase is Phase.FORWARD and each.kind == Collective.ALL_GATHER.value
         module = _module(trace, each)
         unit = modules.index(module) if module in modules else 0
@@ -148,10 +171,11 @@ def _schedule(trace: Trace, target: Target, modules: tuple[str, ...]) -> ShardSc
                 needed=needed,
                 ahead=forward and copied_out and stream is Stream.GATHER,
                 stream=stream,
-                group=_group(trace, target, each.ranks),
+                group=group_of(trace.mesh, each, target),
             )
         )
-        copied_out = forward
+        if stream is not Stream.COMPUTE:  # what ops wait for at once is between gathers, and not their end
+            copied_out = forward
         events.append(Event(each.op, EventKind.BEGIN, unit, each.bytes, stream, number))
         events.append(Event(needed, EventKind.WAIT, unit, each.bytes, Stream.COMPUTE, number))
     # what is waited for before an op comes before what is begun with it
@@ -207,12 +231,3 @@ def _backward_ends(trace: Trace) -> list[int]:
         else:
             end = index
     return ends
-
-
-def _group(trace: Trace, target: Target, ranks: int) -> Group | None:
-    """Return which ranks of the target a group of so many is; None for all. The last dimension of a mesh is inside."""
-    if ranks in (0, target.ranks):
-        return None
-    if ranks == list(trace.mesh.values())[-1]:
-        return Group.shard(target, ranks)
-    return Group.replicate(target, target.ranks // ranks)

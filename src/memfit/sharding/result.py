@@ -39,6 +39,8 @@ class Sharding:
     reduce_dtype: str | None
     buckets: tuple[int, ...] = ()
     beside_ms: float = 0.0
+    bubble_ms: float = 0.0
+    """Of `exposed_ms`, what a stage of a pipeline waits for the others (`bubbles.py`)."""
 
     @property
     def trace(self) -> Trace:

@@ -292,9 +292,25 @@ class Scheduler(ABC):
 
 
 def communication(runtime: Runtime, target: Target, schedule: ShardSchedule) -> tuple[float, float]:
-    """Milliseconds of all collectives, and those for which the device waits.
+    """Milliseconds of all collectives, and those for which the device waits."""
+    took, waited = transfer_times(runtime, target, schedule)
+    return sum(took), sum(waited)
 
-    Collectives run one after another, beside the ops. A gather of the forward begins when the unit before it has its
+
+def collective_waits(runtime: Runtime, target: Target, schedule: ShardSchedule) -> tuple[float, dict[int, float]]:
+    """Milliseconds of all collectives, and those for which the device waits, by the op before which it does."""
+    took, waited = transfer_times(runtime, target, schedule)
+    waits: dict[int, float] = {}
+    for transfer, wait in zip(schedule.transfers, waited, strict=True):
+        waits[transfer.needed] = waits.get(transfer.needed, 0.0) + wait
+    return sum(took), waits
+
+
+def transfer_times(runtime: Runtime, target: Target, schedule: ShardSchedule) -> tuple[list[float], list[float]]:
+    """Milliseconds of each collective, and for how many of them the device waits.
+
+    Collectives of the same ranks run one after another, beside the ops and beside those of other ranks, which have
+    communicators of their own. A gather of the forward begins when the unit before it has its
     parameters, one of the backward when the backward of the unit before it begins, and both are waited for where the
     unit's own run begins: each hides behind the compute of its neighbour. A reduction begins when its unit's backward
     ends and is waited for when that of the next unit ends, or the pass does. What is copied from the host goes before
@@ -303,25 +319,30 @@ def communication(runtime: Runtime, target: Target, schedule: ShardSchedule) -> 
     model, link = CollectiveModel(target), target.device.host_link
     cost: dict[tuple[Collective, int, int, Group | None], float] = {}
     times = runtime.cumulative_ms
-    total = waited = free = copied_out = 0.0
-    done = [0.0] * len(schedule.transfers)
+    waited = 0.0
+    free: dict[Group | None, float] = {}
+    copied_out: dict[Group | None, float] = {}
+    count = len(schedule.transfers)
+    done, took, waits = [0.0] * count, [0.0] * count, [0.0] * count
     for event in schedule.events:
         if event.kind not in (EventKind.BEGIN, EventKind.WAIT):
             continue
         number, transfer = event.number, schedule.transfers[event.number]
         if event.kind is EventKind.WAIT:
             now = float(times[transfer.needed]) + waited
+            waits[number] += max(0.0, done[number] - now)
             waited += max(0.0, done[number] - now)
-            copied_out = max(now, done[number])
+            copied_out[transfer.group] = max(now, done[number])
             continue
         key = transfer.kind, transfer.size_bytes, transfer.host_bytes, transfer.group
         if key not in cost:
             host_ms = link.transfer_ms(transfer.host_bytes) if transfer.host_bytes else 0.0
             cost[key] = host_ms + model.collective_ms(transfer.kind, transfer.size_bytes, transfer.group)
         now = float(times[transfer.issued]) + waited
-        done[number] = free = max(free, copied_out if transfer.ahead else now) + cost[key]
-        total += cost[key]
-    return total, waited
+        begins = max(free.get(transfer.group, 0.0), copied_out.get(transfer.group, 0.0) if transfer.ahead else now)
+        done[number] = free[transfer.group] = begins + cost[key]
+        took[number] = cost[key]
+    return took, waits
 
 
 def slowed_ms(transfers: Sequence[Transfer], target: Target, communication_ms: float, waited_ms: float) -> float:

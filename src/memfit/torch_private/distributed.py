@@ -47,10 +47,10 @@ FSDP2_STREAMS = {
 
 
 @contextlib.contextmanager
-def fake_group(ranks: int) -> Iterator[None]:
-    """Make this process the first of so many ranks that are not there, inside the block."""
+def fake_group(ranks: int, rank: int = 0) -> Iterator[None]:
+    """Make this process one of so many ranks that are not there, inside the block."""
     hook = sys.excepthook  # `init_process_group` puts one in its place that names the rank, and leaves it there
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         yield
     finally:
@@ -76,8 +76,21 @@ def fsdp2_comm_context(module: Any) -> FSDPCommContext | None:
     return module._get_fsdp_state()._comm_ctx if hasattr(module, "_get_fsdp_state") else None
 
 
+def group_stride(group: Any) -> int:
+    """Return how far apart the ranks of a group are, 1 for a group of one."""
+    found = _resolve_process_group(group) if isinstance(group, str) else dist.ProcessGroup.unbox(group)  # type: ignore[arg-type]
+    ranks = dist.get_process_group_ranks(found)
+    return ranks[1] - ranks[0] if len(ranks) > 1 else 1
+
+
 def group_size(group: Any) -> int:
     """Return how many ranks a collective's group has; an op is given the group itself, boxed, or its name."""
     if isinstance(group, str):
         return _resolve_process_group(group).size()  # type: ignore[arg-type]
     return dist.ProcessGroup.unbox(group).size()
+
+
+def group_ranks(group: Any) -> list[int]:
+    """Return the ranks of a collective's group, as the whole job counts them."""
+    found = _resolve_process_group(group) if isinstance(group, str) else dist.ProcessGroup.unbox(group)  # type: ignore[arg-type]
+    return dist.get_process_group_ranks(found)

@@ -105,6 +105,8 @@ def _losses(trace: Trace, runs: list[tuple[int, int]]) -> Iterable[Unit]:
     It is what runs between the model's forward and the backward. Where autograd saves nothing of that, because
     the model computes its loss itself, it is what the model runs after its last child.
     """
+    if trace.pipelines:
+        return  # forwards of other micro-batches run between a loss and its backward, and the schedule calls it
     outermost = [call for call in trace.calls if call.parent == NO_INDEX and call.phase is Phase.FORWARD]
     number = 0
     for first, last in runs:
@@ -136,10 +138,14 @@ def _losses(trace: Trace, runs: list[tuple[int, int]]) -> Iterable[Unit]:
 
 
 def _backward_runs(trace: Trace) -> list[tuple[int, int]]:
-    """Return the contiguous runs of backward ops, as first and last op."""
+    """Return the contiguous runs of backward ops, as first and last op; those of two micro-batches are two."""
     runs: list[tuple[int, int]] = []
     begin = NO_INDEX
+    actions = {action.begin for run in trace.pipelines for action in run.actions}
     for index, op in enumerate(trace.ops):
+        if begin != NO_INDEX and index in actions:
+            runs.append((begin, index - 1))
+            begin = NO_INDEX
         if op.phase is Phase.BACKWARD:
             begin = index if begin == NO_INDEX else begin
         elif begin != NO_INDEX:

@@ -20,9 +20,9 @@ from memfit.analysis.levers.case import Case, Effect, Lever, attempt
 from memfit.analysis.levers.lifetimes import with_sizes
 from memfit.capture import (
     NO_INDEX,
+    CapturedOn,
     Category,
     Implementation,
-    Mesh,
     Op,
     Phase,
     Step,
@@ -100,7 +100,7 @@ def loss(case: Case) -> Iterator[Lever]:
     if case.step is not None:
         step, early = case.step, None if case.early is None else case.early.with_chunked_loss
         captured = case.noted(
-            attempt(lambda: capture_with_chunked_loss(step, case.target, logits.shape[-1], case.mesh))
+            attempt(lambda: capture_with_chunked_loss(step, case.target, logits.shape[-1], case.trace.captured_on))
             if early is None
             else early.result(),
             what=_NAME,
@@ -121,10 +121,12 @@ def loss(case: Case) -> Iterator[Lever]:
     )
 
 
-def capture_with_chunked_loss(step: Step, target: Target, classes: int, mesh: Mesh | None = None) -> Trace | None:
+def capture_with_chunked_loss(
+    step: Step, target: Target, classes: int, where: CapturedOn | None = None
+) -> Trace | None:
     """Capture the step with its cross entropies over so many classes in chunks; None where it calls none of torch's."""
     with chunked_losses(classes) as calls:
-        captured = trace(step, target=target, mesh=mesh)
+        captured = trace(step, target=target, **(where or {}))
     return captured if calls else None
 
 
@@ -274,7 +276,9 @@ def precision(case: Case) -> Iterator[Lever]:
         name = "bfloat16 parameters, gradients and state"
         step, early = case.step, None if case.early is None else case.early.in_bfloat16
         captured = case.noted(
-            attempt(lambda: capture_in_bfloat16(step, case.target, case.mesh)) if early is None else early.result(),
+            attempt(lambda: capture_in_bfloat16(step, case.target, case.trace.captured_on))
+            if early is None
+            else early.result(),
             what=name,
         )
         if captured is not None:
@@ -311,9 +315,9 @@ def has_float32_parameters(trace: Trace) -> bool:
     return any(each.trainable and each.dtype == "float32" for each in trace.parameters)
 
 
-def capture_in_bfloat16(step: Step, target: Target, mesh: Mesh | None = None) -> Trace:
+def capture_in_bfloat16(step: Step, target: Target, where: CapturedOn | None = None) -> Trace:
     """Capture the step with model and inputs in bfloat16."""
-    return trace(cast_to_bfloat16(step), target=target, mesh=mesh)
+    return trace(cast_to_bfloat16(step), target=target, **(where or {}))
 
 
 def cast_to_bfloat16(step: Step) -> Step:

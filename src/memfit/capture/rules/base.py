@@ -20,7 +20,7 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 class RuleContext:
     """What a rule may know of the target, workspaces measured for it, and notes of what is estimated.
 
-    `compiled` says that torch.compile has wrapped the whole model.
+    `compiled` says that torch.compile has wrapped the whole model, `several_ranks` that the step is captured on a mesh.
     """
 
     device_type: str
@@ -29,6 +29,7 @@ class RuleContext:
     multiprocessors: int = 0
     vendor: str = "NVIDIA"
     compiled: bool = False
+    several_ranks: bool = False
     notes: dict[str, None] = field(default_factory=dict)
 
     def note(self, text: str) -> None:

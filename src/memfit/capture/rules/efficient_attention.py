@@ -25,6 +25,8 @@ _CUDNN_NOTE = "attention with grouped heads by cuDNN: what its engine holds beyo
 def _efficient_results(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Seed and offset are in host memory (cuda/attention.cu, Note [Seed and Offset Device]): empty here."""
     output, logsumexp, seed, offset = func(*args, **kwargs)
+    if context.several_ranks:  # DTensor takes scalars only; their bytes are left out when the call is recorded
+        return output, logsumexp, seed, offset
     return output, logsumexp, seed.new_empty(0), offset.new_empty(0)
 
 

@@ -1,7 +1,7 @@
 """Indexing, embeddings, embedding bags, sorts and rolls, on CPU and CUDA.
 
-Covers `aten.embedding`, `aten._embedding_bag`, `aten.index_put` and their backwards, `aten.sort`, `aten.roll` and
-`take_along_dim`. Defined in torch by ATen/native/Embedding.cpp and cuda/Embedding.cu, EmbeddingBag.cpp,
+Covers `aten.embedding`, `aten._embedding_bag`, `aten.index_put` and their backwards, `aten.gather`, `aten.sort`,
+`aten.roll` and `take_along_dim`. Defined in torch by ATen/native/Embedding.cpp and cuda/Embedding.cu, EmbeddingBag.cpp,
 cuda/Indexing.cu, TensorTransformations.h and Sorting.cpp. On CUDA the gradients of indexing and embedding sort their
 indices with cub.
 """
@@ -163,6 +163,11 @@ def _alike_indices(given: list[Tensor]) -> int:
     return converted + sum(math.prod(shape) * _INDEX_BYTES for index in expanded if not index.is_contiguous())
 
 
+def _gather(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
+    """An int32 index is converted first, on every device (TensorAdvancedIndexing.cpp, `gather_out`)."""
+    return args[2].numel() * _INDEX_BYTES if args[2].dtype == torch.int32 else 0
+
+
 def _roll(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> int:
     """Several dimensions are rolled one after the other (TensorTransformations.h, `roll_common`)."""
     dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
@@ -174,6 +179,7 @@ KERNELS = {"cpu": {f"aten.{name}.default": _embedding_bag for name in _BAGS}}
 WORKSPACES = {
     "cpu": {
         "aten.embedding.default": _embedding,
+        "aten.gather.default": _gather,
         "aten.embedding_dense_backward.default": _cpu_embedding_backward,
         **{f"aten.{name}.default": probed for name in _BAGS},
         "aten._embedding_bag_backward.default": _embedding_bag_backward,
@@ -183,6 +189,7 @@ WORKSPACES = {
     },
     "cuda": {
         "aten.embedding_dense_backward.default": _cuda_embedding_backward,
+        "aten.gather.default": _gather,
         "aten.index_put.default": _index_put,
         "aten.index_put_.default": _index_put,
         "aten._index_put_impl_.default": _index_put,

@@ -10,7 +10,7 @@ from rich.text import Text
 from memfit.cli.options import HardwareOptions, Json, SolverOptions, TimedStepOptions, arg
 from memfit.cli.output import plain, show, show_json
 from memfit.cli.problems import about
-from memfit.cli.resolve import capture_step, parse_mesh, solve_options, step_and_target
+from memfit.cli.resolve import capture_step, solve_options, step_and_target
 
 if TYPE_CHECKING:
     from memfit.solve import Curve as Found
@@ -44,7 +44,7 @@ class Curve:
         given, target = step_and_target(self.step, self.hardware)
         step = given.step
         given.show()
-        trace = capture_step(step, target, parse_mesh(self.hardware.mesh))
+        trace = capture_step(step, target, self.hardware)
         options = solve_options(self.solver, trace, several_ranks=target.ranks > 1)
         found = curve(trace, target=target, points=self.points, cost=self.step.cost, options=options)
         budget = self.hardware.budget

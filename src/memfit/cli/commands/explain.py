@@ -11,7 +11,7 @@ import tyro
 from memfit.cli.options import HardwareOptions, Json, TimedStepOptions, arg
 from memfit.cli.output import show_result
 from memfit.cli.problems import UsageError
-from memfit.cli.resolve import parse_mesh, read_plan, resolve_step, step_and_target
+from memfit.cli.resolve import parse_mesh, parse_rank, read_plan, resolve_step, step_and_target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,7 @@ class Explain:
                 given.step,
                 target=target,
                 mesh=parse_mesh(self.hardware.mesh),
+                rank=parse_rank(self.hardware.rank),
                 budget=self.hardware.budget,
                 cost=self.step.cost,
                 levers=self.levers,
@@ -70,6 +71,7 @@ class Explain:
             ("target", "its own target"),
             ("ranks", "its own number of ranks"),
             ("mesh", "its own mesh"),
+            ("rank", "its own rank"),
         ):
             if getattr(self.hardware, name) is not None:
                 raise UsageError(f"--{name}: the plan {plan} has {own}; leave --{name} out")

@@ -11,7 +11,7 @@ import tyro
 from memfit.cli.options import FileOptions, HardwareOptions, Json, SolverOptions, TimedStepOptions, arg
 from memfit.cli.output import show, show_json, write_files, write_text
 from memfit.cli.problems import UsageError, check_files
-from memfit.cli.resolve import ResolvedStep, capture_step, find_levers, parse_mesh, solve_options, step_and_target
+from memfit.cli.resolve import ResolvedStep, capture_step, find_levers, solve_options, step_and_target
 
 if TYPE_CHECKING:
     from memfit.analysis import EarlyCaptures, Lever
@@ -69,8 +69,7 @@ class Plan:
         from memfit.report import levers_in_short, plan_report
 
         step = given.step
-        mesh = parse_mesh(self.hardware.mesh)
-        trace = capture_step(step, target, mesh)
+        trace = capture_step(step, target, self.hardware)
         early.drop_useless(trace)
         early.begin_chunked_loss(trace)
         options = solve_options(self.solver, trace, several_ranks=target.ranks > 1, optimizer=self.optimizer_lever)

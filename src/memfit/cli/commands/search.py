@@ -1,4 +1,4 @@
-"""`memfit search`: the best batch size, the longest sequence, how many ranks."""
+"""`memfit search`: the best batch size, the longest sequence, how many ranks, the best shape of a mesh."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from memfit.cli.commands.search_mesh import MeshSearchRun
 from memfit.cli.options import Count, HardwareOptions, Json, SolverOptions, StepOptions, TimedStepOptions, arg
 from memfit.cli.output import say, show_result
 from memfit.cli.problems import STOPPED, UsageError
@@ -19,39 +20,60 @@ if TYPE_CHECKING:
 
 _FIRST = {"batch": 1, "seq": 128, "ranks": 1}
 """Values whose step has the names of units."""
-_WHAT = {"batch": "batch size", "seq": "sequence length", "ranks": "number of ranks"}
+_WHAT = {"batch": "batch size", "seq": "sequence length", "ranks": "number of ranks", "mesh": "mesh"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """The batch size with the highest throughput, the longest sequence that fits, or what more ranks do.
+    """The batch size with the highest throughput, the longest sequence that fits, what more ranks do, or the best mesh.
 
     Every value gets its own fastest plan, and is told of on the error output when it has been tried. Ctrl-C ends the
     search and shows what was found so far; the exit code is then 130. STEP is a shape, an hf: configuration, or a
     function that takes `batch` or `seq`. The exit code is 3 when nothing fits.
 
+    Over mesh, every shape of --gpus GPUs is captured as it is and planned. The global batch is the same in all of them
+    (--global-batch), or with --batch that of each data-parallel rank. A step of your own has a model factory that takes
+    `mesh`, and --dims says which dimensions it knows.
+
     examples:
       memfit search llama3-8b --target h100-sxm --ranks 8 --seq 8192
       memfit search llama3-8b --over seq --target h100-sxm --ranks 8 --batch 1
       memfit search train.py:step --over ranks --target a100-sxm-80gb --largest 32
+      memfit search llama3-8b --over mesh --gpus 64 --target h100-sxm --seq 8192
     """
 
     step: TimedStepOptions
     hardware: HardwareOptions
     solver: SolverOptions
-    over: Annotated[Literal["batch", "seq", "ranks"], arg("{batch,seq,ranks}", "batch")] = "batch"
+    over: Annotated[Literal["batch", "seq", "ranks", "mesh"], arg("{batch,seq,ranks,mesh}", "batch")] = "batch"
     """What to search for."""
     values: Annotated[str | None, arg("N,N,...")] = None
-    """Try these, until one does not fit."""
+    """Try these, until one does not fit; over mesh these shapes, as in dp=32,tp=2/dp=16,tp=4."""
     largest: Annotated[Count, arg("N")] = None
     """Do not go beyond this."""
+    gpus: Annotated[Count, arg("N")] = None
+    """Over mesh: how many GPUs there are."""
+    dims: Annotated[str | None, arg("NAME,NAME,...", "those that the step knows")] = None
+    """Over mesh: its dimensions, outermost first, as in dp,tp; the last lies inside a node."""
+    global_batch: Annotated[Count, arg("N", "one sample for each GPU")] = None
+    """Over mesh: samples of all data-parallel ranks together."""
     json: Json = False
     """Print JSON."""
 
     def run(self) -> int:
+        if self.over == "mesh":
+            return MeshSearchRun(self).run()
         self._check()
+        for name in ("gpus", "dims", "global_batch"):
+            if getattr(self, name) is not None:
+                raise UsageError(f"--{name.replace('_', '-')} is for --over mesh; leave it out, or add that")
+        if self.hardware.rank is not None:
+            raise UsageError("--rank: a search plans the sharding itself, alike on all ranks; leave it out")
         if self.hardware.mesh is not None:
-            raise UsageError("--mesh: a search plans the sharding itself; give --ranks, or plan one mesh at a time")
+            raise UsageError(
+                "--mesh: this search plans the sharding itself; give --ranks, plan one mesh at a time, or search "
+                "--over mesh"
+            )
         say(f"searching for the best {_WHAT[self.over]} of {self.step.step}")  # torch takes seconds to import
         began = time.monotonic()
         from memfit.plans import SearchInterrupted, search
@@ -65,7 +87,7 @@ class Search:
         if self.over == "ranks" or any(names):
             first = self._step_at(steps, min(values) if values else _FIRST[self.over])
         target = resolve_target(self.hardware, first)
-        trace = None if first is None or not any(names) else capture_step(first, target)
+        trace = None if first is None or not any(names) else capture_step(first, target, self.hardware)
         options = solve_options(self.solver, trace, several_ranks=self.over == "ranks" or target.ranks > 1)
         code = 0
         try:

@@ -86,7 +86,7 @@ class Llama(nn.Module):
         self.head = nn.Linear(sizes.hidden, sizes.vocabulary, bias=False)
         if sizes.tied:
             self.head.weight = self.embedding.weight
-        self.loss = CrossEntropy()
+        self.loss: nn.Module = CrossEntropy()
         frequencies = sizes.rope_theta ** -(torch.arange(0, sizes.head, 2).float() / sizes.head)
         angles = torch.outer(torch.arange(length).float(), frequencies).repeat(1, 2)
         self.register_buffer("cosine", angles.cos(), persistent=False)

@@ -15,6 +15,7 @@ from memfit.paths import alike, folded, module_label
 from memfit.plans import Estimate, Plan, ShardPlan, describe_peak
 from memfit.report.assumed import list_assumptions
 from memfit.report.decisions import list_decisions
+from memfit.report.mesh_display import dimension_values
 from memfit.report.page.drawn import draw_timeline
 from memfit.report.tree import Strings, module_tree
 from memfit.sharding import Sharding
@@ -43,6 +44,7 @@ def page_data(report: Report, levers: Sequence[Lever] = ()) -> dict[str, Any]:
         "decisions": list_decisions(report),
         "curve": None if report.curve is None else _curve(report.curve, plan),
         "shard": _shard(plan.shard, report.problem.sharding) if plan is not None and plan.shard is not None else None,
+        "mesh": dimension_values(report),
         "blocker": _blocker(plan),
         "levers": [msgspec.to_builtins(dataclasses.asdict(lever)) for lever in levers],
         "verification": None if report.verification is None else _verification(report.verification),

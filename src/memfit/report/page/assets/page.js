@@ -28,6 +28,7 @@ const shown = [
   ['curve', 'Budget', Boolean(data.curve)],
   ['decisions', 'Decisions', decisionTable(data)],
   ['sharding', 'Sharding', sharding(data)],
+  ['mesh', 'Mesh', meshTable(data)],
   ['levers', 'Levers', data.levers.length > 0 && !data.blocker],
   ['verified', 'Measured', measuredTables(data)],
   ['assumed', 'Assumed', assumptions(data)],

@@ -98,6 +98,22 @@ function sharding(data) {
   return true;
 }
 
+// What each dimension of a mesh does, for a step that is parallel by its own code.
+function meshTable(data) {
+  if (!data.mesh.length) return false;
+  byId('mesh-body').append(table([
+    { name: 'dimension', head: true, of: (row) => mono(row.name) },
+    { name: 'ranks', number: true, of: (row) => String(row.size), sort: (row) => row.size },
+    { name: 'on nodes', number: true, of: (row) => String(row.nodes), sort: (row) => row.nodes },
+    { name: 'collectives', number: true, of: (row) => String(row.collectives), sort: (row) => row.collectives },
+    { name: 'bytes', number: true, of: (row) => showBytes(row.sent_bytes), sort: (row) => row.sent_bytes },
+    { name: 'time', number: true, of: (row) => showMs(row.communication_ms), sort: (row) => row.communication_ms },
+    { name: 'exposed', number: true, of: (row) => showMs(row.exposed_ms), sort: (row) => row.exposed_ms },
+    { name: 'made, at the peak', number: true, of: (row) => showBytes(row.at_peak_bytes), sort: (row) => row.at_peak_bytes },
+  ], data.mesh, { cards: true, caption: 'Collectives of one step; exposed is what they add to it.' }));
+  return true;
+}
+
 // Levers; where nothing fits the budget, each says whether it is enough by itself.
 function leverTable(levers, budget = null) {
   const cost = (ms) => (ms === null || ms === undefined ? 'not known' : Math.abs(ms) < 1e-3 ? 'nothing' : ms < 0 ? `${showMs(-ms)} faster` : showMs(ms));
