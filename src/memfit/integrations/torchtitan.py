@@ -106,8 +106,8 @@ class _Job:
         model = next(each for each in self._dims if any(own is parameters[0] for own in each.parameters()))
         return self._spec.build_optimizers_fn([model], self._config.optimizer, self._dims[model])
 
-    def run(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Run one step, in the order of `Trainer.train_step`."""
+    def run(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> torch.Tensor:
+        """Run one step in the order of `Trainer.train_step`, and return its loss."""
         trainer = self._trainer(model)
         dims = trainer.parallel_dims
         inputs, labels = batch
@@ -128,7 +128,7 @@ class _Job:
             ep_enabled=dims.ep_enabled,
         )
         optimizer.step()
-        torch.sum(torch.stack(losses))
+        return torch.sum(torch.stack(losses))
 
     def _trainer(self, model: nn.Module) -> Any:
         """Return a trainer that has what its forward and backward read, without the rest of its constructor."""
