@@ -64,7 +64,8 @@ def trained(document: str | None, trace_path: str) -> Trained:
     with torch.no_grad():
         shards = [getattr(each, "_local_tensor", each).clone() for each in model.parameters()]
     rise = measure_rank_rise(lambda: step.run(model, optimizer, batch) and None, torch.device("cpu"))
-    resident = resident_bytes(load_trace(trace_path), model, optimizer, "cpu", 1)
+    (adamw,) = optimizer.optimizers  # type: ignore[attr-defined]  # torchtitan's container has no state of its own
+    resident = resident_bytes(load_trace(trace_path), model, adamw, "cpu", 1)
     if plan is not None:
         plan.remove(model)
     return Trained(losses, shards, resident + rise)
