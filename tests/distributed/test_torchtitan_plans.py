@@ -26,8 +26,7 @@ def test_a_plan_keeps_the_bits_and_its_budget(two_ranks: Ranks, tmp_path: Path) 
     path = str(tmp_path / "trace.msgpack")
     memfit.save_trace(trace, path)
     free_bytes = Timeline.of(trace, 1).peak_bytes
-    least = memfit.plan(trace, target="cpu", ranks=2, budget="1KiB", progress=False).minimum_budget_bytes
-    budget = (least + free_bytes) // 2
+    budget = free_bytes * 4 // 5  # the rest holds parameters, their state, and what no plan can give up
     plan = memfit.plan(trace, target="cpu", ranks=2, budget=budget, progress=False)
     assert plan.predicted is not None
     plain = two_ranks.run(titan_ranks.trained, None, path)

@@ -18,7 +18,7 @@ from memfit.plans.wrappers import named_modules
 from memfit.verify.rank_memory import measure_rank_rise, resident_bytes
 from tests.integrations.titan_steps import job
 
-_BATCH, _LENGTH, _STEPS = 2, 256, 3
+_BATCH, _LENGTH, _STEPS = 2, 192, 3
 
 
 def config() -> JobConfig:

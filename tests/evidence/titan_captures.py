@@ -110,7 +110,7 @@ class CapturedRun:
     def figures(self) -> list[tuple[str, float, float, float]]:
         """The published figures, each with the planner's and the captured: its name, and the three."""
         found = []
-        if self.memory is not None:
+        if self.memory is not None and any(self.memory.published_gib.values()):
             captured = {
                 "allocated": self.reserved.peak_allocated_bytes,
                 "reserved": self.reserved.peak_reserved_bytes,
