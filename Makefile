@@ -6,11 +6,12 @@ DEV := $(VENV)/.installed-dev
 DOCS := $(VENV)/.installed-docs
 BENCH := $(VENV)/.installed-bench
 TIMM := $(VENV)/.installed-timm
+TITAN := $(VENV)/.installed-titan
 INPUTS := pyproject.toml constraints.txt
 PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint browser bench zoo isa ops evidence compat docs clean
+.PHONY: demo test lint browser bench zoo titan titan-evidence isa ops evidence compat docs clean
 
 DEMO = llama3-8b --target h100-sxm --ranks 8 --batch 2 --seq 8192 --budget 60GiB
 
@@ -45,6 +46,14 @@ bench: $(DEV) $(BENCH)
 
 zoo: $(DEV)
 	$(BIN)/python -m pytest tests/zoo tests/integrations -m zoo
+
+# torchtitan's own code, captured and on two real ranks: about 1 GB to install, and some minutes.
+titan: $(DEV) $(TITAN)
+	$(BIN)/python -m pytest tests/integrations/test_torchtitan.py tests/distributed/test_torchtitan_plans.py \
+		tests/evidence/test_titan.py -m zoo
+
+titan-evidence: $(DEV) $(TITAN)
+	PYTHONPATH=src:. $(BIN)/python -m tests.evidence.titan --write docs/evidence.md
 
 # The tests that compare with this machine's CPU kernels, under older instruction sets and other numbers of threads.
 isa: $(DEV)
@@ -97,6 +106,15 @@ $(BENCH): $(DEV)
 # Without torchvision, whose wheel cannot be loaded beside a CPU build of torch: tests/evidence/timm_models.py.
 $(TIMM): $(DEV)
 	$(PIP_INSTALL) --no-deps 'timm>=1.0.20,<2'
+	touch $@
+
+# Without what these ask for: datasets wants an older huggingface_hub than transformers does, and none of it is used here.
+TITAN_NEEDS = torchtitan torchdata datasets pandas pyarrow dill multiprocess xxhash python-dateutil six pytz tzdata \
+	tensorboard absl-py protobuf einops httpx 'triton>=3.6'
+
+$(TITAN): $(DEV)
+	@echo "installing torchtitan into $(VENV), about 1 GB ..."
+	$(PIP_INSTALL) --no-deps $(TITAN_NEEDS)
 	touch $@
 
 $(DOCS): $(INPUTS)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import _random as dtensor_random
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memfit
@@ -88,6 +89,21 @@ def test_a_factory_may_make_the_mesh_itself() -> None:
         return sharded(dist.device_mesh.init_device_mesh("cuda", (dist.get_world_size(),)))
 
     assert captured(build).collectives == captured().collectives
+
+
+@pytest.mark.parametrize("target", ["h100-sxm", "cpu"])
+def test_a_model_may_draw_its_weights_after_it_was_sharded(target: str) -> None:
+    """The first random op on a DTensor makes a tracker of the GPU's generator, which would outlive the group."""
+
+    def initialized(mesh: DeviceMesh) -> nn.Module:
+        model = sharded(mesh).to_empty(device=mesh.device_type)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        return model
+
+    before = dtensor_random._rng_tracker
+    assert captured(initialized, target=target).fingerprint == captured(target=target).fingerprint
+    assert dtensor_random._rng_tracker is before
 
 
 def test_a_model_may_be_materialized_after_it_was_sharded() -> None:

@@ -37,6 +37,12 @@ GIB = 1 << 30
 _APART = ("tok_embeddings", "output")
 
 
+def device_of(gpu: str) -> str:
+    """The name of a device, or its file here."""
+    own = HERE / f"{gpu}.toml"
+    return str(own) if own.exists() else gpu
+
+
 @dataclass(frozen=True)
 class PublishedMemory:
     """One published run: the step, and peaks in GiB where they were published; `fits` where it ran or did not."""
@@ -71,8 +77,7 @@ class PublishedMemory:
     @property
     def device(self) -> str:
         """The device's name, or its file here."""
-        own = HERE / f"{self.gpu}.toml"
-        return str(own) if own.exists() else self.gpu
+        return device_of(self.gpu)
 
     @property
     def target(self) -> Target:

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import _random as dtensor_random
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -46,14 +47,30 @@ FSDP2_STREAMS = {
 """The attributes of `FSDPCommContext` that are streams, and what memfit calls them."""
 
 
+class _NoTracker:
+    """Stands for DTensor's `_rng_tracker` (torch/distributed/tensor/_random.py) where no random number is drawn.
+
+    The real one is made by the first random op on a DTensor, such as an initialization. It puts the generator's state
+    on the GPU and sends it to all ranks, and would outlive the group.
+    """
+
+    distribute_region_enabled = False
+
+    def _distribute_region(self, *_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def fake_group(ranks: int, rank: int = 0) -> Iterator[None]:
     """Make this process one of so many ranks that are not there, inside the block."""
     hook = sys.excepthook  # `init_process_group` puts one in its place that names the rank, and leaves it there
+    tracker = dtensor_random._rng_tracker
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    dtensor_random._rng_tracker = _NoTracker()  # type: ignore[assignment]
     try:
         yield
     finally:
+        dtensor_random._rng_tracker = tracker
         clear_dtensor_caches()
         dist.destroy_process_group()
         sys.excepthook = hook
