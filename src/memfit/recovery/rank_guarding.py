@@ -58,7 +58,9 @@ class RankGuard(Guard):
 
     def __enter__(self) -> RankGuard:
         super().__enter__()
-        self._talk.watch()
+        if self._keeper is not None:
+            self._talk.prepare()
+            self._talk.watch()
         return self
 
     def __exit__(
@@ -133,7 +135,7 @@ class RankGuard(Guard):
         except Exception as error:
             made.failure = error
             made.said = self._describe(error)
-            self._talk.cut(made.said.text)
+            self._talk.cut(None if made.said.kind == "followed" else made.said.text)
             try:
                 self._tell(_FAILED)
             except RankError as gone:  # nobody is left to go on with: this rank's own error is what is known
@@ -144,7 +146,8 @@ class RankGuard(Guard):
         finally:
             self._before = None
             self._in_step = self._in_optimizer = False
-        self._talk.cut(made.said.text)
+        if made.failure is None:
+            self._talk.cut(None)
         committed = made.before is not None and made.before.optimizer_began
         made.said = replace(made.said, call=self._calls, committed=committed and not self._copies)
         made.meeting = self._talk.gather(made.said)
@@ -201,12 +204,10 @@ class RankGuard(Guard):
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
-        if not all(self._talk.gather(self._talk.has_room())):
-            text = "a rank has no memory left for new connections to the others"
-            raise self._other_error(other, meeting, failure) if first is None else OutOfMemory(
-                replace(first, history=(*history, text)), restored=False
-            )
-        self._talk.together("making the connections between ranks anew", self._talk.renew)
+        if not self._talk.together("making the connections between ranks anew", self._talk.renew):
+            text = "a rank has no memory left for new connections to the others: start all ranks again"
+            unknown = self._other_error(other, meeting, failure)
+            raise unknown if first is None else OutOfMemory(replace(first, history=(*history, text)), restored=False)
         attempt.engine.renewed()
         if first is None:
             raise self._other_error(other, meeting, failure)
@@ -215,6 +216,7 @@ class RankGuard(Guard):
             raise OutOfMemory(replace(first, history=tuple(history)), restored=restored) from failure
         told = replace(first, history=tuple(history))
         self.faults = (*self.faults, told)
+        self._talk.prepare()
         if self._talk.rank == 0:
             warnings.warn(str(told), PlanDrift, stacklevel=3)
 

@@ -12,6 +12,7 @@ communicators from there. See docs/design/guard_on_ranks.md.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,10 +25,11 @@ import torch.distributed as dist
 from memfit.errors import MissingFeatureError
 from memfit.sharded import CollectiveError, RankError
 from memfit.torch_private.process_groups import (
+    connect,
     cut,
     own_groups,
-    renew,
     renewal_bytes,
+    replace_backends,
     unsupported_backend,
     waits_on_device,
 )
@@ -46,6 +48,9 @@ _POLL_S = 0.25
 _ROLL_CALL_S = 2.0
 _talks: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _generations: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_faults: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_spares: WeakKeyDictionary[dist.ProcessGroup, list[Any]] = WeakKeyDictionary()
+"""Connections of a group that the next fault will need."""
 
 
 class RankTalk:
@@ -124,9 +129,13 @@ class RankTalk:
             self._watcher.stop()
             self._watcher = None
 
-    def cut(self, text: str) -> None:
-        """Get every rank out of the step: leave a notice, and end the collectives of all groups but the guard's."""
-        self._say(text)
+    def cut(self, text: str | None) -> None:
+        """Get every rank out of the step: end the collectives of all groups but the guard's.
+
+        The rank where it began leaves a notice with its text, those that follow have None.
+        """
+        if text is not None:
+            self._say(text)
         self._cut_groups()
 
     def leave(self, text: str) -> None:
@@ -136,25 +145,39 @@ class RankTalk:
         cut(self._group)
         _talks.pop(self._world, None)
 
-    def has_room(self) -> bool:
-        """Return whether there is memory for new connections: a rank that failed at making them would be waited for."""
-        try:
-            torch.empty(sum(renewal_bytes(group) for group in self._groups()), dtype=torch.uint8)
-        except (RuntimeError, MemoryError):
-            return False
-        return True
+    def prepare(self) -> None:
+        """Make the connections that the next fault will need, while there is memory; on every rank."""
+        missing = [group for group in self._groups() if group not in _spares and not waits_on_device(group)]
+        if missing and all(self.gather(_has_room(missing))):
+            generation = self._next_generation()
+            for group in missing:
+                _spares[group] = connect(group, generation)
 
-    def renew(self) -> None:
-        """Give all groups new connections; on every rank, after each has cut its own."""
+    def renew(self) -> bool:
+        """Give all groups new connections, on every rank, after each has cut its own; False where a rank has no room.
+
+        A rank that failed in the middle would be waited for, so all say first whether they have the memory.
+        """
+        groups = self._groups()
+        missing = [group for group in groups if group not in _spares]
+        if not all(self.gather(_has_room(missing))):
+            return False
         self._alarm.clear()
-        generation = str(_generations.get(self._world, 0))
-        _generations[self._world] = _generations.get(self._world, 0) + 1
         watches = self._watcher is not None
         self.stop()
-        for group in self._groups():
-            renew(group, generation)
+        _faults[self._world] = _faults.get(self._world, 0) + 1
+        generation = self._next_generation()
+        for group in missing:
+            _spares[group] = connect(group, generation)
+        for group in groups:
+            replace_backends(group, _spares.pop(group))
         if watches:
             self.watch()
+        return True
+
+    def _next_generation(self) -> str:
+        _generations[self._world] = _generations.get(self._world, 0) + 1
+        return str(_generations[self._world])
 
     def follows(self, error: BaseException | None) -> bool:
         """Return whether an error says no more than that another rank has left the step."""
@@ -182,7 +205,7 @@ class RankTalk:
             cut(group)
 
     def _key(self) -> str:
-        return f"fault/{_generations.get(self._world, 0)}"
+        return f"fault/{_faults.get(self._world, 0)}"
 
     def _say(self, text: str) -> None:
         key = self._key()
@@ -206,7 +229,7 @@ class RankTalk:
         missing = self._roll_call()
         names = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))}"
         who = f"{names} no longer answers" if missing else "a rank closed its connections"
-        reason = str(error).splitlines()[0]
+        reason = re.sub(r"\[[^]]*\.(cc|cpp|h):\d+\] ?", "", str(error)).split(". ")[0].splitlines()[0]
         return RankError(f"{who} ({reason}). Start all ranks again and go on from the last save")
 
     def _roll_call(self) -> list[int]:
@@ -249,6 +272,14 @@ class _Watcher:
             if heard:
                 hear()
                 return
+
+
+def _has_room(groups: Sequence[dist.ProcessGroup]) -> bool:
+    try:
+        torch.empty(sum(map(renewal_bytes, groups)), dtype=torch.uint8)
+    except (RuntimeError, MemoryError):
+        return False
+    return True
 
 
 def _own_connection(store: dist.Store) -> dist.Store:

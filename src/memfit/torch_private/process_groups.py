@@ -5,7 +5,7 @@ of a tensor in a table, and everybody who communicates, FSDP2, DDP's reducer in 
 the group and not the backend. `setBackend` writes into that table; only for a type of backend that it knows already
 does it take the old one again. So another backend is registered under a number that no type has, and all who hold the
 group go on with it. The old one stays in a second table until the group is destroyed, with its threads and without
-connections. Where a later torch refuses such a number, `renew` raises, and the guard tells that no step is repeated.
+connections. Where a later torch refuses such a number, `_replace` raises, and the guard tells that no step is repeated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _UNUSED_TAG = 1 << 27
 """No collective of torch or memfit has it."""
 _FIRST_NUMBER, _LAST_NUMBER = 100, 255
 """Of types of backends, one byte in C++; torch's own end below 10."""
-_STACK_BYTES = 1 << 20
+_STACK_BYTES = 512 << 10
 """Of a thread that moves and adds buffers; 8 MiB are usual, which count where addresses are limited (RLIMIT_AS)."""
 _PTHREAD_ATTR_BYTES = 64
 """More than glibc's pthread_attr_t has on any machine that torch runs on (56)."""
@@ -83,20 +83,29 @@ def renewal_bytes(group: dist.ProcessGroup) -> int:
     return sum((backend.options._threads + 1) * _STACK_BYTES for backend in _backends(group) if _is_gloo(backend))
 
 
-def renew(group: dist.ProcessGroup, generation: str) -> None:
-    """Give a group new connections (Note [Backends in place]); on all of its ranks, which have cut it.
+def connect(group: dist.ProcessGroup, generation: str) -> list[Any]:
+    """Return backends with new connections between the ranks of a group, for `replace_backends`; on all of them.
 
     `generation` is a name that all ranks give, another one each time.
     """
     if group.size() == 1:
-        return
+        return []
     store = dist.PrefixStore(f"memfit/renewed/{generation}", group.get_group_store())
+    made = []
     for place, present in enumerate(_backends(group)):
-        old = _aborted.pop((group.group_name, id(present)), present)
+        old = _aborted.get((group.group_name, id(present)), present)
         kind = _Gloo if _is_gloo(old) else _Nccl
         with _small_stacks():
             new = kind(dist.PrefixStore(str(place), store), group.rank(), group.size(), _options(old))
         new._set_sequence_number_for_group()
+        made.append(new)
+    return made
+
+
+def replace_backends(group: dist.ProcessGroup, backends: list[Any]) -> None:
+    """Let a group that was cut go on with other backends (Note [Backends in place])."""
+    for present, new in zip(_backends(group), backends, strict=True):
+        _aborted.pop((group.group_name, id(present)), None)
         _replace(group, present, new)
     # `setGroupName` and `setGroupDesc` pass the names on to the backends.
     group._set_group_name(group.group_name)
@@ -107,17 +116,17 @@ def renew(group: dist.ProcessGroup, generation: str) -> None:
 def _small_stacks() -> Iterator[None]:
     """Let threads that are made inside the block have small stacks (glibc's `pthread_setattr_default_np`)."""
     usual, small = (ctypes.create_string_buffer(_PTHREAD_ATTR_BYTES) for _ in range(2))
-    try:
-        libc = ctypes.CDLL(None)
-        asked = [libc.pthread_getattr_default_np(each) for each in (usual, small)]
-        asked.append(libc.pthread_attr_setstacksize(small, ctypes.c_size_t(_STACK_BYTES)))
-        known = not any(asked) and not libc.pthread_setattr_default_np(small)
-    except (OSError, AttributeError):
-        known = False  # another C library: stacks are as large as usual
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "pthread_setattr_default_np"):  # another C library: stacks are as large as usual
+        yield
+        return
+    refused = libc.pthread_getattr_default_np(usual) or libc.pthread_getattr_default_np(small)
+    refused = refused or libc.pthread_attr_setstacksize(small, ctypes.c_size_t(_STACK_BYTES))
+    refused = refused or libc.pthread_setattr_default_np(small)
     try:
         yield
     finally:
-        if known:
+        if not refused:
             libc.pthread_setattr_default_np(usual)
 
 
