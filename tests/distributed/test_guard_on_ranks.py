@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.distributed import guarded_faults
+from tests.distributed.ranks import Ranks
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS and /proc are Linux's"),
@@ -117,3 +120,41 @@ def test_a_rank_that_dies_is_told_at_once() -> None:
     (found,) = outcomes()["ddp: SIGKILL in backward"]
     assert found["error"].startswith("RankError: rank 1 no longer answers")
     assert found["seconds"] < TIMEOUT_S / 2
+
+
+# -- With errors instead of limits, in the process groups that other tests share --------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "sharded"])
+def test_a_fault_on_one_rank_of_a_mesh_is_repeated_on_all_four(four_ranks: Ranks, engine: str) -> None:
+    found = four_ranks.run(guarded_faults.repeats, engine, 2, replicas=True)
+    for rank in found:
+        assert rank["same"] and rank["lower"] and rank["faults"] == [2]
+        assert rank["plan"] == found[0]["plan"]
+
+
+def test_a_step_that_fails_with_larger_inputs_is_planned_for_them_on_every_rank(two_ranks: Ranks) -> None:
+    found = two_ranks.run(guarded_faults.repeats_larger_inputs, "fsdp2")
+    for rank in found:
+        assert (2 * guarded_faults.ROWS, guarded_faults.WIDTH) in rank["inputs"]
+        assert any("in place of" in each for each in rank["said"])
+        assert rank["drifts"] == [("inputs", 1)]
+
+
+def test_a_rank_that_fails_after_the_optimizer_is_taken_back_with_copies_only(two_ranks: Ranks) -> None:
+    for rank in two_ranks.run(guarded_faults.fails_after_the_optimizer, copies=False):
+        assert rank["restored"] is False and "out of memory on rank 1" in rank["error"]
+        assert "copies=True" in rank["error"]
+    for rank in two_ranks.run(guarded_faults.fails_after_the_optimizer, copies=True):
+        assert rank["error"] is None and rank["same"]
+
+
+def test_watching_ranks_are_told_which_one_ran_out_of_memory(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(guarded_faults.watches_only)
+    assert first["error"].startswith("RankError: rank 1 ran out of memory: Tried to allocate 2.00 MiB")
+    assert second["error"].startswith("OutOfMemory: out of memory on rank 1: an allocation of 2.00 MiB failed")
+
+
+def test_the_step_of_a_model_that_is_sharded_by_now_is_refused_with_what_to_give(two_ranks: Ranks) -> None:
+    for text in two_ranks.run(guarded_faults.refuses_the_divided_model):
+        assert "divided between ranks" in text and "memfit.Step(factory" in text

@@ -94,7 +94,7 @@ class Explanation:
             lines.append(f"  not counted here: {'; '.join(self.uncounted)}")
         if self.copies_bytes:
             lines.append(
-                f"  beside these, the guard's copies to take the step back: {display_bytes(self.copies_bytes)}"
+                f"  beside these the guard's copies, to take the step back: {display_bytes(self.copies_bytes)}"
             )
         if self.by_module:
             lines.append(f"  of these by module, without activations: {_list(self.by_module)}")
@@ -227,7 +227,7 @@ def find_levers(
     states = sum(sizes.get(each, 0) for each in (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE))
     ranked = [
         (sizes.get(Category.OPTIMIZER_STATE, 0), "keep the optimizer's state on the host"),
-        (states // 2, "shard parameters, gradients and optimizer state over two ranks"),
+        (states // 2, f"shard parameters, gradients and optimizer state over {_more_ranks(plan)} ranks"),
     ]
     if at.phase is Phase.OPTIMIZER:
         ranked.append((sizes.get(Category.TEMPORARY, 0), "a fused optimizer (fused=True), or foreach=False"))
@@ -236,6 +236,10 @@ def find_levers(
         ranked.append((batch // 2, "halve the micro-batch and accumulate two of them"))
     ranked = sorted((each for each in ranked if each[0] > 0), key=lambda each: -each[0])
     return (*first, *(f"{how}: about {display_bytes(size)} there" for size, how in ranked))
+
+
+def _more_ranks(plan: Plan) -> str:
+    return "two" if plan.shard is None else f"{2 * plan.shard.ranks}, not {plan.shard.ranks},"
 
 
 def part_of(path: str) -> str:

@@ -159,8 +159,12 @@ class RankGuard(Guard):
             return _Said(kind="followed", text=f"{who}: {_first_line(error)}")
         if not is_out_of_memory(error):
             return _Said(kind="error", text=f"{type(error).__name__}: {error}")
-        explanation = replace(self._explain(error), rank=self._talk.rank)
-        return _Said(kind="memory", text=f"{who} ran out of memory", explanation=explanation, inputs=self._call)
+        return _Said(
+            kind="memory", text=f"{who} ran out of memory", explanation=self._explain(error), inputs=self._call
+        )
+
+    def _explain(self, error: BaseException) -> Explanation:
+        return replace(super()._explain(error), rank=self._talk.rank)
 
     def _own_error(self, attempt: _Attempt) -> Exception | None:
         """Return what this rank raises where no other rank takes part any more; None where it only followed."""

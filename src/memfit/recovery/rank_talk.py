@@ -84,12 +84,12 @@ class RankTalk:
     def vote(self, numbers: Sequence[int]) -> list[list[int]]:
         """Return a few numbers of every rank, rank 0's first."""
         own = torch.tensor(numbers, dtype=torch.int64)
-        told = torch.empty(self.ranks * len(numbers), dtype=torch.int64)
+        told = [torch.empty_like(own) for _ in range(self.ranks)]
         try:
-            dist.all_gather_into_tensor(told, own, group=self._group)
+            dist.all_gather(told, own, group=self._group)
         except RuntimeError as error:
             raise self._gone(error) from error
-        return told.view(self.ranks, -1).tolist()
+        return [each.tolist() for each in told]
 
     def gather(self, own: T) -> list[T]:
         """Return what every rank gave, rank 0's first."""
