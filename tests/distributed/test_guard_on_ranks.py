@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import subprocess
@@ -22,6 +21,7 @@ pytestmark = [
 ]
 RANKS = 2
 TIMEOUT_S = 60
+Outcomes = dict[str, list[dict[str, Any]]]
 REPLANNED = [
     "fsdp2: memory in forward",
     "fsdp2: memory in backward",
@@ -33,8 +33,8 @@ REPLANNED = [
 ]
 
 
-@functools.cache
-def outcomes() -> dict[str, list[dict[str, Any]]]:
+@pytest.fixture(scope="module")
+def outcomes() -> Outcomes:
     """Run all cases. Large tensors are mapped by themselves, so that the limit counts them."""
     script = Path(__file__).with_name("guarded_ranks.py")
     root = Path(__file__).parents[2]
@@ -66,8 +66,10 @@ def outcomes() -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("case", REPLANNED)
-def test_a_step_that_one_rank_has_no_memory_for_is_planned_tighter_and_run_again_on_all(case: str) -> None:
-    found = outcomes()[case]
+def test_a_step_that_one_rank_has_no_memory_for_is_planned_tighter_and_run_again_on_all(
+    outcomes: Outcomes, case: str
+) -> None:
+    found = outcomes[case]
     for rank in found:
         assert rank["error"] is None and rank["attempts"] > 1
         assert rank["peaks"][1] < rank["peaks"][0]
@@ -77,8 +79,8 @@ def test_a_step_that_one_rank_has_no_memory_for_is_planned_tighter_and_run_again
     assert found[0]["plan"] == found[1]["plan"]
 
 
-def test_rank_0_alone_says_which_rank_it_was_and_what_it_held() -> None:
-    first, second = outcomes()["fsdp2: memory in backward"]
+def test_rank_0_alone_says_which_rank_it_was_and_what_it_held(outcomes: Outcomes) -> None:
+    first, second = outcomes["fsdp2: memory in backward"]
     assert second["warnings"] == [] and len(first["warnings"]) == first["attempts"] - 1
     for part in (
         "out of memory on rank 1: an allocation of ",
@@ -94,14 +96,14 @@ def test_rank_0_alone_says_which_rank_it_was_and_what_it_held() -> None:
         assert part in first["warnings"][0]
 
 
-def test_an_optimizer_without_room_on_one_rank_makes_fewer_temporaries_on_all() -> None:
-    for rank in outcomes()["fsdp2: memory in optimizer"]:
+def test_an_optimizer_without_room_on_one_rank_makes_fewer_temporaries_on_all(outcomes: Outcomes) -> None:
+    for rank in outcomes["fsdp2: memory in optimizer"]:
         assert rank["error"] is None and rank["attempts"] == 2 and rank["foreach"] is False
         assert rank["differs at the end"] == []
 
 
-def test_when_no_plan_is_left_every_rank_gets_the_explanation_and_is_as_before_the_step() -> None:
-    for rank in outcomes()["fsdp2: memory in no way out"]:
+def test_when_no_plan_is_left_every_rank_gets_the_explanation_and_is_as_before_the_step(outcomes: Outcomes) -> None:
+    for rank in outcomes["fsdp2: memory in no way out"]:
         assert rank["error"].startswith("OutOfMemory: out of memory on rank 1: an allocation of ")
         assert "it ran with the lowest peak that any plan of this step has" in rank["error"]
         assert rank["restored"] and rank["differs after the failure"] == []
@@ -109,15 +111,15 @@ def test_when_no_plan_is_left_every_rank_gets_the_explanation_and_is_as_before_t
 
 
 @pytest.mark.parametrize("case", ["fsdp2: ValueError in backward", "sharded: ValueError in forward"])
-def test_another_error_of_one_rank_is_raised_on_all_and_they_can_go_on(case: str) -> None:
-    first, second = outcomes()[case]
+def test_another_error_of_one_rank_is_raised_on_all_and_they_can_go_on(outcomes: Outcomes, case: str) -> None:
+    first, second = outcomes[case]
     assert first["error"] == "RankError: the step failed on rank 1: ValueError: a bad batch"
     assert second["error"] == "ValueError: a bad batch"
     assert first["ranks"] == second["ranks"] == RANKS and first["attempts"] == second["attempts"] == 1
 
 
-def test_a_rank_that_dies_is_told_at_once() -> None:
-    (found,) = outcomes()["ddp: SIGKILL in backward"]
+def test_a_rank_that_dies_is_told_at_once(outcomes: Outcomes) -> None:
+    (found,) = outcomes["ddp: SIGKILL in backward"]
     assert found["error"].startswith("RankError: rank 1 no longer answers")
     assert found["seconds"] < TIMEOUT_S / 2
 

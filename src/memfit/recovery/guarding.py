@@ -24,7 +24,7 @@ from memfit.capture import Phase, Step, Trace
 from memfit.cost import Cost
 from memfit.engines import plan_of_model
 from memfit.errors import InputError, StateError
-from memfit.plans import Plan, wrappers_of
+from memfit.plans import Plan, unwrap, wrappers_of
 from memfit.recovery.drift import Drift, PlanDrift, Seen, find_different, list_tensors
 from memfit.recovery.explanation import (
     REST,
@@ -143,9 +143,7 @@ class Guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trail: TracebackType | None
     ) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._remove_hooks()
         if error is None or isinstance(error, OutOfMemory) or not is_out_of_memory(error):
             return
         explanation = self._explain(error)
@@ -153,6 +151,11 @@ class Guard:
         if applied is not None:
             applied.reset()
         raise OutOfMemory(explanation, restored=False) from error
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def _on_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         trained = model.training or bool(self.plan.trace.in_eval)
@@ -372,7 +375,7 @@ class Guard:
 
     def _explain(self, error: BaseException) -> Explanation:
         """Explain the failure; where that needs memory too, the frames of the failed step are released first."""
-        at = locate_failure(error, self._model, in_step=self._in_step, in_optimizer=self._in_optimizer)
+        at = locate_failure(error, unwrap(self._model), in_step=self._in_step, in_optimizer=self._in_optimizer)
         total = self._meter.now_bytes() if self._in_step else None
         try:
             return self._explained(error, at, total)
@@ -387,8 +390,9 @@ class Guard:
         assert self.plan.predicted is not None
         asked = parse_asked_bytes(error)
         input_bytes = self._input_bytes if self._in_step else 0
+        model = unwrap(self._model)
         by_category, by_module = count_tensors(
-            self._model, self._optimizers, input_bytes=input_bytes, total_bytes=total_bytes
+            model, self._optimizers, input_bytes=input_bytes, total_bytes=total_bytes
         )
         uncounted = []
         if not self._optimizers and self._device.type == "cuda" and total_bytes is not None:
@@ -398,7 +402,7 @@ class Guard:
         if self._in_step and total_bytes is None:
             uncounted.append("activations and temporaries, which nothing counts on this system")
         before = self._before
-        graded = frozenset(name for name, each in self._model.named_parameters() if each.grad is not None)
+        graded = frozenset(name for name, each in model.named_parameters() if each.grad is not None)
         found = find_expected(self.plan, self._timeline, at, asked, graded)
         inputs = find_different(self._seen, self.plan.trace.inputs)
         return Explanation(

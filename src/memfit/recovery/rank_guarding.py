@@ -9,6 +9,7 @@ the step again. The first rank that has not run out of memory solves it, because
 from __future__ import annotations
 
 import gc
+import hashlib
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -53,11 +54,19 @@ class RankGuard(Guard):
         self._voted = self._abandoned = False
         self._drift: tuple[str, int, int] | None = None
         self._talk.together("guard", lambda: super(RankGuard, self).__init__(plan, model, **given))
+        if len(set(self._talk.gather(hashlib.sha256(plan.to_json().encode()).hexdigest()))) > 1:
+            raise InputError(
+                "ranks gave the guard different plans; solve on one rank and load the document on the others"
+            )
         if self._keeper is not None:
             self._talk.together("guard", self._check_repeatable)
 
     def __enter__(self) -> RankGuard:
-        super().__enter__()
+        try:
+            self._talk.together("guard", super().__enter__)
+        except BaseException:
+            self._remove_hooks()
+            raise
         if self._keeper is not None:
             self._talk.prepare()
             self._talk.watch()
@@ -159,9 +168,11 @@ class RankGuard(Guard):
             return _Said(kind="followed", text=f"{who}: {_first_line(error)}")
         if not is_out_of_memory(error):
             return _Said(kind="error", text=f"{type(error).__name__}: {error}")
-        return _Said(
-            kind="memory", text=f"{who} ran out of memory", explanation=self._explain(error), inputs=self._call
-        )
+        try:
+            explanation = self._explain(error)
+        except Exception as again:  # the others wait, whatever it is
+            return _Said(kind="error", text=f"{_first_line(error)}, which could not be explained: {again!r}")
+        return _Said(kind="memory", text=f"{who} ran out of memory", explanation=explanation, inputs=self._call)
 
     def _explain(self, error: BaseException) -> Explanation:
         return replace(super()._explain(error), rank=self._talk.rank)
@@ -199,6 +210,8 @@ class RankGuard(Guard):
         failure = attempt.failure
         if failure is not None:
             release(failure)
+        if self._device.type == "cuda":  # kernels of the aborted collectives may still be ending
+            torch.cuda.synchronize(self._device)
         attempt.engine.restore()
         out = [each.explanation for each in meeting if each.explanation is not None]
         other = next((rank for rank, each in enumerate(meeting) if each.kind == "error"), None)
@@ -206,7 +219,6 @@ class RankGuard(Guard):
         lost = [] if first is None else self._lost(attempt)
         gc.collect()
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
         if not self._talk.together("making the connections between ranks anew", self._talk.renew):
             text = "a rank has no memory left for new connections to the others: start all ranks again"

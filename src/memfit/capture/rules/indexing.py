@@ -177,6 +177,7 @@ def _one_hot(context: RuleContext, tensor: Tensor, num_classes: int = -1) -> Any
 
     ATen/native/Onehot.cpp, `one_hot`, which computes something else for tensors on meta. What the check reads decides
     nothing where the number of classes is given; where it is not, the values must be known, and torch's code runs.
+    Earlier versions of torch ask for the two one after the other, eight bytes each.
     """
     if num_classes == -1 or not tensor.numel() or type(tensor) is not Tensor or tensor.dtype is not torch.int64:
         return NotImplemented
