@@ -97,6 +97,26 @@ def repeats(engine: str, rank: int, *, replicas: bool = False) -> dict[str, Any]
     }
 
 
+def raises(engine: str) -> dict[str, Any]:
+    """A rank raises an error of the user's, which is caught on all of them; then they go on."""
+    training = Training(engine, planned(2), step=step_of())
+    found: dict[str, Any] = {"losses": 0}
+
+    def fail() -> None:
+        raise ValueError("a bad batch")
+
+    try:
+        training.run(1, fault=fail)
+    except (ValueError, RankError) as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    training.optimizer.zero_grad()
+    with training.guard as guard:
+        for number in range(FAILS_AT, STEPS):
+            guard.step(training.step, number)
+            found["losses"] += 1
+    return found
+
+
 def repeats_larger_inputs(engine: str) -> dict[str, Any]:
     """A rank fails with more rows than were planned: the step is planned for these, on every rank."""
     training = Training(engine, planned(2), step=step_of())

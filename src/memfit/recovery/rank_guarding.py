@@ -210,16 +210,10 @@ class RankGuard(Guard):
         failure = attempt.failure
         if failure is not None:
             release(failure)
-        if self._device.type == "cuda":  # kernels of the aborted collectives may still be ending
-            torch.cuda.synchronize(self._device)
-        attempt.engine.restore()
         out = [each.explanation for each in meeting if each.explanation is not None]
         other = next((rank for rank, each in enumerate(meeting) if each.kind == "error"), None)
         first = out[0] if other is None and out else None
-        lost = [] if first is None else self._lost(attempt)
-        gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        lost = self._talk.together("taking the step back", lambda: self._roll_back(attempt, tensors=first is not None))
         if not self._talk.together("making the connections between ranks anew", self._talk.renew):
             text = "a rank has no memory left for new connections to the others: start all ranks again"
             unknown = self._other_error(other, meeting, failure)
@@ -236,13 +230,22 @@ class RankGuard(Guard):
         if self._talk.rank == 0:
             warnings.warn(str(told), PlanDrift, stacklevel=3)
 
-    def _lost(self, attempt: _Attempt) -> list[str]:
-        """Roll this rank back; return the names of what could not be restored."""
-        if attempt.before is None:
-            return []
-        lost = attempt.before.restore()
-        if attempt.engine.holds_gradients:
-            lost.append("gradients that earlier steps accumulated without reducing them")
+    def _roll_back(self, attempt: _Attempt, *, tensors: bool) -> list[str]:
+        """Roll back this rank's engine, and with `tensors` its state; return the names of what could not be restored.
+
+        After an error that is not about memory tensors stay as they are, as on one device.
+        """
+        if self._device.type == "cuda":  # kernels of the aborted collectives may still be ending
+            torch.cuda.synchronize(self._device)
+        attempt.engine.restore()
+        lost = []
+        if tensors and attempt.before is not None:
+            lost = attempt.before.restore()
+            if attempt.engine.holds_gradients:
+                lost.append("gradients that earlier steps accumulated without reducing them")
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
         return lost
 
     def _taken_back(self, meeting: Sequence[_Said], lost: Sequence[Sequence[str]], history: list[str]) -> bool:
