@@ -258,6 +258,7 @@ def outcome(case: Case) -> dict[str, Any]:
         if error is None or found["restored"]:
             for number in range(case.warm + (error is None), case.warm + 1 + MORE):
                 guard.step(run.step, number)
+            act.lift()  # copies are compared
             found["differs at the end"] = differing(run.state(), states[case.warm + 1 + MORE])
         else:
             found["loss"] = guard.step(run.step, case.warm)  # it goes on
