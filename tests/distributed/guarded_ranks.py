@@ -48,7 +48,7 @@ class Size:
     foreach: bool = False
 
 
-ACTIVATIONS = Size(rows=3072, width=64, layers=3, part=0.95)
+ACTIVATIONS = Size(rows=3072, width=64, layers=4, part=0.95)
 STATES = Size(rows=64, width=256, layers=12, part=1.0, foreach=True)
 CLASSES = 64
 
@@ -71,11 +71,11 @@ class Case:
 
 
 CASES = [
-    Case("fsdp2", "forward"),
+    Case("fsdp2", "forward", above_bytes=6 << 20),
     Case("fsdp2", "backward"),
     Case("fsdp2", "optimizer", size=STATES, above_bytes=17 << 20),
     Case("fsdp2", "no way out", above_bytes=6 << 20),
-    Case("sharded", "forward", warm=0, above_bytes=6 << 20),  # a first step maps what libraries need
+    Case("sharded", "forward", warm=0, above_bytes=6 << 20),
     Case("sharded", "backward"),
     Case("fully_shard", "backward"),
     Case("ddp", "backward"),
