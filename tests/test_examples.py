@@ -66,6 +66,13 @@ def test_the_fsdp2_example_trains_to_the_same_numbers_whoever_shards_the_model()
     assert wrapped[-1].endswith("the model is FSDPLlama again"), "what the script sharded stays sharded"
 
 
+def test_the_guarded_example_repeats_the_step_that_failed_and_trains_to_the_same_numbers() -> None:
+    launch = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "examples/train_guarded.py")
+    shown, quiet = run(*launch).splitlines(), run(*launch, "--quiet").splitlines()
+    assert shown[:-1] == quiet[:-1] and len(shown) == 6
+    assert shown[-1].startswith("6 attempts for 5 steps") and quiet[-1].startswith("5 attempts for 5 steps")
+
+
 def test_the_page_about_sharding_runs_as_written(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "sharded.md").read_text()
     script = tmp_path / "train.py"

@@ -167,7 +167,19 @@ def image_step(*modules: nn.Module, loss: Callable[[Tensor, Any], Tensor]) -> St
     return Step(nn.Sequential(nn.Conv2d(3, 8, 3), *modules), torch.rand(2, 3, 18, 18), loss=loss)
 
 
+class Classes(nn.Module):
+    """A model that takes classes, as one-hot vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, classes: Tensor) -> Tensor:
+        return self.head(F.one_hot(classes, 16).float())
+
+
 STEPS: dict[str, Callable[[], Step]] = {
+    "one-hot": lambda: Step(Classes(), torch.randint(0, 16, (32, 8)), loss=lambda output, _: output.square().mean()),
     "log_softmax, sum": lambda: linear_step(lambda output, _: output.log_softmax(-1).sum(), 32),
     "softmax, transposed": lambda: linear_step(lambda output, _: output.softmax(-1).t().reshape(-1).pow(2).sum(), 32),
     "ctc": lambda: linear_step(ctc, 4, 12),
@@ -213,6 +225,16 @@ def test_the_peak_of_a_step_is_that_of_a_real_one(name: str) -> None:
         step.execute(model, optimizer, "cpu")
     timeline = Timeline.of(memfit.trace(Step(model, step.batch, loss=step.loss, optimizer=optimizer), target="cpu"))
     assert timeline.peak_bytes - timeline.start_bytes == truth.peak_bytes
+
+
+def test_one_hot_vectors_of_a_batch_without_values_are_those_of_a_real_one() -> None:
+    given = STEPS["one-hot"]()
+    traces = [
+        memfit.trace(Step(Classes, batch, loss=given.loss, optimizer=torch.optim.SGD), target="cpu")
+        for batch in (given.batch, memfit.spec((32, 8), torch.int64))
+    ]
+    assert traces[0].fingerprint == traces[1].fingerprint
+    assert any(op.name == "aten.scatter_.value" for op in traces[1].ops)
 
 
 @pytest.mark.parametrize("layout", layouts(4, 6, 16))

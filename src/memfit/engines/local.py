@@ -351,6 +351,34 @@ def remove(plan: Plan, model: nn.Module) -> nn.Module:
     return model
 
 
+def replace_policies(plan: Plan, model: nn.Module, optimizer: OptimizerLike = None) -> None:
+    """Make a model that runs a plan run the checkpoint policies of another; what is sharded stays as it is.
+
+    It goes on with the old ones when the new ones are refused.
+    """
+    old = plan_of_model(model)
+    if old is None:
+        raise StateError("this model runs no plan whose policies could be replaced; call plan.apply(model, optimizer)")
+    if (old.plan.shard, old.plan.ddp, old.plan.mesh) != (plan.shard, plan.ddp, plan.mesh):
+        raise InputError("the other plan divides the model otherwise between ranks; only policies can be replaced")
+    optimizers = resolve_optimizers(optimizer)
+    modules = [module for module, each in _applied.items() if each is old]
+    old.detach()
+    new = Applied(plan, model)
+    try:
+        new.attach(optimizers)
+    except BaseException:
+        new = Applied(old.plan, model)
+        new.attach(optimizers)
+        raise
+    finally:
+        new.sharding, old.sharding = old.sharding, None
+        for module in modules:
+            _applied[module] = new
+        if wrappers_of(model):
+            new.leave_wrappers()
+
+
 def plan_of_model(model: nn.Module) -> Applied | None:
     """Return the plan that a model runs, or the modules in it do: several may have been given in a container."""
     root = unwrap(model)

@@ -28,8 +28,14 @@ class Drift:
     measured_bytes: int | None
     planned_bytes: int
     inputs: tuple[str, ...]
+    rank: int | None = None
+    """Of several ranks that train together, the one where it is largest."""
 
     def __str__(self) -> str:
+        who = "" if self.rank is None else f"on rank {self.rank} "
+        return who + self._described()
+
+    def _described(self) -> str:
         planned = display_bytes(self.planned_bytes)
         if self.measured_bytes is None:
             text = f"the inputs of step {self.step} are not those of the plan, whose peak is {planned}"

@@ -16,7 +16,7 @@ from memfit.memory import Timeline
 from memfit.paths import MODEL_LABEL, module_label
 from memfit.plans import Plan
 from memfit.recovery.meter import Limit
-from memfit.torch_private.storages import storage_key
+from memfit.torch_private.storages import local_part, storage_key
 from memfit.units import display_bytes
 from memfit.verify import FailedAt
 
@@ -58,6 +58,10 @@ class Explanation:
     inputs: tuple[str, ...]
     levers: tuple[str, ...]
     history: tuple[str, ...]
+    rank: int | None = None
+    """The rank that it is about, of several."""
+    copies_bytes: int = 0
+    """What the guard itself held to take the step back."""
 
     def __str__(self) -> str:
         lines = [self._headline()]
@@ -77,7 +81,8 @@ class Explanation:
 
     def _headline(self) -> str:
         asked = "an allocation" if self.asked_bytes is None else f"an allocation of {display_bytes(self.asked_bytes)}"
-        return f"out of memory: {asked} failed {describe_place(self.at)}{self._op()}"
+        who = "" if self.rank is None else f" on rank {self.rank}"
+        return f"out of memory{who}: {asked} failed {describe_place(self.at)}{self._op()}"
 
     def _op(self) -> str:
         return f", by all appearances in {self.expected.op}" if self.expected.at_failure and self.expected.op else ""
@@ -87,6 +92,10 @@ class Explanation:
         lines = [f"what filled the memory{whole}:", f"  {_list(self.by_category)}"]
         if self.uncounted:
             lines.append(f"  not counted here: {'; '.join(self.uncounted)}")
+        if self.copies_bytes:
+            lines.append(
+                f"  beside these the guard's copies, to take the step back: {display_bytes(self.copies_bytes)}"
+            )
         if self.by_module:
             lines.append(f"  of these by module, without activations: {_list(self.by_module)}")
         if self.limit is not None:
@@ -175,6 +184,7 @@ def count_tensors(
     seen: set[int] = set()
 
     def add(category: Category, path: str, tensor: torch.Tensor | None) -> None:
+        tensor = None if tensor is None else local_part(tensor)
         if tensor is None or tensor.layout is not torch.strided or storage_key(tensor) in seen:
             return
         seen.add(storage_key(tensor))
@@ -217,7 +227,7 @@ def find_levers(
     states = sum(sizes.get(each, 0) for each in (Category.PARAMETER, Category.GRADIENT, Category.OPTIMIZER_STATE))
     ranked = [
         (sizes.get(Category.OPTIMIZER_STATE, 0), "keep the optimizer's state on the host"),
-        (states // 2, "shard parameters, gradients and optimizer state over two ranks"),
+        (states // 2, f"shard parameters, gradients and optimizer state over {_more_ranks(plan)} ranks"),
     ]
     if at.phase is Phase.OPTIMIZER:
         ranked.append((sizes.get(Category.TEMPORARY, 0), "a fused optimizer (fused=True), or foreach=False"))
@@ -226,6 +236,10 @@ def find_levers(
         ranked.append((batch // 2, "halve the micro-batch and accumulate two of them"))
     ranked = sorted((each for each in ranked if each[0] > 0), key=lambda each: -each[0])
     return (*first, *(f"{how}: about {display_bytes(size)} there" for size, how in ranked))
+
+
+def _more_ranks(plan: Plan) -> str:
+    return "two" if plan.shard is None else f"{2 * plan.shard.ranks}, not {plan.shard.ranks},"
 
 
 def part_of(path: str) -> str:

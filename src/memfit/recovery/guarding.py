@@ -10,20 +10,21 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from memfit.capture import Phase, Step, Trace
 from memfit.cost import Cost
 from memfit.engines import plan_of_model
-from memfit.errors import InputError, MissingFeatureError, StateError
-from memfit.plans import Plan
+from memfit.errors import InputError, StateError
+from memfit.plans import Plan, unwrap, wrappers_of
 from memfit.recovery.drift import Drift, PlanDrift, Seen, find_different, list_tensors
 from memfit.recovery.explanation import (
     REST,
@@ -57,6 +58,9 @@ class Guard:
     GPU, `growth_bytes` how far the process grew in it on a CPU, `drifts` the first of each kind.
     """
 
+    _divided = False
+    """Whether parameters and optimizer state are divided between ranks, and the trace's are whole."""
+
     def __init__(
         self,
         plan: Plan,
@@ -85,7 +89,7 @@ class Guard:
         self._tolerance = tolerance
         self._retries = retries
         self._copies = copies
-        self._replanner = None if step is None else Replanner(plan, step, model, cost=cost, options=options)
+        self._replanner = None if step is None else self._make_replanner(step, cost, options)
         self._timeline = None if self._replanner is None else self._replanner.timeline(plan)
         self._keeper = None if optimizer is None else Keeper(model, optimizer, accumulates=accumulates)
         first = next(iter(model.parameters()), None)
@@ -109,6 +113,11 @@ class Guard:
         state = "at work" if self._hooks else "not at work"
         found = "".join(f"; {drift}" for drift in self.drifts)
         return f"<guard {state}: {self.steps} {'step' if self.steps == 1 else 'steps'}{peak}{found}>"
+
+    def _make_replanner(
+        self, step: Step | Trace | Callable[[], Any], cost: Cost | str | None, options: SolveOptions | None
+    ) -> Replanner:
+        return Replanner(self.plan, step, self._model, cost=cost, options=options)
 
     # -- watching ---------------------------------------------------------------------------------------------------
 
@@ -134,9 +143,7 @@ class Guard:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trail: TracebackType | None
     ) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._remove_hooks()
         if error is None or isinstance(error, OutOfMemory) or not is_out_of_memory(error):
             return
         explanation = self._explain(error)
@@ -144,6 +151,11 @@ class Guard:
         if applied is not None:
             applied.reset()
         raise OutOfMemory(explanation, restored=False) from error
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def _on_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         trained = model.training or bool(self.plan.trace.in_eval)
@@ -167,7 +179,11 @@ class Guard:
         if self._copies and not self._before.copied:
             self._before.copy_all()
         self._before.rehearse(self._needed(optimizer), self._device)
+        self._commit()
         self._before.optimizer_began = True
+
+    def _commit(self) -> None:
+        """Do what comes before an optimizer's first write; on several ranks they agree here that all go on."""
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._in_step or not self._ours(optimizer):
@@ -274,11 +290,7 @@ class Guard:
         if not lost:
             history.append(f"the step failed {describe_place(explanation.at)} and was taken back")
             return True
-        names = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
-        history.append(
-            f"the step could not be taken back, because it had written to {names}: go on from a checkpoint, and give "
-            "guard copies=True (accumulates=True for gradients that outlive steps)"
-        )
+        history.append(list_lost(lost))
         return False
 
     def _tighten(self, explanation: Explanation, history: list[str]) -> bool:
@@ -288,7 +300,9 @@ class Guard:
         assert self._optimizer is not None
         tries = len(history) // 2  # each that failed and what was done about it are two
         if tries >= self._retries:
-            history.append(self._gave_up() if self._replanner.is_min_budget(self.plan) else _all_allowed(self._retries))
+            history.append(
+                self._gave_up() if self._replanner.is_min_budget(self.plan) else tell_all_allowed(self._retries)
+            )
             return False
         if explanation.at.phase is Phase.OPTIMIZER:
             if single_tensor(self._optimizer):
@@ -352,7 +366,7 @@ class Guard:
         """Return the sizes that the optimizer's step allocates; with its state made, always the same."""
         has_state = bool(optimizer.state)
         if self._sizes is None or self._sizes[0] != has_state:
-            known = self._replanner is not None and not self._switched
+            known = self._replanner is not None and not self._switched and not self._divided
             trace = self._replanner.trace if known and self._replanner is not None else None
             self._sizes = has_state, optimizer_bytes(optimizer, trace)
         return self._sizes[1]
@@ -361,7 +375,7 @@ class Guard:
 
     def _explain(self, error: BaseException) -> Explanation:
         """Explain the failure; where that needs memory too, the frames of the failed step are released first."""
-        at = locate_failure(error, self._model, in_step=self._in_step, in_optimizer=self._in_optimizer)
+        at = locate_failure(error, unwrap(self._model), in_step=self._in_step, in_optimizer=self._in_optimizer)
         total = self._meter.now_bytes() if self._in_step else None
         try:
             return self._explained(error, at, total)
@@ -376,8 +390,9 @@ class Guard:
         assert self.plan.predicted is not None
         asked = parse_asked_bytes(error)
         input_bytes = self._input_bytes if self._in_step else 0
+        model = unwrap(self._model)
         by_category, by_module = count_tensors(
-            self._model, self._optimizers, input_bytes=input_bytes, total_bytes=total_bytes
+            model, self._optimizers, input_bytes=input_bytes, total_bytes=total_bytes
         )
         uncounted = []
         if not self._optimizers and self._device.type == "cuda" and total_bytes is not None:
@@ -386,7 +401,8 @@ class Guard:
             uncounted.append("the optimizer's state (give guard optimizer=)")
         if self._in_step and total_bytes is None:
             uncounted.append("activations and temporaries, which nothing counts on this system")
-        graded = frozenset(name for name, each in self._model.named_parameters() if each.grad is not None)
+        before = self._before
+        graded = frozenset(name for name, each in model.named_parameters() if each.grad is not None)
         found = find_expected(self.plan, self._timeline, at, asked, graded)
         inputs = find_different(self._seen, self.plan.trace.inputs)
         return Explanation(
@@ -410,6 +426,7 @@ class Guard:
                 least=self._replanner is not None and self._replanner.is_min_budget(self.plan),
             ),
             history=(),
+            copies_bytes=0 if before is None else before.held_bytes,
         )
 
 
@@ -432,9 +449,15 @@ def guard(
     With `step`, what the plan was made of (a step, its trace or a function), it explains in full. With `optimizer` as
     well, `guard.step(function)` takes a step that failed back, plans tighter and runs it again, `retries` times at
     most. `copies` keeps parameters and optimizer state while the optimizer steps, `accumulates` gradients that outlive
-    a step; `cost` and `options` are those that the plan was made with.
+    a step; `cost` and `options` are those that the plan was made with. On several ranks every rank makes and enters it,
+    and a step that one of them has no memory for is taken back, planned anew and run again on all.
     """
-    return Guard(
+    kind = Guard
+    if _runs_on_ranks(plan, model):
+        from memfit.recovery.rank_guarding import RankGuard  # it needs this file
+
+        kind = RankGuard
+    return kind(
         plan,
         model,
         optimizer=optimizer,
@@ -448,7 +471,32 @@ def guard(
     )
 
 
-def _all_allowed(retries: int) -> str:
+def _runs_on_ranks(plan: Plan, model: nn.Module) -> bool:
+    """Return whether the ranks of the process group train one model together."""
+    if not isinstance(plan, Plan) or not isinstance(model, nn.Module):
+        return False  # refused with the reason
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    divided = plan.shard is not None or plan.ddp is not None or bool(plan.mesh)
+    if divided and not several:
+        raise InputError(
+            "this plan is for several ranks, and there is no process group of several: start the script with torchrun, "
+            "call torch.distributed.init_process_group() and plan.apply(model, optimizer) before the guard, or plan "
+            "with ranks=1"
+        )
+    return several and (divided or bool(wrappers_of(model)))
+
+
+def list_lost(lost: Sequence[str]) -> str:
+    """Say what could not be restored, and what to do."""
+    names = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+    return (
+        f"the step could not be taken back, because it had written to {names}: go on from a checkpoint, and give "
+        "guard copies=True (accumulates=True for gradients that outlive steps)"
+    )
+
+
+def tell_all_allowed(retries: int) -> str:
+    """Say that a step was run as often as it may be."""
     often = f"{retries + 1} times" if retries else "once"
     return f"it was run {often}, and that is all that was allowed (retries={retries})"
 
@@ -464,9 +512,6 @@ def _check(
         raise InputError(f"optimizer is a {type(optimizer).__name__}; give the model's torch.optim.Optimizer")
     if plan.predicted is None:
         raise InputError("this plan is infeasible, so there is nothing to watch; plan with a larger budget")
-    if plan.shard is not None or plan.ddp is not None:
-        does = "shards" if plan.shard is not None else "replicates"
-        raise MissingFeatureError(f"this plan {does} the model, which the guard does not watch yet; plan with ranks=1")
     if not tolerance > 0:
         raise InputError(f"tolerance is {tolerance}; give a part of the peak above 0, such as {TOLERANCE}")
     if retries < 0:

@@ -11,17 +11,18 @@ import torch
 from torch import nn
 
 from memfit.capture import AFTER_STEP, NO_INDEX, Category, Phase, Step, Trace
-from memfit.capture import trace as capture
 from memfit.cost import Cost
 from memfit.engines import has_planned_loss, unplanned
 from memfit.errors import MemfitError
 from memfit.hardware import Target
 from memfit.memory import Timeline
-from memfit.plans import Plan
+from memfit.plans import Engine, Plan
 from memfit.plans import plan as make_plan
+from memfit.sharding import ShardOptions
 from memfit.solve import SolveOptions
+from memfit.torch_private.storages import local_part
 from memfit.tradeoff import LOSS, find_units
-from memfit.verify import is_out_of_memory, replay_plan, resolve_step, without_state
+from memfit.verify import is_out_of_memory, replay_on_ranks, replay_plan, resolve_step, without_state
 
 LOWER = 0.1
 """The part of what did not fit by which the next budget is lower."""
@@ -41,8 +42,11 @@ class Replanner:
         *,
         cost: Cost | str | None = None,
         options: SolveOptions | None = None,
+        engine: Engine = "local",
+        spare: bool = True,
     ) -> None:
         self._model = model
+        self._engine: Engine = engine
         self._step = None if isinstance(step, Trace) else resolve_step(step, "guard")
         self.trace = step if isinstance(step, Trace) else _captured(plan, resolve_step(step, "guard"), model)
         plan.check(self.trace)
@@ -50,13 +54,15 @@ class Replanner:
         self._options = options
         self._min_budget_plan: Plan | None = None
         self._spare: tuple[Plan, Trace] | None = None
-        if plan.trace.device_type == "cpu":  # planning may find no memory when a step has not
+        if spare and plan.trace.device_type == "cpu":  # planning may find no memory when a step has not
             least = self.find_min_budget_plan(plan)
             self._spare = None if least is None else (least, self.trace)
 
-    def timeline(self, plan: Plan) -> Timeline:
-        """Return the timeline of the step under a plan."""
-        return replay_plan(plan, self.trace)
+    def timeline(self, plan: Plan) -> Timeline | None:
+        """Return the timeline of the step under a plan, on a rank; None where only the plan's peak is known (DDP)."""
+        if plan.shard is not None:
+            return replay_on_ranks(plan, self.trace, self._engine)
+        return replay_plan(plan, self.trace) if plan.ddp is None and not plan.mesh else None
 
     def for_inputs(self, plan: Plan, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Capture the step for other inputs of the model. False when it cannot be.
@@ -71,7 +77,7 @@ class Replanner:
             return False
         try:
             with unplanned(self._model):
-                self.trace = capture(step.with_batch(given), target=plan.target.device)
+                self.trace = plan.trace_of(step.with_batch(given))
         except (MemfitError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise
@@ -116,10 +122,10 @@ class Replanner:
         """Find the fastest plan of the step under a budget, on the device of another plan."""
         return make_plan(
             self.trace,
-            target=Target.parse(plan.target.device, **plan.target.settings),
+            target=_target(plan),
             budget=budget,
             cost=self._cost,
-            options=self._possible_options(),
+            options=_divided(plan, self._possible_options()),
             progress=False,
         )
 
@@ -129,6 +135,44 @@ class Replanner:
         if has_planned_loss() or {LOSS} & {*options.force, *options.forbid} or not _loss_is_outside(self.trace):
             return self._options
         return replace(options, forbid=(*options.forbid, LOSS))
+
+
+def _target(plan: Plan) -> Target:
+    """Return the target that a plan was made for."""
+    divided = plan.shard or plan.ddp
+    if divided is None:
+        return Target.parse(plan.target.device, **plan.target.settings)
+    return Target.parse(
+        plan.target.device,
+        ranks=divided.ranks,
+        ranks_per_node=plan.target.ranks_per_node,
+        intra_node_link=plan.target.intra_node_link,
+        inter_node_link=plan.target.inter_node_link,
+        **plan.target.settings,
+    )
+
+
+def _divided(plan: Plan, options: SolveOptions | None) -> SolveOptions | None:
+    """Return options under which the step is divided between ranks as the plan does it; the model is so already."""
+    if plan.shard is not None:
+        units = {unit.module: unit for unit in plan.shard.units}
+        shard = ShardOptions(
+            units=tuple(name for name in units if name),
+            shard_dtype=plan.shard.shard_dtype,
+            param_dtype=plan.shard.param_dtype,
+            reduce_dtype=plan.shard.reduce_dtype,
+            keep_last=any(name and not unit.reshard_after_forward for name, unit in units.items()),
+            engine=None if plan.engine == "local" else plan.engine,
+        )
+    elif plan.ddp is not None:
+        shard = ShardOptions(
+            parallel="ddp",
+            bucket_cap_bytes=plan.ddp.bucket_cap_bytes,
+            gradient_as_bucket_view=plan.ddp.gradient_as_bucket_view,
+        )
+    else:
+        return options
+    return replace(options or SolveOptions(), shard=shard)
 
 
 def _loss_is_outside(trace: Trace) -> bool:
@@ -152,12 +196,12 @@ def _decisions(plan: Plan) -> tuple[Any, ...]:
 def _captured(plan: Plan, step: Step, model: nn.Module) -> Trace:
     """Capture the step, without the optimizer's state when the plan is for an optimizer that had none yet."""
     with unplanned(model):
-        found = capture(step, target=plan.target.device)
+        found = plan.trace_of(step)
     optimizer = step.optimizer
     if found.fingerprint == plan.fingerprint or not isinstance(optimizer, torch.optim.Optimizer):
         return found
     with without_state(optimizer), unplanned(model):
-        return capture(step, target=plan.target.device)
+        return plan.trace_of(step)
 
 
 def swap(old: Plan, new: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
@@ -230,4 +274,4 @@ def _states(trace: Trace) -> list[int]:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return local_part(tensor).numel() * tensor.element_size()

@@ -29,6 +29,7 @@ from torch import nn
 from memfit.engines import plan_of_model
 from memfit.torch_private.autograd import version_of
 from memfit.torch_private.modules import buffer_table
+from memfit.torch_private.storages import local_part
 from memfit.verify import generators, set_generators
 
 _COUNTED_FUSED = (torch.optim.Adam, torch.optim.AdamW)
@@ -100,6 +101,13 @@ class Before:
             each.copy = each.tensor.detach().clone()
         self.copied = True
 
+    @property
+    def held_bytes(self) -> int:
+        """What the copies take that are kept while the step runs."""
+        copies = [each.copy for each in (*self.parameters, *self.states, *self.gradients)]
+        copies += [kept.copy for *_, kept in self.buffers if kept is not None]
+        return sum(local_part(each).nbytes for each in copies if each is not None)
+
     def restore(self) -> list[str]:
         """Roll the step back; return the names of what could not be restored."""
         applied = plan_of_model(self.model)
@@ -167,7 +175,11 @@ class Keeper:
         made = Before(self._model, self._optimizer)
         self._note_buffers(made)
         self._note_optimizer(made)
-        for name, parameter in self._model.named_parameters():
+        stepped = (each for group in self._optimizer.param_groups for each in group["params"])
+        named = {id(each): (name, each) for name, each in self._model.named_parameters()}
+        for each in stepped:  # shards of units that are whole at the moment are not among the model's parameters
+            named.setdefault(id(each), (self._name(each), each))
+        for name, parameter in named.values():
             grad = parameter.grad
             made.gradients.append(
                 _Gradient(

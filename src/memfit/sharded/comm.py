@@ -268,6 +268,11 @@ class ShardComm:
         _failures[self.group] = text
         return CollectiveError(text)
 
+    def renewed(self) -> None:
+        """Take the group up again, whose connections were made anew on all of its ranks."""
+        _failures.pop(self.group, None)
+        self.notices.clear()
+
     def global_rank(self, rank: int) -> int:
         """Return the number that a rank of this group has among all."""
         return dist.get_global_rank(self.group, rank)

@@ -139,6 +139,11 @@ def get_runtime(model: nn.Module) -> ShardedRuntime:
     return runtime
 
 
+def find_runtime(model: nn.Module) -> ShardedRuntime | None:
+    """Return the runtime of a model, or of one inside it, as it is; None where nothing is sharded."""
+    return next((module.__dict__[_RUNTIME] for module in model.modules() if _RUNTIME in module.__dict__), None)
+
+
 def _check(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"shard takes a model, an nn.Module, not a {type(model).__name__}")

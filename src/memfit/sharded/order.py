@@ -33,6 +33,16 @@ class Order:
         """Use an order that was given instead of a recorded one, where the whole model runs."""
         self._given = list(units)
 
+    @property
+    def recorded(self) -> dict[tuple[ShardedUnit, bool], list[ShardedUnit]]:
+        """The orders that are known so far, which ranks compared."""
+        return dict(self._recorded)
+
+    def rewind(self, recorded: dict[tuple[ShardedUnit, bool], list[ShardedUnit]]) -> None:
+        """Forget the pass that was begun, and orders that were recorded since."""
+        self._recorded = dict(recorded)
+        self._now, self._ended, self._known = [], [], False
+
     def begin(self, outermost: ShardedUnit) -> None:
         """Begin a pass."""
         self._key = (outermost, outermost.module.training)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -40,6 +41,15 @@ from memfit.torch_private.frames import frame_above
 from memfit.torch_private.modules import CALL_CODE
 
 _ASKED = "all-reduce of which parameters were used in backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where a run is between two steps: what all ranks of it have in common."""
+
+    turn: int
+    recorded: dict[tuple[ShardedUnit, bool], list[ShardedUnit]]
+    trained: list[bool]
 
 
 class ShardedRuntime:
@@ -263,6 +273,33 @@ class ShardedRuntime:
             for gradients in unit.gradients if was_in_backward else ():
                 with suppress(CollectiveError):
                     gradients.drop()
+
+    def position(self) -> Position:
+        """Return what ranks have in common between steps: how many passes there were, and in which order."""
+        return Position(turn=self._turn, recorded=self.order.recorded, trained=list(self._trained))
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether gradients of earlier passes wait to be reduced (`no_sync`)."""
+        return any(gradients.waiting for unit in self.units for gradients in unit.gradients)
+
+    def rewind(self, position: Position) -> None:
+        """Go back to between two steps, on all ranks, some of which did more of a step than others.
+
+        Their groups were cut: what was under way is dropped, and so are gradients that were not reduced yet.
+        """
+        self.recover()
+        for unit in self.units:
+            for gradients in unit.gradients:
+                with suppress(CollectiveError):
+                    gradients.drop()
+        self._turn, self._trained = position.turn, list(position.trained)
+        self.order.rewind(position.recorded)
+
+    def renewed(self) -> None:
+        """Take up again the groups whose connections were made anew."""
+        for link in (*self.links, *(each.nearby for each in self.units if each.nearby is not None)):
+            link.renewed()
 
     def _end_backward(self) -> None:
         """Do all that is left when autograd has finished, also for units whose hooks did not run."""

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed import _composable_state
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from memfit.torch_private.wrappers import own_class
 
@@ -67,9 +68,71 @@ def unit_settings(module: nn.Module) -> tuple[bool | None, torch.dtype | None, t
     return reshards, policy.param_dtype, policy.reduce_dtype
 
 
+def reset_iteration(model: nn.Module) -> None:
+    """Make every unit of a model sharded and idle again after a forward or backward that ended midway.
+
+    What was being gathered or reduced is dropped, not waited for: its connections are gone. The rest is
+    `FSDPState._reset_iter_state` (torch/distributed/fsdp/_fully_shard/_fsdp_state.py, behind the public
+    `FSDPModule.reset_iter_state`), which torch up to 2.12 has not, and which leaves whole gradients that no reduction
+    has taken: the next backward would add to them.
+    """
+    states = list({id(state): state for module in model.modules() if (state := _state(module)) is not None}.values())
+    for state in states:
+        for group in _groups(state):
+            group._all_gather_result = None
+    for state in states:
+        if state._is_root:
+            state._reset_iter_state() if hasattr(state, "_reset_iter_state") else _reset_states(state)
+    for state in states:
+        for group in _groups(state):
+            for parameter in group.fsdp_params:
+                parameter.to_sharded()  # also one that its group was still unsharding
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+
+
+def holds_whole_gradients(model: nn.Module) -> bool:
+    """Return whether `fully_shard` keeps gradients that earlier backwards did not reduce (accumulation without sync).
+
+    `FSDPParam.unsharded_accumulated_grad` (torch/distributed/fsdp/_fully_shard/_fsdp_param.py) and
+    `FSDPParamGroup._partial_reduce_output`.
+    """
+    groups = [group for module in model.modules() if (state := _state(module)) is not None for group in _groups(state)]
+    if any(group._partial_reduce_output is not None for group in groups):
+        return True
+    return any(each.unsharded_accumulated_grad is not None for group in groups for each in group.fsdp_params)
+
+
 def gradient_hooks(parameter: torch.Tensor) -> bool:
     """Return whether somebody has registered hooks on a parameter (torch/_tensor.py)."""
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def _state(module: nn.Module) -> Any:
+    return module._get_fsdp_state() if isinstance(module, FSDPModule) else None  # type: ignore[operator]
+
+
+def _reset_states(root: Any) -> None:
+    """Do what `FSDPState._reset_iter_state` does, on a torch that has none."""
+    context = root._comm_ctx
+    context.all_gather_state = None
+    for name in ("reduce_scatter_state", "reduce_scatter_states"):
+        if hasattr(context, name):
+            setattr(context, name, [] if name.endswith("s") else None)
+    context.post_forward_order.clear()
+    for state in root._state_ctx.all_states:
+        state._training_state = TrainingState.IDLE
+        getattr(state, "_modules_to_run_forward", set()).clear()
+        for group in _groups(state):
+            for name in ("_post_reduce_event", "_all_reduce_state", "_reshard_after_forward_event"):
+                setattr(group, name, None)
+            group._partial_reduce_output = None
+            group._post_forward_indices.clear()
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
 
 
 def _groups(state: Any) -> Iterator[Any]:

@@ -3,7 +3,7 @@
 from memfit.verify.exactness import Difference, Exactness
 from memfit.verify.faults import FailedAt, is_out_of_memory, locate_failure, parse_asked_bytes, release
 from memfit.verify.measure import mapped_bytes
-from memfit.verify.prediction import capture_for_plan, replay_plan, without_state
+from memfit.verify.prediction import capture_for_plan, replay_on_ranks, replay_plan, without_state
 from memfit.verify.resolve import resolve_step, step_at
 from memfit.verify.state import generators, set_generators
 from memfit.verify.verification import TIME_TOLERANCE, BytesCheck, MsCheck, RankCheck, Verification
@@ -25,6 +25,7 @@ __all__ = [
     "mapped_bytes",
     "parse_asked_bytes",
     "release",
+    "replay_on_ranks",
     "replay_plan",
     "resolve_step",
     "set_generators",

@@ -1,9 +1,9 @@
 """Indexing, embeddings, embedding bags, sorts and rolls, on CPU and CUDA.
 
 Covers `aten.embedding`, `aten._embedding_bag`, `aten.index_put` and their backwards, `aten.gather`, `aten.sort`,
-`aten.roll` and `take_along_dim`. Defined in torch by ATen/native/Embedding.cpp and cuda/Embedding.cu, EmbeddingBag.cpp,
-cuda/Indexing.cu, TensorTransformations.h and Sorting.cpp. On CUDA the gradients of indexing and embedding sort their
-indices with cub.
+`aten.roll`, `take_along_dim` and `one_hot`. Defined in torch by ATen/native/Embedding.cpp and cuda/Embedding.cu,
+EmbeddingBag.cpp, cuda/Indexing.cu, TensorTransformations.h and Sorting.cpp. On CUDA the gradients of indexing and
+embedding sort their indices with cub.
 """
 
 from __future__ import annotations
@@ -174,7 +174,27 @@ def _roll(context: RuleContext, func: Any, args: Any, kwargs: dict[str, Any], re
     return bytes_of(result) if len(dims) > 1 else 0
 
 
-FUNCTIONS = {device: {"take_along_dim": run_unchanged} for device in ("cpu", "cuda")}
+# -- one-hot vectors -----------------------------------------------------------------------------------------
+
+
+def _one_hot(context: RuleContext, tensor: Tensor, num_classes: int = -1) -> Any:
+    """Zeros with a one scattered into each row, after a check of the smallest and largest class on CPU.
+
+    ATen/native/Onehot.cpp, `one_hot`, which computes something else for tensors on meta. What the check reads decides
+    nothing where the number of classes is given; where it is not, the values must be known, and torch's code runs.
+    Earlier versions of torch ask for the two one after the other, eight bytes each.
+    """
+    if num_classes == -1 or not tensor.numel() or type(tensor) is not Tensor or tensor.dtype is not torch.int64:
+        return NotImplemented
+    if context.device_type == "cpu":
+        torch.aminmax(tensor)
+    result = torch.zeros((*tensor.shape, num_classes), dtype=torch.int64, device="meta")
+    return result.scatter_(-1, tensor.unsqueeze(-1), 1)
+
+
+_one_hot.as_given = True  # type: ignore[attr-defined]
+
+FUNCTIONS = {device: {"take_along_dim": run_unchanged, "one_hot": _one_hot} for device in ("cpu", "cuda")}
 KERNELS = {"cpu": {f"aten.{name}.default": _embedding_bag for name in _BAGS}}
 WORKSPACES = {
     "cpu": {
