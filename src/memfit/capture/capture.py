@@ -38,6 +38,7 @@ from memfit.capture.errors import Advice
 from memfit.capture.fake_ranks import Mesh, building, fake_ranks, resolve_mesh, takes_mesh
 from memfit.capture.meta_tensors import MetaTensors, on_meta, optimizer_on_meta
 from memfit.capture.optimizers import LeftState, OptimizerStates, optimizers_by_key
+from memfit.capture.parameter_cast import ParameterCast
 from memfit.capture.patches import TorchPatches
 from memfit.capture.random_numbers import HostGenerator, held_generators, same_generators
 from memfit.capture.random_paths import RandomDraws, largest_path
@@ -79,6 +80,7 @@ def trace(
     *,
     target: str | os.PathLike[str] | Device | Target | None = None,
     mesh: Mesh | None = None,
+    cast: ParameterCast | None = None,
 ) -> Trace:
     """Capture one steady-state step as the target would run it; without a target, as the GPU of this machine would.
 
@@ -86,7 +88,8 @@ def trace(
     first. The model, the optimizer, the batch and the random state are left as they were found.
 
     With a `mesh`, such as `{"dp": 8}`, the step is captured as the first of so many ranks runs it: its model is a
-    factory that wraps it, with `fully_shard`, and that may take the `DeviceMesh` as an argument called `mesh`.
+    factory that wraps it, with `fully_shard`, and that may take the `DeviceMesh` as an argument called `mesh`. With a
+    `cast`, parameters are computed with in another dtype than the model's (Note [Cast parameters]).
     """
     device = _target(target).device
     with LOCK, same_random_state(), neutral_modes(), torch_threads(device.threads if device.type == "cpu" else None):
@@ -97,18 +100,22 @@ def trace(
                 raise InputError(f"trace takes a memfit.Step or a function that runs one, not a {type(step).__name__}")
             step = find_step(step)
         if mesh is not None:
+            if cast is not None:
+                raise InputError("a step that is captured on a mesh casts its own parameters; leave the cast out")
             return _trace_ranks(step, device, resolve_mesh(mesh))
         notes: list[str] = []
         built = step.build_model()
         model = _eager(built, notes)
         check_model(model)
         check_batch_tensors(step.batch)
+        cast = None if cast is None else cast.resolve(model)
         held = held_generators(model.modules(), find_variables(step.run))
         snapshot = ValueSnapshot(model, (step.run, step.loss, step.optimizer, step.model))
         leftovers: list[weakref.ref[Any]] = []
 
         def captured(gradients: dict[str, torch.Tensor], state: LeftState, draws: RandomDraws) -> _Capture:
-            capture = _Capture(step, model, device, gradients, state, draws, held, compiled=model is not built)
+            compiled = model is not built
+            capture = _Capture(step, model, device, gradients, state, draws, held, compiled=compiled, cast=cast)
             try:
                 capture.run()
             finally:
@@ -206,15 +213,18 @@ class _Capture:
         *,
         compiled: bool,
         mesh: dict[str, int] | None = None,
+        cast: ParameterCast | None = None,
     ) -> None:
         self.step = step
+        self.cast = cast
         self.mesh = mesh or {}
         self.compiled = compiled
         self.draws = draws
         self.held = held
         self.model = model
         self.device = device
-        self.meta_tensors = MetaTensors(compact=device.type != "cpu")
+        dtype = None if cast is None else getattr(torch, cast.dtype)
+        self.meta_tensors = MetaTensors(compact=device.type != "cpu", param_dtype=dtype)
         self.companions = Companions.of(step, model)
         self.first_gradients = gradients
         self.left_gradients: dict[str, torch.Tensor] = {}
@@ -368,6 +378,8 @@ class _Capture:
             stack.enter_context(self.parallel.applied())
         stack.enter_context(compiled_functions_eager())
         stack.enter_context(module_calls(self._enter, self._leave, self._failed))
+        if self.cast is not None:
+            stack.enter_context(self.cast.applied(self.model))  # before the calls, as hooks of the engines do it
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.recorder.pack, _same))
         stack.enter_context(python_functions_open())
         stack.enter_context(self.emulation)
@@ -522,6 +534,7 @@ class _Capture:
             mesh=self.mesh,
             streams={} if self.parallel is None else self.parallel.streams(),
             collectives=() if self.parallel is None else self.parallel.collectives(),
+            cast=self.cast,
         )
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import msgspec
 
+from memfit.capture.parameter_cast import ParameterCast
 from memfit.hardware import Device
 
 SCHEMA = 3
@@ -199,6 +200,10 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The streams of storages that are not allocated on the compute stream, by number; only with a mesh."""
     collectives: tuple[CollectiveCall, ...] = ()
     """What the ranks of the mesh do together, in the order in which it is called."""
+
+    cast: ParameterCast | None = None
+    """How parameters were cast for the capture, whose dtypes here are those of the cast; None where they were not. Not
+    part of the fingerprint: ops and parameters tell the same."""
 
     def instance_of(self, path: str) -> str:
         """Return the first path of the module that this path leads to."""

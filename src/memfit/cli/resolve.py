@@ -286,6 +286,7 @@ def solve_options(
                 shard_dtype=options.shard_dtype,
                 param_dtype=options.param_dtype,
                 reduce_dtype=options.reduce_dtype,
+                engine=options.engine,
             ),
             limits=limits,
             optimizer=optimizer,
@@ -297,7 +298,7 @@ def _check_sharding(options: SolverOptions, several_ranks: bool) -> None:
     replicated = options.parallel == "ddp"
     if replicated and not several_ranks:
         raise UsageError("--parallel ddp is for several ranks, and there is one; add --ranks 8, or leave it out")
-    for name in ("shard_units", "param_dtype", "reduce_dtype", "shard_dtype"):
+    for name in ("engine", "shard_units", "param_dtype", "reduce_dtype", "shard_dtype"):
         if getattr(options, name) and (replicated or not several_ranks):
             why = "--parallel ddp has none" if replicated else "one rank has none; add --ranks 8, or leave it out"
             raise UsageError(f"--{name.replace('_', '-')} is for sharded parameters, and {why}")

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memfit.engines.loop_watch import user_level
 from memfit.errors import InputError
 from memfit.plans import DdpPlan, Engine, Plan, is_fully_sharded, named_modules
+from memfit.units import display_bytes
 
 _ENGINES: tuple[Engine, ...] = get_args(Engine)
 
@@ -21,11 +22,12 @@ _ENGINES: tuple[Engine, ...] = get_args(Engine)
 def resolve_engine(plan: Plan, given: str | None, wrappers: Sequence[str]) -> Engine:
     """Return the engine that was given, else the plan's, else `sharded` for several ranks and `local` for one.
 
-    One that does not suit the plan, or that would shard what is sharded already, is refused.
+    A plan that names no engine was found for FSDP2; it goes on that where it would be above its budget on `sharded`. An
+    engine that does not suit the plan, or that would shard what is sharded already, is refused.
     """
     if given is not None and given not in _ENGINES:
         raise InputError(f"there is no engine {given!r}; write one of {', '.join(map(repr, _ENGINES))}")
-    default: Engine = "local" if plan.shard is None else "sharded"
+    default: Engine = "local" if plan.shard is None else "fsdp2" if _too_high(plan, "sharded") else "sharded"
     engine = next((each for each in _ENGINES if each == given), None) or plan.engine or default
     if plan.shard is None and engine != "local":
         why = f"replicates the model on {plan.ddp.ranks} ranks" if plan.ddp is not None else "is for one rank"
@@ -43,7 +45,22 @@ def resolve_engine(plan: Plan, given: str | None, wrappers: Sequence[str]) -> En
             f"engine {given!r} shards the model, and this one is in {', '.join(wrappers)} already: give the plain "
             "model, or leave the engine out, and only the checkpoint policies of the plan are carried out"
         )
+    peak_bytes = _too_high(plan, engine)
+    if peak_bytes and not wrappers:
+        raise InputError(
+            f"this plan was made for engine {plan.engine or 'fsdp2'!r}; on {engine!r} it takes "
+            f"{display_bytes(peak_bytes)}, above its budget of {display_bytes(plan.budget_bytes)}: plan with "
+            f"engine={engine!r}"
+        )
     return engine
+
+
+def _too_high(plan: Plan, engine: Engine) -> int:
+    """Return the peak that is predicted on an engine that the plan was not found for, if above the budget, else 0."""
+    if plan.shard is None or engine == "local" or engine == (plan.engine or "fsdp2"):
+        return 0
+    peak_bytes = plan.shard.peak_by_engine.get(engine, 0)
+    return peak_bytes if peak_bytes > plan.budget_bytes else 0
 
 
 def check_ranks(plan: Plan, mesh: DeviceMesh | None) -> None:

@@ -141,7 +141,11 @@ class ShardedUnit(_Part, frozen=True):
 
 
 class ShardPlan(_Part, frozen=True):
-    """How parameters are sharded. `prefetch` units are gathered ahead; a dtype of None is the parameter's own."""
+    """How parameters are sharded. `prefetch` units are gathered ahead; a dtype of None is the parameter's own.
+
+    `peak_by_engine` is what the step is predicted to take on each engine under the plan's policies; they are found for
+    one of them. It is empty in plans of earlier versions.
+    """
 
     ranks: Annotated[int, Meta(ge=1)]
     units: tuple[ShardedUnit, ...]
@@ -149,6 +153,7 @@ class ShardPlan(_Part, frozen=True):
     shard_dtype: Dtype | None = None
     param_dtype: Dtype | None = None
     reduce_dtype: Dtype | None = None
+    peak_by_engine: dict[Literal["fsdp2", "sharded"], Bytes] = {}
 
 
 class DdpPlan(_Part, frozen=True):
@@ -259,6 +264,13 @@ class LoopRecord(_Part, frozen=True):
     recomputes: bool
 
 
+class CastRecord(_Part, frozen=True):
+    """The dtype that parameters, and inputs of these modules, are cast to for the step; the model's path is empty."""
+
+    dtype: Dtype
+    units: tuple[str, ...]
+
+
 class TraceRecord(_Part, frozen=True):
     """What a plan keeps of its trace, to say what differs when it is used for another step.
 
@@ -279,3 +291,5 @@ class TraceRecord(_Part, frozen=True):
     micro_batches: Annotated[int, Meta(ge=1)] | None = None
     loop: LoopRecord | None = None
     in_eval: tuple[str, ...] = ()
+    cast: CastRecord | msgspec.UnsetType = msgspec.UNSET
+    """What an engine casts that gathers parameters in another dtype; none for most steps."""

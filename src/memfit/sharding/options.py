@@ -39,8 +39,8 @@ class ShardOptions:
     `param_dtype` of a step captured with autocast is autocast's. Write `param_dtype="float32"` to gather in that; a
     dtype of torch is taken for its name.
 
-    `engine` is what the plan is to be run on, PyTorch's `fully_shard` or memfit's own runtime; None leaves it to
-    `Plan.apply`. What is predicted is FSDP2 in either case.
+    `engine` is what the plan is to be run on, and predicted for: PyTorch's `fully_shard` or memfit's own runtime. None
+    leaves it to `Plan.apply`, and is predicted as FSDP2.
     """
 
     units: tuple[str, ...] | None = None
@@ -99,8 +99,12 @@ class ShardDtypes:
             given = getattr(options, name)
             if given is not None and given not in _NAMES:
                 raise InputError(f"{name} is {given!r}; give one of {', '.join(map(repr, _NAMES))}, or leave it out")
-        param = options.param_dtype or trace.autocast
+        cast = trace.cast
+        if cast is not None and options.param_dtype not in (None, cast.dtype):
+            raise InputError(f"the step was captured in {cast.dtype}, and param_dtype is {options.param_dtype}")
+        param = options.param_dtype or trace.autocast or (None if cast is None else cast.dtype)
         own = {parameter.dtype for parameter in trace.parameters if _floats(parameter.dtype)}
+        own = own if cast is None else {cast.kept}
         only = own.pop() if param is not None and len(own) == 1 else None
         return cls(shard=options.shard_dtype or only, param=param, reduce=options.reduce_dtype or only)
 

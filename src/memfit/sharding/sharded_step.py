@@ -95,15 +95,17 @@ def shard(
 ) -> Sharding:
     """The step as one rank of the target sees it: fully sharded, or replicated where the options say `ddp`.
 
-    It is sharded as FSDP2 does it, or with `flat` as memfit's own runtime does. With `on_host`, shards, their gradients
-    and the optimizer are in the host's memory, and the device has no part in the optimizer's step but its time, which
-    is left as it is.
+    It is sharded as FSDP2 does it, or with `flat`, or the engine "sharded", as memfit's own runtime does. With
+    `on_host`, shards, their gradients and the optimizer are in the host's memory, and the device has no part in the
+    optimizer's step but its time, which is left as it is.
     """
     options = options or ShardOptions()
     if options.parallel == "ddp":
         if on_host or flat is not None:
             raise InputError("a replicated step (DDP) has no shards, on the host or in a flat layout; leave these out")
         return replicate(timeline, runtime, target, options)
+    if flat is None and options.engine == "sharded":
+        flat = FlatOptions()
     ranks, dtypes = target.ranks, ShardDtypes.of(timeline.trace, options)
     casts = casts_of(timeline.trace, dtypes)
     runtime = without_casts(runtime, casts)

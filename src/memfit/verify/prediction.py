@@ -50,7 +50,7 @@ def replay_plan(plan: Plan, captured: Trace, *, planned: bool = True) -> Timelin
 def replay_on_ranks(plan: Plan, captured: Trace, engine: Engine, *, planned: bool = True) -> Timeline:
     """Return the timeline of the first rank with the plan's units sharded by an engine and checkpointed, or not.
 
-    Plans predict FSDP2; memfit's own runtime has other buffers.
+    The engines have different buffers; a plan predicts those of its own.
     """
     assert plan.shard is not None
     units = {unit.module: unit for unit in plan.shard.units}

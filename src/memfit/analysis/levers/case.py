@@ -144,7 +144,11 @@ class Case:
 
     def captured(self, step: Step, *, what: str, advice: str = "") -> Trace | None:
         """Capture a changed step; None, and a note with advice, when the step cannot be changed so."""
-        return self.noted(attempt(lambda: trace(step, target=self.target, mesh=self.mesh)), what=what, advice=advice)
+        return self.noted(
+            attempt(lambda: trace(step, target=self.target, mesh=self.mesh, cast=self.trace.cast)),
+            what=what,
+            advice=advice,
+        )
 
     def noted(self, found: Attempt, *, what: str, advice: str = "") -> Trace | None:
         """Return the trace of an attempt; None, and a note with advice, where there is none."""
