@@ -31,9 +31,14 @@ class ParameterCast(msgspec.Struct, frozen=True, kw_only=True):
     units: tuple[str, ...] = ()
     kept: str = ""
 
-    def resolve(self, model: nn.Module) -> ParameterCast:
-        """Return the cast with the dtype that the parameters of a model have; a model of several dtypes is refused."""
+    def resolve(self, model: nn.Module) -> ParameterCast | None:
+        """Return the cast with the dtype that the parameters of a model have; None where they have this one already.
+
+        Parameters of several dtypes are refused, or left as they are under autocast, which casts them for itself.
+        """
         own = sorted({str(each.dtype)[6:] for each in model.parameters() if each.is_floating_point()})
+        if own == [self.dtype] or (len(own) != 1 and not self.units):
+            return None
         if len(own) != 1:
             raise InputError(
                 f"param_dtype={self.dtype!r} is for parameters of one dtype, and the model has {' and '.join(own)}: "

@@ -240,16 +240,23 @@ def _gpu_here() -> str:
         ) from error
 
 
-def capture_step(step: Step | Trace, target: Target, mesh: dict[str, int] | None = None) -> Trace:
+def capture_step(
+    step: Step | Trace, target: Target, mesh: dict[str, int] | None = None, solver: SolverOptions | None = None
+) -> Trace:
     """Return the trace of a step for the target's device; on a mesh, of one that is parallel itself."""
     from memfit.capture import Trace, trace
+    from memfit.plans import find_cast
+    from memfit.sharding import ShardOptions
 
     if isinstance(step, Trace):
         if mesh is not None and mesh != step.mesh:
             raise UsageError(f"--mesh: the trace was captured on {step.mesh or 'none'}; leave it out, or give the step")
         return step
+    cast = None
+    if solver is not None and mesh is None and solver.parallel == "fsdp":
+        cast = find_cast(step, target, ShardOptions(param_dtype=solver.param_dtype))
     with Progress("capturing one training step"):
-        return trace(step, target=target, mesh=mesh)
+        return trace(step, target=target, mesh=mesh, cast=cast)
 
 
 def solve_options(

@@ -30,7 +30,15 @@ from memfit.plans.record import (
     UnitOp,
 )
 from memfit.plans.reservation import EXPANDABLE, Reservation, Room, reservation_under, with_room
-from memfit.plans.resolve import Inputs, Model, StepInputs, check_nothing_beside, resolve_cost, resolve_options
+from memfit.plans.resolve import (
+    Inputs,
+    Model,
+    StepInputs,
+    check_nothing_beside,
+    find_cast,
+    resolve_cost,
+    resolve_options,
+)
 from memfit.plans.search_result import Over, Search, SearchInterrupted, SearchPoint
 from memfit.plans.searching import search
 from memfit.plans.trace_record import build_trace_record, describe_peak, peak_at
@@ -74,6 +82,7 @@ __all__ = [
     "describe_input",
     "describe_parameter",
     "describe_peak",
+    "find_cast",
     "find_model_differences",
     "find_optimizer_differences",
     "is_fully_sharded",

@@ -18,7 +18,7 @@ from memfit.errors import InputError
 from memfit.hardware import Device, Target, list_devices
 from memfit.plans.document import Plan
 from memfit.progress import Progress
-from memfit.sharding import ShardEngine, repeated_blocks
+from memfit.sharding import ShardEngine, ShardOptions, repeated_blocks
 from memfit.solve import Problem, SolveOptions
 from memfit.text import close_names, did_you_mean
 
@@ -114,17 +114,15 @@ class Inputs:
         captured = self.trace
         if captured is None:
             assert self.step is not None
+            cast = find_cast(self.step, self.target, self.options.shard) if self.mesh is None else None
             with Progress("capturing one training step", show=self.progress):
-                captured = trace(self.step, target=self.target, mesh=self.mesh)
+                captured = trace(self.step, target=self.target, mesh=self.mesh, cast=cast)
         captured = self._cast(captured)
         with Progress("timing its ops, working out frontiers", show=self.progress):
             return Problem.of(Runtime.of(captured, self.cost), self.target, self.options)
 
     def _cast(self, captured: Trace) -> Trace:
-        """Capture the step again where an engine runs it in another dtype than the model's (Note [Cast parameters]).
-
-        Under autocast ops cast for themselves, and what they make is not changed by the dtype of parameters.
-        """
+        """Capture the step again where an engine runs it in another dtype than the model's (Note [Cast parameters])."""
         options = self.options.shard
         wanted = options.param_dtype
         if wanted is None or captured.autocast is not None or self.target.ranks == 1 or captured.mesh:
@@ -141,6 +139,16 @@ class Inputs:
         cast = ParameterCast(dtype=wanted, units=tuple(dict.fromkeys(("", *units))))
         with Progress(f"capturing it in {wanted}", show=self.progress):
             return trace(self.step, target=self.target, cast=cast)
+
+
+def find_cast(step: Step, target: Target, options: ShardOptions) -> ParameterCast | None:
+    """Return the cast of parameters that are gathered in autocast's dtype; their engines leave inputs to autocast.
+
+    None where nothing is gathered in another dtype than the model's, or it is not known yet of which units.
+    """
+    if target.ranks == 1 or options.parallel == "ddp" or step.autocast is None:
+        return None
+    return ParameterCast(dtype=options.param_dtype or str(step.autocast)[6:])
 
 
 def resolve_target(model: Model, target: TargetLike | None, ranks: int | None) -> Target:

@@ -172,6 +172,9 @@ class Scheduler(ABC):
 
     def __init__(self, modules: Iterable[str], had: Mapping[int, int]) -> None:
         self.moment = 0
+        self.group: Group | None = None
+        """The ranks that shard; None for all."""
+        self.stream_of = dict(self.streams)
         self._modules = tuple(modules)
         self._buffers: list[Buffer] = []
         self._transfers: list[Transfer] = []
@@ -235,9 +238,17 @@ class Scheduler(ABC):
         self._events.append(Event(self.moment, EventKind.COPY, unit, n_bytes, stream))
 
     def begin(
-        self, kind: Collective, unit: int, n_bytes: int, stream: Stream, *, ahead: bool = False, host_bytes: int = 0
+        self,
+        kind: Collective,
+        unit: int,
+        n_bytes: int,
+        stream: Stream,
+        *,
+        ahead: bool = False,
+        host_bytes: int = 0,
+        group: Group | None = None,
     ) -> int:
-        """Begin a collective, and return its number."""
+        """Begin a collective of some ranks, or of all that shard, and return its number."""
         self._events.append(Event(self.moment, EventKind.BEGIN, unit, n_bytes, stream, len(self._transfers)))
         self._transfers.append(
             Transfer(
@@ -249,6 +260,7 @@ class Scheduler(ABC):
                 ahead=ahead,
                 host_bytes=host_bytes,
                 stream=stream,
+                group=group or self.group,
             )
         )
         return len(self._transfers) - 1
@@ -263,23 +275,27 @@ class Scheduler(ABC):
 
     def keep_gradient(self, buffer: int, gradients: Iterable[WholeGradient]) -> None:
         """Let a reduced buffer stay while it is the gradient of any shard; one that is added to others goes."""
+        if self.note_gradient(buffer, gradients):
+            self.free(buffer)
+
+    def note_gradient(self, buffer: int, gradients: Iterable[WholeGradient]) -> bool:
+        """Note until when a reduced buffer is the gradient of any shard; return whether it is that no longer."""
         new = [gradient for gradient in gradients if not self._has_gradient(gradient.parameter)]
         self._gradient_end.update((gradient.parameter, gradient.free_after) for gradient in new)
         ends = [gradient.free_after for gradient in new]
         if AFTER_STEP in ends:
-            return
+            return False
         last = max(ends, default=NO_INDEX)
-        if last < self.moment:
-            self.free(buffer)
-        else:
+        if last >= self.moment:
             self._note(EventKind.FREE, last, buffer, by_op=True)
+        return last < self.moment
 
     def _has_gradient(self, parameter: int) -> bool:
         free_after = self._gradient_end.get(parameter)
         return free_after is not None and (free_after == AFTER_STEP or free_after >= self.moment)
 
     def _buffer(self, role: Role, unit: int, n_bytes: int, moment: int, *, by_op: bool) -> int:
-        self._buffers.append(Buffer(role, unit, n_bytes, self.streams[role]))
+        self._buffers.append(Buffer(role, unit, n_bytes, self.stream_of[role]))
         self._note(EventKind.ALLOCATE, moment, len(self._buffers) - 1, by_op=by_op)
         return len(self._buffers) - 1
 

@@ -70,7 +70,7 @@ class Plan:
 
         step = given.step
         mesh = parse_mesh(self.hardware.mesh)
-        trace = capture_step(step, target, mesh)
+        trace = capture_step(step, target, mesh, self.solver)
         early.drop_useless(trace)
         early.begin_chunked_loss(trace)
         options = solve_options(self.solver, trace, several_ranks=target.ranks > 1, optimizer=self.optimizer_lever)
