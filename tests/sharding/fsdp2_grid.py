@@ -70,12 +70,15 @@ class GridModel:
     build: Callable[[], nn.Module]
     batch: Callable[[], dict[str, Any]] = _language_batch
     nested: str = "mlp"
+    lists: bool = True
+    """Whether modules are prefetched by lists. A model of several outputs runs its hook for each: it gathers again what
+    its list names."""
 
 
 MODELS = {
     "gpt2": GridModel(build=_gpt2),
     "llama": GridModel(build=_llama),
-    "t5": GridModel(build=_t5, nested="layer.0"),
+    "t5": GridModel(build=_t5, nested="layer.0", lists=False),
     "convnext": GridModel(build=_convnext, batch=_image_batch, nested="layers.0"),
     "mixtral": GridModel(build=_mixtral),
 }
@@ -93,6 +96,15 @@ class GridSetting:
     def shard_options(self, units: tuple[str, ...]) -> ShardOptions:
         dtypes: dict[str, Any] = {"param_dtype": "bfloat16", "reduce_dtype": "float32"} if self.bfloat16 else {}
         return ShardOptions(units=units, **dtypes, **self.options)
+
+    def without_lists(self) -> GridSetting:
+        return replace(self, options={**self.options, "prefetch": 1})
+
+    def suits(self, ranks: int) -> bool:
+        """Two ranks do not divide further."""
+        return ranks > 2 or not {"replicas", "reshard_after_forward"} & {
+            name for name, value in self.options.items() if value is not False
+        }
 
     @property
     def policy(self) -> MixedPrecisionPolicy:

@@ -377,9 +377,10 @@ class _Capture:
             self.parallel.name_streams_of(self.model)
             stack.enter_context(self.parallel.applied())
         stack.enter_context(compiled_functions_eager())
+        if self.cast is not None:  # a module's call begins after the casts, which are not part of what it computes
+            began = self.recorder
+            stack.enter_context(self.cast.applied(self.model, lambda: began.calls.begin_at(len(began.ops))))
         stack.enter_context(module_calls(self._enter, self._leave, self._failed))
-        if self.cast is not None:
-            stack.enter_context(self.cast.applied(self.model))  # before the calls, as hooks of the engines do it
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.recorder.pack, _same))
         stack.enter_context(python_functions_open())
         stack.enter_context(self.emulation)

@@ -10,7 +10,7 @@ state to the model's own dtype (`ParameterCast.kept`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -47,8 +47,8 @@ class ParameterCast(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, kept=own[0])
 
     @contextlib.contextmanager
-    def applied(self, model: nn.Module) -> Iterator[None]:
-        """Cast the inputs of the units before their calls inside the block."""
+    def applied(self, model: nn.Module, cast_done: Callable[[], None]) -> Iterator[None]:
+        """Cast the inputs of the units when they are called inside the block; say so before their forward begins."""
         dtype = getattr(torch, self.dtype)
         units = {model.get_submodule(path) for path in self.units}
         original = nn.Module.__call__
@@ -59,6 +59,7 @@ class ParameterCast(msgspec.Struct, frozen=True, kw_only=True):
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self in units:
                 args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
+                cast_done()
             return original(self, *args, **kwargs)
 
         nn.Module.__call__ = call  # type: ignore[method-assign]
