@@ -41,6 +41,7 @@ from memfit.plans.resolve import (
 )
 from memfit.plans.search_result import Over, Search, SearchInterrupted, SearchPoint
 from memfit.plans.searching import search
+from memfit.plans.shard_options import shard_options_of
 from memfit.plans.trace_record import build_trace_record, describe_peak, peak_at
 from memfit.plans.wrappers import is_fully_sharded, named_modules, unwrap, wrappers_of
 
@@ -95,6 +96,7 @@ __all__ = [
     "resolve_cost",
     "resolve_options",
     "search",
+    "shard_options_of",
     "unwrap",
     "with_room",
     "wrappers_of",

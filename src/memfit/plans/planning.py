@@ -211,17 +211,23 @@ def _shard_plan(problem: Problem, solved: Solved) -> ShardPlan | None:
     if problem.sharding is None or problem.options.shard.parallel == "ddp" or problem.trace.mesh:
         return None  # a step that was captured on its mesh is sharded by the user's own code
     sharding = problem.sharding
-    units = tuple(ShardedUnit(module=unit.module, reshard_after_forward=not unit.kept) for unit in sharding.units)
+    units = tuple(
+        ShardedUnit(module=unit.module, reshard_after_forward=unit.reshard_after_forward) for unit in sharding.units
+    )
     chosen = [(candidate.unit, policy) for candidate, policy in solved.chosen]
     assert solved.replay is not None
     peaks: dict[Literal["fsdp2", "sharded"], int] = {}
+    options = problem.options.shard
     for engine in get_args(ShardEngine):
-        here = engine == (problem.options.shard.engine or "fsdp2")
+        here = engine == (options.engine or "fsdp2")
+        if options.replicas > 1 and not here:
+            continue  # not predicted
         peaks[engine] = (solved.replay if here else problem.replay_on(engine, chosen)).peak_bytes
     return ShardPlan(
-        ranks=problem.target.ranks,
+        ranks=options.shard_ranks(problem.target.ranks),
+        replicas=options.replicas,
         units=units,
-        prefetch=1,
+        prefetch=options.prefetch,
         shard_dtype=cast(Dtype | None, sharding.shard_dtype),
         param_dtype=cast(Dtype | None, sharding.param_dtype),
         reduce_dtype=cast(Dtype | None, sharding.reduce_dtype),

@@ -137,14 +137,15 @@ class ShardedUnit(_Part, frozen=True):
     """A module whose parameters are gathered together; the model itself has the empty path."""
 
     module: str
-    reshard_after_forward: bool
+    reshard_after_forward: bool | int
 
 
 class ShardPlan(_Part, frozen=True):
     """How parameters are sharded. `prefetch` units are gathered ahead; a dtype of None is the parameter's own.
 
-    `peak_by_engine` is what the step is predicted to take on each engine under the plan's policies; they are found for
-    one of them. It is empty in plans of earlier versions.
+    Each of `replicas` groups of `ranks` ranks holds all shards. `reshard_after_forward` of a unit may be a number of
+    ranks, over which it stays sharded until its backward. `peak_by_engine` is what the step is predicted to take on
+    each engine under the plan's policies, which are found for one of them; it is empty in plans of earlier versions.
     """
 
     ranks: Annotated[int, Meta(ge=1)]
@@ -153,6 +154,7 @@ class ShardPlan(_Part, frozen=True):
     shard_dtype: Dtype | None = None
     param_dtype: Dtype | None = None
     reduce_dtype: Dtype | None = None
+    replicas: Annotated[int, Meta(ge=1)] = 1
     peak_by_engine: dict[Literal["fsdp2", "sharded"], Bytes] = {}
 
 
