@@ -314,7 +314,8 @@ def communication(runtime: Runtime, target: Target, schedule: ShardSchedule) -> 
     parameters, one of the backward when the backward of the unit before it begins, and both are waited for where the
     unit's own run begins: each hides behind the compute of its neighbour. A reduction begins when its unit's backward
     ends and is waited for when that of the next unit ends, or the pass does. What is copied from the host goes before
-    its gather and what is copied to it after its reduction, in the same line.
+    its gather and what is copied to it after its reduction, in the same line. On a CPU nothing runs beside the ops: the
+    cores that would compute send and receive.
     """
     model, link = CollectiveModel(target), target.device.host_link
     cost: dict[tuple[Collective, int, int, Group | None], float] = {}
@@ -337,7 +338,7 @@ def communication(runtime: Runtime, target: Target, schedule: ShardSchedule) -> 
         now = float(times[transfer.issued]) + waited
         done[number] = free = max(free, copied_out if transfer.ahead else now) + cost[key]
         total += cost[key]
-    return total, waited
+    return total, total if target.device.type == "cpu" else waited
 
 
 def slowed_ms(transfers: Sequence[Transfer], target: Target, communication_ms: float, waited_ms: float) -> float:
@@ -355,10 +356,9 @@ def copies_ms(schedule: ShardSchedule, device: Device) -> float:
     """Return what is copied between buffers and whole tensors while nothing else computes, at the device's bandwidth.
 
     A buffer that FSDP2 gathers is read and written once to become parameters, whole gradients to become a reduction's
-    input. It is not part of `communication`, but of a sharding's `beside_ms`.
+    input. It is not part of `communication`, but of a sharding's `beside_ms`. A CPU has no other streams.
     """
-    moved = sum(
-        event.size_bytes for event in schedule.events if event.kind is EventKind.COPY and event.stream is Stream.COMPUTE
-    )
+    copies = (event for event in schedule.events if event.kind is EventKind.COPY)
+    moved = sum(event.size_bytes for event in copies if event.stream is Stream.COMPUTE or device.type == "cpu")
     reached = device.memory_bandwidth_bytes_per_s * device.efficiency[Family.COPY].bandwidth
     return moved / reached * 1e3

@@ -173,8 +173,7 @@ def shard(
     before, during = levels.levels()
     communication_ms, waited_ms = communication(runtime, target, schedule)
     beside_ms = slowed_ms(schedule.transfers, target, communication_ms, waited_ms)
-    if target.device.type == "cuda":
-        beside_ms += copies_ms(schedule, target.device)
+    beside_ms += copies_ms(schedule, target.device)
     return Sharding(
         runtime=runtime,
         before_by_row=before,
