@@ -97,7 +97,7 @@ def whole_gradients(
         own: dict[int, tuple[int, int, int]] = {}  # for each pass the op, the storage and the gradient that it joins
         for index in arrivals[uses.get(parameter.storage, NO_INDEX)]:
             place = pass_of(passes, index)
-            arrived = _arrived(trace, parameter, index, claimed, passes)
+            arrived = _arrived(trace, parameter, index, claimed, passes, is_cast=number in casts.values())
             if arrived is not None and place not in own:
                 own[place] = index, *arrived
                 claimed.add(arrived[0])
@@ -134,12 +134,13 @@ def zeroed_gradients(trace: Trace) -> dict[int, int]:
 
 
 def _arrived(
-    trace: Trace, parameter: Parameter, index: int, claimed: set[int], passes: Sequence[Pass]
+    trace: Trace, parameter: Parameter, index: int, claimed: set[int], passes: Sequence[Pass], *, is_cast: bool
 ) -> tuple[int, int] | None:
     """The storage that came with an op of autograd's last act, and the gradient that it became part of.
 
     Parameters of one op have their first use in common; what is known to be of another is left to that. What is added
-    to a gradient of the same pass is a part of it: several ops use the parameter, as where weights are tied.
+    to a gradient of the same pass is a part of it: several ops use the parameter, as where weights are tied. Where some
+    of them use a cast of it, that gradient is one of the cast, and is not there.
     """
     op = trace.ops[index]
     made = op.outputs[0]
@@ -151,7 +152,7 @@ def _arrived(
         return None
     if op.name in _ADDED:
         began = trace.storages[parameter.gradient].alloc_at if parameter.gradient != NO_INDEX else BEFORE_STEP
-        earlier = began < passes[pass_of(passes, index)].begin
+        earlier = is_cast or began < passes[pass_of(passes, index)].begin
         return (storage, parameter.gradient) if parameter.gradient in op.mutates and earlier else None
     return (storage, storage) if storage == parameter.gradient or storage not in claimed else None
 
