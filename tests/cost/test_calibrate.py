@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from memfit.capture import trace
 from memfit.cli import main
-from memfit.cost import Roofline, calibrate, calibration
+from memfit.cost import Roofline, calibrate, calibration, fit_link
 from memfit.cost.calibration import Sample, fit_family
 from memfit.cost.host import Size, image_step, language_step
 from memfit.cost.roofline import Float32Precision, kernel_ms
 from memfit.errors import InputError
-from memfit.hardware import Family, FamilyEfficiency, load_device
+from memfit.hardware import Family, FamilyEfficiency, Link, load_device
 
 START = FamilyEfficiency(family=Family.NORM, compute=0.5, bandwidth=0.5, overhead_ms=0.01)
 
@@ -105,3 +105,26 @@ def test_a_gpu_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) 
         calibrate("h100-sxm")
     assert main(["calibrate", "--device", "h100-sxm"]) == 1
     assert "no GPU here" in capsys.readouterr().err
+
+
+def test_a_link_is_recovered_from_its_own_times_and_its_file_is_loaded(tmp_path: Path) -> None:
+    rows = [(hops, share * n_bytes) for hops, share in ((1, 0.5), (2, 1.0)) for n_bytes in (1 << 14, 1 << 20, 1 << 24)]
+    latency_ms, ms_per_byte = fit_link(rows, [0.2 * hops + 1e-6 * n_bytes for hops, n_bytes in rows])
+    assert latency_ms == pytest.approx(0.2) and ms_per_byte == pytest.approx(1e-6)
+    cpu = load_device("cpu")
+    link = Link(name="measured", kind="gloo", bandwidth_bytes_per_s=1e3 / ms_per_byte, latency_ms=latency_ms)
+    found = calibration.Calibration(
+        name="four-ranks",
+        base="cpu",
+        machine="a machine",
+        date="2026-11-17",
+        flops_per_s={"fp32": 1e9},
+        memory_bandwidth_bytes_per_s=1e9,
+        efficiency=cpu.efficiency,
+        samples=1,
+        link=link,
+        ranks=4,
+    )
+    device = load_device(str(found.save(tmp_path / "four-ranks.toml")))
+    assert device.ranks_per_node == 4 and device.peer_link is not None and device.host_link == cpu.host_link
+    assert device.peer_link.bandwidth_bytes_per_s == pytest.approx(1e9) and device.peer_link.latency_ms == 0.2

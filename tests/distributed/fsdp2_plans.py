@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -90,11 +91,21 @@ PLANS = {
     "kept": Planned(force=("blocks.1",), forbid=("<loss>", "blocks.0", "blocks.2"), shard={"keep_last": True}),
     "nothing checkpointed": Planned(force=()),
     "autocast": Planned(model=Rows, autocast=torch.bfloat16),
-    "autocast, embedding in bfloat16": Planned(autocast=torch.bfloat16, follows=False),
+    "autocast, embedding in bfloat16": Planned(autocast=torch.bfloat16),
     "bfloat16 parameters": Planned(shard={"param_dtype": "bfloat16", "reduce_dtype": "float32"}),
     "accumulation": Planned(accumulation_steps=2),
     "foreach": Planned(optimizer={"foreach": True}),
 }
+
+_BFLOAT16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+FOUR = {
+    "hybrid": Planned(shard={"replicas": 2}, accumulation_steps=2),
+    "hybrid, bfloat16": Planned(shard={"replicas": 2, **_BFLOAT16}),
+    "not resharded": Planned(shard={"reshard_after_forward": False}),
+    "to 2 ranks": Planned(shard={"reshard_after_forward": 2}),
+    "to 2 ranks, bfloat16, prefetch of 2": Planned(shard={"reshard_after_forward": 2, "prefetch": 2, **_BFLOAT16}),
+}
+"""Settings that take four ranks, or are different there."""
 
 
 def loss_of(output: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -109,14 +120,17 @@ def built(case: Planned) -> nn.Module:
 def fully_sharded(model: nn.Module, plan: Plan) -> nn.Module:
     """Shard the units of a plan by hand, as its user would."""
     assert plan.shard is not None
+    shard = plan.shard
+    sizes = (shard.replicas, shard.ranks) if shard.replicas > 1 else (shard.ranks,)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
     dtypes = (plan.shard.param_dtype, plan.shard.reduce_dtype)
     param, reduce = (None if each is None else getattr(torch, each) for each in dtypes)
     policy = MixedPrecisionPolicy(param, reduce, cast_forward_inputs=plan.trace.autocast is None)
     for unit in plan.shard.units:
         if unit.module:
             block = model.get_submodule(unit.module)
-            fully_shard(block, mp_policy=policy, reshard_after_forward=unit.reshard_after_forward)
-    fully_shard(model, mp_policy=policy)
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=unit.reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 
 
@@ -166,7 +180,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def trains_to_the_same_bits(name: str, document: str) -> None:
     """A plan on FSDP2, its optimizer made before, against `fully_shard` on the same units without checkpointing."""
-    case, plan = PLANS[name], Plan.from_json(document)
+    case, plan = {**PLANS, **FOUR}[name], Plan.from_json(document)
     plain = fully_sharded(built(case), plan)
     plain_optimizer = case.build_optimizer(plain.parameters())
     losses = train(case, plain, plain_optimizer, loss_of)
@@ -187,7 +201,7 @@ def trains_to_the_same_bits(name: str, document: str) -> None:
 
 def measured(name: str, document: str) -> list[dict[str, Any]]:
     """What steps under a plan allocate, and what this rank holds between them, the batch included."""
-    case, plan = PLANS[name], Plan.from_json(document)
+    case, plan = {**PLANS, **FOUR}[name], Plan.from_json(document)
     model = built(case)
     optimizer = case.build_optimizer(model.parameters())
     applied(plan, model, optimizer, engine="fsdp2")

@@ -42,7 +42,18 @@ def test_a_plan_on_fsdp2_trains_to_the_bits_of_fsdp2(two_ranks: Ranks, name: str
     two_ranks.run(plans.trains_to_the_same_bits, name, plan.to_json())
 
 
-@pytest.mark.parametrize("name", ["checkpointed", "kept", "nothing checkpointed", "autocast", "accumulation"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "checkpointed",
+        "kept",
+        "nothing checkpointed",
+        "autocast",
+        "autocast, embedding in bfloat16",
+        "bfloat16 parameters",
+        "accumulation",
+    ],
+)
 def test_the_peak_of_a_rank_is_the_predicted_one(two_ranks: Ranks, name: str) -> None:
     compare_peaks(planned(name), two_ranks, name)
 
@@ -51,6 +62,14 @@ def test_bits_and_peak_on_four_ranks(four_ranks: Ranks) -> None:
     plan = planned("checkpointed", 4)
     four_ranks.run(plans.trains_to_the_same_bits, "checkpointed", plan.to_json())
     compare_peaks(plan, four_ranks, "checkpointed")
+
+
+@pytest.mark.parametrize("name", plans.FOUR)
+def test_settings_on_four_ranks(four_ranks: Ranks, name: str) -> None:
+    plan = plans.FOUR[name].plan(4)
+    assert plan.shard is not None and plan.shard.ranks * plan.shard.replicas == 4
+    four_ranks.run(plans.trains_to_the_same_bits, name, plan.to_json())
+    compare_peaks(plan, four_ranks, name)
 
 
 @pytest.mark.parametrize(

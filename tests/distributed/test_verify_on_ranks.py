@@ -57,7 +57,9 @@ def test_a_wrong_prediction_is_shown(two_ranks: Ranks, engine: str) -> None:
     assert plan.predicted is not None
     half = plan.predicted.peak_bytes // 2
     less = msgspec.structs.replace(plan.predicted, peak_bytes=half, peak_by_category={})
-    wrong = msgspec.structs.replace(plan, predicted=less, budget_bytes=less.peak_bytes)
+    assert plan.shard is not None
+    shard = msgspec.structs.replace(plan.shard, peak_by_engine={})
+    wrong = msgspec.structs.replace(plan, predicted=less, budget_bytes=less.peak_bytes, shard=shard)
     for found, text in two_ranks.run(verified.verified, "checkpointed", wrong.to_json(), engine):
         assert not found.ok and not found.within_budget
         said = "; ".join(found.findings)

@@ -46,8 +46,10 @@ def test_communication_costs_copies_and_slower_kernels_beside_its_waits() -> Non
     assert problem.exposed_ms == sharding.exposed_ms
 
 
-def test_ranks_of_one_cpu_have_no_kernels_to_slow_down() -> None:
+def test_ranks_of_one_cpu_hide_nothing_and_have_no_kernels_to_slow_down() -> None:
     tiny = Shape(layers=1, hidden=64, heads=2, key_value_heads=2, feed_forward=64, vocabulary=64)
     trace = memfit.trace(training_step(tiny, batch=1, length=16), target="cpu")
     problem = Problem.of(Runtime.of(trace, Roofline()), Target.parse("cpu", ranks=2), SolveOptions())
-    assert problem.sharding is not None and problem.sharding.beside_ms == 0.0
+    sharding = problem.sharding
+    assert sharding is not None and sharding.beside_ms == copies_ms(sharding.schedule, trace.hardware) > 0
+    assert sharding.exposed_ms - sharding.beside_ms == pytest.approx(sharding.communication_ms)

@@ -11,8 +11,7 @@ from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import Timeline
-from memfit.plans import Plan, build_policy, resolve_cost
-from memfit.sharding import ShardOptions
+from memfit.plans import Plan, build_policy, resolve_cost, shard_options_of
 from memfit.solve import Curve, Problem, SolveOptions, build_curve
 from memfit.tradeoff import Policy, Unit
 
@@ -70,7 +69,7 @@ class Report:
             **plan.target.settings,
         )
         runtime = Runtime.of(trace, resolve_cost(cost, target))
-        problem = Problem.of(runtime, target, options or SolveOptions(shard=_shard_options(plan)))
+        problem = Problem.of(runtime, target, options or SolveOptions(shard=shard_options_of(plan)))
         return cls(problem=problem, plan=plan, curve=curve, verification=verification, title=title)
 
     @classmethod
@@ -116,22 +115,3 @@ class Report:
     def with_curve(self, points: int = 16) -> Report:
         """Return the same report with the whole trade-off."""
         return replace(self, curve=build_curve(self.problem, points=points))
-
-
-def _shard_options(plan: Plan) -> ShardOptions:
-    if plan.ddp is not None:
-        return ShardOptions(
-            parallel="ddp",
-            bucket_cap_bytes=plan.ddp.bucket_cap_bytes,
-            gradient_as_bucket_view=plan.ddp.gradient_as_bucket_view,
-        )
-    if plan.shard is None:
-        return ShardOptions()
-    return ShardOptions(
-        units=tuple(unit.module for unit in plan.shard.units if unit.module),
-        shard_dtype=plan.shard.shard_dtype,
-        param_dtype=plan.shard.param_dtype,
-        reduce_dtype=plan.shard.reduce_dtype,
-        keep_last=any(unit.module and not unit.reshard_after_forward for unit in plan.shard.units),
-        engine=None if plan.engine == "local" else plan.engine,
-    )

@@ -25,6 +25,7 @@ from memfit.capture.optimizers import (
     set_implementation,
     step_with,
 )
+from memfit.capture.parameter_cast import ParameterCast
 from memfit.capture.random_numbers import held_generators, host_state, with_host_state
 from memfit.capture.random_paths import SEVERAL_PATHS
 from memfit.capture.replacements import patched
@@ -70,6 +71,7 @@ __all__ = [
     "ModuleCall",
     "Op",
     "Parameter",
+    "ParameterCast",
     "Phase",
     "PipelineAction",
     "PipelineRun",

@@ -38,6 +38,7 @@ from memfit.capture.errors import Advice
 from memfit.capture.fake_ranks import Mesh, RankLike, building, fake_ranks, resolve_mesh, resolve_rank, takes_mesh
 from memfit.capture.meta_tensors import MetaTensors, on_meta, optimizer_on_meta
 from memfit.capture.optimizers import LeftState, OptimizerStates, optimizers_by_key
+from memfit.capture.parameter_cast import ParameterCast
 from memfit.capture.patches import TorchPatches
 from memfit.capture.pipelines import Messages, pipeline_notes
 from memfit.capture.random_numbers import HostGenerator, held_generators, same_generators
@@ -82,6 +83,7 @@ def trace(
     target: str | os.PathLike[str] | Device | Target | None = None,
     mesh: Mesh | None = None,
     rank: RankLike | None = None,
+    cast: ParameterCast | None = None,
 ) -> Trace:
     """Capture one steady-state step as the target would run it; without a target, as the GPU of this machine would.
 
@@ -91,7 +93,8 @@ def trace(
     With a `mesh`, such as `{"dp": 8}`, the step is captured as one of so many ranks runs it: its model is a factory
     that wraps it, with `fully_shard`, DistributedDataParallel or FSDP1, and that may take the `DeviceMesh` as an
     argument called `mesh`. It is the first rank unless `rank` says which, by number or by its place in dimensions of
-    the mesh, `{"pp": 3}`: ranks of a pipeline hold different stages.
+    the mesh, `{"pp": 3}`: ranks of a pipeline hold different stages. With a `cast`, parameters are computed with in
+    another dtype than the model's (Note [Cast parameters]).
     """
     device = _target(target).device
     with LOCK, same_random_state(), neutral_modes(), torch_threads(device.threads if device.type == "cpu" else None):
@@ -102,6 +105,8 @@ def trace(
                 raise InputError(f"trace takes a memfit.Step or a function that runs one, not a {type(step).__name__}")
             step = find_step(step)
         if mesh is not None:
+            if cast is not None:
+                raise InputError("a step that is captured on a mesh casts its own parameters; leave the cast out")
             sizes = resolve_mesh(mesh)
             return _trace_ranks(step, device, sizes, resolve_rank(rank, sizes))
         if rank is not None:
@@ -111,12 +116,14 @@ def trace(
         model = _eager(built, notes)
         check_model(model)
         check_batch_tensors(step.batch)
+        cast = None if cast is None else cast.resolve(model)
         held = held_generators(model.modules(), find_variables(step.run))
         snapshot = ValueSnapshot(model, (step.run, step.loss, step.optimizer, step.model))
         leftovers: list[weakref.ref[Any]] = []
 
         def captured(gradients: dict[str, torch.Tensor], state: LeftState, draws: RandomDraws) -> _Capture:
-            capture = _Capture(step, model, device, gradients, state, draws, held, compiled=model is not built)
+            compiled = model is not built
+            capture = _Capture(step, model, device, gradients, state, draws, held, compiled=compiled, cast=cast)
             try:
                 capture.run()
             finally:
@@ -226,8 +233,10 @@ class _Capture:
         compiled: bool,
         mesh: dict[str, int] | None = None,
         rank: int = 0,
+        cast: ParameterCast | None = None,
     ) -> None:
         self.step = step
+        self.cast = cast
         self.mesh, self.rank = mesh or {}, rank
         self.compiled = compiled
         self.draws = draws
@@ -235,7 +244,8 @@ class _Capture:
         self.model = model
         self.root = innermost(model)
         self.device = device
-        self.meta_tensors = MetaTensors(compact=device.type != "cpu")
+        dtype = None if cast is None else getattr(torch, cast.dtype)
+        self.meta_tensors = MetaTensors(compact=device.type != "cpu", param_dtype=dtype)
         self.companions = Companions.of(step, model)
         self.first_gradients = gradients
         self.left_gradients: dict[str, torch.Tensor] = {}
@@ -391,6 +401,9 @@ class _Capture:
             self.parallel.name_parts()
             stack.enter_context(self.parallel.applied())
         stack.enter_context(compiled_functions_eager())
+        if self.cast is not None:  # a module's call begins after the casts, which are not part of what it computes
+            began = self.recorder
+            stack.enter_context(self.cast.applied(self.model, lambda: began.calls.begin_at(len(began.ops))))
         stack.enter_context(module_calls(self._enter, self._leave, self._failed))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.recorder.pack, _same))
         stack.enter_context(python_functions_open())
@@ -563,6 +576,7 @@ class _Capture:
             collectives=() if self.parallel is None else self.parallel.collectives(),
             rank=self.rank,
             pipelines=pipelines,
+            cast=self.cast,
         )
 
 

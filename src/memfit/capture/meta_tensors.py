@@ -26,9 +26,12 @@ _META = torch.device("meta")
 class MetaTensors:
     """Stand-ins by identity, so that tied tensors stay tied and an optimizer finds its parameters."""
 
-    def __init__(self, *, compact: bool = False) -> None:
-        """With `compact`, tensors are as copies to the device are: without gaps and what they are slices of."""
-        self.compact = compact
+    def __init__(self, *, compact: bool = False, param_dtype: torch.dtype | None = None) -> None:
+        """With `compact`, tensors are as copies to the device are: without gaps and what they are slices of.
+
+        With a `param_dtype` floating-point parameters and their optimizer state are of that (Note [Cast parameters]).
+        """
+        self.compact, self.param_dtype = compact, param_dtype
         self.of: dict[int, torch.Tensor] = {}
         self.stand_ins: set[int] = set()
         self.attributes: list[torch.Tensor] = []
@@ -39,7 +42,7 @@ class MetaTensors:
         """Return the stand-in of a parameter, with its class, attributes and hooks."""
         known = self.of.get(id(tensor))
         if known is None:
-            known = make_subclass(type(tensor), self._empty(tensor), tensor.requires_grad)
+            known = make_subclass(type(tensor), self._cast_or_empty(tensor), tensor.requires_grad)
             known.__dict__.update(tensor.__dict__)
             for hook in (tensor_hooks(tensor) or {}).values():
                 known.register_hook(hook)
@@ -78,6 +81,17 @@ class MetaTensors:
         self.attributes.append(known)
         return known
 
+    def state(self, parameter: Any, entries: Any) -> Any:
+        """Return the stand-in of the optimizer's state of a parameter."""
+        if self.param_dtype is None or type(entries) is not dict or not isinstance(parameter, torch.Tensor):
+            return self.tree(entries)
+        found = {}
+        for name, value in entries.items():
+            alike = isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0
+            cast = self._cast(value) if alike else None
+            found[name] = self.tree(value) if cast is None else cast
+        return found
+
     def settle(self) -> None:
         """Let go of all but parameters: a buffer that the step replaces is freed as the user's own would be."""
         self.of = {key: tensor for key, tensor in self.of.items() if isinstance(tensor, nn.Parameter)}
@@ -107,6 +121,15 @@ class MetaTensors:
                 object.__setattr__(copied, field.name, self.tree(getattr(value, field.name), keep_floats=keep_floats))
             return copied
         return value
+
+    def _cast_or_empty(self, tensor: torch.Tensor) -> torch.Tensor:
+        cast = self._cast(tensor)
+        return self._empty(tensor) if cast is None else cast
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if self.param_dtype is None or not tensor.is_floating_point():
+            return None
+        return torch.empty_like(tensor, dtype=self.param_dtype, device=_META, requires_grad=False)
 
     def _empty(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -249,7 +272,7 @@ def optimizer_on_meta(optimizer: torch.optim.Optimizer, meta_tensors: MetaTensor
                 vars(optimizer)[name] = _with_meta_tensors(value, meta_tensors)
         optimizer.state = defaultdict(dict)
         for parameter, entries in state.items():
-            optimizer.state[meta_tensors.of.get(id(parameter), parameter)] = meta_tensors.tree(entries)
+            optimizer.state[meta_tensors.of.get(id(parameter), parameter)] = meta_tensors.state(parameter, entries)
         yield
     finally:
         for group, saved in zip(optimizer.param_groups, groups, strict=True):

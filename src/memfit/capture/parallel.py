@@ -46,6 +46,7 @@ from memfit.torch_private.distributed import (
     FSDP2_STREAMS,
     AsyncCollectiveTensor,
     FSDPCommContext,
+    FSDPParam,
     FSDPParamGroup,
     fsdp2_comm_context,
     group_size,
@@ -125,6 +126,7 @@ class ParallelCapture:
             stack.enter_context(patched(torch.Tensor, "data_ptr", _tensor_address))
             stack.enter_context(patched(FSDPParamGroup, "_validate_no_meta_params", lambda _: lambda group: None))
             stack.enter_context(patched(FSDPCommContext, "lazy_init", self._name_streams))
+            stack.enter_context(patched(FSDPParam, "to_sharded_post_forward", self._note_kept_part))
             stack.enter_context(patched(FSDPParamGroup, "pre_forward", self._before_call))
             prefetch = staticmethod(self._prefetched(FSDPParamGroup._prefetch_unshard))
             stack.enter_context(replaced(FSDPParamGroup, "_prefetch_unshard", prefetch))
@@ -172,6 +174,13 @@ class ParallelCapture:
             return result
 
         return pre_forward
+
+    def _note_kept_part(self, original: Callable[..., None]) -> Callable[..., None]:
+        def reshard(parameter: FSDPParam) -> None:
+            original(parameter)
+            self._set_category((parameter._sharded_post_forward_param_data,), Category.GATHERED_PARAMETER)
+
+        return reshard
 
     def _prefetched(self, original: Callable[..., Any]) -> Any:
         def prefetch(group: Any, kind: str) -> None:

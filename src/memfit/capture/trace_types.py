@@ -9,6 +9,7 @@ from typing import TypedDict
 
 import msgspec
 
+from memfit.capture.parameter_cast import ParameterCast
 from memfit.hardware import Device
 
 SCHEMA = 3
@@ -179,10 +180,11 @@ class PipelineRun(_Record, frozen=True):
 
 
 class CapturedOn(TypedDict, total=False):
-    """Where a step is captured: on which mesh, as which of its ranks."""
+    """How a step is captured: on which mesh, as which of its ranks, with which cast of its parameters."""
 
     mesh: dict[str, int]
     rank: int
+    cast: ParameterCast | None
 
 
 class Module(_Record, frozen=True):
@@ -253,7 +255,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def captured_on(self) -> CapturedOn:
         """What a trace that is captured as this one was is given beside its target."""
-        return {"mesh": self.mesh, "rank": self.rank} if self.mesh else {}
+        return {"mesh": self.mesh, "rank": self.rank} if self.mesh else {"cast": self.cast}
 
     @property
     def coordinate(self) -> dict[str, int]:
@@ -262,6 +264,10 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         for name, size in reversed(self.mesh.items()):
             left, found[name] = divmod(left, size)
         return dict(reversed(found.items()))
+
+    cast: ParameterCast | None = None
+    """How parameters were cast for the capture, whose dtypes here are those of the cast; None where they were not. Not
+    part of the fingerprint: ops and parameters tell the same."""
 
     def instance_of(self, path: str) -> str:
         """Return the first path of the module that this path leads to."""

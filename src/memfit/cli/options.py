@@ -51,6 +51,7 @@ def _text(value: object) -> list[str]:
 _KINDS: dict[type, str] = {int: "whole number", float: "number"}
 Count = Annotated[int | None, number(int, "8")]
 Dtypes = Annotated[Dtype | None, one_of(get_args(Dtype))]
+Engines = Annotated[Literal["fsdp2", "sharded"] | None, one_of(("fsdp2", "sharded"))]
 Autocast = Annotated[Literal["bfloat16", "float16", "float32"] | None, one_of(("bfloat16", "float16", "float32"))]
 Json = Annotated[bool, tyro.conf.FlagCreatePairsOff, tyro.conf.arg(help_behavior_hint="")]
 Names = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, arg("UNIT")]
@@ -120,6 +121,8 @@ class SolverOptions:
     """How long one solve may take; the best plan so far is given with its gap."""
     parallel: Annotated[Literal["fsdp", "ddp"], arg("{fsdp,ddp}", "fsdp")] = "fsdp"
     """How several ranks divide the work: sharded as FSDP2 does it, or replicated with DDP and its gradient buckets."""
+    engine: Annotated[Engines, arg("{fsdp2,sharded}", "left to apply, predicted as fsdp2")] = None
+    """What shards the model: PyTorch's fully_shard, or memfit's own runtime."""
     shard_units: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, arg("MODULE")] = ()
     """A module whose parameters are gathered together (default: the repeated blocks)."""
     param_dtype: Annotated[Dtypes, arg("DTYPE", "autocast's, or the parameter's")] = None

@@ -257,10 +257,15 @@ def _gpu_here() -> str:
         ) from error
 
 
-def capture_step(step: Step | Trace, target: Target, options: HardwareOptions) -> Trace:
+def capture_step(
+    step: Step | Trace, target: Target, options: HardwareOptions, solver: SolverOptions | None = None
+) -> Trace:
     """Return the trace of a step for the target's device; on a mesh, of one that is parallel itself."""
-    mesh, rank = parse_mesh(options.mesh), parse_rank(options.rank)
     from memfit.capture import Trace, resolve_rank, trace
+    from memfit.plans import find_cast
+    from memfit.sharding import ShardOptions
+
+    mesh, rank = parse_mesh(options.mesh), parse_rank(options.rank)
 
     if isinstance(step, Trace):
         if mesh is not None and mesh != step.mesh:
@@ -270,11 +275,14 @@ def capture_step(step: Step | Trace, target: Target, options: HardwareOptions) -
         return step
     if rank is not None and mesh is None:
         raise UsageError("--rank: say of which mesh, as in --mesh pp=4")
+    cast = None
     if mesh is not None:
         with about("--rank"):
             rank = resolve_rank(rank, mesh)
+    elif solver is not None and solver.parallel == "fsdp":
+        cast = find_cast(step, target, ShardOptions(param_dtype=solver.param_dtype))
     with Progress("capturing one training step"):
-        return trace(step, target=target, mesh=mesh, rank=rank)
+        return trace(step, target=target, mesh=mesh, rank=rank, cast=cast)
 
 
 def solve_options(
@@ -311,6 +319,7 @@ def solve_options(
                 shard_dtype=options.shard_dtype,
                 param_dtype=options.param_dtype,
                 reduce_dtype=options.reduce_dtype,
+                engine=options.engine,
             ),
             limits=limits,
             optimizer=optimizer,
@@ -322,7 +331,7 @@ def _check_sharding(options: SolverOptions, several_ranks: bool) -> None:
     replicated = options.parallel == "ddp"
     if replicated and not several_ranks:
         raise UsageError("--parallel ddp is for several ranks, and there is one; add --ranks 8, or leave it out")
-    for name in ("shard_units", "param_dtype", "reduce_dtype", "shard_dtype"):
+    for name in ("engine", "shard_units", "param_dtype", "reduce_dtype", "shard_dtype"):
         if getattr(options, name) and (replicated or not several_ranks):
             why = "--parallel ddp has none" if replicated else "one rank has none; add --ranks 8, or leave it out"
             raise UsageError(f"--{name.replace('_', '-')} is for sharded parameters, and {why}")

@@ -29,6 +29,7 @@ from memfit.hardware import (
     Family,
     FamilyEfficiency,
     HostTimes,
+    Link,
     Rates,
     load_device,
     user_device_paths,
@@ -51,6 +52,9 @@ class Calibration:
     memory_bandwidth_bytes_per_s: float
     efficiency: Efficiency
     samples: int
+    link: Link | None = None
+    """Between ranks that share the machine, where several were calibrated together."""
+    ranks: int = 1
 
     def to_toml(self) -> str:
         """The device file."""
@@ -69,10 +73,16 @@ class Calibration:
         host = self.efficiency.host
         figures = {name: getattr(host, name) for name in HostTimes.__dataclass_fields__}
         lines += table("efficiency.host", {name: figure for name, figure in figures.items() if figure})
+        if self.link is not None:
+            figures = {"bandwidth_bytes_per_s": self.link.bandwidth_bytes_per_s, "latency_ms": self.link.latency_ms}
+            lines += ["", "[links]", f"ranks_per_node = {{ value = {self.ranks}, {source} }}"]
+            lines += ["", "[links.peer]", f'kind = "{self.link.kind}"']
+            lines += [f"{key} = {{ value = {value:.6g}, {source} }}" for key, value in figures.items()]
+        shared = "" if self.link is None else f", {self.ranks} ranks at once"
         lines += [
             "",
             "[sources.calibrated]",
-            f'title = "memfit calibrate: {self.samples} ops timed on {self.machine}"',
+            f'title = "memfit calibrate: {self.samples} ops timed on {self.machine}{shared}"',
             'publisher = "measured here"',
             f'date = "{self.date}"',
             'seen = "measured"',

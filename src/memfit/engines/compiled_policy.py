@@ -74,10 +74,10 @@ def absent_casts(plan: Plan, entry: Checkpoint) -> frozenset[int] | None:
 
     The step was captured with the casts, the prediction is without them (sharding/gradients.py, Note [Casts]). A plan
     does not say what an op casts: they are the saved casts that are as large as a parameter of the unit. None where
-    nothing is gathered in another dtype than the captured one.
+    nothing is gathered in another dtype than the captured one, or it was captured without the casts.
     """
     gathered = None if plan.shard is None else plan.shard.param_dtype
-    if gathered is None or gathered != plan.trace.autocast:
+    if gathered is None or gathered != plan.trace.autocast or plan.trace.cast:
         return None
     item_bytes = getattr(torch, gathered).itemsize
     inside = f"{entry.module}." if entry.module else ""

@@ -48,7 +48,8 @@ def shard_with_fsdp2(
     Ranks compare what they were given before anything is changed; a rank that refuses says so to the others. The caller
     ends it with `commit`, or with `rollback`.
     """
-    mesh = resolve_mesh(model, mesh)
+    assert plan.shard is not None
+    mesh = resolve_mesh(model, mesh, replicas=plan.shard.replicas)
     refusal: MemfitError | None = None
     try:
         _check(plan, model, optimizers, mesh)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from memfit.engines.loop_watch import user_level
 from memfit.errors import InputError
 from memfit.plans import DdpPlan, Engine, Plan, is_fully_sharded, named_modules
+from memfit.units import display_bytes
 
 _ENGINES: tuple[Engine, ...] = get_args(Engine)
 
@@ -21,11 +22,14 @@ _ENGINES: tuple[Engine, ...] = get_args(Engine)
 def resolve_engine(plan: Plan, given: str | None, wrappers: Sequence[str]) -> Engine:
     """Return the engine that was given, else the plan's, else `sharded` for several ranks and `local` for one.
 
-    One that does not suit the plan, or that would shard what is sharded already, is refused.
+    A plan that names no engine was found for FSDP2; it goes on that where it would be above its budget on `sharded`. An
+    engine that does not suit the plan, or that would shard what is sharded already, is refused.
     """
     if given is not None and given not in _ENGINES:
         raise InputError(f"there is no engine {given!r}; write one of {', '.join(map(repr, _ENGINES))}")
-    default: Engine = "local" if plan.shard is None else "sharded"
+    default: Engine = "local"
+    if plan.shard is not None:
+        default = "fsdp2" if plan.shard.replicas > 1 or _too_high(plan, "sharded") else "sharded"
     engine = next((each for each in _ENGINES if each == given), None) or plan.engine or default
     if plan.shard is None and engine != "local":
         why = f"replicates the model on {plan.ddp.ranks} ranks" if plan.ddp is not None else "is for one rank"
@@ -43,7 +47,27 @@ def resolve_engine(plan: Plan, given: str | None, wrappers: Sequence[str]) -> En
             f"engine {given!r} shards the model, and this one is in {', '.join(wrappers)} already: give the plain "
             "model, or leave the engine out, and only the checkpoint policies of the plan are carried out"
         )
+    if engine == "sharded" and plan.shard is not None and plan.shard.replicas > 1:
+        raise InputError(
+            f"this plan has {plan.shard.replicas} replicas, which are predicted for engine 'fsdp2' only: leave the "
+            "engine out, or plan without replicas"
+        )
+    peak_bytes = _too_high(plan, engine)
+    if peak_bytes and not wrappers:
+        raise InputError(
+            f"this plan was made for engine {plan.engine or 'fsdp2'!r}; on {engine!r} it takes "
+            f"{display_bytes(peak_bytes)}, above its budget of {display_bytes(plan.budget_bytes)}: plan with "
+            f"engine={engine!r}"
+        )
     return engine
+
+
+def _too_high(plan: Plan, engine: Engine) -> int:
+    """Return the peak that is predicted on an engine that the plan was not found for, if above the budget, else 0."""
+    if plan.shard is None or engine == "local" or engine == (plan.engine or "fsdp2"):
+        return 0
+    peak_bytes = plan.shard.peak_by_engine.get(engine, 0)
+    return peak_bytes if peak_bytes > plan.budget_bytes else 0
 
 
 def check_ranks(plan: Plan, mesh: DeviceMesh | None) -> None:
@@ -55,6 +79,15 @@ def check_ranks(plan: Plan, mesh: DeviceMesh | None) -> None:
             f"script with torchrun --nproc-per-node {plan.shard.ranks}, and call "
             "torch.distributed.init_process_group() first"
         )
+    if plan.shard.replicas > 1:
+        planned = (plan.shard.replicas, plan.shard.ranks)
+        shape = (dist.get_world_size(),) if mesh is None else tuple(mesh.shape)
+        if shape != ((plan.ranks,) if mesh is None else planned):
+            raise InputError(
+                f"this plan has {planned[0]} replicas of {planned[1]} ranks that shard the model, and here are "
+                f"{' x '.join(map(str, shape))}; start {plan.ranks}, and leave the mesh out or give one of both"
+            )
+        return
     ranks = dist.get_world_size() if mesh is None else mesh.size(mesh.ndim - 1)
     if ranks != plan.shard.ranks:
         raise InputError(
@@ -124,7 +157,7 @@ def fully_shard_difference(plan: Plan, model: nn.Module) -> str | None:
     for path, module in sharded.items():
         reshards, *dtypes = unit_settings(module)
         names = [None if each is None else str(each).removeprefix("torch.") for each in dtypes]
-        if path and reshards not in (None, planned[path].reshard_after_forward):
+        if path and reshards not in (None, bool(planned[path].reshard_after_forward)):
             return f"{path} has reshard_after_forward={reshards} here and {not reshards} in the plan"
         if names != [plan.shard.param_dtype, plan.shard.reduce_dtype]:
             wanted = f"{plan.shard.param_dtype} and {plan.shard.reduce_dtype}"

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from memfit.errors import InputError
-from memfit.plans import Plan, ShardPlan
+from memfit.plans import Plan, ShardedUnit, ShardPlan
 from memfit.sharded import (
     Precision,
     Schedule,
@@ -38,12 +38,19 @@ def shard_as_planned(
     shard(
         model,
         mesh=mesh,
-        units={each.module: UnitOptions(keep=not each.reshard_after_forward) for each in plan.shard.units},
+        units={each.module: _unit_options(each) for each in plan.shard.units},
         precision=_precision(plan, plan.shard, model),
         schedule=Schedule(forward_prefetch=plan.shard.prefetch, backward_prefetch=plan.shard.prefetch),
     )
     for optimizer in optimizers:
         _shard_state(model, optimizer, shapes)
+
+
+def _unit_options(unit: ShardedUnit) -> UnitOptions:
+    reshards = unit.reshard_after_forward
+    if isinstance(reshards, bool):
+        return UnitOptions(keep=not reshards)
+    return UnitOptions(reshard_ranks=reshards)
 
 
 def _precision(plan: Plan, planned: ShardPlan, model: nn.Module) -> Precision:

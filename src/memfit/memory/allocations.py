@@ -98,6 +98,8 @@ class Stream(str, enum.Enum):
     GATHER = "gather"
     REDUCE = "reduce"
     COPY = "copy"
+    ALL_REDUCE = "all_reduce"
+    """Between replicas of a hybrid mesh."""
 
 
 STREAMS = tuple(Stream)

@@ -31,9 +31,18 @@ from memfit.plans.record import (
     UnitOp,
 )
 from memfit.plans.reservation import EXPANDABLE, Reservation, Room, reservation_under, with_room
-from memfit.plans.resolve import Inputs, Model, StepInputs, check_nothing_beside, resolve_cost, resolve_options
+from memfit.plans.resolve import (
+    Inputs,
+    Model,
+    StepInputs,
+    check_nothing_beside,
+    find_cast,
+    resolve_cost,
+    resolve_options,
+)
 from memfit.plans.search_result import Over, Search, SearchInterrupted, SearchPoint
 from memfit.plans.searching import search
+from memfit.plans.shard_options import shard_options_of
 from memfit.plans.trace_record import build_trace_record, describe_peak, peak_at
 from memfit.plans.wrappers import is_fully_sharded, named_modules, unwrap, wrappers_of
 
@@ -78,6 +87,7 @@ __all__ = [
     "describe_parameter",
     "describe_peak",
     "display_mesh",
+    "find_cast",
     "find_model_differences",
     "find_optimizer_differences",
     "is_fully_sharded",
@@ -90,6 +100,7 @@ __all__ = [
     "resolve_cost",
     "resolve_options",
     "search",
+    "shard_options_of",
     "unwrap",
     "with_room",
     "wrappers_of",

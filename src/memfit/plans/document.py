@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from memfit.capture import Implementation, Step, Trace, find_step, step_with
+from memfit.capture import Implementation, ParameterCast, Step, Trace, find_step, step_with
 from memfit.capture import trace as capture
 from memfit.errors import InputError
 from memfit.files import write_whole
@@ -115,10 +115,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Capture a step for the plan's device as the plan runs it, with its implementation of the optimizer's step."""
         mesh = None if self.mesh is msgspec.UNSET else self.mesh
         rank = None if self.rank is msgspec.UNSET else self.rank
+        cast = None
+        if self.trace.cast is not msgspec.UNSET:
+            cast = ParameterCast(dtype=self.trace.cast.dtype, units=self.trace.cast.units)
         if self.optimizer is None:
-            return capture(step, target=self.target.device, mesh=mesh, rank=rank)
+            return capture(step, target=self.target.device, mesh=mesh, rank=rank, cast=cast)
         with step_with(step, self.optimizer) as other:
-            return capture(other, target=self.target.device, mesh=mesh, rank=rank)
+            return capture(other, target=self.target.device, mesh=mesh, rank=rank, cast=cast)
 
     def apply(
         self,
@@ -135,8 +138,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         the process group, or of `mesh`; a model that is already wrapped or sharded runs the checkpoint policies only.
 
         `engine` is `"local"` for one rank; for several `"fsdp2"`, PyTorch's `fully_shard`, or `"sharded"`, memfit's own
-        runtime; by default the plan's, else `"sharded"`. FSDP2 makes DTensors of the parameters: the optimizers that
-        are given go on with those, others are made afterwards.
+        runtime; by default the plan's, else `"sharded"` where it stays within its budget there. One on which it would
+        not is refused: plan with `engine=` for it. FSDP2 makes DTensors of the parameters: the optimizers that are
+        given go on with those, others are made afterwards.
         """
         from memfit.engines import apply
 

@@ -158,6 +158,7 @@ def find_record_differences(here: TraceRecord, there: TraceRecord) -> Iterator[s
         ("device", "the device"),
         ("threads", "the number of threads (torch.set_num_threads, OMP_NUM_THREADS)"),
         ("autocast", "autocast"),
+        ("cast", "the cast of parameters"),
         ("optimizer", "the optimizer"),
     ):
         mine, planned = getattr(here, name), getattr(there, name)

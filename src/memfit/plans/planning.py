@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from memfit.capture import Implementation, Step, implementations_of_step, step_with, trace
 from memfit.cost import Cost, Runtime
@@ -16,6 +16,7 @@ from memfit.plans.reservation import Reservation, Room, note_on_room, reservatio
 from memfit.plans.resolve import Inputs, Model, StepInputs, check_start
 from memfit.plans.trace_record import peak_at
 from memfit.progress import Progress
+from memfit.sharding import ShardEngine
 from memfit.solve import (
     Choice,
     Curve,
@@ -49,7 +50,7 @@ def plan(
     is usable, less what the caching allocator loses in pieces. A `Step`, a `Trace` or a function that runs the step may
     stand for model, batch and the rest; a trace knows its target. `start` is a plan of the same step for another
     budget; the search begins with it. The keywords `loss`, `optimizer`, `autocast`, `target`,
-    `ranks`, `cost`, `options` and `progress` are those of `StepInputs`.
+    `ranks`, `engine`, `cost`, `options` and `progress` are those of `StepInputs`.
     """
     return plan_problem(Inputs.of(model, batch, **inputs), budget=budget, start=start)[0]
 
@@ -158,7 +159,7 @@ def _document(
         baseline=baseline,
         predicted=predicted if fits else None,
         blocker=None if fits else _why(problem),
-        shard=_shard_plan(problem) if fits else None,
+        shard=_shard_plan(problem, solved) if fits else None,
         ddp=_ddp_plan(problem),
         engine=problem.options.shard.engine if problem.sharding is not None else None,
         optimizer=answer.implementation,
@@ -206,18 +207,31 @@ def _peak(problem: Problem, judged: Timeline, reservation: Reservation | None) -
     }
 
 
-def _shard_plan(problem: Problem) -> ShardPlan | None:
+def _shard_plan(problem: Problem, solved: Solved) -> ShardPlan | None:
     if problem.sharding is None or problem.options.shard.parallel == "ddp" or problem.trace.mesh:
         return None  # a step that was captured on its mesh is sharded by the user's own code
     sharding = problem.sharding
-    units = tuple(ShardedUnit(module=unit.module, reshard_after_forward=not unit.kept) for unit in sharding.units)
+    units = tuple(
+        ShardedUnit(module=unit.module, reshard_after_forward=unit.reshard_after_forward) for unit in sharding.units
+    )
+    chosen = [(candidate.unit, policy) for candidate, policy in solved.chosen]
+    assert solved.replay is not None
+    peaks: dict[Literal["fsdp2", "sharded"], int] = {}
+    options = problem.options.shard
+    for engine in get_args(ShardEngine):
+        here = engine == (options.engine or "fsdp2")
+        if options.replicas > 1 and not here:
+            continue  # not predicted
+        peaks[engine] = (solved.replay if here else problem.replay_on(engine, chosen)).peak_bytes
     return ShardPlan(
-        ranks=problem.target.ranks,
+        ranks=options.shard_ranks(problem.target.ranks),
+        replicas=options.replicas,
         units=units,
-        prefetch=1,
+        prefetch=options.prefetch,
         shard_dtype=cast(Dtype | None, sharding.shard_dtype),
         param_dtype=cast(Dtype | None, sharding.param_dtype),
         reduce_dtype=cast(Dtype | None, sharding.reduce_dtype),
+        peak_by_engine=peaks,
     )
 
 

@@ -137,11 +137,16 @@ class ShardedUnit(_Part, frozen=True):
     """A module whose parameters are gathered together; the model itself has the empty path."""
 
     module: str
-    reshard_after_forward: bool
+    reshard_after_forward: bool | int
 
 
 class ShardPlan(_Part, frozen=True):
-    """How parameters are sharded. `prefetch` units are gathered ahead; a dtype of None is the parameter's own."""
+    """How parameters are sharded. `prefetch` units are gathered ahead; a dtype of None is the parameter's own.
+
+    Each of `replicas` groups of `ranks` ranks holds all shards. `reshard_after_forward` of a unit may be a number of
+    ranks, over which it stays sharded until its backward. `peak_by_engine` is what the step is predicted to take on
+    each engine under the plan's policies, which are found for one of them; it is empty in plans of earlier versions.
+    """
 
     ranks: Annotated[int, Meta(ge=1)]
     units: tuple[ShardedUnit, ...]
@@ -149,6 +154,8 @@ class ShardPlan(_Part, frozen=True):
     shard_dtype: Dtype | None = None
     param_dtype: Dtype | None = None
     reduce_dtype: Dtype | None = None
+    replicas: Annotated[int, Meta(ge=1)] = 1
+    peak_by_engine: dict[Literal["fsdp2", "sharded"], Bytes] = {}
 
 
 class DdpPlan(_Part, frozen=True):
@@ -259,6 +266,13 @@ class LoopRecord(_Part, frozen=True):
     recomputes: bool
 
 
+class CastRecord(_Part, frozen=True):
+    """The dtype that parameters, and inputs of these modules, are cast to for the step; the model's path is empty."""
+
+    dtype: Dtype
+    units: tuple[str, ...]
+
+
 class TraceRecord(_Part, frozen=True):
     """What a plan keeps of its trace, to say what differs when it is used for another step.
 
@@ -279,3 +293,5 @@ class TraceRecord(_Part, frozen=True):
     micro_batches: Annotated[int, Meta(ge=1)] | None = None
     loop: LoopRecord | None = None
     in_eval: tuple[str, ...] = ()
+    cast: CastRecord | msgspec.UnsetType = msgspec.UNSET
+    """What an engine casts that gathers parameters in another dtype; none for most steps."""

@@ -6,18 +6,19 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 import torch
 from torch import nn
 
-from memfit.capture import Mesh, RankLike, Step, Trace, find_step, resolve_mesh, resolve_rank, trace
+from memfit.capture import Mesh, ParameterCast, RankLike, Step, Trace, find_step, resolve_mesh, resolve_rank, trace
 from memfit.cost import BENCHMARK, ROOFLINE, Cost, Roofline, Runtime, cost_model
 from memfit.errors import InputError
 from memfit.hardware import Device, Target, list_devices
 from memfit.plans.document import Plan
 from memfit.progress import Progress
+from memfit.sharding import ShardEngine, ShardOptions, repeated_blocks
 from memfit.solve import Problem, SolveOptions
 from memfit.text import close_names, did_you_mean
 
@@ -30,8 +31,9 @@ class StepInputs(TypedDict, total=False):
     """What `plan`, `curve` and `explain` take beside the model and its batch, all by keyword.
 
     `loss`, `optimizer` (AdamW unless given) and `autocast` are parts of the step, as in `Step`. `target` is the
-    hardware by name, of `ranks` ranks. `cost` times the ops: `"roofline"`, by the device's figures, unless given.
-    `options` are for the solver. With `progress` a terminal shows what is being done. With a `mesh` the step is
+    hardware by name, of `ranks` ranks. `engine` is what shards the model over several, `"fsdp2"` or `"sharded"`: the
+    plan is for that one (`ShardOptions.engine`). `cost` times the ops: `"roofline"`, by the device's figures, unless
+    given. `options` are for the solver. With `progress` a terminal shows what is being done. With a `mesh` the step is
     captured on so many ranks as it is (`memfit.trace`), and planned as its own code shards it: as the first of them, or
     as `rank`, a number or a place such as `{"pp": 3}`.
     """
@@ -41,6 +43,7 @@ class StepInputs(TypedDict, total=False):
     autocast: torch.dtype | None
     target: TargetLike | None
     ranks: int | None
+    engine: ShardEngine | None
     cost: Cost | str | None
     options: SolveOptions | None
     progress: bool
@@ -75,6 +78,7 @@ class Inputs:
         autocast: torch.dtype | None = None,
         target: TargetLike | None = None,
         ranks: int | None = None,
+        engine: ShardEngine | None = None,
         cost: Cost | str | None = None,
         options: SolveOptions | None = None,
         progress: bool = True,
@@ -108,7 +112,7 @@ class Inputs:
             trace=model if isinstance(model, Trace) else None,
             target=aim,
             cost=resolve_cost(cost, aim),
-            options=resolve_options(options),
+            options=_with_engine(resolve_options(options), engine, aim, sizes),
             progress=progress,
             mesh=sizes,
             rank=None if sizes is None or rank is None else resolve_rank(rank, sizes),
@@ -119,10 +123,41 @@ class Inputs:
         captured = self.trace
         if captured is None:
             assert self.step is not None
+            cast = find_cast(self.step, self.target, self.options.shard) if self.mesh is None else None
             with Progress("capturing one training step", show=self.progress):
-                captured = trace(self.step, target=self.target, mesh=self.mesh, rank=self.rank)
+                captured = trace(self.step, target=self.target, mesh=self.mesh, rank=self.rank, cast=cast)
+        captured = self._cast(captured)
         with Progress("timing its ops, working out frontiers", show=self.progress):
             return Problem.of(Runtime.of(captured, self.cost), self.target, self.options)
+
+    def _cast(self, captured: Trace) -> Trace:
+        """Capture the step again where an engine runs it in another dtype than the model's (Note [Cast parameters])."""
+        options = self.options.shard
+        wanted = options.param_dtype
+        if wanted is None or captured.autocast is not None or self.target.ranks == 1 or captured.mesh:
+            return captured
+        own = {each.dtype for each in captured.parameters if getattr(torch, each.dtype).is_floating_point}
+        if captured.cast is not None or own == {wanted}:
+            return captured
+        if self.step is None:
+            raise InputError(
+                f"param_dtype={wanted!r} changes what the step computes in, and its trace is in {' and '.join(own)}; "
+                "give the step, not its trace"
+            )
+        units = repeated_blocks(captured) if options.units is None else options.units
+        cast = ParameterCast(dtype=wanted, units=tuple(dict.fromkeys(("", *units))))
+        with Progress(f"capturing it in {wanted}", show=self.progress):
+            return trace(self.step, target=self.target, cast=cast)
+
+
+def find_cast(step: Step, target: Target, options: ShardOptions) -> ParameterCast | None:
+    """Return the cast of parameters that are gathered in autocast's dtype; their engines leave inputs to autocast.
+
+    None where nothing is gathered in another dtype than the model's, or it is not known yet of which units.
+    """
+    if target.ranks == 1 or options.parallel == "ddp" or step.autocast is None:
+        return None
+    return ParameterCast(dtype=options.param_dtype or str(step.autocast)[6:])
 
 
 def resolve_target(model: object, target: TargetLike | None, ranks: int | None) -> Target:
@@ -211,6 +246,21 @@ def resolve_options(options: SolveOptions | None) -> SolveOptions:
         return options
     written = ", ".join(f"{name}={value!r}" for name, value in options.items()) if isinstance(options, dict) else "..."
     raise InputError(f"options is {_kind(options)}; write options=memfit.solve.SolveOptions({written})")
+
+
+def _with_engine(
+    options: SolveOptions, engine: ShardEngine | None, target: Target, mesh: Mapping[str, int] | None
+) -> SolveOptions:
+    """Return the options with the engine that was given; one that would change nothing is refused."""
+    if engine is None:
+        return options
+    if options.shard.engine not in (None, engine):
+        raise InputError(f"engine is {engine!r}, and the options have {options.shard.engine!r}; leave one of them out")
+    if mesh is not None:
+        raise InputError(f"engine {engine!r} shards a plain model, and the step shards its own (mesh); leave it out")
+    if target.ranks == 1:
+        raise InputError(f"engine {engine!r} shards a model over several ranks, and there is one; give ranks=...")
+    return replace(options, shard=replace(options.shard, engine=engine))
 
 
 def check_start(start: object) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Phase, TensorRef, Trace, short
+from typing import cast
+
+from msgspec import UNSET
+
+from memfit.capture import AFTER_STEP, BEFORE_STEP, NO_INDEX, Category, Parameter, Phase, TensorRef, Trace, short
 from memfit.paths import module_label
 from memfit.plans.record import (
+    CastRecord,
+    Dtype,
     InputRecord,
     LoopRecord,
     ModelCallRecord,
@@ -29,13 +35,19 @@ def build_trace_record(trace: Trace) -> TraceRecord:
         ops=len(trace.ops),
         inputs=_inputs(trace),
         parameters=tuple(
-            ParameterRecord(names=each.names, shape=each.shape, dtype=each.dtype, trainable=each.trainable)
+            ParameterRecord(names=each.names, shape=each.shape, dtype=_own_dtype(trace, each), trainable=each.trainable)
             for each in trace.parameters
         ),
         micro_batches=count_micro_batches(trace),
         loop=build_loop_record(trace),
         in_eval=trace.in_eval,
+        cast=UNSET if trace.cast is None else CastRecord(dtype=cast(Dtype, trace.cast.dtype), units=trace.cast.units),
     )
+
+
+def _own_dtype(trace: Trace, parameter: Parameter) -> str:
+    """Return the dtype that a parameter has in the model."""
+    return trace.cast.kept if trace.cast is not None and parameter.dtype == trace.cast.dtype else parameter.dtype
 
 
 def build_loop_record(trace: Trace) -> LoopRecord:

@@ -249,7 +249,10 @@ def _kept_ops(entry: Checkpoint) -> str:
 def _shard(shard: ShardPlan, engine: Engine | None) -> Text:
     """Name units that keep their parameters between forward and backward, and count the others."""
     kept = [unit.module for unit in shard.units if not unit.reshard_after_forward]
-    text = Text(f"sharded by {shard.ranks}: {counted(len(shard.units), 'unit')}, {shard.prefetch} gathered ahead")
+    copies = f", {shard.replicas} replicas" if shard.replicas > 1 else ""
+    text = Text(
+        f"sharded by {shard.ranks}{copies}: {counted(len(shard.units), 'unit')}, {shard.prefetch} gathered ahead"
+    )
     if engine is not None:
         text.append(f", on engine {engine}")
     patterns: dict[str, list[str]] = {}

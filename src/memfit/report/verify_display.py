@@ -50,11 +50,12 @@ def _headline(found: Verification) -> Text:
             f"\nthe step takes one of several paths at random: the plan is for the largest, and the one that was "
             f"measured needs {-found.peak.error:.1%} less"
         )
+    other = "fsdp2" if found.engine == "sharded" else "sharded"
     planned, here = (None if each is None else display_bytes(each) for each in _predictions(found))
     if planned not in (None, here):
         text.append(
-            f"\nthe plan predicts {planned}, which is for fsdp2; its decisions are predicted to take {here} on engine "
-            f"{found.engine}"
+            f"\nthe plan predicts {planned}, which is for {other}; its decisions are predicted to take {here} on "
+            f"engine {found.engine}"
         )
     exactness = found.exactness
     if found.skipped is not None:
@@ -69,7 +70,7 @@ def _headline(found: Verification) -> Text:
 
 def _predictions(found: Verification) -> tuple[int | None, int]:
     """Return the peak in the plan's document, where ranks are sharded by other means, and the one for what ran."""
-    return found.planned_peak_bytes if found.engine == "sharded" else None, found.peak.predicted_bytes
+    return found.planned_peak_bytes, found.peak.predicted_bytes
 
 
 def _beside(found: Verification) -> Table:

@@ -18,12 +18,15 @@ from memfit.torch_private.wrappers import default_group
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
-def resolve_mesh(model: nn.Module, mesh: DeviceMesh | None) -> DeviceMesh:
-    """Return the mesh that was given, or all ranks in one dimension."""
+def resolve_mesh(model: nn.Module, mesh: DeviceMesh | None, *, replicas: int = 1) -> DeviceMesh:
+    """Return the mesh that was given, or all ranks in one dimension, in two where there are replicas."""
     if mesh is None:
         kinds = {parameter.device.type for parameter in model.parameters()} - {"meta"}
         kind = kinds.pop() if len(kinds) == 1 else ("cuda" if torch.cuda.is_available() else "cpu")
-        return init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("shard",))
+        ranks = dist.get_world_size()
+        if replicas > 1:
+            return init_device_mesh(kind, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(kind, (ranks,), mesh_dim_names=("shard",))
     if mesh.ndim not in (1, 2):
         raise InputError(
             f"mesh has {mesh.ndim} dimensions; give one, of ranks that shard, or two: replicas, then shards"

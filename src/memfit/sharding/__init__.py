@@ -4,7 +4,7 @@ from memfit.sharding.captured_step import captured_ranks
 from memfit.sharding.flat_layout import FlatLayout, Part, PartTable, Slot, group_alike
 from memfit.sharding.flat_schedule import Schedule, UnitOptions
 from memfit.sharding.mesh_links import group_along, group_of
-from memfit.sharding.options import ShardDtypes, shard_bytes
+from memfit.sharding.options import ShardDtypes, ShardEngine, shard_bytes
 from memfit.sharding.schedule import copies_ms, transfer_times
 from memfit.sharding.sharded_step import (
     FlatOptions,
@@ -23,6 +23,7 @@ __all__ = [
     "PartTable",
     "Schedule",
     "ShardDtypes",
+    "ShardEngine",
     "ShardOptions",
     "ShardUnit",
     "Sharding",

@@ -5,13 +5,18 @@ is there at once depends on the order.
 
 - before forward: a flat buffer is gathered and copied out into the parameters. Only then is the buffer of the unit
   before it freed; its own stays until the next unit has copied out, or the forward ends.
-- after forward: the parameters are freed, except the root's and, with `keep_last`, those of the last unit.
+- after forward: the parameters are freed, except the root's and those of units that are kept. Where these reshard to
+  fewer ranks, this rank's part of each parameter is copied first, and kept until it is copied out again.
 - before backward: the buffer, which was gathered ahead, is copied out and freed; then the buffer of the unit that ran
   before this one in the forward is gathered ahead.
 - after backward: the parameters are freed, then the last reduction's input; the whole gradients are copied into a new
   input, freed, and reduced into a flat output, which becomes the gradient of the shards or is added to it. The whole
   gradient of the last parameter is freed after that: a variable of a loop in `foreach_reduce` refers to it until then.
 - at the end of a pass: the same for the root and for every unit whose backward was not seen to end.
+
+On a hybrid mesh the output is then summed over the replicas, in place, and is held until the pass ends, also where it
+is cast (`_all_reduce_state`). Another `prefetch` than 1 is done with lists, after a unit's copy-out and in the order of
+the plan's units (`engines/fsdp2.py`).
 
 With `on_host`, as FSDP2's `CPUOffloadPolicy` does it, shards are copied to the device before each gather, and what
 is reduced is copied to the host and freed.
@@ -22,7 +27,8 @@ them before it gives them to the parameter. They are reduced there, once for eac
 Note [FSDP2's streams]: `foreach_all_gather` allocates the input, where shards are cast, and the output under
 `all_gather_copy_in_stream`, in the forward and in the backward; the collective runs on `all_gather_stream`. Copy-out
 is on the current stream, and so are the parameters that it fills. `foreach_reduce` allocates its input on the current
-stream too, and its output, with the cast of that, on `reduce_scatter_stream`.
+stream too, and its output, with the cast of that, on `reduce_scatter_stream`; on a hybrid mesh the cast is on
+`all_reduce_stream`.
 """
 
 from __future__ import annotations
@@ -32,7 +38,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from memfit.capture import NO_INDEX, Parameter, Trace
-from memfit.cost import Collective
+from memfit.cost import Collective, Group
 from memfit.memory import Stream
 from memfit.sharding.gradients import WholeGradient, gradients_before
 from memfit.sharding.options import ShardDtypes, elements, item_bytes, padded_elements
@@ -53,8 +59,12 @@ class _Group:
     kept_bytes: int
     input_bytes: int
     kept: bool
+    reshard_ranks: int | None = None
     waiting: list[tuple[WholeGradient, int]] = field(default_factory=list)
     unsharded: list[int] = field(default_factory=list)
+    parts: list[int] = field(default_factory=list)
+    all_reduce: tuple[int, int | None] | None = None
+    """The sum over the replicas, and its buffer where nothing else keeps that."""
     buffer: int | None = None
     gather: int = NO_INDEX
     in_backward: bool = False
@@ -69,6 +79,7 @@ class FSDP2Scheduler(Scheduler):
         Role.GATHER_INPUT: Stream.COPY,
         Role.GATHER_OUTPUT: Stream.COPY,
         Role.PARAMETER: Stream.COMPUTE,
+        Role.KEPT_PART: Stream.COMPUTE,
         Role.WHOLE_GRADIENT: Stream.COMPUTE,
         Role.REDUCE_INPUT: Stream.COMPUTE,
         Role.REDUCE_OUTPUT: Stream.REDUCE,
@@ -85,8 +96,12 @@ class FSDP2Scheduler(Scheduler):
         ranks: int,
         dtypes: ShardDtypes,
         on_host: bool = False,
+        prefetch: int = 1,
+        replicas: Group | None = None,
+        fewer: Group | None = None,
     ) -> None:
         self._ranks, self._dtypes, self._on_host = ranks, dtypes, on_host
+        self._prefetch, self._replicas, self._fewer = prefetch, replicas, fewer
         self._parameters = trace.parameters
         self._forward_buffer: int | None = None
         self._input: tuple[int, int, int] | None = None
@@ -97,6 +112,8 @@ class FSDP2Scheduler(Scheduler):
             for unit, held in zip(units, members, strict=True)
         ]
         super().__init__((unit.module for unit in units), gradients_before(trace))
+        if replicas is not None:
+            self.stream_of[Role.SHARD_GRADIENT] = Stream.ALL_REDUCE
         self._place = {number: place for held in members for place, number in enumerate(held)}
         home = {number: unit for unit, held in enumerate(members) for number in held}
         for gradient in gradients:
@@ -112,10 +129,15 @@ class FSDP2Scheduler(Scheduler):
             if previous is not None:
                 self.free(previous)
             self._forward_buffer = buffer
+        if self._prefetch != 1:
+            for other in range(unit + 1, min(len(self._groups), unit + 1 + self._prefetch)):
+                self._unshard(other)
 
     def after_forward(self, unit: int, *, has_backward: bool) -> None:
         group = self._groups[unit]
-        if not group.kept:
+        if group.reshard_ranks is not None:
+            self._reshard_to_part(unit, group, group.reshard_ranks)
+        elif not group.kept:
             self._reshard(group)
         if group.parameter_bytes:
             group.places.append(len(self._forward))
@@ -133,7 +155,11 @@ class FSDP2Scheduler(Scheduler):
         buffer = self._copy_out(unit)
         if buffer is not None:
             self.free(buffer)
-        if group.places and (place := group.places.pop()) > 0:
+        if self._prefetch != 1:
+            first = unit if unit else len(self._groups)
+            for other in range(first - 1, max(0, first - 1 - self._prefetch), -1):
+                self._unshard(other)
+        elif group.places and (place := group.places.pop()) > 0:
             self._unshard(self._forward[place - 1])
 
     def after_backward(self, unit: int) -> None:
@@ -151,6 +177,8 @@ class FSDP2Scheduler(Scheduler):
             late = any(gradient.ready < self.moment for gradient, _ in group.waiting)
             if not group.after_backward or late:
                 self.after_backward(unit)
+            if group.all_reduce is not None:
+                self._free_all_reduced(unit, group)
             if group.buffer is not None:  # gathered ahead for a run that had no backward
                 self.free(group.buffer)
                 self.wait(group.gather, unit)
@@ -165,16 +193,22 @@ class FSDP2Scheduler(Scheduler):
         group = self._groups[unit]
         if group.buffer is not None or group.unsharded or not group.parameter_bytes:
             return
-        copy = self.allocate(Role.GATHER_INPUT, unit, group.input_bytes) if group.input_bytes else None
+        ranks, from_parts = self._ranks, bool(group.parts)
+        if from_parts and group.reshard_ranks is not None:
+            ranks = group.reshard_ranks
+        input_bytes = group.input_bytes * self._ranks // ranks
+        copy = self.allocate(Role.GATHER_INPUT, unit, input_bytes) if input_bytes else None
         group.buffer = self.allocate(Role.GATHER_OUTPUT, unit, group.gathered_bytes)
-        self.copy(unit, group.kept_bytes + group.gathered_bytes // self._ranks, Stream.COPY)
+        read_bytes = group.gathered_bytes // ranks if from_parts else group.kept_bytes
+        self.copy(unit, read_bytes + group.gathered_bytes // ranks, Stream.COPY)
         group.gather = self.begin(
             Collective.ALL_GATHER,
             unit,
             group.gathered_bytes,
             Stream.GATHER,
             ahead=ahead,
-            host_bytes=group.kept_bytes if self._on_host else 0,
+            host_bytes=group.kept_bytes if self._on_host and not from_parts else 0,
+            group=self._fewer if from_parts else None,
         )
         if copy is not None:  # `foreach_all_gather` refers to it until it returns
             self.free(copy)
@@ -187,11 +221,22 @@ class FSDP2Scheduler(Scheduler):
         self.wait(group.gather, unit)
         group.unsharded += [self.allocate(Role.PARAMETER, unit, n_bytes) for n_bytes in group.parameter_bytes]
         self.copy(unit, 2 * group.gathered_bytes, Stream.COMPUTE)
+        for part in group.parts:
+            self.free(part)
+        group.parts.clear()
         buffer, group.buffer = group.buffer, None
         return buffer
 
     def _reshard(self, group: _Group) -> None:
         for buffer in group.unsharded:
+            self.free(buffer)
+        group.unsharded.clear()
+
+    def _reshard_to_part(self, unit: int, group: _Group, ranks: int) -> None:
+        """Keep this rank's part of each parameter among fewer ranks, and free the parameter."""
+        for buffer, n_bytes in zip(group.unsharded, group.parameter_bytes, strict=bool(group.unsharded)):
+            group.parts.append(self.allocate(Role.KEPT_PART, unit, n_bytes // ranks))
+            self.copy(unit, 2 * n_bytes // ranks, Stream.COMPUTE)
             self.free(buffer)
         group.unsharded.clear()
 
@@ -209,17 +254,39 @@ class FSDP2Scheduler(Scheduler):
         host_bytes = kept if self._on_host else 0
         transfer = self.begin(Collective.REDUCE_SCATTER, unit, n_bytes, Stream.REDUCE, host_bytes=host_bytes)
         self._input = given, transfer, unit
+        group, summed = self._groups[unit], None
+        if self._replicas is not None:
+            self._free_all_reduced(unit, group)
+            n_bytes //= self._ranks
+            summed = self.begin(Collective.ALL_REDUCE, unit, n_bytes, Stream.ALL_REDUCE, group=self._replicas)
         if any(self._dtypes.reduced(each) != self._dtypes.kept(each) for each in held):
             reduced = output
             output = self.allocate(Role.SHARD_GRADIENT, unit, kept)
-            self.free(reduced)
-        if self._on_host:
-            self.free(output)
-        else:
-            self.keep_gradient(output, (gradient for gradient, _ in ready))
+            if summed is None:
+                self.free(reduced)
+            else:
+                group.all_reduce = summed, reduced
+        gradients = [gradient for gradient, _ in ready]
+        if self._on_host or self.note_gradient(output, gradients):
+            if summed is None or group.all_reduce is not None:
+                self.free(output)
+            else:
+                group.all_reduce = summed, output
+        elif summed is not None and group.all_reduce is None:
+            group.all_reduce = summed, None
         for gradient, buffer in ready:
             if gradient.parameter == last:
                 self.free(buffer)
+
+    def _free_all_reduced(self, unit: int, group: _Group) -> None:
+        """Wait for the sum over the replicas, and free its buffer where nothing else keeps it."""
+        if group.all_reduce is None:
+            return
+        transfer, buffer = group.all_reduce
+        self.wait(transfer, unit)
+        if buffer is not None:
+            self.free(buffer)
+        group.all_reduce = None
 
     def _free_input(self) -> None:
         """Wait for the last reduction and free its input."""
@@ -238,6 +305,7 @@ class FSDP2Scheduler(Scheduler):
             kept_bytes=self._flat_bytes(parameters, dtypes.kept) // self._ranks,
             input_bytes=self._flat_bytes(other, dtypes.gathered) // self._ranks,
             kept=unit.kept,
+            reshard_ranks=unit.reshard_ranks,
         )
 
     def _gradient_bytes(self, gradient: WholeGradient) -> int:

@@ -7,14 +7,15 @@ gradient that autocast's copy had is the whole gradient.
 Note [Arrivals]: autograd's last act for a gradient is to give it to its parameter. It takes it over (`detach`), copies
 it (`clone`) or adds it to what is there (`add_`); the trace notes each as backward of the parameter's first use. Under
 sharding a whole gradient is reduced as soon as the backward of its unit ends, so there is nothing to add it to: what
-would have been added lives until then.
+would have been added lives until then. A gradient that a first pass copies, because it is laid out in another way than
+the parameter or somebody else holds it, is copied in every pass.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -96,15 +97,19 @@ def whole_gradients(
         own: dict[int, tuple[int, int, int]] = {}  # for each pass the op, the storage and the gradient that it joins
         for index in arrivals[uses.get(parameter.storage, NO_INDEX)]:
             place = pass_of(passes, index)
-            arrived = _arrived(trace, parameter, index, claimed)
+            arrived = _arrived(trace, parameter, index, claimed, passes, is_cast=number in casts.values())
             if arrived is not None and place not in own:
                 own[place] = index, *arrived
                 claimed.add(arrived[0])
         alloc_at = trace.storages[parameter.gradient].alloc_at if parameter.gradient != NO_INDEX else BEFORE_STEP
         if alloc_at != BEFORE_STEP and alloc_at < len(trace.ops) and trace.ops[alloc_at].phase is Phase.BACKWARD:
             own.setdefault(pass_of(passes, alloc_at), (alloc_at, parameter.gradient, parameter.gradient))
+        copied = any(trace.ops[index].name in _COPIED for index, _, _ in own.values())
         for index, storage, kept in own.values():
-            found.append(_whole(trace, number, index, storage, kept, casts, passes, writes, dtypes))
+            whole = _whole(trace, number, index, storage, kept, casts, passes, writes, dtypes)
+            if copied and trace.ops[index].name in _ADDED:
+                whole = replace(whole, storages=(), alloc_at=index, ready=index, arrived=index)
+            found.append(whole)
     return found
 
 
@@ -128,10 +133,14 @@ def zeroed_gradients(trace: Trace) -> dict[int, int]:
     }
 
 
-def _arrived(trace: Trace, parameter: Parameter, index: int, claimed: set[int]) -> tuple[int, int] | None:
+def _arrived(
+    trace: Trace, parameter: Parameter, index: int, claimed: set[int], passes: Sequence[Pass], *, is_cast: bool
+) -> tuple[int, int] | None:
     """The storage that came with an op of autograd's last act, and the gradient that it became part of.
 
-    Parameters of one op have their first use in common; what is known to be of another is left to that.
+    Parameters of one op have their first use in common; what is known to be of another is left to that. What is added
+    to a gradient of the same pass is a part of it: several ops use the parameter, as where weights are tied. Where some
+    of them use a cast of it, that gradient is one of the cast, and is not there.
     """
     op = trace.ops[index]
     made = op.outputs[0]
@@ -142,7 +151,9 @@ def _arrived(trace: Trace, parameter: Parameter, index: int, claimed: set[int]) 
     if alloc_at == BEFORE_STEP or trace.ops[alloc_at].phase is not Phase.BACKWARD:
         return None
     if op.name in _ADDED:
-        return (storage, parameter.gradient) if parameter.gradient in op.mutates else None
+        began = trace.storages[parameter.gradient].alloc_at if parameter.gradient != NO_INDEX else BEFORE_STEP
+        earlier = is_cast or began < passes[pass_of(passes, index)].begin
+        return (storage, parameter.gradient) if parameter.gradient in op.mutates and earlier else None
     return (storage, storage) if storage == parameter.gradient or storage not in claimed else None
 
 

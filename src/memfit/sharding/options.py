@@ -20,6 +20,7 @@ FIRST_BUCKET_BYTES = 1 << 20
 """DDP's first bucket is small, so that the first all-reduce begins soon (`dist._DEFAULT_FIRST_BUCKET_BYTES`)."""
 BUCKET_CAP_BYTES = 25 << 20
 ShardDtype = Literal["float64", "float32", "bfloat16", "float16"]
+_USUAL = (("replicas", 1), ("reshard_after_forward", True), ("prefetch", 1))
 _NAMES = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -31,6 +32,11 @@ class ShardOptions:
     `bucket_cap_bytes` (its `bucket_cap_mb`), beside the gradients unless these are views of them
     (`gradient_as_bucket_view`). Units and dtypes are for `fsdp` alone.
 
+    `replicas` groups of ranks hold all shards each: a hybrid mesh, whose gradients are summed in a group and then over
+    the replicas. `reshard_after_forward` is that of every unit but the model itself: True, False, or a number of ranks,
+    over which parameters stay sharded until the backward. `prefetch` units are gathered ahead; 1 is what FSDP2 does by
+    itself, others are lists (`set_modules_to_forward_prefetch`).
+
     `keep_last` leaves the unit that runs last in the forward unsharded until its backward, which begins right after:
     `fully_shard(..., reshard_after_forward=False)` for it, as torchtitan does.
 
@@ -39,8 +45,8 @@ class ShardOptions:
     `param_dtype` of a step captured with autocast is autocast's. Write `param_dtype="float32"` to gather in that; a
     dtype of torch is taken for its name.
 
-    `engine` is what the plan is to be run on, PyTorch's `fully_shard` or memfit's own runtime; None leaves it to
-    `Plan.apply`. What is predicted is FSDP2 in either case.
+    `engine` is what the plan is to be run on, and predicted for: PyTorch's `fully_shard` or memfit's own runtime. None
+    leaves it to `Plan.apply`, and is predicted as FSDP2.
     """
 
     units: tuple[str, ...] | None = None
@@ -52,6 +58,18 @@ class ShardOptions:
     bucket_cap_bytes: int = BUCKET_CAP_BYTES
     gradient_as_bucket_view: bool = False
     engine: ShardEngine | None = None
+    replicas: int = 1
+    reshard_after_forward: bool | int = True
+    prefetch: int = 1
+
+    def shard_ranks(self, ranks: int) -> int:
+        """Return over how many of the ranks a parameter is sharded."""
+        if ranks % self.replicas or (ranks > 1 and ranks == self.replicas):
+            raise InputError(
+                f"{ranks} ranks do not divide into {self.replicas} replicas that are sharded; write replicas=... that "
+                "divides the ranks, and is smaller, or parallel='ddp' to replicate all"
+            )
+        return ranks // self.replicas
 
     @property
     def first_bucket_is_small(self) -> bool:
@@ -67,10 +85,22 @@ class ShardOptions:
             for name in ("units", "shard_dtype", "param_dtype", "reduce_dtype", "engine"):
                 if getattr(self, name) is not None:
                     raise InputError(f"{name} is for sharded parameters, and parallel='ddp' has none; leave one out")
-            if self.keep_last:
-                raise InputError("keep_last is for sharded parameters, and parallel='ddp' has none; leave one out")
+            for name, usual in (("keep_last", False), *_USUAL):
+                if getattr(self, name) is not usual and getattr(self, name) != usual:
+                    raise InputError(f"{name} is for sharded parameters, and parallel='ddp' has none; leave one out")
         elif self.gradient_as_bucket_view or self.bucket_cap_bytes != BUCKET_CAP_BYTES:
             raise InputError("bucket_cap_bytes and gradient_as_bucket_view are for parallel='ddp'; leave them out")
+        for name, least in (("replicas", 1), ("prefetch", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise InputError(f"{name} is {value!r}; write a whole number of at least {least}")
+        reshards = self.reshard_after_forward
+        if not isinstance(reshards, bool) and (not isinstance(reshards, int) or reshards < 2):
+            raise InputError(
+                f"reshard_after_forward is {reshards!r}; write True, False, or a number of ranks of at least 2"
+            )
+        if self.keep_last and reshards is not True:
+            raise InputError(f"keep_last and reshard_after_forward={reshards!r} exclude each other; leave one out")
         cap = self.bucket_cap_bytes
         if isinstance(cap, bool) or not isinstance(cap, int) or cap < 1:
             raise InputError(f"bucket_cap_bytes is {cap!r}; write bytes, such as {BUCKET_CAP_BYTES} (25 MiB)")
@@ -99,8 +129,12 @@ class ShardDtypes:
             given = getattr(options, name)
             if given is not None and given not in _NAMES:
                 raise InputError(f"{name} is {given!r}; give one of {', '.join(map(repr, _NAMES))}, or leave it out")
-        param = options.param_dtype or trace.autocast
+        cast = trace.cast
+        if cast is not None and options.param_dtype not in (None, cast.dtype):
+            raise InputError(f"the step was captured in {cast.dtype}, and param_dtype is {options.param_dtype}")
+        param = options.param_dtype or trace.autocast or (None if cast is None else cast.dtype)
         own = {parameter.dtype for parameter in trace.parameters if _floats(parameter.dtype)}
+        own = own if cast is None else {cast.kept}
         only = own.pop() if param is not None and len(own) == 1 else None
         return cls(shard=options.shard_dtype or only, param=param, reduce=options.reduce_dtype or only)
 

@@ -172,6 +172,9 @@ class Scheduler(ABC):
 
     def __init__(self, modules: Iterable[str], had: Mapping[int, int]) -> None:
         self.moment = 0
+        self.group: Group | None = None
+        """The ranks that shard; None for all."""
+        self.stream_of = dict(self.streams)
         self._modules = tuple(modules)
         self._buffers: list[Buffer] = []
         self._transfers: list[Transfer] = []
@@ -235,9 +238,17 @@ class Scheduler(ABC):
         self._events.append(Event(self.moment, EventKind.COPY, unit, n_bytes, stream))
 
     def begin(
-        self, kind: Collective, unit: int, n_bytes: int, stream: Stream, *, ahead: bool = False, host_bytes: int = 0
+        self,
+        kind: Collective,
+        unit: int,
+        n_bytes: int,
+        stream: Stream,
+        *,
+        ahead: bool = False,
+        host_bytes: int = 0,
+        group: Group | None = None,
     ) -> int:
-        """Begin a collective, and return its number."""
+        """Begin a collective of some ranks, or of all that shard, and return its number."""
         self._events.append(Event(self.moment, EventKind.BEGIN, unit, n_bytes, stream, len(self._transfers)))
         self._transfers.append(
             Transfer(
@@ -249,6 +260,7 @@ class Scheduler(ABC):
                 ahead=ahead,
                 host_bytes=host_bytes,
                 stream=stream,
+                group=group or self.group,
             )
         )
         return len(self._transfers) - 1
@@ -263,23 +275,27 @@ class Scheduler(ABC):
 
     def keep_gradient(self, buffer: int, gradients: Iterable[WholeGradient]) -> None:
         """Let a reduced buffer stay while it is the gradient of any shard; one that is added to others goes."""
+        if self.note_gradient(buffer, gradients):
+            self.free(buffer)
+
+    def note_gradient(self, buffer: int, gradients: Iterable[WholeGradient]) -> bool:
+        """Note until when a reduced buffer is the gradient of any shard; return whether it is that no longer."""
         new = [gradient for gradient in gradients if not self._has_gradient(gradient.parameter)]
         self._gradient_end.update((gradient.parameter, gradient.free_after) for gradient in new)
         ends = [gradient.free_after for gradient in new]
         if AFTER_STEP in ends:
-            return
+            return False
         last = max(ends, default=NO_INDEX)
-        if last < self.moment:
-            self.free(buffer)
-        else:
+        if last >= self.moment:
             self._note(EventKind.FREE, last, buffer, by_op=True)
+        return last < self.moment
 
     def _has_gradient(self, parameter: int) -> bool:
         free_after = self._gradient_end.get(parameter)
         return free_after is not None and (free_after == AFTER_STEP or free_after >= self.moment)
 
     def _buffer(self, role: Role, unit: int, n_bytes: int, moment: int, *, by_op: bool) -> int:
-        self._buffers.append(Buffer(role, unit, n_bytes, self.streams[role]))
+        self._buffers.append(Buffer(role, unit, n_bytes, self.stream_of[role]))
         self._note(EventKind.ALLOCATE, moment, len(self._buffers) - 1, by_op=by_op)
         return len(self._buffers) - 1
 
@@ -314,7 +330,8 @@ def transfer_times(runtime: Runtime, target: Target, schedule: ShardSchedule) ->
     parameters, one of the backward when the backward of the unit before it begins, and both are waited for where the
     unit's own run begins: each hides behind the compute of its neighbour. A reduction begins when its unit's backward
     ends and is waited for when that of the next unit ends, or the pass does. What is copied from the host goes before
-    its gather and what is copied to it after its reduction, in the same line.
+    its gather and what is copied to it after its reduction, in the same line. On a CPU nothing runs beside the ops: the
+    cores that would compute send and receive.
     """
     model, link = CollectiveModel(target), target.device.host_link
     cost: dict[tuple[Collective, int, int, Group | None], float] = {}
@@ -342,7 +359,7 @@ def transfer_times(runtime: Runtime, target: Target, schedule: ShardSchedule) ->
         begins = max(free.get(transfer.group, 0.0), copied_out.get(transfer.group, 0.0) if transfer.ahead else now)
         done[number] = free[transfer.group] = begins + cost[key]
         took[number] = cost[key]
-    return took, waits
+    return took, took if target.device.type == "cpu" else waits
 
 
 def slowed_ms(transfers: Sequence[Transfer], target: Target, communication_ms: float, waited_ms: float) -> float:
@@ -360,10 +377,9 @@ def copies_ms(schedule: ShardSchedule, device: Device) -> float:
     """Return what is copied between buffers and whole tensors while nothing else computes, at the device's bandwidth.
 
     A buffer that FSDP2 gathers is read and written once to become parameters, whole gradients to become a reduction's
-    input. It is not part of `communication`, but of a sharding's `beside_ms`.
+    input. It is not part of `communication`, but of a sharding's `beside_ms`. A CPU has no other streams.
     """
-    moved = sum(
-        event.size_bytes for event in schedule.events if event.kind is EventKind.COPY and event.stream is Stream.COMPUTE
-    )
+    copies = (event for event in schedule.events if event.kind is EventKind.COPY)
+    moved = sum(event.size_bytes for event in copies if event.stream is Stream.COMPUTE or device.type == "cpu")
     reached = device.memory_bandwidth_bytes_per_s * device.efficiency[Family.COPY].bandwidth
     return moved / reached * 1e3

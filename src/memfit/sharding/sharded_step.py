@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from memfit.capture import BEFORE_STEP, NO_INDEX, Category, Phase, Trace
-from memfit.cost import Runtime
+from memfit.cost import Group, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import Timeline
@@ -95,36 +95,61 @@ def shard(
 ) -> Sharding:
     """The step as one rank of the target sees it: fully sharded, or replicated where the options say `ddp`.
 
-    It is sharded as FSDP2 does it, or with `flat` as memfit's own runtime does. With `on_host`, shards, their gradients
-    and the optimizer are in the host's memory, and the device has no part in the optimizer's step but its time, which
-    is left as it is.
+    It is sharded as FSDP2 does it, or with `flat`, or the engine "sharded", as memfit's own runtime does. With
+    `on_host`, shards, their gradients and the optimizer are in the host's memory, and the device has no part in the
+    optimizer's step but its time, which is left as it is.
     """
     options = options or ShardOptions()
     if options.parallel == "ddp":
         if on_host or flat is not None:
             raise InputError("a replicated step (DDP) has no shards, on the host or in a flat layout; leave these out")
         return replicate(timeline, runtime, target, options)
-    ranks, dtypes = target.ranks, ShardDtypes.of(timeline.trace, options)
+    if flat is None and options.engine == "sharded":
+        ahead = options.prefetch
+        flat = FlatOptions(schedule=Schedule(forward_prefetch=ahead, backward_prefetch=ahead))
+    if flat is not None and options.replicas > 1:
+        raise InputError("replicas of a hybrid mesh are predicted for engine 'fsdp2' only; leave one of them out")
+    ranks, dtypes = options.shard_ranks(target.ranks), ShardDtypes.of(timeline.trace, options)
     casts = casts_of(timeline.trace, dtypes)
     runtime = without_casts(runtime, casts)
     trace = runtime.trace
     passes, members = find_passes(trace), members_of(trace, options)
-    units = find_units(trace, members, passes, ranks, dtypes, keep_last=options.keep_last)
+    reshards = options.reshard_after_forward
+    units = find_units(
+        trace, members, passes, ranks, dtypes, keep_last=options.keep_last, reshard_after_forward=reshards
+    )
     gradients = whole_gradients(trace, casts, passes, dtypes)
     padding: dict[str, int] = {}
     scheduler: Scheduler
     if flat is None:
         kept = [padded_elements(each, ranks) // ranks for each in trace.parameters]
         parts = in_order_of_fsdp2(trace, members.values())
-        scheduler = FSDP2Scheduler(trace, units, parts, gradients, ranks=ranks, dtypes=dtypes, on_host=on_host)
+        scheduler = FSDP2Scheduler(
+            trace,
+            units,
+            parts,
+            gradients,
+            ranks=ranks,
+            dtypes=dtypes,
+            on_host=on_host,
+            prefetch=options.prefetch,
+            replicas=None if options.replicas == 1 else Group.replicate(target, ranks),
+            fewer=None if isinstance(reshards, bool) else Group.shard(target, reshards),
+        )
     else:
-        last = {unit.module: UnitOptions(keep=True) for unit in units if unit.kept and unit.module}
+        last = {
+            unit.module: UnitOptions(keep=unit.kept, reshard_ranks=unit.reshard_ranks)
+            for unit in units
+            if unit.reshard_after_forward is not True and unit.module
+        }
         flats = flat_units(trace, members, {**last, **flat.units}, ranks, dtypes)
         units = tuple(_in_flat_layout(unit, own) for unit, own in zip(units, flats, strict=True))
         kept, padding = _kept_of_flat(flats, len(trace.parameters))
         begun = gradients_before(trace)
         apart = target.device.type == "cpu"
         scheduler = FlatScheduler(flats, gradients, begun, flat.schedule, separate_parts=apart, on_host=on_host)
+    if options.replicas > 1:
+        scheduler.group = Group.shard(target, ranks)
     shards = Shards(trace, kept, dtypes)
     runtime = on_shards(runtime, target.device, shards.trained_bytes)
     schedule = scheduler.run(actings((unit.calls for unit in units), passes))
@@ -148,8 +173,7 @@ def shard(
     before, during = levels.levels()
     communication_ms, waited_ms = communication(runtime, target, schedule)
     beside_ms = slowed_ms(schedule.transfers, target, communication_ms, waited_ms)
-    if target.device.type == "cuda":
-        beside_ms += copies_ms(schedule, target.device)
+    beside_ms += copies_ms(schedule, target.device)
     return Sharding(
         runtime=runtime,
         before_by_row=before,

@@ -49,7 +49,8 @@ class ShardCall:
 class ShardUnit:
     """A module whose parameters are gathered together, those of units inside it excepted, and its runs.
 
-    One that is `kept` does not reshard after its forward: the root, and with `keep_last` the last that runs.
+    One that is `kept` does not reshard after its forward: the root, with `keep_last` the last that runs, and with
+    `reshard_after_forward=False` all. With `reshard_ranks` it reshards to so many ranks until its backward.
     """
 
     module: str
@@ -60,6 +61,12 @@ class ShardUnit:
     gradient_bytes: int
     reduced_bytes: int
     calls: tuple[ShardCall, ...]
+    reshard_ranks: int | None = None
+
+    @property
+    def reshard_after_forward(self) -> bool | int:
+        """As `fully_shard` takes it."""
+        return self.reshard_ranks or not self.kept
 
 
 def repeated_blocks(trace: Trace) -> tuple[str, ...]:
@@ -146,9 +153,13 @@ def find_units(
     dtypes: ShardDtypes,
     *,
     keep_last: bool = False,
+    reshard_after_forward: bool | int = True,
 ) -> tuple[ShardUnit, ...]:
     """Every unit with its sizes and its runs."""
     found = []
+    fewer = None if isinstance(reshard_after_forward, bool) else reshard_after_forward
+    if fewer is not None and (fewer >= ranks or ranks % fewer):
+        raise InputError(f"reshard_after_forward is {fewer}; write a divisor of the {ranks} ranks, smaller than that")
     for name, numbers in members.items():
         calls = _calls(trace, name, passes)
         if not calls:
@@ -158,7 +169,8 @@ def find_units(
         found.append(
             ShardUnit(
                 module=name,
-                kept=not name,
+                kept=not name or reshard_after_forward is False,
+                reshard_ranks=fewer if name else None,
                 parameters=len(held),
                 shard_bytes=sum(shard_bytes(each, ranks, dtypes.kept(each)) for each in held),
                 gathered_bytes=sum(padded_elements(each, ranks) * item_bytes(dtypes.gathered(each)) for each in held),

@@ -15,7 +15,7 @@ from memfit.cost import Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import Bytes, Timeline
-from memfit.sharding import Sharding, captured_ranks, shard
+from memfit.sharding import ShardEngine, Sharding, captured_ranks, shard
 from memfit.solve.dp import DynamicProgram
 from memfit.solve.micro_batches import find_micro_batches
 from memfit.solve.milp import Incumbent, Limits, Status, relative_gap
@@ -178,6 +178,19 @@ class Problem:
         if sharding is None:
             return self._captured.under_plan(recomputes) if recomputes else self._captured
         return self._captured.under_plan(recomputes, intervals=sharding.allocations, removed=sharding.removed)
+
+    def replay_on(self, engine: ShardEngine, chosen: Iterable[tuple[Unit, Policy]]) -> Timeline:
+        """Replay the step under these policies with its parameters sharded by an engine, planned for it or not."""
+        assert self.sharding is not None
+        options = replace(self.options.shard, engine=engine)
+        sharding = shard(self.timeline, self.runtime, self.target, options)
+        return replace(self, sharding=sharding)._with_frontiers_of(self).replay(chosen)
+
+    def _with_frontiers_of(self, other: Problem) -> Problem:
+        """Take over what another problem of the same trace has built."""
+        built = ("frontiers", "_captured")
+        self.__dict__.update({name: other.__dict__[name] for name in built if name in other.__dict__})
+        return self
 
     @property
     def exposed_ms(self) -> float:

@@ -14,19 +14,23 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _random as dtensor_random
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-__all__ = ["AsyncCollectiveTensor", "DTensor", "FSDPCommContext", "FSDPParamGroup", "FakeStore"]
+__all__ = ["AsyncCollectiveTensor", "DTensor", "FSDPCommContext", "FSDPParam", "FSDPParamGroup", "FakeStore"]
 
 # FakeStore (torch/testing/_internal/distributed/fake_pg.py) comes with the backend "fake", whose collectives return at
 # once and change nothing. Without it no parallel step can be captured.
 
 # FSDPParamGroup (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py): its `_validate_no_meta_params` is for
 # parameters that were never materialized, and all of a capture's are on meta.
+
+# FSDPParam (torch/distributed/fsdp/_fully_shard/_fsdp_param.py): its `to_sharded_post_forward` copies what a rank keeps
+# of a parameter until the backward, `_sharded_post_forward_param_data`, which is no activation.
 
 # AsyncCollectiveTensor (torch/distributed/_functional_collectives.py) is around the result, `elem`, of a collective
 # that nobody has waited for.
@@ -42,7 +46,7 @@ FSDP2_STREAMS = {
     "all_gather_copy_in_stream": "copy",
     "all_gather_stream": "gather",
     "reduce_scatter_stream": "reduce",
-    "all_reduce_stream": "reduce",
+    "all_reduce_stream": "all_reduce",
 }
 """The attributes of `FSDPCommContext` that are streams, and what memfit calls them."""
 

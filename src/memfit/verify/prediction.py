@@ -12,8 +12,8 @@ from memfit.capture import Step, Trace
 from memfit.cost import Roofline, Runtime
 from memfit.hardware import Target
 from memfit.memory import Timeline
-from memfit.plans import Engine, Plan, PlanMismatch, build_policy
-from memfit.sharding import FlatOptions, Schedule, ShardOptions, UnitOptions, shard
+from memfit.plans import Engine, Plan, PlanMismatch, build_policy, shard_options_of
+from memfit.sharding import shard
 from memfit.solve import Problem, SolveOptions, replay
 from memfit.tradeoff import TraceColumns, find_units
 
@@ -50,26 +50,12 @@ def replay_plan(plan: Plan, captured: Trace, *, planned: bool = True) -> Timelin
 def replay_on_ranks(plan: Plan, captured: Trace, engine: Engine, *, planned: bool = True) -> Timeline:
     """Return the timeline of the first rank with the plan's units sharded by an engine and checkpointed, or not.
 
-    Plans predict FSDP2; memfit's own runtime has other buffers.
+    The engines have different buffers; a plan predicts those of its own.
     """
-    assert plan.shard is not None
-    units = {unit.module: unit for unit in plan.shard.units}
-    options = ShardOptions(
-        units=tuple(name for name in units if name),
-        shard_dtype=plan.shard.shard_dtype,
-        param_dtype=plan.shard.param_dtype,
-        reduce_dtype=plan.shard.reduce_dtype,
-        keep_last=any(name and not unit.reshard_after_forward for name, unit in units.items()),
-    )
-    flat = None
-    if engine == "sharded":
-        flat = FlatOptions(
-            schedule=Schedule(forward_prefetch=plan.shard.prefetch, backward_prefetch=plan.shard.prefetch),
-            units={name: UnitOptions(keep=not unit.reshard_after_forward) for name, unit in units.items()},
-        )
-    target = Target.parse(plan.target.device, ranks=plan.shard.ranks, **plan.target.settings)
+    options = shard_options_of(plan, engine)
+    target = Target.parse(plan.target.device, ranks=plan.ranks, **plan.target.settings)
     timeline = Timeline.of(captured, target.device.allocator.rounding_bytes)
-    sharding = shard(timeline, Runtime.of(captured, Roofline()), target, options, flat=flat)
+    sharding = shard(timeline, Runtime.of(captured, Roofline()), target, options)
     problem = Problem(
         timeline=timeline,
         runtime=sharding.runtime,

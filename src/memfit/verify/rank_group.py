@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from memfit.sharded import CollectiveError, RankError
+from memfit.torch_private.distributed import clear_dtensor_caches
 from memfit.torch_private.wrappers import default_group
 
 _UNUSED_TAG = 1 << 27
@@ -62,6 +63,7 @@ class RankGroup:
         told = self.gather((None if failure is None else f"{type(failure).__name__}: {failure}", followed))
         if sends and any(what is not None for what, _ in told):
             self._made.pop("step", None)
+            clear_dtensor_caches()  # they have the mesh of the closed group, and take it for any that is equal
         failed = [(rank, what) for rank, (what, _) in enumerate(told) if what is not None]
         first = next(((rank, what) for rank, what in failed if not told[rank][1]), None)
         if failure is not None and (first is None or not followed):

@@ -90,8 +90,8 @@ class _RankVerifier:
         self.timeline = replay_on_ranks(plan, self.trace, self.engine)
         self.replayed_bytes = self.timeline.peak_bytes
         self.predicted_bytes, self.baseline_bytes = plan.predicted.peak_bytes, plan.baseline.peak_bytes
-        if self.engine == "sharded":  # of which plans do not predict the buffers
-            self.replayed_bytes = replay_on_ranks(plan, self.trace, "fsdp2").peak_bytes
+        if self.engine != (plan.engine or "fsdp2"):  # the plan predicts the buffers of the other
+            self.replayed_bytes = replay_on_ranks(plan, self.trace, plan.engine or "fsdp2").peak_bytes
             self.predicted_bytes = self.timeline.peak_bytes
             self.baseline_bytes = replay_on_ranks(plan, self.trace, self.engine, planned=False).peak_bytes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,10 +24,12 @@ if TYPE_CHECKING:
 class Calibrate:
     """Measure this machine for a minute or two and write its figures as a device of your own.
 
-    Give the new device as target, and predicted times are those of this machine.
+    Give the new device as target, and predicted times are those of this machine. Under torchrun all ranks are measured
+    at once, with the collectives between them: those of a plan for as many ranks on this machine.
 
     examples:
       memfit calibrate
+      torchrun --nproc-per-node 2 -m memfit calibrate --threads 1
       memfit calibrate --device h100-sxm --name our-h100
     """
 
@@ -44,7 +47,7 @@ class Calibrate:
     def run(self) -> int:
         import torch
 
-        from memfit.cost import calibrate
+        from memfit.cost import calibrate, calibrate_on_ranks
         from memfit.files import check_can_write
         from memfit.hardware import load_device, user_device_paths
 
@@ -60,7 +63,16 @@ class Calibrate:
             with for_file("--output"):
                 folder.mkdir(parents=True, exist_ok=True)
                 check_can_write(folder / f"{self.name or device.name}.toml", "device.toml")
-        calibration = calibrate(device, name=self.name)
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        if ranks > 1:
+            torch.distributed.init_process_group("gloo")
+            calibration = calibrate_on_ranks(device, name=self.name)
+            rank = torch.distributed.get_rank()
+            torch.distributed.destroy_process_group()
+            if rank:
+                return 0
+        else:
+            calibration = calibrate(device, name=self.name)
         with for_file("--output"):
             path = calibration.save(self.output)
         target = calibration.name if self.output is None else str(self.output)

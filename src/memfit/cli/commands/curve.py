@@ -36,6 +36,7 @@ class Curve:
     """Print JSON."""
 
     def run(self) -> int:
+        from memfit.capture import Step
         from memfit.plans import curve
         from memfit.solve import check_points
 
@@ -44,9 +45,10 @@ class Curve:
         given, target = step_and_target(self.step, self.hardware)
         step = given.step
         given.show()
-        trace = capture_step(step, target, self.hardware)
+        trace = capture_step(step, target, self.hardware, self.solver)
         options = solve_options(self.solver, trace, several_ranks=target.ranks > 1)
-        found = curve(trace, target=target, points=self.points, cost=self.step.cost, options=options)
+        cast = options.shard.param_dtype is not None and isinstance(step, Step)  # captured again, in that dtype
+        found = curve(step if cast else trace, target=target, points=self.points, cost=self.step.cost, options=options)
         budget = self.hardware.budget
         budget_bytes = None if budget is None else target.budget_bytes(budget)
         fits = budget_bytes is None or budget_bytes >= found.minimum_budget_bytes

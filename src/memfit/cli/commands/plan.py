@@ -69,7 +69,7 @@ class Plan:
         from memfit.report import levers_in_short, plan_report
 
         step = given.step
-        trace = capture_step(step, target, self.hardware)
+        trace = capture_step(step, target, self.hardware, self.solver)
         early.drop_useless(trace)
         early.begin_chunked_loss(trace)
         options = solve_options(self.solver, trace, several_ranks=target.ranks > 1, optimizer=self.optimizer_lever)

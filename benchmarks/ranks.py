@@ -1,0 +1,264 @@
+"""Plans on real ranks: both engines, five models, four configurations, at 2 and 4 Gloo ranks of this machine.
+
+For each, every rank's peak is measured beside the predicted one and the budget, and the step under the plan is compared
+bit for bit with the step on the same engine without it. With `--times` each number of ranks is calibrated first, all of
+them at once (`torchrun -m memfit calibrate`), and the time of steps is measured in several rounds over all cases. Times
+mean something on a quiet machine only. `python benchmarks/ranks.py --json ranks.json` prints the table and writes it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import memfit
+from memfit.cost import calibrate_on_ranks
+from memfit.plans import Plan
+from memfit.sharding import ShardOptions
+from memfit.solve import SolveOptions
+
+VOCABULARY, BATCH, LENGTH = 512, 4, 128
+ENGINES = ("fsdp2", "sharded")
+LLAMA: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "use_cache": False,
+}
+
+
+def gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=VOCABULARY, n_embd=256, n_layer=4, n_head=8, use_cache=False, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
+
+
+def mixtral() -> nn.Module:
+    config = transformers.MixtralConfig(**LLAMA, num_local_experts=4, num_experts_per_tok=2)
+    model = transformers.MixtralForCausalLM(config)
+    model.set_experts_implementation("grouped_mm")
+    return model
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=256, d_kv=32, d_ff=704, num_layers=3, num_heads=8, decoder_start_token_id=0
+    )
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def vit() -> nn.Module:
+    config = transformers.ViTConfig(
+        hidden_size=256, num_hidden_layers=4, num_attention_heads=8, intermediate_size=704, image_size=64, patch_size=8
+    )
+    config.num_labels = 10
+    return transformers.ViTForImageClassification(config)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama, "t5": t5, "vit": vit, "mixtral": mixtral}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """How a step is sharded, and where its budget lies between the least and what it takes without a plan."""
+
+    part: float
+    accumulation_steps: int = 1
+    shard: dict[str, Any] = field(default_factory=dict)
+
+
+CONFIGURATIONS = {
+    "float32": Configuration(part=0.4),
+    "bfloat16": Configuration(part=0.4, shard={"param_dtype": "bfloat16", "reduce_dtype": "float32"}),
+    "accumulation": Configuration(part=0.1, accumulation_steps=2),
+    "not resharded": Configuration(part=0.6, shard={"reshard_after_forward": False}),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the table."""
+
+    engine: str
+    model: str
+    configuration: str
+
+    def step(self) -> memfit.Step:
+        """This rank's step, on a batch of its own."""
+        torch.manual_seed(0)
+        model = MODELS[self.model]().train()
+        numbers = torch.Generator().manual_seed(dist.get_rank())
+        ids = torch.randint(1, VOCABULARY, (BATCH, LENGTH), generator=numbers)
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        if self.model == "vit":
+            labels = torch.randint(0, 10, (BATCH,), generator=numbers)
+            batch = {"pixel_values": torch.randn((BATCH, 3, 64, 64), generator=numbers), "labels": labels}
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        steps = CONFIGURATIONS[self.configuration].accumulation_steps
+        return memfit.Step(model, batch, optimizer=optimizer, accumulation_steps=steps)
+
+    def plan(self, step: memfit.Step, target: str) -> Plan:
+        """The plan of a budget between the least and what the step takes without one."""
+        configuration = CONFIGURATIONS[self.configuration]
+        options = SolveOptions(shard=ShardOptions(engine=self.engine, **configuration.shard))  # type: ignore[arg-type]
+        asked: Any = {"target": target, "ranks": dist.get_world_size(), "options": options, "progress": False}
+        tight = memfit.plan(step, budget="1KiB", **asked)
+        least, most = tight.minimum_budget_bytes, tight.baseline.peak_bytes
+        assert least is not None
+        return memfit.plan(step, budget=int(least + configuration.part * (most - least)), **asked)
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """What each rank does: calibrate, plan on rank 0, and verify every case on all."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    dist.init_process_group("gloo")
+    target = "cpu"
+    folder = Path(arguments.folder)
+    if arguments.times:
+        calibration = calibrate_on_ranks(name=f"cpu-{dist.get_world_size()}-ranks")
+        target = str(folder / f"cpu-{dist.get_world_size()}.toml")
+        if dist.get_rank() == 0:
+            calibration.save(Path(target))
+        dist.barrier()
+    names = product(arguments.engines, arguments.models, arguments.configurations)
+    cases = [Case(engine=engine, model=model, configuration=name) for engine, model, name in names]
+    found: dict[Case, dict[str, Any]] = {}
+    plans: dict[Case, str] = {}
+    for number in range(arguments.rounds if arguments.times else 1):
+        for case in cases:
+            row = verify(case, plans, target, arguments.steps if arguments.times else 1)
+            if number:
+                found[case]["rounds_ms"].append(row["measured_ms"])
+                found[case]["baseline_rounds_ms"].append(row["baseline_measured_ms"])
+            else:
+                found[case] = {**row, "rounds_ms": [row["measured_ms"]]}
+                found[case]["baseline_rounds_ms"] = [row["baseline_measured_ms"]]
+            if dist.get_rank() == 0:
+                print(f"{dist.get_world_size()} ranks, {case}: {row['peak_errors']}", file=sys.stderr, flush=True)
+    if dist.get_rank() == 0:
+        rows = [{"ranks": dist.get_world_size(), **vars(case), **row} for case, row in found.items()]
+        (folder / f"ranks-{dist.get_world_size()}.json").write_text(json.dumps(rows))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def verify(case: Case, plans: dict[Case, str], target: str, steps: int) -> dict[str, Any]:
+    """Verify one case on all ranks; what rank 0 reports."""
+    step = case.step()
+    if case not in plans:
+        told: list[str] = [case.plan(step, target).to_json() if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(told)
+        plans[case] = told[0]
+    plan = Plan.from_json(plans[case])
+    found = plan.verify(step, steps, time_tolerance=None)
+    assert plan.predicted is not None and found.baseline_peak is not None and found.baseline_step is not None
+    return {
+        "checkpointed": len(plan.checkpoint),
+        "budget_bytes": plan.budget_bytes,
+        "predicted_bytes": [each.peak.predicted_bytes for each in found.ranks],
+        "measured_bytes": [each.peak.measured_bytes for each in found.ranks],
+        "peak_errors": [each.peak.predicted_bytes / each.peak.measured_bytes - 1 for each in found.ranks],
+        "baseline_errors": [
+            each.baseline_peak.predicted_bytes / each.baseline_peak.measured_bytes - 1
+            for each in found.ranks
+            if each.baseline_peak is not None
+        ],
+        "within_budget": all(each.peak.measured_bytes <= plan.budget_bytes for each in found.ranks),
+        "same_bits": found.exactness is not None and found.exactness.equal,
+        "findings": list(found.findings),
+        "predicted_ms": plan.predicted.step_ms,
+        "measured_ms": found.step.measured_ms,
+        "baseline_predicted_ms": plan.baseline.step_ms,
+        "baseline_measured_ms": found.baseline_step.measured_ms,
+    }
+
+
+def show(rows: list[dict[str, Any]], *, times: bool) -> None:
+    """Print the table and what it adds up to."""
+    table = Table("ranks", "engine", "model", "configuration", "units", "largest peak", "off by", "budget", "bits")
+    if times:
+        for column in ("predicted", "measured", "off by"):
+            table.add_column(column)
+    peaks, offs = [], []
+    for row in rows:
+        worst = max(row["peak_errors"], key=abs)
+        peaks += [abs(each) for each in row["peak_errors"]]
+        cells = [str(row["ranks"]), row["engine"], row["model"], row["configuration"], str(row["checkpointed"])]
+        cells += [f"{max(row['measured_bytes']):,}", f"{worst:+.3%}"]
+        cells += ["within" if row["within_budget"] else "ABOVE", "same" if row["same_bits"] else "OTHER"]
+        if times:
+            measured = statistics.median(row["rounds_ms"])
+            offs.append(row["predicted_ms"] / measured - 1)
+            cells += [f"{row['predicted_ms']:.0f} ms", f"{measured:.0f} ms", f"{offs[-1]:+.0%}"]
+        table.add_row(*cells)
+    console = Console(width=160)
+    console.print(table)
+    console.print(
+        f"{len(rows)} cases; peaks of ranks off by {statistics.median(peaks):.4%} (median), {max(peaks):.3%} (most); "
+        f"{sum(row['within_budget'] for row in rows)} within their budget; {sum(row['same_bits'] for row in rows)} "
+        "with the bits of the step without a plan"
+    )
+    if times:
+        near = sum(abs(each) <= 0.2 for each in offs)
+        median = statistics.median(map(abs, offs))
+        console.print(f"times off by {median:.1%} (median), {max(map(abs, offs)):.0%} (most); {near} within 20 %")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--configurations", nargs="+", default=list(CONFIGURATIONS), choices=list(CONFIGURATIONS))
+    parser.add_argument("--times", action="store_true", help="calibrate, and measure the time of steps")
+    parser.add_argument("--rounds", type=int, default=3, help="over all cases, where times are measured")
+    parser.add_argument("--steps", type=int, default=5, help="whose median is a round's time")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        work(arguments)
+        return
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for ranks in arguments.ranks:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            given = [*command, __file__, *sys.argv[1:], "--folder", folder]
+            subprocess.run(given, check=True, env=environment)
+            rows += json.loads(Path(folder, f"ranks-{ranks}.json").read_text())
+    show(rows, times=arguments.times)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
