@@ -5,6 +5,8 @@ import memfit.torch_private.version  # noqa: F401  first, so that a torch which 
 # isort: split
 from memfit.sharded.checkpoint import Loaded, load, save, saves
 from memfit.sharded.comm import CollectiveError, OrderError, RankMismatch, check_agreement
+from memfit.sharded.earlier_optimizers import move_optimizer
+from memfit.sharded.flat_dtensor import FlatDTensor
 from memfit.sharded.full_parameters import full_parameters
 from memfit.sharded.fully_shard import get_runtime, no_sync, shard
 from memfit.sharded.gradient_scaling import ShardedGradScaler, clip_grad_norm_, finite_gradients
@@ -12,11 +14,11 @@ from memfit.sharded.mesh import device_of, make_comms, resolve_mesh
 from memfit.sharded.optimizer_state import plain_optimizer_state
 from memfit.sharded.options import Precision, Reduction, Schedule, UnitOptions
 from memfit.sharded.rank_coordinator import RankError
-from memfit.sharded.sharded_value import ShardedValue
 from memfit.sharded.state_dict import full_state_dict, load_state_dict, sharded_state_dict
 
 __all__ = [
     "CollectiveError",
+    "FlatDTensor",
     "Loaded",
     "OrderError",
     "Precision",
@@ -25,7 +27,6 @@ __all__ = [
     "Reduction",
     "Schedule",
     "ShardedGradScaler",
-    "ShardedValue",
     "UnitOptions",
     "check_agreement",
     "clip_grad_norm_",
@@ -37,6 +38,7 @@ __all__ = [
     "load",
     "load_state_dict",
     "make_comms",
+    "move_optimizer",
     "no_sync",
     "plain_optimizer_state",
     "resolve_mesh",

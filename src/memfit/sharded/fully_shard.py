@@ -21,9 +21,9 @@ from memfit.sharded.flat_param import FlatShard, Member
 from memfit.sharded.gradients import Gradients
 from memfit.sharded.materialize import Init, check_init, check_source, prepare_buffers, with_values
 from memfit.sharded.mesh import Streams, device_of, make_comms, nearby, resolve_mesh
+from memfit.sharded.module_state import attach_state
 from memfit.sharded.options import Precision, Reduction, Schedule
 from memfit.sharded.runtime import ShardedRuntime
-from memfit.sharded.sharded_value import attach_state
 from memfit.sharded.unit import Run, ShardedUnit
 from memfit.sharded.wrap_policy import FoundUnit, Units, find_units
 from memfit.sharding import group_alike
@@ -88,7 +88,8 @@ def shard(
     for number, (each, inside) in enumerate(zip(found, _insides(found), strict=True)):
         with with_values(each, inside, device, init, links if from_rank_0 else None) as value:
             flats = [
-                FlatShard(members, shards, home, device, streams, value) for members in group_alike(each.members, _kind)
+                FlatShard(members, shards, home, device, streams, mesh, value)
+                for members in group_alike(each.members, _kind)
             ]
         made.append(
             ShardedUnit(

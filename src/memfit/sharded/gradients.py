@@ -16,11 +16,11 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 from torch.profiler import record_function
 
 from memfit.errors import InputError
 from memfit.sharded.comm import ShardComm, SumTransfer, Transfer, join_parts
+from memfit.sharded.flat_dtensor import FlatDTensor
 from memfit.sharded.flat_param import FlatShard
 from memfit.sharded.mesh import Streams
 from memfit.sharded.options import Precision, Reduction
@@ -167,7 +167,7 @@ class Gradients:
         with torch.no_grad():
             for number, gradient in missing.items():
                 if used[number]:
-                    self._give_one(self.flat.parameters[number], gradient)
+                    self._give_one(number, gradient)
 
     @property
     def misses(self) -> bool:
@@ -268,17 +268,18 @@ class Gradients:
             if waiting is not None:
                 gradient = gradient.add_(waiting)
             if number in collected:
-                self._give_one(parameter, gradient)
+                self._give_one(number, gradient)
             else:
                 self._missing[number] = gradient
 
-    def _give_one(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            parameter.grad.add_(gradient)
+    def _give_one(self, number: int, gradient: torch.Tensor) -> None:
+        parameter = self.flat.parameters[number]
+        if isinstance(parameter.grad, FlatDTensor):
+            parameter.grad.local.add_(gradient)
         else:
             if parameter.dtype != gradient.dtype:
                 parameter.grad_dtype = gradient.dtype
-            parameter.grad = gradient
+            parameter.grad = self.flat.homes[number].wrap(gradient)
         for hook in (post_accumulate_hooks(parameter) or {}).values():
             hook(parameter)
 
