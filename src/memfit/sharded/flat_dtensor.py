@@ -33,7 +33,7 @@ from memfit.errors import StateError
 from memfit.sharded.boxes import Box, split_into_boxes
 from memfit.sharded.comm import ShardComm
 from memfit.sharding import FlatLayout, Slot
-from memfit.torch_private.dispatch import disabled_torch_function
+from memfit.torch_private.dispatch import disabled_torch_function, schema_of
 from memfit.torch_private.dtensor import DTensorSpec, LocalDTensor, make_spec, support_foreach
 
 GATHER_TAG = (1 << 28) + 1
@@ -271,7 +271,7 @@ Rule = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
 
 
 def _find_rule(func: Any) -> Rule:
-    name = func._schema.name.partition("::")[2]
+    name = schema_of(func).name.partition("::")[2]
     if name in _REDUCTIONS:
         return _reduced
     if torch.Tag.nondeterministic_seeded in func.tags:
@@ -363,7 +363,7 @@ def _drawn(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if not isinstance(first, FlatDTensor) or any(True for _ in _flats(args[1:])):
         _refused(func, args, kwargs)
     whole = torch.empty(first.home.slot.shape, dtype=first.dtype, device=first.device)
-    if func._schema.is_mutable:
+    if schema_of(func).is_mutable:
         first.local.copy_(first.home.own(func(whole, *args[1:], **kwargs)))
         return first
     return first.home.wrap(first.home.own(func(whole, *args[1:], **kwargs)).clone())
@@ -409,8 +409,8 @@ _REDUCTIONS = {
 
 def _reduced(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
     value = args[0]
-    name = func._schema.name.partition("::")[2]
-    given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    name = schema_of(func).name.partition("::")[2]
+    given = dict(zip((each.name for each in schema_of(func).arguments), args, strict=False)) | dict(kwargs)
     dimensions = given.get("dim")
     whole = (
         dimensions is None

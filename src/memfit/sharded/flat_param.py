@@ -90,7 +90,8 @@ class FlatShard:
     @property
     def changes(self) -> int:
         """How often the parameters were changed in place."""
-        return version_of(self.shard)  # which its views, the local tensors, have in common
+        # ops on a DTensor are counted there, those on the shard and on `to_local()` here
+        return version_of(self.shard) + sum(version_of(parameter) for parameter in self.parameters)
 
     def local(self, number: int, flat: torch.Tensor) -> torch.Tensor:
         """Return the part of one parameter in a tensor that is laid out as the shard is."""
