@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch._C._profiler import _EventType
+from torch.distributed.tensor import DTensor
 
 import memfit
 from memfit import Step, spec

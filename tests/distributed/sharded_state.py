@@ -12,11 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from memfit.errors import InputError, StateError
-from memfit.sharded import shard
+from memfit.sharded import FlatDTensor, shard
 from memfit.sharded.checkpoint import load, save
 from memfit.sharded.full_parameters import full_parameters
 from memfit.sharded.optimizer_state import plain_optimizer_state
-from memfit.sharded import FlatDTensor
 from memfit.sharded.state_dict import full_state_dict, load_state_dict, sharded_state_dict
 from tests.distributed.sharded_models import GPT
 

@@ -24,7 +24,6 @@ from torch import nn
 
 from memfit._version import __version__
 from memfit.errors import InputError
-from memfit.sharded.flat_dtensor import FlatDTensor
 from memfit.sharded.checkpoint_files import (
     BLOCK_BYTES,
     MANIFEST,
@@ -51,6 +50,7 @@ from memfit.sharded.checkpoint_files import (
     unfinished,
     write_durably,
 )
+from memfit.sharded.flat_dtensor import FlatDTensor
 from memfit.sharded.optimizer_state import check_elementwise, flat_places, load_named_state, parameter_names
 from memfit.sharded.rank_coordinator import RankCoordinator
 from memfit.sharded.runtime import ShardedRuntime

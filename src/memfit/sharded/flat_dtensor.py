@@ -4,7 +4,7 @@ Note [Flat DTensors]
 To the optimizer, to `clip_grad_norm_`, to `torch.distributed.checkpoint` and to users it is a DTensor with the shape of
 the whole tensor, sharded over the mesh. What it holds are elements `begin` up to `end` of the flattened tensor, a view
 of the flat shard of its unit (docs/design/sharded.md says why), and not rows, as the placement `Shard(0)` would have
-it. So DTensor's own rules do not run on it. Every op is one of these, or it is refused:
+it: its placement is `FlatShard`. So DTensor's own rules do not run on it. Every op is one of these, or it is refused:
 
 - elementwise (`torch.Tag.pointwise`, `torch._foreach_*`, fused optimizers): on the local tensors
 - a reduction over all elements: on the local tensors, then over the ranks; the result is a plain tensor
@@ -27,17 +27,55 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
 from memfit.errors import StateError
 from memfit.sharded.boxes import Box, split_into_boxes
 from memfit.sharded.comm import ShardComm
 from memfit.sharding import FlatLayout, Slot
-from memfit.torch_private.dispatch import disabled_torch_function, schema_of
+from memfit.torch_private.dispatch import DisableTorchFunction, disabled_torch_function, schema_of
 from memfit.torch_private.dtensor import DTensorSpec, LocalDTensor, make_spec, support_foreach
 
 GATHER_TAG = (1 << 28) + 1
 _aten = torch.ops.aten
+
+
+class FlatShard(Replicate):
+    """The placement of a tensor whose flattened elements are divided between ranks, which no placement of PyTorch's is.
+
+    To PyTorch's own functions it is `Replicate`, that is, they give and take the whole tensor: `distribute_tensor` like
+    such a tensor is a whole one on every rank, and `copy_` takes it. They never take this rank's elements for rows.
+    """
+
+    def __repr__(self) -> str:
+        return "FlatShard()"
+
+    __str__ = __repr__
+
+
+class LocalElements(torch.Tensor):
+    """What `to_local` gives: this rank's elements, flat, into which a whole tensor can be copied, too.
+
+    `torch.distributed.checkpoint.state_dict` loads a whole state so: `value.to_local().copy_(whole)`.
+    """
+
+    home: Home
+
+    @classmethod
+    def of(cls, local: torch.Tensor, home: Home) -> LocalElements:
+        """Return the same memory."""
+        found = local.as_subclass(cls)
+        found.home = home
+        return found
+
+    @classmethod
+    def __torch_function__(  # pyrefly: ignore[bad-override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with DisableTorchFunction():
+            if func is torch.Tensor.copy_ and isinstance(args[0], cls) and args[1].shape == args[0].home.slot.shape:
+                args = (args[0], args[0].home.own(args[1]), *args[2:])
+            return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,7 +110,7 @@ class Home:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        return (*(Replicate() for _ in range(self.mesh.ndim - 1)), Shard(0))
+        return (*(Replicate() for _ in range(self.mesh.ndim - 1)), FlatShard())
 
     def wrap(self, local: torch.Tensor) -> FlatDTensor:
         """Make a tensor of this rank's elements the DTensor that they are a part of."""
@@ -158,7 +196,9 @@ class FlatDTensor(LocalDTensor):
         """Return this rank's elements, flat: a view, which changes with the tensor."""
         if grad_placements is not None and tuple(grad_placements) != self.placements:
             raise StateError(f"the gradient of {self!r} is sharded as it is: leave grad_placements out")
-        return _ToLocal.apply(self) if self.requires_grad and torch.is_grad_enabled() else self.local.detach()
+        if self.requires_grad and torch.is_grad_enabled():
+            return _ToLocal.apply(self)
+        return LocalElements.of(self.local.detach(), self.home)
 
     def redistribute(
         self,
@@ -280,7 +320,7 @@ def _find_rule(func: Any) -> Rule:
         return _like
     if name.startswith(_LISTS) and name not in _LISTS_THAT_REDUCE:
         return _on_lists
-    if torch.Tag.pointwise in func.tags or func in _ELEMENTWISE:
+    if torch.Tag.pointwise in func.tags or name.rstrip("_") in _ELEMENTWISE:
         return _elementwise
     return _refused
 
@@ -308,6 +348,8 @@ def _like(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> FlatDTen
 
 def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an op on the local tensors."""
+    if schema_of(func).is_mutable and not isinstance(kwargs.get("out", args[0]), FlatDTensor):
+        _refused(func, args, kwargs)  # a whole tensor would be changed where this rank has elements, and only there
     home = next(_flats((args, tuple(kwargs.values())))).home
     local = [_local(func, each, home) for each in args]
     result = func(*local, **{name: _local(func, each, home) for name, each in kwargs.items()})
@@ -417,8 +459,14 @@ def _reduced(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch
         or dimensions == []
         or (isinstance(dimensions, (list, tuple)) and len(dimensions) == len(value.home.slot.shape))
     )
-    if not whole or given.get("keepdim") or "other" in given:
+    if not whole or "other" in given:
         _refused(func, args, kwargs)
+    found = _reduced_value(name, value, given)
+    return found.reshape((1,) * value.dim()) if given.get("keepdim") else found
+
+
+def _reduced_value(name: str, value: FlatDTensor, given: Mapping[str, Any]) -> torch.Tensor:
+    """Return a reduction over all elements."""
     if name in ("linalg_vector_norm", "norm"):
         order = given.get("ord", given.get("p"))
         return reduce_norms([value], 2.0 if order is None else float(order), given.get("dtype"))[0]
@@ -465,7 +513,11 @@ def reduce_norms(values: Sequence[torch.Tensor], order: float, dtype: torch.dtyp
         by_link.setdefault(value.home.link, []).append(number)
         local, kind = value.local, dtype or (torch.float32 if value.dtype in _SHORT else value.dtype)
         empty = math.inf if order == -math.inf else 0.0
-        norm = torch.linalg.vector_norm(local, order, dtype=kind) if local.numel() else local.new_full((), empty, dtype=kind)
+        norm = (
+            torch.linalg.vector_norm(local, order, dtype=kind)
+            if local.numel()
+            else local.new_full((), empty, dtype=kind)
+        )
         found.append(norm.to(value.home.device))
     for link, numbers in by_link.items():
         widest = torch.float64 if any(found[number].dtype == torch.float64 for number in numbers) else torch.float32
@@ -514,7 +566,8 @@ _ALIKE = {
     _aten.ones_like.default,
     _aten.full_like.default,
 }
-_ELEMENTWISE = {_aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor}
+_ELEMENTWISE = {"zero", "fill", "masked_fill"}
+"""Ops that are elementwise and not tagged so, with or without a last underscore."""
 _RULES: dict[Any, Rule] = {
     _aten.copy_.default: _copied,
     _aten.view.default: _viewed,
