@@ -321,7 +321,7 @@ def _find_rule(func: Any) -> Rule:
     if name.startswith(_LISTS) and name not in _LISTS_THAT_REDUCE:
         return _on_lists
     if torch.Tag.pointwise in func.tags or name.rstrip("_") in _ELEMENTWISE:
-        return _elementwise
+        return _in_place if name.endswith("_") else _elementwise
     return _refused
 
 
@@ -346,19 +346,27 @@ def _like(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> FlatDTen
     return first.home.wrap(func(first.local, *args[1:], **kwargs))
 
 
+def _in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an op that changes its first argument, and most of what an optimizer does, on the local tensors."""
+    first = args[0]
+    if type(first) is not FlatDTensor:
+        _refused(func, args, kwargs)  # a whole tensor would be changed where this rank has elements, and only there
+    home = first.home
+    func(
+        *[each.local if type(each) is FlatDTensor and each.home is home else _local(func, each, home) for each in args],
+        **({name: _local(func, each, home) for name, each in kwargs.items()} if kwargs else kwargs),
+    )
+    return first
+
+
 def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an op on the local tensors."""
-    if schema_of(func).is_mutable and not isinstance(kwargs.get("out", args[0]), FlatDTensor):
-        _refused(func, args, kwargs)  # a whole tensor would be changed where this rank has elements, and only there
+    if isinstance(kwargs.get("out"), torch.Tensor):
+        _refused(func, args, kwargs)
     home = next(_flats((args, tuple(kwargs.values())))).home
     local = [_local(func, each, home) for each in args]
     result = func(*local, **{name: _local(func, each, home) for name, each in kwargs.items()})
-    if local and result is local[0] and isinstance(args[0], torch.Tensor):  # in place
-        return args[0]
-    if not isinstance(result, torch.Tensor):
-        return tuple(home.wrap(each) for each in result)
-    out = kwargs.get("out")
-    return home.wrap(result) if out is None else out
+    return home.wrap(result) if isinstance(result, torch.Tensor) else tuple(home.wrap(each) for each in result)
 
 
 def _local(func: Any, value: Any, home: Home) -> Any:
@@ -385,12 +393,19 @@ def _on_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     homes: dict[int, Home] = {}
     for each in lists:
         for number, value in enumerate(each):
-            if isinstance(value, FlatDTensor):
-                homes.setdefault(number, value.home)
+            if number not in homes and type(value) is FlatDTensor:
+                homes[number] = value.home
 
     def local(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
-            return [_local(func, each, homes[number]) if number in homes else each for number, each in enumerate(value)]
+            return [
+                each.local
+                if type(each) is FlatDTensor and each.home is homes[number]
+                else _local(func, each, homes[number])
+                if number in homes
+                else each
+                for number, each in enumerate(value)
+            ]
         return value.full_tensor() if isinstance(value, DTensor) else value
 
     result = func(*[local(each) for each in args], **{name: local(each) for name, each in kwargs.items()})
