@@ -55,6 +55,7 @@ from memfit.sharded.optimizer_state import check_elementwise, flat_places, load_
 from memfit.sharded.rank_coordinator import RankCoordinator
 from memfit.sharded.runtime import ShardedRuntime
 from memfit.sharded.state_dict import sharded_runtime, sharded_state_dict
+from memfit.torch_private.wrappers import name_in_state
 
 _EXTRA_STATE = "_extra_state"
 
@@ -221,6 +222,7 @@ def _tied(model: nn.Module) -> dict[str, str]:
     first: dict[nn.Parameter, str] = {}
     found: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        name = name_in_state(name)
         if first.setdefault(parameter, name) != name:
             found[name] = first[parameter]
     return found

@@ -587,6 +587,7 @@ _RULES: dict[Any, Rule] = {
     _aten.copy_.default: _copied,
     _aten.view.default: _viewed,
     _aten._unsafe_view.default: _viewed,
+    _aten.expand.default: _viewed,
     _aten.equal.default: _compared,
     _aten._local_scalar_dense.default: _to_number,
     _aten.is_pinned.default: _on_local,

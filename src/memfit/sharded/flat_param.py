@@ -120,7 +120,7 @@ class FlatShard:
                 found = UnshardedParams(self.layout, self.shard, owned=False)
             else:
                 found = UnshardedParams.empty(self.layout, dtype, self.device)
-            if self.listener is not None:
+            if self.listener is not None and (dtype.is_floating_point or dtype.is_complex):
                 for number, parameter in enumerate(found.parameters):
                     parameter.requires_grad_(True)
                     parameter.register_post_accumulate_grad_hook(self._heard(number))

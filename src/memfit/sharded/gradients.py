@@ -25,7 +25,7 @@ from memfit.sharded.flat_param import FlatShard
 from memfit.sharded.mesh import Streams
 from memfit.sharded.options import Precision, Reduction
 from memfit.sharding import PartTable, Slot
-from memfit.torch_private.autograd import post_accumulate_hooks
+from memfit.torch_private.autograd import optimizers_in_backward, post_accumulate_hooks
 
 
 class Gradients:
@@ -282,6 +282,9 @@ class Gradients:
             parameter.grad = self.flat.homes[number].wrap(gradient)
         for hook in (post_accumulate_hooks(parameter) or {}).values():
             hook(parameter)
+        for optimizer in optimizers_in_backward(parameter):
+            optimizer.step()
+            parameter.grad = None
 
     @property
     def _ranks(self) -> int:

@@ -20,6 +20,7 @@ from memfit.sharded.comm import check_agreement
 from memfit.sharded.flat_dtensor import FlatDTensor
 from memfit.sharded.flat_param import FlatShard
 from memfit.sharded.runtime import ShardedRuntime
+from memfit.torch_private.wrappers import name_in_state
 
 NamedState = dict[str, Any]
 """`state` by parameter names, and `param_groups` whose `params` are names."""
@@ -153,7 +154,7 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     """Return all names of the optimizer's parameters, in its order."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+        names.setdefault(parameter, []).append(name_in_state(name))
     found: dict[nn.Parameter, tuple[str, ...]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
