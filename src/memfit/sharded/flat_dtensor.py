@@ -329,7 +329,8 @@ def _refused(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoRet
     first = next(_flats((args, tuple(kwargs.values()))))
     raise StateError(
         f"{func} would see the elements of this rank only: {first!r}. Gather first: value.full_tensor(), "
-        "memfit.sharded.full_state_dict(model), or `with full_parameters(model):`"
+        "memfit.sharded.full_state_dict(model), `with full_parameters(model):`, or for a method of a module "
+        "memfit.sharded.register_forward_method(module, name)"
     )
 
 

@@ -55,6 +55,10 @@ class Gradients:
         self._missing: dict[int, torch.Tensor] = {}
         flat.listener = self.collect
 
+    def set_divisor(self, divisor: float) -> None:
+        """Divide by this from the next pass on."""
+        self._before, self._after = divisors(self._ranks, self._dtype, divisor)
+
     @property
     def waiting(self) -> bool:
         """Whether gradients came that are not being summed."""
