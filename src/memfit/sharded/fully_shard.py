@@ -26,7 +26,7 @@ from memfit.sharded.module_methods import attach_methods
 from memfit.sharded.module_state import attach_state
 from memfit.sharded.options import Precision, Reduction, Schedule
 from memfit.sharded.runtime import ShardedRuntime
-from memfit.sharded.unit import Run, ShardedUnit
+from memfit.sharded.unit import Run, ShardedUnit, State
 from memfit.sharded.wrap_policy import FoundUnit, Units, find_units
 from memfit.sharding import group_alike
 from memfit.torch_private.compiler import disable_dynamo
@@ -254,9 +254,16 @@ class UnitCalls:
 
     def attach(self) -> None:
         """Make the module's forward call these; user hooks see gathered parameters."""
+
+        def before(*args: Any) -> Any:  # Dynamo is turned off for functions, not for methods
+            return self.before(*args)
+
+        def after(*args: Any) -> Any:
+            return self.after(*args)
+
         module = self._unit.module
-        module.register_forward_pre_hook(disable_dynamo(self.before), prepend=True, with_kwargs=True)
-        self.last = module.register_forward_hook(disable_dynamo(self.after), with_kwargs=True, always_call=True)
+        module.register_forward_pre_hook(disable_dynamo(before), prepend=True, with_kwargs=True)
+        self.last = module.register_forward_hook(disable_dynamo(after), with_kwargs=True, always_call=True)
         module.__dict__[_CALLS] = self
 
     def method(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -264,7 +271,7 @@ class UnitCalls:
 
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self._in_method:
+            if self._in_method or self._unit.state is State.FORWARD:  # the parameters are there
                 return method(*args, **kwargs)
             args, kwargs = self.before(self._unit.module, args, kwargs)
             output = None
