@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C._profiler import _EventType
+from torch.distributed.tensor import DTensor
 
 import memfit
 from memfit import Step, spec
@@ -111,6 +112,7 @@ def measure_case(name: str) -> tuple[int, int]:
     states = optimizer.state.values() if optimizer is not None else ()
     tensors = [*model.parameters(), *(each.grad for each in model.parameters() if each.grad is not None)]
     tensors += [each for state in states for each in state.values() if each is not None]
+    tensors = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
     return sum(storages.values()), _rise(lambda: step.execute(model, optimizer, "cpu"))
 

@@ -160,7 +160,7 @@ def _gathered(flat: FlatShard, own: Sequence[torch.Tensor | None]) -> Gradients:
     there = torch.tensor([each is not None for each in own])
     for number, each in enumerate(own):
         if each is not None:
-            flat.local(number, part).copy_(each)
+            flat.local(number, part).copy_(each.to_local())
     parts = [torch.empty_like(part) for _ in range(flat.link.ranks)]
     everywhere = [torch.empty_like(there) for _ in range(flat.link.ranks)]
     dist.all_gather(parts, part, group=flat.link.group)

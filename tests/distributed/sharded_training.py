@@ -74,8 +74,8 @@ def overflow_on_one_rank() -> tuple[list[bool], bool, float]:
     scaler.scale(loss_of(model, tokens(0))).backward()
     finite = [finite_gradients(model)]
     if dist.get_rank() == 1:
-        first = next(each for each in model.parameters() if each.grad is not None and each.numel())
-        first.grad[0] = float("inf")
+        first = next(each for each in model.parameters() if each.grad is not None and each.to_local().numel())
+        first.grad.to_local()[0] = float("inf")
     finite.append(finite_gradients(model))
     scaler.step(optimizer)
     scaler.update()

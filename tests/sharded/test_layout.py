@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memfit.sharded.flat_param import split_into_boxes
+from memfit.sharded.boxes import split_into_boxes
 from memfit.sharding.flat_layout import ALIGNED_ELEMENTS, FlatLayout
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)

@@ -17,8 +17,8 @@ from memfit.sharded import (
     UnitOptions,
     check_agreement,
     device_of,
-    get_runtime,
     make_comms,
+    move_optimizer,
     resolve_mesh,
     shard,
 )
@@ -34,7 +34,6 @@ def shard_as_planned(
     for link in make_comms(mesh, device_of(mesh), None):
         if link is not None:
             check_agreement(link, [f"a plan for {plan.fingerprint[:12]} with content {content} on engine sharded"])
-    shapes = {parameter: parameter.shape for parameter in model.parameters()}
     shard(
         model,
         mesh=mesh,
@@ -43,7 +42,7 @@ def shard_as_planned(
         schedule=Schedule(forward_prefetch=plan.shard.prefetch, backward_prefetch=plan.shard.prefetch),
     )
     for optimizer in optimizers:
-        _shard_state(model, optimizer, shapes)
+        move_optimizer(optimizer)
 
 
 def _unit_options(unit: ShardedUnit) -> UnitOptions:
@@ -68,14 +67,3 @@ def _precision(plan: Plan, planned: ShardPlan, model: nn.Module) -> Precision:
         reduce_dtype=None if planned.reduce_dtype is None else getattr(torch, planned.reduce_dtype),
         cast_inputs="none" if plan.trace.autocast is not None else "units",
     )
-
-
-def _shard_state(model: nn.Module, optimizer: torch.optim.Optimizer, shapes: dict[nn.Parameter, torch.Size]) -> None:
-    """Shard the optimizer's state of each parameter."""
-    for unit in get_runtime(model).units:
-        for flat in unit.flats:
-            for parameter, part in zip(flat.parameters, flat.parts, strict=True):
-                state = optimizer.state.get(parameter, {})
-                for name, value in state.items():
-                    if isinstance(value, torch.Tensor) and value.shape == shapes[parameter] and name != "step":
-                        state[name] = value.reshape(-1)[part.begin : part.end].clone()

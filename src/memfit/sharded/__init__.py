@@ -5,19 +5,21 @@ import memfit.torch_private.version  # noqa: F401  first, so that a torch which 
 # isort: split
 from memfit.sharded.checkpoint import Loaded, load, save, saves
 from memfit.sharded.comm import CollectiveError, OrderError, RankMismatch, check_agreement
+from memfit.sharded.earlier_optimizers import move_optimizer
+from memfit.sharded.flat_dtensor import FlatDTensor
 from memfit.sharded.full_parameters import full_parameters
-from memfit.sharded.fully_shard import find_runtime, get_runtime, no_sync, shard
+from memfit.sharded.fully_shard import find_runtime, get_runtime, no_sync, register_forward_method, shard
 from memfit.sharded.gradient_scaling import ShardedGradScaler, clip_grad_norm_, finite_gradients
 from memfit.sharded.mesh import device_of, make_comms, resolve_mesh
 from memfit.sharded.optimizer_state import plain_optimizer_state
 from memfit.sharded.options import Precision, Reduction, Schedule, UnitOptions
 from memfit.sharded.rank_coordinator import RankError
 from memfit.sharded.runtime import ShardedRuntime
-from memfit.sharded.sharded_value import ShardedValue
 from memfit.sharded.state_dict import full_state_dict, load_state_dict, sharded_state_dict
 
 __all__ = [
     "CollectiveError",
+    "FlatDTensor",
     "Loaded",
     "OrderError",
     "Precision",
@@ -27,7 +29,6 @@ __all__ = [
     "Schedule",
     "ShardedGradScaler",
     "ShardedRuntime",
-    "ShardedValue",
     "UnitOptions",
     "check_agreement",
     "clip_grad_norm_",
@@ -40,8 +41,10 @@ __all__ = [
     "load",
     "load_state_dict",
     "make_comms",
+    "move_optimizer",
     "no_sync",
     "plain_optimizer_state",
+    "register_forward_method",
     "resolve_mesh",
     "save",
     "saves",

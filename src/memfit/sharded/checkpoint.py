@@ -50,11 +50,12 @@ from memfit.sharded.checkpoint_files import (
     unfinished,
     write_durably,
 )
+from memfit.sharded.flat_dtensor import FlatDTensor
 from memfit.sharded.optimizer_state import check_elementwise, flat_places, load_named_state, parameter_names
 from memfit.sharded.rank_coordinator import RankCoordinator
 from memfit.sharded.runtime import ShardedRuntime
-from memfit.sharded.sharded_value import ShardedValue, sharded_value
 from memfit.sharded.state_dict import sharded_runtime, sharded_state_dict
+from memfit.torch_private.wrappers import name_in_state
 
 _EXTRA_STATE = "_extra_state"
 
@@ -98,7 +99,7 @@ def save(
     state = sharded_state_dict(model, optimizer)
     tied = _tied(model)
     tensors, values = _divided(state, tied)
-    whole = {path: tensor for path, tensor in tensors.items() if not isinstance(tensor, ShardedValue)}
+    whole = {path: tensor for path, tensor in tensors.items() if not isinstance(tensor, FlatDTensor)}
     name = ""
 
     def begin() -> bytes:
@@ -221,6 +222,7 @@ def _tied(model: nn.Module) -> dict[str, str]:
     first: dict[nn.Parameter, str] = {}
     found: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        name = name_in_state(name)
         if first.setdefault(parameter, name) != name:
             found[name] = first[parameter]
     return found
@@ -242,7 +244,7 @@ def _divided(state: Mapping[str, Any], tied: Mapping[str, str]) -> tuple[dict[Pa
         for name, found in state["optimizer"]["state"].items():
             scalars[name] = {}
             for key, value in found.items():
-                if isinstance(value, ShardedValue) or (isinstance(value, torch.Tensor) and value.dim()):
+                if isinstance(value, FlatDTensor) or (isinstance(value, torch.Tensor) and value.dim()):
                     tensors["optimizer", name, key] = value
                 else:
                     scalars[name][key] = to_json(value, f"optimizer state {key!r} of {name!r}")
@@ -263,9 +265,9 @@ def _write_own(
     try:
 
         def stored(path: PathNames, value: torch.Tensor) -> StoredTensor:
-            sharded = isinstance(value, ShardedValue)
-            local = value.local if isinstance(value, ShardedValue) else value.reshape(-1)
-            begin = value.begin if isinstance(value, ShardedValue) else 0
+            sharded = isinstance(value, FlatDTensor)
+            local = value.local if isinstance(value, FlatDTensor) else value.reshape(-1)
+            begin = value.begin if isinstance(value, FlatDTensor) else 0
             pieces: tuple[Piece, ...] = ()
             if local.numel() and (coordinator.writes or not sharded):
                 offset, checksums = writer.add(local)
@@ -279,7 +281,7 @@ def _write_own(
         pieces = tuple(
             stored(path, value)
             for path, value in tensors.items()
-            if isinstance(value, ShardedValue) or coordinator.rank == 0
+            if isinstance(value, FlatDTensor) or coordinator.rank == 0
         )
         own = [stored(path, tensors[path]) for path in sorted(different)] if coordinator.rank else []
         own += [stored(("rng", kind), value) for kind, value in rng_state().items()]
@@ -321,7 +323,7 @@ def _load_model(
             raise InputError(f"{name!r} has shape {tensor.shape} in the save and {tuple(value.shape)} in the model")
         if name.rpartition(".")[2] == _EXTRA_STATE:
             model.get_submodule(module).set_extra_state(_whole(reader, tensor))
-        elif isinstance(value, ShardedValue):
+        elif isinstance(value, FlatDTensor):
             value.local.copy_(reader.read(tensor, value.begin, value.end))
         else:
             value.copy_(_whole(reader, tensor))
@@ -351,7 +353,7 @@ def _load_optimizer(
             flat, number = place
             part = flat.parts[number]
             check_elementwise(f"{path[2]!r} of {path[1]!r}", tensor.shape, flat.layout.slots[number].shape)
-            value = sharded_value(flat, number, reader.read(tensor, part.begin, part.end))
+            value = flat.homes[number].wrap(reader.read(tensor, part.begin, part.end))
         state.setdefault(path[1], {})[path[2]] = value
     groups = from_json(manifest.optimizer["param_groups"])
     load_named_state(model, runtime, optimizer, {"state": state, "param_groups": groups}, copy=False)

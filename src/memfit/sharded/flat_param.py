@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from memfit.errors import StateError
 from memfit.sharded.comm import ShardComm, Transfer
+from memfit.sharded.earlier_optimizers import give_up
+from memfit.sharded.flat_dtensor import FlatDTensor, Home
 from memfit.sharded.mesh import Streams
 from memfit.sharding import FlatLayout, Part
 from memfit.torch_private.autograd import set_version_counters, version_of
@@ -45,7 +47,8 @@ class Member:
 class FlatShard:
     """Parameters of one dtype in one flat layout, this rank's part of which is `shard`.
 
-    `parameters` are those that the user and the optimizer see, the model's own: one-dimensional views of the shard.
+    `parameters` are those that the user and the optimizer see: flat DTensors around views of the shard, once it has
+    taken over from the model's own.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class FlatShard:
         device: torch.device,
         compute_device: torch.device,
         streams: Streams,
+        mesh: DeviceMesh,
         value: Callable[[Member], torch.Tensor],
     ) -> None:
         self.layout = FlatLayout.of(((member.names, member.parameter.shape) for member in members), link.ranks)
@@ -64,6 +68,7 @@ class FlatShard:
         self.parameters = [member.parameter for member in members]
         self.places = [member.places for member in members]
         self.parts: list[Part] = [self.layout.part(slot, link.rank) for slot in self.layout.slots]
+        self.homes = [Home.of(slot, self.layout, link, mesh, compute_device) for slot in self.layout.slots]
         self.shard = torch.zeros(
             self.layout.shard_elements,
             dtype=self.dtype,
@@ -85,7 +90,8 @@ class FlatShard:
     @property
     def changes(self) -> int:
         """How often the parameters were changed in place."""
-        return sum(version_of(parameter) for parameter in self.parameters)
+        # ops on a DTensor are counted there, those on the shard and on `to_local()` here
+        return version_of(self.shard) + sum(version_of(parameter) for parameter in self.parameters)
 
     def local(self, number: int, flat: torch.Tensor) -> torch.Tensor:
         """Return the part of one parameter in a tensor that is laid out as the shard is."""
@@ -93,16 +99,18 @@ class FlatShard:
         return flat[part.at : part.at + part.elements]
 
     def take_over(self) -> None:
-        """Turn the model's parameters into views of the shard; their whole data is given up."""
+        """Put flat DTensors in the place of the model's parameters, whose whole data is given up."""
         for number, parameter in enumerate(self.parameters):
-            local = self.local(number, self.shard)
-            if parameter.is_meta:  # such a tensor cannot get real data
-                self.parameters[number] = nn.Parameter(local, requires_grad=parameter.requires_grad)
-                self.parameters[number].__dict__.update(parameter.__dict__)
-            else:
-                parameter.data = local
-                parameter.grad = None
+            with torch.no_grad():
+                made = nn.Parameter(self.home_value(number), requires_grad=parameter.requires_grad)
+            made.__dict__.update(parameter.__dict__)
+            self.parameters[number] = made
+            give_up(parameter, made)
         self.to_sharded()
+
+    def home_value(self, number: int) -> FlatDTensor:
+        """Return a parameter as the DTensor around its part of the shard."""
+        return self.homes[number].wrap(self.local(number, self.shard))
 
     def unsharded(self, dtype: torch.dtype) -> UnshardedParams:
         """Return the gathered parameters in a dtype; one rank alone computes on its shard."""
@@ -112,7 +120,7 @@ class FlatShard:
                 found = UnshardedParams(self.layout, self.shard, owned=False)
             else:
                 found = UnshardedParams.empty(self.layout, dtype, self.device)
-            if self.listener is not None:
+            if self.listener is not None and (dtype.is_floating_point or dtype.is_complex):
                 for number, parameter in enumerate(found.parameters):
                     parameter.requires_grad_(True)
                     parameter.register_post_accumulate_grad_hook(self._heard(number))
@@ -191,18 +199,19 @@ class FlatShard:
     def own(self, number: int) -> torch.Tensor:
         """Return the shard of one parameter; values that a user put in place of its data are taken over first."""
         parameter, part = self.parameters[number], self.parts[number]
+        assert isinstance(parameter, FlatDTensor)
         local = self.local(number, self.shard)
-        if parameter.data_ptr() == local.data_ptr() or not part.elements:
+        if parameter.local.data_ptr() == local.data_ptr() or not part.elements:
             return local
-        if parameter.dtype != self.dtype or parameter.shape != local.shape or parameter.device != local.device:
+        if parameter.dtype != self.dtype or parameter.local.shape != local.shape or parameter.device != local.device:
             raise StateError(
                 f"parameter {self.layout.slots[number].names[0]!r} was {self.dtype} on {local.device} with "
                 f"{part.elements} elements here, and is {parameter.dtype} on {parameter.device} with "
-                f"{parameter.numel()} now; change dtype or device before shard, and values inside of "
+                f"{parameter.local.numel()} now; change dtype or device before shard, and values inside of "
                 "memfit.sharded.full_parameters(model, write_back=True)"
             )
-        local.copy_(parameter.detach())
-        parameter.data = local
+        local.copy_(parameter.local)
+        parameter.local = local
         return local
 
     def _heard(self, number: int) -> Callable[[torch.Tensor], None]:
@@ -215,46 +224,6 @@ class FlatShard:
                 flat.listener(number, parameter)
 
         return hear
-
-
-# -- The elements of a shard as blocks of an N-dimensional tensor ---------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Box:
-    """A block of a tensor with as many dimensions, whose elements follow each other in the flattened tensor."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-def split_into_boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
-    """Return the blocks, in order, that elements `begin` up to `end` of a flattened tensor consist of.
-
-    At most two for every dimension but the last, and one more: the rest of a row, whole rows, the start of a row.
-    """
-    if end <= begin:
-        return []
-    if not shape:
-        return [Box(offsets=(), sizes=())]
-    if len(shape) == 1:
-        return [Box(offsets=(begin,), sizes=(end - begin,))]
-    row = math.prod(shape[1:])
-    first, last = -(-begin // row), end // row
-    if first > last:  # inside one row
-        return _in_row(shape[1:], last, begin - last * row, end - last * row)
-    found: list[Box] = []
-    if begin < first * row:
-        found += _in_row(shape[1:], first - 1, begin - (first - 1) * row, row)
-    if first < last:
-        found.append(Box(offsets=(first, *(0 for _ in shape[1:])), sizes=(last - first, *shape[1:])))
-    if last * row < end:
-        found += _in_row(shape[1:], last, 0, end - last * row)
-    return found
-
-
-def _in_row(shape: Sequence[int], number: int, begin: int, end: int) -> list[Box]:
-    return [Box(offsets=(number, *box.offsets), sizes=(1, *box.sizes)) for box in split_into_boxes(shape, begin, end)]
 
 
 # -- The gathered parameters of a unit: views of one flat buffer whose memory comes and goes --------------------------

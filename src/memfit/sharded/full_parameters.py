@@ -14,6 +14,7 @@ from memfit.sharded.fully_shard import get_runtime
 from memfit.sharded.runtime import ShardedRuntime
 from memfit.sharded.unit import ShardedUnit, State, check_transition
 from memfit.torch_private.autograd import in_backward
+from memfit.torch_private.modules import parameter_table
 
 STATE_TAG = 1 << 28
 """Apart from the tags of units, so that a rank which gathers state never meets one that trains."""
@@ -25,23 +26,27 @@ def full_parameters(
 ) -> Iterator[nn.Module]:
     """Make the modules hold full parameters, in their own dtype and shape, while the block runs.
 
-    With `write_back` every rank takes its part of what they hold at the end; make the same change on all ranks. After
-    an exception nothing is written. `units` names some units instead of all; the root is the empty name.
+    With `write_back` every rank takes its part of what they hold at the end, also of parameters and data put in their
+    place; make the same change on all ranks. After an exception nothing is written. `units` names some units instead
+    of all; the root is the empty name.
     """
     runtime = get_runtime(model)
     chosen = _chosen(runtime, units)
     _recover(runtime)
     _check_between_steps(runtime, chosen)
     summoned: list[tuple[FlatShard, torch.Tensor]] = []
+    shown: list[list[nn.Parameter]] = []
     try:
         for unit in chosen:
             unit.go(State.SUMMONED)
             for flat in unit.flats:
                 summoned.append((flat, gather_shard(flat, f"gather of {unit.title} for full_parameters")))
         for flat, buffer in summoned:
-            _show(flat, buffer)
+            shown.append(_show(flat, buffer))
         yield model
         if write_back:
+            for (flat, buffer), parameters in zip(summoned, shown, strict=True):
+                _take_replacements(flat, buffer, parameters)
             for flat, buffer in summoned:
                 with torch.no_grad():
                     flat.shard.copy_(flat.link.part(buffer))
@@ -99,10 +104,42 @@ def _check_between_steps(runtime: ShardedRuntime, chosen: Sequence[ShardedUnit])
         )
 
 
-def _show(flat: FlatShard, buffer: torch.Tensor) -> None:
+def _show(flat: FlatShard, buffer: torch.Tensor) -> list[nn.Parameter]:
+    """Set parameters on the modules that are views of a buffer."""
+    shown: list[nn.Parameter] = []
     for slot, places, own in zip(flat.layout.slots, flat.places, flat.parameters, strict=True):
         parameter = nn.Parameter(
             buffer[slot.begin : slot.end].view(slot.shape).detach(), requires_grad=own.requires_grad
         )
+        shown.append(parameter)
         for place in places:
             place.put(parameter)
+    return shown
+
+
+def _take_replacements(flat: FlatShard, buffer: torch.Tensor, shown: Sequence[nn.Parameter]) -> None:
+    """Copy into a buffer what was put in the place of its parameters, or of their data."""
+    for slot, places, parameter in zip(flat.layout.slots, flat.places, shown, strict=True):
+        target = buffer[slot.begin : slot.end].view(slot.shape)
+        held = {
+            id(each): each
+            for place in places
+            if (each := parameter_table(place.module).get(place.attribute)) is not None
+        }
+        if len(held) > 1 and id(parameter) in held:  # tied, and replaced in one place
+            del held[id(parameter)]
+        if len(held) != 1:
+            what = "removed" if not held else "replaced by different ones in the places that share it"
+            raise StateError(
+                f"parameter {slot.names[0]!r} was {what} inside of full_parameters; nothing was written: put one "
+                "parameter of the same shape there"
+            )
+        (found,) = held.values()
+        if found.shape != slot.shape or found.dtype != flat.dtype:
+            raise StateError(
+                f"parameter {slot.names[0]!r} was {flat.dtype} of shape {slot.shape}, and what was put in its place is "
+                f"{found.dtype} of shape {tuple(found.shape)}; nothing was written: change dtype and shape before shard"
+            )
+        if found.data_ptr() != target.data_ptr():
+            with torch.no_grad():
+                target.copy_(found)

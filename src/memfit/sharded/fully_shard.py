@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
@@ -21,16 +22,18 @@ from memfit.sharded.flat_param import FlatShard, Member
 from memfit.sharded.gradients import Gradients
 from memfit.sharded.materialize import Init, check_init, check_source, prepare_buffers, with_values
 from memfit.sharded.mesh import Streams, device_of, make_comms, nearby, resolve_mesh
+from memfit.sharded.module_methods import attach_methods
+from memfit.sharded.module_state import attach_state
 from memfit.sharded.options import Precision, Reduction, Schedule
 from memfit.sharded.runtime import ShardedRuntime
-from memfit.sharded.sharded_value import attach_state
-from memfit.sharded.unit import Run, ShardedUnit
+from memfit.sharded.unit import Run, ShardedUnit, State
 from memfit.sharded.wrap_policy import FoundUnit, Units, find_units
 from memfit.sharding import group_alike
 from memfit.torch_private.compiler import disable_dynamo
 from memfit.torch_private.modules import forward_hooks
 from memfit.torch_private.wrappers import has_compiled_parts
 
+_CALLS = "_memfit_calls"
 _RUNTIME = "_memfit_runtime"
 
 
@@ -88,7 +91,8 @@ def shard(
     for number, (each, inside) in enumerate(zip(found, _insides(found), strict=True)):
         with with_values(each, inside, device, init, links if from_rank_0 else None) as value:
             flats = [
-                FlatShard(members, shards, home, device, streams, value) for members in group_alike(each.members, _kind)
+                FlatShard(members, shards, home, device, streams, mesh, value)
+                for members in group_alike(each.members, _kind)
             ]
         made.append(
             ShardedUnit(
@@ -109,9 +113,10 @@ def shard(
     for unit in made:
         for flat in unit.flats:
             flat.take_over()
-        attach(runtime, unit)
+        UnitCalls(runtime, unit).attach()
     prepare_buffers(model, device, precision.buffer_dtype, links if from_rank_0 else None)
     attach_state(runtime)
+    attach_methods(runtime)
     model.__dict__[_RUNTIME] = runtime
     model.__dict__["zero_grad"] = _ZeroGrad(runtime)
     return model
@@ -220,30 +225,86 @@ def _agreed_settings(
 # -- How modules call the runtime -------------------------------------------------------------------------------------
 
 
-def attach(runtime: ShardedRuntime, unit: ShardedUnit) -> None:
-    """Make a unit's module call the runtime around its forward; user hooks see gathered parameters."""
-    module = unit.module
-    entered: list[tuple[Run | None, BaseException | None]] = []
+class UnitCalls:
+    """What happens around the calls of a unit's module: its forward, and methods that run on gathered parameters."""
+
+    def __init__(self, runtime: ShardedRuntime, unit: ShardedUnit) -> None:
+        self._runtime = runtime
+        self._unit = unit
+        self._entered: list[tuple[Run | None, BaseException | None]] = []
+        self._in_method = False
 
     def before(
-        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        run = Run(unit) if torch.is_grad_enabled() else None
-        entered.append((run, sys.exc_info()[1]))
+        """Gather the parameters."""
+        if self._in_method:  # which gathered them
+            return args, kwargs
+        run = Run(self._unit) if torch.is_grad_enabled() else None
+        self._entered.append((run, sys.exc_info()[1]))
         hooks = forward_hooks(module)
-        hooks[last.id] = hooks.pop(last.id)
-        args, kwargs = runtime.before_forward(unit, args, kwargs)
-        return (args, kwargs) if run is None else runtime.mark_inputs(run, args, kwargs)
+        hooks[self.last.id] = hooks.pop(self.last.id)
+        args, kwargs = self._runtime.before_forward(self._unit, args, kwargs)
+        return (args, kwargs) if run is None else self._runtime.mark_inputs(run, args, kwargs)
 
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        run, handled = entered.pop() if entered else (None, None)
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Free the parameters, unless the backward needs them."""
+        if self._in_method:
+            return output
+        run, handled = self._entered.pop() if self._entered else (None, None)
         if sys.exc_info()[1] is not handled:
-            runtime.failed_forward(unit)
+            self._runtime.failed_forward(self._unit)
             return None
-        return runtime.after_forward(unit, run, (args, kwargs), output)
+        return self._runtime.after_forward(self._unit, run, (args, kwargs), output)
 
-    module.register_forward_pre_hook(disable_dynamo(before), prepend=True, with_kwargs=True)
-    last = module.register_forward_hook(disable_dynamo(after), with_kwargs=True, always_call=True)
+    def attach(self) -> None:
+        """Make the module's forward call these; user hooks see gathered parameters."""
+
+        def before(*args: Any) -> Any:  # Dynamo is turned off for functions, not for methods
+            return self.before(*args)
+
+        def after(*args: Any) -> Any:
+            return self.after(*args)
+
+        module = self._unit.module
+        module.register_forward_pre_hook(disable_dynamo(before), prepend=True, with_kwargs=True)
+        self.last = module.register_forward_hook(disable_dynamo(after), with_kwargs=True, always_call=True)
+        module.__dict__[_CALLS] = self
+
+    def method(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of the module that runs on gathered parameters, as its forward does."""
+
+        @functools.wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._in_method or self._unit.state is State.FORWARD:  # the parameters are there
+                return method(*args, **kwargs)
+            args, kwargs = self.before(self._unit.module, args, kwargs)
+            output = None
+            self._in_method = True
+            try:
+                output = method(*args, **kwargs)
+            except BaseException:
+                self._in_method = False
+                self.after(self._unit.module, args, kwargs, None)
+                raise
+            self._in_method = False
+            return self.after(self._unit.module, args, kwargs, output)
+
+        return run
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Let a method of a unit run on gathered parameters, as its forward does.
+
+    FSDP2's `register_fsdp_forward_method`.
+    """
+    calls: UnitCalls | None = module.__dict__.get(_CALLS)
+    if calls is None:
+        raise InputError(f"this {type(module).__name__} is no unit of a sharded model; give a module that is one")
+    method = getattr(module, name, None)
+    if not callable(method):
+        raise InputError(f"this {type(module).__name__} has no method {name!r}")
+    module.__dict__[name] = calls.method(method)
 
 
 # -- Passes whose gradients are not sent ------------------------------------------------------------------------------

@@ -16,16 +16,16 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 from torch.profiler import record_function
 
 from memfit.errors import InputError
 from memfit.sharded.comm import ShardComm, SumTransfer, Transfer, join_parts
+from memfit.sharded.flat_dtensor import FlatDTensor
 from memfit.sharded.flat_param import FlatShard
 from memfit.sharded.mesh import Streams
 from memfit.sharded.options import Precision, Reduction
 from memfit.sharding import PartTable, Slot
-from memfit.torch_private.autograd import post_accumulate_hooks
+from memfit.torch_private.autograd import optimizers_in_backward, post_accumulate_hooks
 
 
 class Gradients:
@@ -54,6 +54,10 @@ class Gradients:
         self._came: set[int] = set()
         self._missing: dict[int, torch.Tensor] = {}
         flat.listener = self.collect
+
+    def set_divisor(self, divisor: float) -> None:
+        """Divide by this from the next pass on."""
+        self._before, self._after = divisors(self._ranks, self._dtype, divisor)
 
     @property
     def waiting(self) -> bool:
@@ -167,7 +171,7 @@ class Gradients:
         with torch.no_grad():
             for number, gradient in missing.items():
                 if used[number]:
-                    self._give_one(self.flat.parameters[number], gradient)
+                    self._give_one(number, gradient)
 
     @property
     def misses(self) -> bool:
@@ -268,19 +272,23 @@ class Gradients:
             if waiting is not None:
                 gradient = gradient.add_(waiting)
             if number in collected:
-                self._give_one(parameter, gradient)
+                self._give_one(number, gradient)
             else:
                 self._missing[number] = gradient
 
-    def _give_one(self, parameter: nn.Parameter, gradient: torch.Tensor) -> None:
-        if parameter.grad is not None:
-            parameter.grad.add_(gradient)
+    def _give_one(self, number: int, gradient: torch.Tensor) -> None:
+        parameter = self.flat.parameters[number]
+        if isinstance(parameter.grad, FlatDTensor):
+            parameter.grad.local.add_(gradient)
         else:
             if parameter.dtype != gradient.dtype:
                 parameter.grad_dtype = gradient.dtype
-            parameter.grad = gradient
+            parameter.grad = self.flat.homes[number].wrap(gradient)
         for hook in (post_accumulate_hooks(parameter) or {}).values():
             hook(parameter)
+        for optimizer in optimizers_in_backward(parameter):
+            optimizer.step()
+            parameter.grad = None
 
     @property
     def _ranks(self) -> int:

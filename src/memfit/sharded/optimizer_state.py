@@ -17,35 +17,33 @@ from torch.distributed.tensor import DTensor
 
 from memfit.errors import InputError
 from memfit.sharded.comm import check_agreement
+from memfit.sharded.flat_dtensor import FlatDTensor
 from memfit.sharded.flat_param import FlatShard
 from memfit.sharded.runtime import ShardedRuntime
-from memfit.sharded.sharded_value import ShardedValue, sharded_value
+from memfit.torch_private.wrappers import name_in_state
 
 NamedState = dict[str, Any]
 """`state` by parameter names, and `param_groups` whose `params` are names."""
 
 
 def get_named_state(model: nn.Module, runtime: ShardedRuntime | None, optimizer: torch.optim.Optimizer) -> NamedState:
-    """Return an optimizer's state by names; sharded values as ShardedValue on the optimizer's own tensors."""
+    """Return an optimizer's state by names; the tensors are the optimizer's own."""
     names = parameter_names(model, optimizer)
-    places = flat_places(runtime)
     state: dict[str, dict[str, Any]] = {}
     described: list[str] = []
     for parameter, every in names.items():
         if parameter not in optimizer.state:
             continue
-        flat_place = places.get(parameter)
         found: dict[str, Any] = {}
         for key, value in optimizer.state[parameter].items():
-            if flat_place is not None and isinstance(value, torch.Tensor) and value.dim():
-                if value.shape != parameter.shape:
-                    raise InputError(
-                        f"optimizer state {key!r} of {every[0]!r} has shape {tuple(value.shape)} where this rank has "
-                        f"{parameter.numel()} elements; state that is neither elementwise nor a scalar cannot be saved"
-                    )
-                flat, number = flat_place
-                value = sharded_value(flat, number, value)
+            if isinstance(value, FlatDTensor):
                 described.append(f"elementwise optimizer state {key!r} of {every[0]!r} in {value.dtype}")
+            elif isinstance(parameter, FlatDTensor) and isinstance(value, torch.Tensor) and value.dim():
+                raise InputError(
+                    f"optimizer state {key!r} of {every[0]!r} is a tensor of {tuple(value.shape)} and not sharded as "
+                    "the parameter is; state that is neither elementwise, such as torch.zeros_like(parameter), nor a "
+                    "scalar cannot be saved"
+                )
             found[key] = value
         state[every[0]] = found
     if runtime is not None:
@@ -156,7 +154,7 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     """Return all names of the optimizer's parameters, in its order."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+        names.setdefault(parameter, []).append(name_in_state(name))
     found: dict[nn.Parameter, tuple[str, ...]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -185,18 +183,15 @@ def _own(value: Any, place: tuple[FlatShard, int] | None, elementwise: bool, wha
     """Return this rank's part of a state, in a tensor that nobody else has."""
     if not isinstance(value, torch.Tensor):
         return value
-    if isinstance(value, DTensor) or (place is None and isinstance(value, ShardedValue)):
+    home = None if place is None else place[0].homes[place[1]]
+    if isinstance(value, FlatDTensor) and home is not None and value.home.alike(home):
+        return home.wrap(value.local.detach().clone() if copy else value.local.detach())
+    if isinstance(value, DTensor):
         value = value.full_tensor()
-    if isinstance(value, ShardedValue):
-        own = value.local
-    elif place is None or not elementwise:
-        own = value
-    else:
-        flat, number = place
-        part = flat.parts[number]
-        check_elementwise(what, value.shape, flat.layout.slots[number].shape)
-        own, copy = value.reshape(-1)[part.begin : part.end], True
-    return own.detach().clone() if copy else own.detach()
+    if home is None or not elementwise:
+        return value.detach().clone() if copy else value.detach()
+    check_elementwise(what, value.shape, home.slot.shape)
+    return home.wrap(home.own(value).detach().clone())
 
 
 def check_elementwise(what: str, shape: Sequence[int], parameter_shape: Sequence[int]) -> None:

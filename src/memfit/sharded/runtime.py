@@ -120,7 +120,10 @@ class ShardedRuntime:
             self._begin_pass(unit)
         self.order.enter(unit)
         unit.unshard("forward")
-        self._gather_ahead(unit, self.order.following(self.schedule.forward_prefetch), "forward")
+        following = unit.forward_prefetch
+        if following is None:
+            following = self.order.following(self.schedule.forward_prefetch)
+        self._gather_ahead(unit, following, "forward")
         unit.wait()
         unit.to_unsharded()
         return self._cast_inputs(unit, args, kwargs)
@@ -155,7 +158,8 @@ class ShardedRuntime:
                 unit.rest()
             return output
         if run is not None and watched:
-            run.before = self.order.leave(unit, self.schedule.backward_prefetch)
+            before = self.order.leave(unit, self.schedule.backward_prefetch)
+            run.before = before if unit.backward_prefetch is None else unit.backward_prefetch
             run.counted = True
             unit.pending += 1
         unit.go(State.IDLE)
@@ -239,7 +243,7 @@ class ShardedRuntime:
         unit.go(State.POST_BACKWARD)
         unit.to_sharded()
         unit.free()
-        if self.communicates and unit.pending <= 0:
+        if self._sums(unit) and unit.pending <= 0:
             self._owing.discard(unit)
             if unit.begin_sum(everything=True):
                 self._advance_sums()
@@ -303,9 +307,9 @@ class ShardedRuntime:
 
     def _end_backward(self) -> None:
         """Do all that is left when autograd has finished, also for units whose hooks did not run."""
-        if self.communicates:
+        if any(self._sums(unit) for unit in self.units):
             for unit in reversed(self.units):
-                if unit.begin_sum(everything=unit in self._owing) and unit not in self._summing:
+                if self._sums(unit) and unit.begin_sum(everything=unit in self._owing) and unit not in self._summing:
                     self._summing.append(unit)
             asked = self._ask_which_came()
             while self._summing:
@@ -316,6 +320,10 @@ class ShardedRuntime:
         for unit in self.units:
             unit.rest()
         self._in_backward = False
+
+    def _sums(self, unit: ShardedUnit) -> bool:
+        """Return whether backwards sum the gradients of a unit over ranks now."""
+        return self.communicates and unit.communicates
 
     def _end_runs(self) -> None:
         """Forget the backwards of this pass; a retained graph may have another."""

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from memfit.errors import InputError, StateError
+from memfit.sharded.flat_dtensor import FlatDTensor
 from memfit.sharded.flat_param import FlatShard
 from memfit.sharded.full_parameters import gather_alike, gather_shard
 from memfit.sharded.fully_shard import get_runtime
 from memfit.sharded.optimizer_state import NamedState, flat_places, get_named_state, load_named_state, parameter_names
 from memfit.sharded.runtime import ShardedRuntime
-from memfit.sharded.sharded_value import ShardedValue
 
 
 def sharded_state_dict(
@@ -116,7 +116,7 @@ def _full_model(model: nn.Module, runtime: ShardedRuntime, keeps: bool, cpu: boo
     if not keeps:
         return {}
     return {
-        name: found[name] if isinstance(value, ShardedValue) else _copy(value, cpu)
+        name: found[name] if isinstance(value, FlatDTensor) else _copy(value, cpu)
         for name, value in model.state_dict().items()
     }
 
@@ -127,12 +127,12 @@ def _full_optimizer(
     named = get_named_state(model, runtime, optimizer)
     names = {every[0]: parameter for parameter, every in parameter_names(model, optimizer).items()}
     places = flat_places(runtime)
-    sharded: dict[tuple[FlatShard, str, torch.dtype], list[tuple[str, int, ShardedValue]]] = defaultdict(list)
+    sharded: dict[tuple[FlatShard, str, torch.dtype], list[tuple[str, int, FlatDTensor]]] = defaultdict(list)
     state: dict[str, dict[str, Any]] = {}
     for name, values in named["state"].items():
         state[name] = {}
         for key, value in values.items():
-            if isinstance(value, ShardedValue):
+            if isinstance(value, FlatDTensor):
                 flat, number = places[names[name]]
                 sharded[flat, key, value.dtype].append((name, number, value))
                 state[name][key] = None  # in its place, for the order of the keys

@@ -26,7 +26,9 @@ class ShardedUnit:
     """A module with its flat shards; the root has the empty name.
 
     `outermost` says whether its last forward was that of the whole pass. `pending` counts forwards whose backward has
-    not come since the last backward ended, `running` the backwards that have begun.
+    not come since the last backward ended, `running` the backwards that have begun. `communicates` says whether its
+    gradients are summed, `forward_prefetch` and `backward_prefetch` which units are gathered with it where a user
+    says so.
     """
 
     def __init__(
@@ -54,6 +56,9 @@ class ShardedUnit:
         self.stale = False
         self.pending = 0
         self.running = 0
+        self.communicates = True
+        self.forward_prefetch: tuple[ShardedUnit, ...] | None = None
+        self.backward_prefetch: tuple[ShardedUnit, ...] | None = None
         self.turn = 0
         """Which pass of the model this is. A rank that skipped one must not meet the others in the next."""
         self._precision = precision

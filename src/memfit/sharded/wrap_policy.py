@@ -13,7 +13,7 @@ from memfit.paths import around, repeated_blocks, unwrapped
 from memfit.sharded.flat_param import Member, ParameterSlot
 from memfit.sharded.options import UnitOptions
 from memfit.torch_private.modules import parameter_table
-from memfit.torch_private.wrappers import INNER_NAMES
+from memfit.torch_private.wrappers import INNER_NAMES, name_in_state
 
 Units = (
     Mapping[str, UnitOptions]
@@ -41,6 +41,7 @@ def find_units(
 
     A parameter belongs to the innermost unit around all the places that hold it.
     """
+    _check_forward("the model", model)
     named = _named(model, units)
     options = {path: each if each is not None else UnitOptions(keep=keep) for path, each in named.items()}
     options[""] = options.get("", UnitOptions(keep=True))
@@ -51,7 +52,8 @@ def find_units(
     for names, places, parameter in _parameters(model, _ignored(model, ignored)):
         inside = [[unit_of[modules[path]] for path in around(name) if modules[path] in unit_of] for name in names]
         owner = next(path for path in reversed(inside[0]) if all(path in each for each in inside))
-        members[owner].append(Member(parameter=parameter, names=names, places=places))
+        saved = tuple(name_in_state(name) for name in names)
+        members[owner].append(Member(parameter=parameter, names=saved, places=places))
     return [
         FoundUnit(name=path, module=model.get_submodule(path), options=options[path], members=tuple(members[path]))
         for path in options
@@ -100,11 +102,14 @@ def _named(model: nn.Module, units: Units | None) -> dict[str, UnitOptions | Non
     for path in named:
         if path not in modules:
             raise InputError(f"unit {path!r} is no module of this model; it has {_some(modules)}")
-        if isinstance(modules[path], nn.ModuleList | nn.ModuleDict):
-            raise InputError(
-                f"unit {path!r} is a {type(modules[path]).__name__}, which has no forward; give the modules in it"
-            )
+        _check_forward(f"unit {path!r}", modules[path])
     return named
+
+
+def _check_forward(what: str, module: nn.Module) -> None:
+    """Refuse a list of modules, which nobody calls; a subclass of one may have a forward."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+        raise InputError(f"{what} is a {type(module).__name__}, which has no forward; give the modules in it")
 
 
 def _paths(modules: Mapping[str, nn.Module], given: str | nn.Module | type[nn.Module]) -> list[str]:
@@ -112,6 +117,11 @@ def _paths(modules: Mapping[str, nn.Module], given: str | nn.Module | type[nn.Mo
         return [given]
     if isinstance(given, nn.Module):
         found = [path for path, module in modules.items() if module is given]
+    elif not isinstance(given, type):
+        raise InputError(
+            f"units has a {type(given).__name__}; give module paths, modules or classes of modules, each a unit of its "
+            "own: modules that are to be gathered together can be put into one module"
+        )
     else:
         found = [path for path, module in modules.items() if isinstance(module, given)]
     if not found:

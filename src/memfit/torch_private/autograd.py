@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,14 @@ def is_view(tensor: Tensor) -> bool:
 def tensor_hooks(tensor: Tensor) -> dict[int, Any] | None:
     """Return the table of a tensor's gradient hooks (`Tensor._backward_hooks`, torch/_tensor.py)."""
     return tensor._backward_hooks
+
+
+def optimizers_in_backward(parameter: torch.Tensor) -> Sequence[torch.optim.Optimizer]:
+    """Return what `_apply_optimizer_in_backward` (torch/distributed/optim/apply_optimizer_in_backward.py) left.
+
+    It registers its hook with the node that accumulates the gradient, which a sharded parameter has none of.
+    """
+    return getattr(parameter, "_in_backward_optimizers", ())
 
 
 def post_accumulate_hooks(tensor: Tensor) -> dict[int, Any] | None:

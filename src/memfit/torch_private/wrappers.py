@@ -21,6 +21,14 @@ DATA_PARALLEL_INNER = {"DistributedDataParallel": "module", "FullyShardedDataPar
 keep the module that they wrap, by their class. Where one is gone, modules are not found in a captured wrapper."""
 
 
+def name_in_state(name: str) -> str:
+    """Return the name that a parameter has in a state dict: `checkpoint_wrapper` takes its own part out of it.
+
+    `_CHECKPOINT_PREFIX` (torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py).
+    """
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
 def compiled_original(model: nn.Module) -> Any:
     """Return the module that torch.compile wrapped, None where it is no such wrapper (torch/_dynamo/eval_frame.py)."""
     return getattr(model, "_orig_mod", None)

@@ -1,0 +1,74 @@
+"""Optimizers that were made before their model was sharded: they are given the sharded parameters when they step.
+
+Sharding puts other objects in the place of a model's parameters. FSDP2's users must make the optimizer afterwards, and
+one that was made before trains nothing, without a word. Here a given-up parameter knows its successor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from memfit.errors import InputError
+from memfit.sharded.flat_dtensor import FlatDTensor
+
+_SUCCESSOR = "_memfit_successor"
+_COUNTER = "step"
+"""The state in which torch's optimizers count their steps: one number, also of a parameter that is one number."""
+_watched: list[Any] = []
+
+
+def give_up(parameter: nn.Parameter, successor: nn.Parameter) -> None:
+    """Free the data of a parameter that another one has taken the place of."""
+    parameter.__dict__[_SUCCESSOR] = successor
+    parameter.grad = None
+    if not parameter.is_meta:
+        parameter.data = parameter.data.new_empty(0)
+    if not _watched:
+        _watched.append(register_optimizer_step_pre_hook(lambda optimizer, *_: move_optimizer(optimizer)))
+
+
+def move_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer step the successors of parameters that were given up, with its state sharded as they are.
+
+    State of the parameter's shape is sharded, one number stays; anything else means what only the optimizer knows, and
+    is refused.
+    """
+    found: dict[torch.Tensor, FlatDTensor] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            successor = parameter.__dict__.get(_SUCCESSOR)
+            if successor is not None:
+                found[parameter] = successor
+    if not found:
+        return
+    state = [
+        (found.get(parameter, parameter), _sharded(optimizer, found[parameter], values))
+        if parameter in found
+        else (parameter, values)
+        for parameter, values in optimizer.state.items()
+    ]
+    for group in optimizer.param_groups:  # in place: schedulers hold the groups, some optimizers the lists
+        group["params"][:] = [found.get(parameter, parameter) for parameter in group["params"]]
+    optimizer.state.clear()
+    optimizer.state.update(state)
+
+
+def _sharded(optimizer: torch.optim.Optimizer, successor: FlatDTensor, values: Mapping[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor) and name != _COUNTER and value.shape == successor.shape:
+            made[name] = successor.home.wrap(successor.home.own(value).to(successor.device, copy=True))
+        elif isinstance(value, torch.Tensor) and value.numel() != 1:
+            raise InputError(
+                f"{type(optimizer).__name__} keeps {name!r} of {successor.home.slot.names[0]!r}, a tensor of "
+                f"{list(value.shape)}, which cannot be sharded with the parameter's {list(successor.shape)}: shard the "
+                "model before the optimizer's first step, or make the optimizer after it"
+            )
+        else:
+            made[name] = value
+    return made

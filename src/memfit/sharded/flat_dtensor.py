@@ -1,0 +1,598 @@
+"""A parameter, gradient or optimizer state of a sharded model: a DTensor whose local tensor is flat.
+
+Note [Flat DTensors]
+To the optimizer, to `clip_grad_norm_`, to `torch.distributed.checkpoint` and to users it is a DTensor with the shape of
+the whole tensor, sharded over the mesh. What it holds are elements `begin` up to `end` of the flattened tensor, a view
+of the flat shard of its unit (docs/design/sharded.md says why), and not rows, as the placement `Shard(0)` would have
+it: its placement is `FlatShard`. So DTensor's own rules do not run on it. Every op is one of these, or it is refused:
+
+- elementwise (`torch.Tag.pointwise`, `torch._foreach_*`, fused optimizers): on the local tensors
+- a reduction over all elements: on the local tensors, then over the ranks; the result is a plain tensor
+- `copy_`, from a whole tensor, from a DTensor of any placement, from another of its kind
+- random numbers: those of the whole tensor are drawn on every rank, which keeps its own, so that a seed that all ranks
+  share gives what one device would get
+
+Anything else would see this rank's elements only. `full_tensor()`, and `redistribute` to placements of PyTorch's, give
+what any op can run on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+
+from memfit.errors import StateError
+from memfit.sharded.boxes import Box, split_into_boxes
+from memfit.sharded.comm import ShardComm
+from memfit.sharding import FlatLayout, Slot
+from memfit.torch_private.dispatch import DisableTorchFunction, disabled_torch_function, schema_of
+from memfit.torch_private.dtensor import DTensorSpec, LocalDTensor, make_spec, support_foreach
+
+GATHER_TAG = (1 << 28) + 1
+_aten = torch.ops.aten
+
+
+class FlatShard(Replicate):
+    """The placement of a tensor whose flattened elements are divided between ranks, which no placement of PyTorch's is.
+
+    To PyTorch's own functions it is `Replicate`, that is, they give and take the whole tensor: `distribute_tensor` like
+    such a tensor is a whole one on every rank, and `copy_` takes it. They never take this rank's elements for rows.
+    """
+
+    def __repr__(self) -> str:
+        return "FlatShard()"
+
+    __str__ = __repr__
+
+
+class LocalElements(torch.Tensor):
+    """What `to_local` gives: this rank's elements, flat, into which a whole tensor can be copied, too.
+
+    `torch.distributed.checkpoint.state_dict` loads a whole state so: `value.to_local().copy_(whole)`.
+    """
+
+    home: Home
+
+    @classmethod
+    def of(cls, local: torch.Tensor, home: Home) -> LocalElements:
+        """Return the same memory."""
+        found = local.as_subclass(cls)
+        found.home = home
+        return found
+
+    @classmethod
+    def __torch_function__(  # pyrefly: ignore[bad-override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with DisableTorchFunction():
+            if func is torch.Tensor.copy_ and isinstance(args[0], cls) and args[1].shape == args[0].home.slot.shape:
+                args = (args[0], args[0].home.own(args[1]), *args[2:])
+            return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Home:
+    """Where the elements of a flat DTensor are: which ones are here, and how the others are reached.
+
+    `device` is that of compute, where tensors are gathered; shards may be on the host.
+    """
+
+    slot: Slot
+    layout: FlatLayout
+    link: ShardComm
+    mesh: DeviceMesh
+    device: torch.device
+    begin: int
+    end: int
+    specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, slot: Slot, layout: FlatLayout, link: ShardComm, mesh: DeviceMesh, device: torch.device) -> Home:
+        """Return the home of one parameter of a flat layout."""
+        part = layout.part(slot, link.rank)
+        return cls(slot=slot, layout=layout, link=link, mesh=mesh, device=device, begin=part.begin, end=part.end)
+
+    def spec(self, dtype: torch.dtype) -> DTensorSpec:
+        """Return what a DTensor at this home says of itself: replicas, then shards."""
+        found = self.specs.get(dtype)
+        if found is None:
+            found = make_spec(self.mesh, self.placements, self.slot.shape, dtype)
+            self.specs[dtype] = found
+        return found
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        return (*(Replicate() for _ in range(self.mesh.ndim - 1)), FlatShard())
+
+    def wrap(self, local: torch.Tensor) -> FlatDTensor:
+        """Make a tensor of this rank's elements the DTensor that they are a part of."""
+        made = FlatDTensor(local, self.spec(local.dtype), requires_grad=False)  # pyrefly: ignore
+        made.home = self
+        return made
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's elements of a whole tensor."""
+        return whole.reshape(-1)[self.begin : self.end]
+
+    def alike(self, other: Home) -> bool:
+        """Return whether both have the same elements on every rank."""
+        return self is other or (
+            self.begin == other.begin
+            and self.slot.begin == other.slot.begin
+            and self.slot.shape == other.slot.shape
+            and self.layout.elements == other.layout.elements
+            and self.layout.ranks == other.layout.ranks
+            and self.link.group is other.link.group
+        )
+
+
+class FlatDTensor(LocalDTensor):
+    """Has the shape of the whole tensor, and in `local` this rank's elements of it. See Note [Flat DTensors]."""
+
+    home: Home
+
+    __torch_function__ = disabled_torch_function  # pyrefly: ignore[bad-override]
+
+    @property
+    def begin(self) -> int:
+        """The first of this rank's elements of the flattened tensor."""
+        return self.home.begin
+
+    @property
+    def end(self) -> int:
+        """The element after this rank's last one."""
+        return self.home.end
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return (
+            f"FlatDTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}', "
+            f"elements {self.begin}:{self.end} of {self.home.slot.elements} here)"
+        )
+
+    @property
+    def data(self) -> FlatDTensor:
+        """The values, outside of autograd. What is put in their place is copied: the memory is the flat shard's."""
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, values: torch.Tensor) -> None:
+        if values.shape != self.shape or values.dtype != self.dtype:
+            raise StateError(
+                f"{self!r} cannot get data of shape {tuple(values.shape)} in {values.dtype}: change dtype, device or "
+                "shape before shard"
+            )
+        with torch.no_grad():
+            self.copy_(values)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatDTensor:
+        made = self.home.wrap(self.local.clone())
+        made.requires_grad_(self.requires_grad)
+        return made
+
+    def __reduce_ex__(self, proto: Any) -> NoReturn:
+        raise StateError(
+            f"{self!r} cannot be pickled: the file would have this rank's elements only. Save with "
+            "memfit.sharded.save or torch.distributed.checkpoint.save, or give torch.save the result of "
+            "memfit.sharded.full_state_dict(model)"
+        )
+
+    # -- what DTensor has ------------------------------------------------------------------------------------------
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Gather the whole tensor on every rank; all ranks must call it."""
+        if grad_placements is not None and any(not each.is_replicate() for each in grad_placements):
+            raise StateError(f"the gradient of {self!r} must be whole on every rank: leave grad_placements out")
+        return _Gather.apply(self) if self.requires_grad and torch.is_grad_enabled() else gather(self)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Return this rank's elements, flat: a view, which changes with the tensor."""
+        if grad_placements is not None and tuple(grad_placements) != self.placements:
+            raise StateError(f"the gradient of {self!r} is sharded as it is: leave grad_placements out")
+        if self.requires_grad and torch.is_grad_enabled():
+            return _ToLocal.apply(self)
+        return LocalElements.of(self.local.detach(), self.home)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **options: Any,
+    ) -> DTensor:
+        """Return a DTensor of PyTorch's own with these placements; all ranks must call it."""
+        mesh = device_mesh or self.home.mesh
+        wanted = self.home.placements if placements is None else tuple(placements)
+        return distribute_tensor(self.full_tensor(), mesh, wanted, src_data_rank=None)
+
+    # -- what torch.distributed.checkpoint asks for ------------------------------------------------------------------
+
+    def _boxes(self) -> list[Box]:
+        slot = self.home.slot
+        if not slot.elements:  # a tensor without elements has one box, on every rank
+            return [Box(offsets=(0,) * len(slot.shape), sizes=slot.shape)]
+        return split_into_boxes(slot.shape, self.begin, self.end)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:  # as DTensor names it
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, box.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk, properties=TensorProperties.create_from_tensor(self.local), size=self.shape
+                ),
+            )
+            for box, chunk in zip(self._boxes(), self.__create_chunk_list__(), strict=True)
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes)) for box in self._boxes()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        begin = 0
+        for box in self._boxes():
+            elements = math.prod(box.sizes)
+            if index.offset is not None and tuple(index.offset) == box.offsets:
+                return self.local[begin : begin + elements].view(box.sizes)
+            begin += elements
+        raise StateError(f"{self!r} of {index.fqn!r} has no box that begins at {index.offset} on this rank")
+
+    # -- ops ---------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(  # pyrefly: ignore[bad-override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        rule = _RULES.get(func)
+        if rule is None:
+            rule = _RULES[func] = _find_rule(func)
+        return rule(func, args, kwargs)
+
+
+support_foreach(FlatDTensor)
+
+
+def gather(value: FlatDTensor) -> torch.Tensor:
+    """Gather the whole tensor, outside of autograd."""
+    home = value.home
+    link, layout = home.link, home.layout
+    lengths = [layout.part(home.slot, rank).elements for rank in range(link.ranks)]
+    longest = max(lengths)
+    buffer = torch.zeros(longest * link.ranks, dtype=value.dtype, device=home.device)
+    with torch.no_grad():
+        link.part(buffer)[: home.end - home.begin].copy_(value.local)
+    link.gather(buffer, GATHER_TAG, f"gather of {home.slot.names[0]!r}").wait()
+    parts = [buffer[rank * longest : rank * longest + length] for rank, length in enumerate(lengths)]
+    return torch.cat(parts).view(home.slot.shape)
+
+
+class _Gather(torch.autograd.Function):
+    """The whole tensor, whose gradient, the same on every rank, is sharded again."""
+
+    @staticmethod
+    def forward(ctx: Any, value: FlatDTensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.home, ctx.device = value.home, value.device
+        return gather(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.home.wrap(ctx.home.own(gradient).clone().to(ctx.device))
+
+
+class _ToLocal(torch.autograd.Function):
+    """This rank's elements, whose gradient is that of a flat DTensor."""
+
+    @staticmethod
+    def forward(ctx: Any, value: FlatDTensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.home = value.home
+        return value.local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.home.wrap(gradient)
+
+
+# -- The rules of ops -------------------------------------------------------------------------------------------------
+
+Rule = Callable[[Any, Sequence[Any], Mapping[str, Any]], Any]
+
+
+def _find_rule(func: Any) -> Rule:
+    name = schema_of(func).name.partition("::")[2]
+    if name in _REDUCTIONS:
+        return _reduced
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return _drawn
+    if func in _ALIKE:
+        return _like
+    if name.startswith(_LISTS) and name not in _LISTS_THAT_REDUCE:
+        return _on_lists
+    if torch.Tag.pointwise in func.tags or name.rstrip("_") in _ELEMENTWISE:
+        return _in_place if name.endswith("_") else _elementwise
+    return _refused
+
+
+def _refused(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
+    first = next(_flats((args, tuple(kwargs.values()))))
+    raise StateError(
+        f"{func} would see the elements of this rank only: {first!r}. Gather first: value.full_tensor(), "
+        "memfit.sharded.full_state_dict(model), `with full_parameters(model):`, or for a method of a module "
+        "memfit.sharded.register_forward_method(module, name)"
+    )
+
+
+def _flats(values: Any) -> Iterator[FlatDTensor]:
+    for each in values:
+        if isinstance(each, FlatDTensor):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from _flats(each)
+
+
+def _like(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> FlatDTensor:
+    first = args[0]
+    return first.home.wrap(func(first.local, *args[1:], **kwargs))
+
+
+def _in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an op that changes its first argument, and most of what an optimizer does, on the local tensors."""
+    first = args[0]
+    if type(first) is not FlatDTensor:
+        _refused(func, args, kwargs)  # a whole tensor would be changed where this rank has elements, and only there
+    home = first.home
+    func(
+        *[each.local if type(each) is FlatDTensor and each.home is home else _local(func, each, home) for each in args],
+        **({name: _local(func, each, home) for name, each in kwargs.items()} if kwargs else kwargs),
+    )
+    return first
+
+
+def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an op on the local tensors."""
+    if isinstance(kwargs.get("out"), torch.Tensor):
+        _refused(func, args, kwargs)
+    home = next(_flats((args, tuple(kwargs.values())))).home
+    local = [_local(func, each, home) for each in args]
+    result = func(*local, **{name: _local(func, each, home) for name, each in kwargs.items()})
+    return home.wrap(result) if isinstance(result, torch.Tensor) else tuple(home.wrap(each) for each in result)
+
+
+def _local(func: Any, value: Any, home: Home) -> Any:
+    """Return what an op on the local tensors is given for one of its arguments."""
+    if isinstance(value, FlatDTensor):
+        return value.local if value.home.alike(home) else home.own(value.full_tensor()).to(value.device)
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    if not isinstance(value, torch.Tensor) or value.dim() == 0:
+        return value
+    if value.shape == home.slot.shape:
+        return home.own(value)
+    if value.numel() == 1 and value.dim() <= len(home.slot.shape):
+        return value.reshape(())
+    raise StateError(
+        f"{func} of {home.slot.names[0]!r} and a tensor of shape {tuple(value.shape)}: the parameter is sharded, and "
+        f"its elements here have no rows and columns; give a tensor of shape {home.slot.shape}, or one number"
+    )
+
+
+def _on_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an op on lists of tensors on the local tensors: those with one number belong together."""
+    lists = [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple))]
+    homes: dict[int, Home] = {}
+    for each in lists:
+        for number, value in enumerate(each):
+            if number not in homes and type(value) is FlatDTensor:
+                homes[number] = value.home
+
+    def local(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [
+                each.local
+                if type(each) is FlatDTensor and each.home is homes[number]
+                else _local(func, each, homes[number])
+                if number in homes
+                else each
+                for number, each in enumerate(value)
+            ]
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    result = func(*[local(each) for each in args], **{name: local(each) for name, each in kwargs.items()})
+    if not isinstance(result, (list, tuple)):
+        return result
+    return [homes[number].wrap(each) if number in homes else each for number, each in enumerate(result)]
+
+
+def _drawn(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Draw random numbers of the whole tensor, and keep this rank's."""
+    first = args[0]
+    if not isinstance(first, FlatDTensor) or any(True for _ in _flats(args[1:])):
+        _refused(func, args, kwargs)
+    whole = torch.empty(first.home.slot.shape, dtype=first.dtype, device=first.device)
+    if schema_of(func).is_mutable:
+        first.local.copy_(first.home.own(func(whole, *args[1:], **kwargs)))
+        return first
+    return first.home.wrap(first.home.own(func(whole, *args[1:], **kwargs)).clone())
+
+
+def _copied(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    value, source = args[0], args[1]
+    if not isinstance(value, FlatDTensor):
+        _refused(func, args, kwargs)
+    value.local.copy_(_local(func, source, value.home), *args[2:])
+    return value
+
+
+def _viewed(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Allow views that change nothing."""
+    if tuple(args[1]) != tuple(args[0].shape):
+        _refused(func, args, kwargs)
+    return args[0].home.wrap(args[0].local.detach())
+
+
+def _on_local(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return func(args[0].local, *args[1:], **kwargs)
+
+
+def _to_number(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return func(args[0].full_tensor())
+
+
+def _compared(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    home = next(_flats(args)).home
+    first, second = (_local(func, each, home) for each in args)
+    same = torch.tensor(float(not torch.equal(first, second)), device=home.device)
+    home.link.all_reduce(same, f"comparison of {home.slot.names[0]!r}", largest=True).wait()
+    return not same.item()
+
+
+# -- reductions over all elements
+
+_REDUCTIONS = {
+    "sum", "mean", "max", "min", "amax", "amin", "any", "all", "linalg_vector_norm", "norm", "count_nonzero",
+}  # fmt: skip
+
+
+def _reduced(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    value = args[0]
+    name = schema_of(func).name.partition("::")[2]
+    given = dict(zip((each.name for each in schema_of(func).arguments), args, strict=False)) | dict(kwargs)
+    dimensions = given.get("dim")
+    whole = (
+        dimensions is None
+        or dimensions == []
+        or (isinstance(dimensions, (list, tuple)) and len(dimensions) == len(value.home.slot.shape))
+    )
+    if not whole or "other" in given:
+        _refused(func, args, kwargs)
+    found = _reduced_value(name, value, given)
+    return found.reshape((1,) * value.dim()) if given.get("keepdim") else found
+
+
+def _reduced_value(name: str, value: FlatDTensor, given: Mapping[str, Any]) -> torch.Tensor:
+    """Return a reduction over all elements."""
+    if name in ("linalg_vector_norm", "norm"):
+        order = given.get("ord", given.get("p"))
+        return reduce_norms([value], 2.0 if order is None else float(order), given.get("dtype"))[0]
+    home, local = value.home, value.local
+    dtype = given.get("dtype")
+    if name in ("sum", "mean", "count_nonzero"):
+        exact = dtype or (value.dtype if value.dtype.is_floating_point or value.dtype.is_complex else torch.int64)
+        wide = torch.float32 if exact in _SHORT else exact
+        total = (local != 0).sum() if name == "count_nonzero" else local.sum(dtype=wide)
+        total = _over_ranks(total, home, name, largest=False)
+        return (total / home.slot.elements if name == "mean" else total).to(value.device, exact)
+    smallest = name in ("min", "amin", "all")
+    kind = value.dtype if name not in ("any", "all") else torch.bool
+    as_number = local.to(torch.bool) if kind is torch.bool else local
+    wide = as_number.to(torch.float32 if kind in (torch.bool, *_SHORT) else kind)
+    if not wide.numel():
+        limits = torch.finfo(wide.dtype) if wide.dtype.is_floating_point else torch.iinfo(wide.dtype)
+        most = math.inf if wide.dtype.is_floating_point else limits.max
+        least = -math.inf if wide.dtype.is_floating_point else limits.min
+        found = torch.tensor(most if smallest else least, dtype=wide.dtype, device=wide.device)
+        if kind is torch.bool:
+            found = torch.tensor(float(smallest), device=wide.device)
+    else:
+        found = wide.min() if smallest else wide.max()
+    found = -found if smallest else found
+    found = _over_ranks(found, home, name, largest=True)
+    return (-found if smallest else found).to(value.device, kind)
+
+
+def _over_ranks(value: torch.Tensor, home: Home, name: str, *, largest: bool) -> torch.Tensor:
+    shared = value.detach().to(home.device).reshape(1).clone()
+    home.link.all_reduce(shared, f"all-reduce of {name}", largest=largest).wait()
+    return shared.reshape(())
+
+
+def reduce_norms(values: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """Return the norms of whole tensors; those of flat DTensors by one collective for all of them."""
+    found: list[torch.Tensor] = []
+    by_link: dict[ShardComm, list[int]] = {}
+    for number, value in enumerate(values):
+        if not isinstance(value, FlatDTensor):
+            found.append(torch.linalg.vector_norm(value, order, dtype=dtype))
+            continue
+        by_link.setdefault(value.home.link, []).append(number)
+        local, kind = value.local, dtype or (torch.float32 if value.dtype in _SHORT else value.dtype)
+        empty = math.inf if order == -math.inf else 0.0
+        norm = (
+            torch.linalg.vector_norm(local, order, dtype=kind)
+            if local.numel()
+            else local.new_full((), empty, dtype=kind)
+        )
+        found.append(norm.to(value.home.device))
+    for link, numbers in by_link.items():
+        widest = torch.float64 if any(found[number].dtype == torch.float64 for number in numbers) else torch.float32
+        sent = torch.stack([found[number].to(widest) for number in numbers])
+        if math.isinf(order):
+            sign = math.copysign(1.0, order)
+            sent *= sign
+            link.all_reduce(sent, "all-reduce of norms", largest=True).wait()
+            sent *= sign
+        else:
+            sent = sent**order if order else sent
+            link.all_reduce(sent, "all-reduce of norms").wait()
+            sent = sent ** (1 / order) if order else sent
+        for number, norm in zip(numbers, sent.unbind(), strict=True):
+            found[number] = norm.to(values[number].device, dtype or values[number].dtype)
+    return found
+
+
+def _norms(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
+    dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
+    return reduce_norms(args[0], float(order), dtype)
+
+
+def _unscaled(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Unscale gradients; what one rank finds infinite, every rank does."""
+    gradients, found_inf, inverse = args
+    func([each.local if isinstance(each, FlatDTensor) else each for each in gradients], found_inf, inverse)
+    for link, home in {each.home.link: each.home for each in _flats(gradients)}.items():
+        shared = found_inf.to(home.device)
+        link.all_reduce(shared, "all-reduce of what gradients are finite", largest=True).wait()
+        found_inf.copy_(shared)
+
+
+_SHORT = (torch.float16, torch.bfloat16)
+"""Dtypes in which nothing is summed."""
+_LISTS = ("_foreach_", "_fused_")
+_LISTS_THAT_REDUCE = ("_foreach_max", "_foreach_norm", "_foreach_powsum")
+_ALIKE = {
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.clone.default,
+    _aten._to_copy.default,
+    _aten.empty_like.default,
+    _aten.zeros_like.default,
+    _aten.ones_like.default,
+    _aten.full_like.default,
+}
+_ELEMENTWISE = {"zero", "fill", "masked_fill"}
+"""Ops that are elementwise and not tagged so, with or without a last underscore."""
+_RULES: dict[Any, Rule] = {
+    _aten.copy_.default: _copied,
+    _aten.view.default: _viewed,
+    _aten._unsafe_view.default: _viewed,
+    _aten.expand.default: _viewed,
+    _aten.equal.default: _compared,
+    _aten._local_scalar_dense.default: _to_number,
+    _aten.is_pinned.default: _on_local,
+    _aten.record_stream.default: _on_local,
+    _aten._foreach_norm.Scalar: _norms,
+    _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscaled,
+}

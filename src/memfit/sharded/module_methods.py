@@ -1,0 +1,113 @@
+"""The methods that `fully_shard` gives a module, under the same names, for the units of a sharded model.
+
+They are attributes of the module itself: its class stays what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from memfit.errors import InputError
+from memfit.sharded.runtime import ShardedRuntime
+from memfit.sharded.unit import ShardedUnit, State, check_transition
+
+
+class UnshardHandle:
+    """A gather under way, which `unshard(async_op=True)` gives."""
+
+    def __init__(self, unit: ShardedUnit) -> None:
+        self._unit: ShardedUnit | None = unit
+
+    def wait(self) -> None:
+        """Wait for the gather, and set the gathered parameters on the module."""
+        if self._unit is not None:
+            self._unit.wait()
+            if self._unit.gathered:
+                self._unit.to_unsharded()
+            self._unit = None
+
+
+class UnitMethods:
+    """What can be asked of one unit; `recurse` includes the units inside of it."""
+
+    def __init__(self, runtime: ShardedRuntime, unit: ShardedUnit) -> None:
+        self._runtime = runtime
+        self._unit = unit
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the parameters, in the dtype of compute; every rank must call it, in the same order."""
+        self._runtime.settle()
+        if self._unit.state is State.SUMMONED:
+            check_transition(self._unit.title, self._unit.state, State.FORWARD)
+        self._unit.unshard("forward")
+        handle = UnshardHandle(self._unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free the gathered parameters, and set the shards on the module."""
+        if self._unit.state is State.IDLE:
+            self._unit.to_sharded()
+            self._unit.free()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Say whether backwards sum gradients over ranks; without, whole gradients stay until one does."""
+        for unit in self._units(recurse):
+            unit.communicates = requires_gradient_sync
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accept what FSDP2 wants to know: here every backward waits for its own sums, and adds to the gradients."""
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Say whether parameters are freed after the forward, and gathered again in the backward."""
+        for unit in self._units(recurse):
+            unit.options = replace(unit.options, keep=not reshard_after_forward, reshard_ranks=None)
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Say whether the backward gathers the parameters; that of an embedding does not read them."""
+        self._unit.options = replace(self._unit.options, backward_gather=unshard_in_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gather these units when the forward of this one begins, instead of those that came next before."""
+        self._unit.forward_prefetch = self._found(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Gather these units when the backward of this one begins, instead of those that ran before it."""
+        self._unit.backward_prefetch = self._found(modules)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide gradients by this instead of the number of ranks."""
+        if not factor > 0:
+            raise InputError(f"factor is {factor!r}; give a positive number")
+        for gradients in self._unit.gradients:
+            gradients.set_divisor(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def _units(self, recurse: bool) -> Iterable[ShardedUnit]:
+        inside = set(self._unit.module.modules()) if recurse else {self._unit.module}
+        return [unit for unit in self._runtime.units if unit.module in inside]
+
+    def _found(self, modules: Sequence[nn.Module]) -> tuple[ShardedUnit, ...]:
+        units = {unit.module: unit for unit in self._runtime.units}
+        for module in modules:
+            if module not in units:
+                raise InputError(f"a {type(module).__name__} to prefetch is no unit of this model; give its units")
+        return tuple(units[module] for module in modules)
+
+
+METHODS = tuple(name for name in vars(UnitMethods) if not name.startswith("_"))
+
+
+def attach_methods(runtime: ShardedRuntime) -> None:
+    """Give the modules of all units their methods."""
+    for unit in runtime.units:
+        methods = UnitMethods(runtime, unit)
+        unit.module.__dict__.update({name: getattr(methods, name) for name in METHODS})

@@ -1,0 +1,285 @@
+"""What scripts do with FSDP2's parameters, done with memfit's: each function runs on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from memfit.errors import StateError
+from memfit.sharded import FlatDTensor, full_state_dict, shard
+from tests.distributed.sharded_behaviour import loss_of
+from tests.distributed.sharded_models import GPT
+
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+def adamw(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-4, **options)
+
+
+def by_memfit(model: nn.Module) -> nn.Module:
+    return shard(model)
+
+
+def by_fsdp2(model: Any) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def built(wrap: Callable[[nn.Module], nn.Module], seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return wrap(GPT())
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for number in steps:
+        loss_of(model, number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: each.full_tensor().detach() for name, each in model.named_parameters() if isinstance(each, DTensor)}
+
+
+def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == second.keys()
+    different = [name for name in first if not torch.equal(first[name], second[name])]
+    assert not different, different
+
+
+def checkpoint_with_dcp(folder: str) -> None:
+    """Save and load as FSDP2's recipe does, and go on as if nothing had happened; a peer's file is loaded, too."""
+    for wrap in (by_memfit, by_fsdp2):
+        model = built(wrap)
+        optimizer = adamw(model.parameters())
+        train(model, optimizer, range(3))
+        path = f"{folder}/{wrap.__name__}"
+        state, of_optimizer = get_state_dict(model, optimizer)
+        dcp.save({"model": state, "optimizer": of_optimizer}, checkpoint_id=path)
+        saved = whole(model)
+        train(model, optimizer, range(3, 5))
+        for again in (by_memfit, by_fsdp2):
+            other = built(again, seed=1)
+            other_optimizer = adamw(other.parameters())
+            state, of_optimizer = get_state_dict(other, other_optimizer)
+            dcp.load({"model": state, "optimizer": of_optimizer}, checkpoint_id=path)
+            set_state_dict(other, other_optimizer, model_state_dict=state, optim_state_dict=of_optimizer)
+            assert_same(saved, whole(other))
+            if again is wrap or dist.get_world_size() == 2:  # else sums are taken in another order
+                train(other, other_optimizer, range(3, 5))
+                assert_same(whole(model), whole(other))
+
+
+def load_with_dcp(folder: str) -> dict[str, torch.Tensor]:
+    """Load what another number of ranks saved, and return the whole parameters after a step on the same batch."""
+    model = built(by_memfit, seed=2)
+    optimizer = adamw(model.parameters())
+    state, of_optimizer = get_state_dict(model, optimizer)
+    dcp.load({"model": state, "optimizer": of_optimizer}, checkpoint_id=f"{folder}/by_memfit")
+    set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=of_optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)  # the same on any number of ranks
+    optimizer.step()
+    return whole(model)
+
+
+def whole_state_of_torch() -> None:
+    """`torch.distributed.checkpoint.state_dict` gives and takes whole state, of the model and of the optimizer."""
+    model = built(by_memfit)
+    optimizer = adamw(model.parameters())
+    train(model, optimizer, range(2))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state, of_optimizer = (
+        get_model_state_dict(model, options=options),
+        get_optimizer_state_dict(model, optimizer, options=options),
+    )
+    wanted = full_state_dict(model, optimizer)
+    if dist.get_rank() == 0:  # as with FSDP2, rank 0 has it
+        assert_same(state, wanted["model"])
+        for name, values in wanted["optimizer"]["state"].items():
+            for key, value in values.items():
+                assert torch.equal(of_optimizer["state"][name][key], value), (name, key)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    other = built(by_memfit, seed=1)
+    other_optimizer = adamw(other.parameters())
+    set_model_state_dict(other, state, options=options)
+    # a copy, because torch makes the tensor of `step` that it is given the optimizer's own
+    set_optimizer_state_dict(other, other_optimizer, deepcopy(of_optimizer), options=options)
+    for each, its_optimizer in ((model, optimizer), (other, other_optimizer)):
+        train(each, its_optimizer, range(2, 4))
+    assert_same(whole(model), whole(other))
+
+
+def state_by_distribute_tensor() -> None:
+    """FSDP2's tutorial loads a whole state dict by `distribute_tensor` and `load_state_dict(assign=True)`."""
+    torch.manual_seed(3)
+    full = GPT().state_dict()
+    model = built(by_memfit)
+    optimizer = adamw(model.parameters())
+    held = dict(model.named_parameters())
+    sharded = {
+        name: nn.Parameter(distribute_tensor(value, held[name].device_mesh, held[name].placements))
+        if name in held
+        else value
+        for name, value in full.items()
+    }
+    model.load_state_dict(sharded, assign=True)
+    assert_same(whole(model), {name: full[name] for name in held})
+    train(model, optimizer, range(2))
+    peer = built(by_fsdp2)
+    peer.load_state_dict(
+        {
+            name: distribute_tensor(full[name], each.device_mesh, each.placements)
+            if isinstance(each, DTensor)
+            else full[name]
+            for name, each in peer.state_dict().items()
+        }
+    )
+    train(peer, adamw(peer.parameters()), range(2))
+    assert_same(whole(model), whole(peer))
+
+
+def clipping_and_scaling_of_torch() -> None:
+    """`clip_grad_norm_` and `GradScaler` of torch see whole gradients; what one rank finds infinite, all do."""
+    found: dict[str, list[Any]] = {}
+    for wrap in (by_memfit, by_fsdp2):
+        model = built(wrap)
+        loss_of(model, 0).backward()
+        for foreach in (None, True, False):
+            for norm_type in (2.0, 1.0, float("inf")):
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9, norm_type, foreach=foreach)
+                found.setdefault(wrap.__name__, []).append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        before = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        after = nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None])
+        assert float(before.full_tensor() if isinstance(before, DTensor) else before) > 0.01
+        assert float(after.full_tensor() if isinstance(after, DTensor) else after) == pytest.approx(0.01, rel=1e-3)
+    for ours, theirs in zip(found["by_memfit"], found["by_fsdp2"], strict=True):
+        assert float(ours) == pytest.approx(float(theirs), rel=1e-5)
+    model = built(by_memfit)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = whole(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(loss_of(model, 0)).backward()
+    if dist.get_rank() == 1:
+        next(each for each in model.parameters() if each.to_local().numel()).grad.to_local()[0] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 512.0
+    assert_same(before, whole(model))
+
+
+def optimizers_of_torch() -> None:
+    """Optimizers step as on a plain model, by loops, lists and fused; groups by the number of dimensions are right."""
+    for kind in (
+        lambda parameters: adamw(parameters),
+        lambda parameters: adamw(parameters, foreach=True),
+        lambda parameters: adamw(parameters, fused=True),
+        lambda parameters: adamw(parameters, amsgrad=True),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+        lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3, momentum=0.9, centered=True),
+        lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),
+        lambda parameters: torch.optim.NAdam(parameters, lr=1e-3),
+        lambda parameters: torch.optim.Adadelta(parameters),
+    ):
+        results = []
+        for wrap in (by_memfit, by_fsdp2):
+            model = built(wrap)
+            matrices = [each for each in model.parameters() if each.dim() >= 2]
+            others = [each for each in model.parameters() if each.dim() < 2]
+            assert matrices and others
+            optimizer = kind([{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
+            train(model, optimizer, range(2))
+            results.append(whole(model))
+        assert_same(*results)
+
+
+def losses_of_parameters() -> None:
+    """What a loss computes from sharded parameters, outside of the model, has the gradient of the whole ones."""
+    torch.manual_seed(0)
+    plain = GPT()
+    model = shard(GPT())
+    model.load_state_dict(plain.state_dict())
+
+    def loss(parameters: Any) -> torch.Tensor:
+        parameters = list(parameters)
+        squares = sum(each.square().sum() for each in parameters)
+        return squares + parameters[0].norm() + parameters[1].abs().mean() + parameters[-1].amax()
+
+    ours, theirs = loss(model.parameters()), loss(plain.parameters())
+    assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=1e-5)
+    ours.backward()
+    theirs.backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(one.grad.full_tensor(), other.grad, rtol=1e-5, atol=1e-7)
+    first, of_plain = next(model.parameters()), next(plain.parameters())
+    first.grad = of_plain.grad = None
+    (first.full_tensor() * torch.arange(of_plain.numel()).view(of_plain.shape)).sum().backward()
+    (of_plain * torch.arange(of_plain.numel()).view(of_plain.shape)).sum().backward()
+    assert torch.equal(first.grad.full_tensor(), of_plain.grad)
+
+
+def values_are_drawn_as_on_one_device() -> None:
+    """`reset_parameters` and `nn.init` after sharding give what a plain model gets from the same seed."""
+    model, plain = shard(GPT()), GPT()
+    for each in (model, plain):
+        torch.manual_seed(7)
+        for module in each.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.kaiming_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.normal_(module.bias)
+            elif isinstance(module, nn.LayerNorm | nn.Embedding):
+                module.reset_parameters()
+    assert_same(whole(model), {name: each.detach() for name, each in plain.named_parameters()})
+
+
+def what_is_refused() -> None:
+    """An op that would see this rank's elements only is an error on every rank, and changes nothing."""
+    model = built(by_memfit)
+    weight = next(each for each in model.parameters() if each.dim() == 2)
+    assert isinstance(weight, FlatDTensor) and isinstance(weight, nn.Parameter)
+    for number, act in enumerate(
+        (
+            lambda: weight @ weight.detach(),
+            lambda: weight[0],
+            lambda: weight.sum(dim=0),
+            lambda: weight.view(-1),
+            lambda: torch.zeros(weight.shape).add_(weight.detach()),
+            lambda: torch.cat([weight.detach(), weight.detach()]),
+            lambda: weight.detach() + torch.ones(weight.shape[1]),
+        )
+    ):
+        refused = ""
+        try:
+            act()
+        except StateError as error:
+            refused = str(error)
+        assert "rank only" in refused or "no rows and columns" in refused, number
+    with pytest.raises(StateError, match="before shard"):
+        weight.data = weight.data.double()
+    before = whole(model)
+    weight.data = weight.data * 2
+    assert torch.equal(
+        weight.full_tensor(), before[next(n for n, each in model.named_parameters() if each is weight)] * 2
+    )
