@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -351,6 +352,12 @@ def remove(plan: Plan, model: nn.Module) -> nn.Module:
     return model
 
 
+def _division(plan: Plan) -> tuple[object, ...]:
+    """Return how a plan divides the model between ranks; what its policies leave is no part of it."""
+    shard = None if plan.shard is None else msgspec.structs.replace(plan.shard, peak_by_engine={})
+    return shard, plan.ddp, plan.mesh
+
+
 def replace_policies(plan: Plan, model: nn.Module, optimizer: OptimizerLike = None) -> None:
     """Make a model that runs a plan run the checkpoint policies of another; what is sharded stays as it is.
 
@@ -359,7 +366,7 @@ def replace_policies(plan: Plan, model: nn.Module, optimizer: OptimizerLike = No
     old = plan_of_model(model)
     if old is None:
         raise StateError("this model runs no plan whose policies could be replaced; call plan.apply(model, optimizer)")
-    if (old.plan.shard, old.plan.ddp, old.plan.mesh) != (plan.shard, plan.ddp, plan.mesh):
+    if _division(old.plan) != _division(plan):
         raise InputError("the other plan divides the model otherwise between ranks; only policies can be replaced")
     optimizers = resolve_optimizers(optimizer)
     modules = [module for module, each in _applied.items() if each is old]

@@ -65,6 +65,9 @@ def wrappers_of(model: nn.Module) -> list[str]:
             found["fully_shard"] = None
     tensors = sys.modules.get("torch.distributed.tensor")  # imported already where there are any
     sharded = "fully_shard" in found or tensors is None
-    if not sharded and any(isinstance(each, tensors.DTensor) for each in model.parameters()):
+    own = "FlatDTensor"  # those of memfit's own runtime (`sharded/flat_dtensor.py`), which is no wrapper
+    if not sharded and any(
+        isinstance(each, tensors.DTensor) and type(each).__name__ != own for each in model.parameters()
+    ):
         found["DTensor"] = None
     return list(found)

@@ -362,11 +362,14 @@ def _in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an op on the local tensors."""
-    if isinstance(kwargs.get("out"), torch.Tensor):
-        _refused(func, args, kwargs)
+    out = kwargs.get("out")
     home = next(_flats((args, tuple(kwargs.values())))).home
+    if out is not None and not (isinstance(out, FlatDTensor) and out.home.alike(home)):
+        _refused(func, args, kwargs)
     local = [_local(func, each, home) for each in args]
     result = func(*local, **{name: _local(func, each, home) for name, each in kwargs.items()})
+    if out is not None:
+        return out
     return home.wrap(result) if isinstance(result, torch.Tensor) else tuple(home.wrap(each) for each in result)
 
 

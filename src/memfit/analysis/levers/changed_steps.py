@@ -316,8 +316,9 @@ def has_float32_parameters(trace: Trace) -> bool:
 
 
 def capture_in_bfloat16(step: Step, target: Target, where: CapturedOn | None = None) -> Trace:
-    """Capture the step with model and inputs in bfloat16."""
-    return trace(cast_to_bfloat16(step), target=target, **(where or {}))
+    """Capture the step with model and inputs in bfloat16, where no engine casts them."""
+    mesh = where if where and "mesh" in where else {}
+    return trace(cast_to_bfloat16(step), target=target, **mesh)
 
 
 def cast_to_bfloat16(step: Step) -> Step:

@@ -49,7 +49,10 @@ class EarlyCaptures:
         if self.in_bfloat16 is not None:
             self.in_bfloat16.wait()
         classes = logits.shape[-1]
-        self.with_chunked_loss = ForkedCall(lambda: attempt(lambda: capture_with_chunked_loss(step, target, classes)))
+        where = trace.captured_on
+        self.with_chunked_loss = ForkedCall(
+            lambda: attempt(lambda: capture_with_chunked_loss(step, target, classes, where))
+        )
 
     def __enter__(self) -> EarlyCaptures:
         return self
