@@ -84,9 +84,26 @@ def test_the_scratch_of_a_large_product_is_scaled_from_a_smaller_one(
     second = torch.ones((*lead, columns, depth), dtype=torch.bfloat16).mT
     real = probe_workspace(func, (first, second), {})
     monkeypatch.setattr(products, "_CHEAP_FLOPS", 1 << 20)
+    monkeypatch.setattr(products, "_AFFORDABLE_FLOPS", 1 << 22)
     context = cpu_context()
     said = WORKSPACES[str(func)](context, func, (first, second), {}, func(first, second))
     assert said == real or context.notes, "a number that is not exact has a note"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(260, 256, 704), (704, 260, 256), (260, 512, 1408), (1, 8192, 4224)])
+def test_a_product_that_is_not_cheap_takes_what_the_kernel_takes_whatever_its_depth(
+    shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """oneDNN's blocks of operands grow with the depth, too: a product of half of it takes less."""
+    rows, depth, columns = shape
+    assert 2 * rows * depth * columns > products._CHEAP_FLOPS
+    context, func = cpu_context(), aten.mm.default
+    for first in (torch.ones((rows, depth), dtype=dtype), torch.ones((depth, rows), dtype=dtype).mT):
+        for second in (torch.ones((depth, columns), dtype=dtype), torch.ones((columns, depth), dtype=dtype).mT):
+            said = WORKSPACES[str(func)](context, func, (first, second), {}, func(first, second))
+            assert said == probe_workspace(func, (first, second), {})
+    assert not context.notes
 
 
 STEPS: dict[str, Callable[[], Step]] = {

@@ -132,8 +132,8 @@ def check_parallel_model(model: nn.Module, device_type: str) -> None:
     for path, module in model.named_modules():
         if device_type != "cpu" and is_offloaded_by_fsdp2(module):
             raise InputError(
-                f"{_named(path)} keeps its shards in host memory (CPUOffloadPolicy), which cannot be captured yet; "
-                "leave the policy out, or give the plain model and ranks=N"
+                f"{_named(path)} keeps its shards in host memory (CPUOffloadPolicy), which is captured for CPU targets "
+                "only; leave the policy out, or give the plain model and ranks=N: memfit.explain says what it saves"
             )
 
 

@@ -7,8 +7,12 @@ cuda/Blas.cpp and GroupedMMUtils.h.
 Note [Scratch of a product]: ATen's own part of a product on CPU is known from its source: an operand that BLAS cannot
 read is copied. Whether oneDNN takes the product, and what it allocates then, depends on the dtype, the instruction set
 and torch's settings. That is learnt from two small products. Where they show no scratch memory, there is none for any
-size. Where they do, each product is measured: at its own size when that is cheap, else on a smaller one of the same
-kind. Where that shows the accumulator of oneDNN's emulated products, its formula is known; else there is a note.
+size. Where they do, each product is measured at its own size when that is cheap. Of a larger one, smaller ones of its
+kind are measured first: where they show the accumulator of oneDNN's emulated products, its formula is known. Else the
+instruction set has such products, and oneDNN copies blocks of the operands, whose sizes it chooses by rows, columns,
+depth, threads and strides in powers of two (oneDNN, cpu/x64/matmul/brgemm_matmul_utils.cpp): the product is run at its
+own size where that takes some tenths of a second. A still larger one is taken in part, with as many rows, columns and
+depth as blocks have at most, and there is a note.
 """
 
 from __future__ import annotations
@@ -31,6 +35,9 @@ _aten = torch.ops.aten
 _VENDOR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CHEAP_FLOPS = 1 << 26
 _CHEAP_BYTES = 1 << 27
+_AFFORDABLE_FLOPS = 1 << 33
+_SIDE_PERIOD, _DEPTH_PERIOD = 1024, 4096
+"""Rows or columns, and depth, beyond which blocks of operands do not grow."""
 _SMALLEST_DEPTH = 32
 _SMALLEST_SIDE = 64
 _NATIVE_BMM = 400
@@ -89,13 +96,14 @@ def _cpu_product(context: RuleContext, func: Any, args: Any, kwargs: dict[str, A
     product = _product_of(func, first, second)
     if not _takes_scratch(product):
         return _copies(first, second)
-    if product.cheap:
+    emulated = not product.cheap and _emulated(context, product)
+    if product.cheap or (product.affordable and not emulated):
         return measured_once(signature(func, args, kwargs), lambda: probe_workspace(func, args, kwargs))
     if first.dim() == 3:
         copies = sum(bytes_of(factor) for factor in (first, second) if not _dense(factor))
     else:
         copies = _copies(first, second)
-    return copies + _scaled_scratch(context, product)
+    return copies + (_accumulator(context, product) if emulated else _scaled_scratch(context, product))
 
 
 def _copies(first: Tensor, second: Tensor) -> int:
@@ -135,6 +143,10 @@ class _Product:
     @property
     def cheap(self) -> bool:
         return self.flops <= _CHEAP_FLOPS and self.bytes <= _CHEAP_BYTES
+
+    @property
+    def affordable(self) -> bool:
+        return self.flops <= _AFFORDABLE_FLOPS and self.bytes <= _CHEAP_BYTES
 
     def side(self, wide: bool) -> int:
         """Return the columns, or the rows."""
@@ -183,7 +195,19 @@ def _takes_scratch(product: _Product) -> bool:
 
 
 def _scaled_scratch(context: RuleContext, product: _Product) -> int:
-    """The scratch memory of a product that is too large to be run here, from smaller ones."""
+    """The scratch memory of a product that is too large to be run here, from a part of it."""
+    context.note(f"{product.func}: too large to run once here; its scratch memory is scaled from a smaller product")
+    smaller = _part_of(context, product)
+    wide = product.columns - smaller.columns >= product.rows - smaller.rows
+    # Blocks that have reached their size do not grow with twice the side; half the depth, so that this can be run, too.
+    shallower = replace(smaller, depth=max(1, smaller.depth // 2))
+    longer = shallower.with_side(wide, 2 * smaller.side(wide))
+    grown = (longer.scratch_bytes() - shallower.scratch_bytes()) / smaller.side(wide)
+    return smaller.scratch_bytes() + math.ceil(max(0.0, grown) * (product.side(wide) - smaller.side(wide)))
+
+
+def _emulated(context: RuleContext, product: _Product) -> bool:
+    """Return whether small products of this kind take the accumulator of emulated ones, and nothing else."""
     smaller = replace(product, batch=min(product.batch, 2 * context.threads))
     while not smaller.cheap and smaller.depth >= 2 * _SMALLEST_DEPTH:
         smaller = replace(smaller, depth=smaller.depth // 2)
@@ -193,12 +217,31 @@ def _scaled_scratch(context: RuleContext, product: _Product) -> int:
         smaller = smaller.with_side(wide, half - half % _SMALLEST_SIDE)
     fewer = smaller.with_side(wide, max(1, smaller.side(wide) // 2))
     shallower = replace(smaller, depth=max(1, smaller.depth // 2))
-    if all(each.scratch_bytes() == _accumulator(context, each) for each in (smaller, fewer, shallower)):
-        return _accumulator(context, product)
-    context.note(f"{product.func}: too large to run once here; its scratch memory is scaled from a smaller product")
-    scratch = smaller.scratch_bytes()
-    grown = (scratch - fewer.scratch_bytes()) / max(1, smaller.side(wide) - fewer.side(wide))
-    return scratch + math.ceil(max(0.0, grown) * (product.side(wide) - smaller.side(wide)))
+    return all(each.scratch_bytes() == _accumulator(context, each) for each in (smaller, fewer, shallower))
+
+
+def _part_of(context: RuleContext, product: _Product) -> _Product:
+    """Return a product that can be run here, with the blocks of this one as far as that goes."""
+
+    def cut(size: int, period: int, rest: bool) -> int:
+        return period + size % period * rest if size > period else size
+
+    def part(rest: bool) -> _Product:
+        return replace(
+            product,
+            batch=min(product.batch, 2 * context.threads),
+            rows=cut(product.rows, _SIDE_PERIOD, rest),
+            depth=cut(product.depth, _DEPTH_PERIOD, rest),
+            columns=cut(product.columns, _SIDE_PERIOD, rest),
+        )
+
+    smaller = part(rest=True)
+    if not smaller.affordable:
+        smaller = part(rest=False)
+    while not smaller.affordable:  # a batch
+        longest = max(("rows", "depth", "columns"), key=lambda name: getattr(smaller, name))
+        smaller = replace(smaller, **{longest: getattr(smaller, longest) // 2})
+    return smaller
 
 
 def _accumulator(context: RuleContext, product: _Product) -> int:
