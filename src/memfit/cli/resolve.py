@@ -308,6 +308,8 @@ def solve_options(
         raise UsageError(f"--time-limit is {options.time_limit:g}; write seconds, more than 0")
     limits = Limits() if options.time_limit is None else Limits(time_limit_s=options.time_limit)
     _check_sharding(options, several_ranks)
+    if options.replicas is not None and options.replicas < 1:
+        raise UsageError(f"--replicas is {options.replicas}; write a whole number of at least 1")
     with about("--force and --forbid"):
         return SolveOptions(
             force=named["force"],
@@ -315,6 +317,7 @@ def solve_options(
             ac_units=named["units"] or None,
             shard=ShardOptions(
                 parallel=options.parallel,
+                replicas=options.replicas or 1,
                 units=sharded or None,
                 shard_dtype=options.shard_dtype,
                 param_dtype=options.param_dtype,
@@ -331,7 +334,7 @@ def _check_sharding(options: SolverOptions, several_ranks: bool) -> None:
     replicated = options.parallel == "ddp"
     if replicated and not several_ranks:
         raise UsageError("--parallel ddp is for several ranks, and there is one; add --ranks 8, or leave it out")
-    for name in ("engine", "shard_units", "param_dtype", "reduce_dtype", "shard_dtype"):
+    for name in ("replicas", "engine", "shard_units", "param_dtype", "reduce_dtype", "shard_dtype"):
         if getattr(options, name) and (replicated or not several_ranks):
             why = "--parallel ddp has none" if replicated else "one rank has none; add --ranks 8, or leave it out"
             raise UsageError(f"--{name.replace('_', '-')} is for sharded parameters, and {why}")
