@@ -286,11 +286,17 @@ def capture_step(
 
 
 def solve_options(
-    options: SolverOptions, trace: Trace | None, *, several_ranks: bool, optimizer: bool = False
+    options: SolverOptions,
+    trace: Trace | None,
+    *,
+    several_ranks: bool,
+    ranks: int | None = None,
+    optimizer: bool = False,
 ) -> SolveOptions:
     """Return the solver's options; names with a star stand for all units that they match.
 
-    Names are looked up in the trace, which may be left out when there are none.
+    Names are looked up in the trace, which may be left out when there are none. `ranks` are left out where a search
+    goes through several numbers of them.
     """
     from memfit.sharding import ShardOptions
     from memfit.solve import Limits, SolveOptions
@@ -310,6 +316,9 @@ def solve_options(
     _check_sharding(options, several_ranks)
     if options.replicas is not None and options.replicas < 1:
         raise UsageError(f"--replicas is {options.replicas}; write a whole number of at least 1")
+    if options.replicas is not None and ranks is not None:
+        with about("--replicas"):
+            ShardOptions(replicas=options.replicas).shard_ranks(ranks)
     with about("--force and --forbid"):
         return SolveOptions(
             force=named["force"],
