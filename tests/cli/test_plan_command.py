@@ -85,6 +85,10 @@ def test_sharding_is_as_asked(run: Runner) -> None:
     assert {unit.module for unit in plan.shard.units} == {"", "layers.0", "layers.1", "layers.2"}
     dtypes = (plan.shard.param_dtype, plan.shard.reduce_dtype, plan.shard.shard_dtype)
     assert dtypes == ("bfloat16", "float32", "float32")
+    plan = planned(run, STEP, "--target", "h100-sxm", "--ranks", "4", "--replicas", "2", "--engine", "sharded")
+    assert plan.shard is not None and (plan.ranks, plan.shard.ranks, plan.shard.replicas) == (4, 2, 2)
+    ran = run("plan", STEP, "--target", "h100-sxm", "--ranks", "4", "--replicas", "3")
+    assert ran.code == 2 and "4 ranks do not divide into 3 replicas that are sharded" in ran.said
 
 
 def test_the_optimizer_may_be_a_lever(run: Runner, files: Path) -> None:

@@ -124,6 +124,8 @@ def test_completion_knows_commands_and_options(shell: str, run: Runner) -> None:
         (["--target", "cpu", "--budget", "80", "GB"], "80 GB are two words; write 80GB"),
         (["--target", "cpu", "--parallel", "ddp"], "--parallel ddp is for several ranks, and there is one; add"),
         (["--target", "cpu", "--param-dtype", "bfloat16"], "--param-dtype is for sharded parameters, and one rank has"),
+        (["--target", "cpu", "--replicas", "2"], "--replicas is for sharded parameters, and one rank has"),
+        (["--target", "cpu", "--ranks", "4", "--replicas", "0"], "--replicas is 0; write a whole number of at least 1"),
         (["--batch", "x"], "Error parsing --batch: 'x' is no whole number; write for example 8"),
         (["--param-dtype", "int7"], "Expected one of ('float64', 'float32', 'bfloat16', 'float16')"),
         (["--target", "cpu", "--force", "layers.0", "--forbid", "layers.0"], "'layers.0' is both forced and forbidden"),

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._C._profiler import _EventType
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import memfit
@@ -57,6 +59,7 @@ class Layers:
     dtypes: dict[str, Any] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
     optimizer: type[torch.optim.Optimizer] = torch.optim.SGD
+    replicas: int = 1
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
@@ -77,7 +80,9 @@ def measure_layers(case: Layers) -> tuple[int, list[int]]:
     """How far a step rises above what is there before it, and its large allocations in order."""
     model = case.build()
     precision = Precision(**{name: getattr(torch, dtype) for name, dtype in case.dtypes.items()})
-    shard(model, units=case.unit_options, precision=precision, schedule=case.schedule)
+    shape = (case.replicas, dist.get_world_size() // case.replicas)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if case.replicas > 1 else None
+    shard(model, mesh=mesh, units=case.unit_options, precision=precision, schedule=case.schedule)
     step = _trained(case.step(model, torch.randn(1, _WIDTH, dtype=case.dtype)), model)
     return _rise(step), [size for size, _ in _events(step) if size > _LARGE_BYTES]
 
@@ -86,7 +91,8 @@ def predict_layers(case: Layers, ranks: int) -> tuple[int, list[tuple[int, str]]
     """The same as `measure_layers` for the captured step, with what each of the allocations is for."""
     trace = memfit.trace(case.step(case.build(), spec((1, _WIDTH), case.dtype)), target="cpu")
     flat = FlatOptions(schedule=case.schedule, units=case.unit_options)
-    sharding = _predict(trace, ranks, ShardOptions(units=tuple(case.unit_options), **case.dtypes), flat)
+    options = ShardOptions(units=tuple(case.unit_options), replicas=case.replicas, **case.dtypes)
+    sharding = _predict(trace, ranks, options, flat)
     found = sharding.schedule
     buffers = [found.buffers[event.number] for event in found.events if event.kind is EventKind.ALLOCATE]
     return sharding.peak_bytes - _resident_bytes(trace, sharding), [

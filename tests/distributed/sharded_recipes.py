@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,9 +22,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from memfit.errors import StateError
+from memfit.errors import InputError, StateError
 from memfit.sharded import FlatDTensor, full_state_dict, shard
 from tests.distributed.sharded_behaviour import loss_of
 from tests.distributed.sharded_models import GPT
@@ -283,3 +285,167 @@ def what_is_refused() -> None:
     assert torch.equal(
         weight.full_tensor(), before[next(n for n, each in model.named_parameters() if each is weight)] * 2
     )
+
+
+def _small(seed: int = 0) -> nn.Sequential:
+    """Weights and biases of which a rank may have no element."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3), nn.Linear(3, 1))
+
+
+def _without_first(value: torch.Tensor) -> torch.Tensor:
+    factors = torch.ones(value.shape)
+    factors.view(-1)[0] = float("nan")
+    return value.detach() * factors
+
+
+_RIGHT: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "smallest of uint8": lambda weight, _: (weight.abs() * 4).to(torch.uint8).min(),
+    "smallest of int64": lambda weight, _: (weight * 100).long().sub_(2**62).sub_(2**62).min(),
+    "smallest of truth values": lambda weight, _: (weight > 0).min(),
+    "all of uint8": lambda weight, _: (weight.abs() * 2).to(torch.uint8).all(),
+    "how many are not zero": lambda weight, _: torch.count_nonzero(weight),
+    "largest beside NaN": lambda weight, _: _without_first(weight).max(),
+    "smallest beside NaN": lambda weight, _: _without_first(weight).amin(),
+    "infinity norm beside NaN": lambda weight, _: torch.linalg.vector_norm(_without_first(weight), float("inf")),
+    "a negative norm": lambda _, bias: torch.linalg.vector_norm(bias, -1),
+    "a complex norm": lambda weight, _: torch.linalg.vector_norm(weight.to(torch.complex64)),
+    "NaN anywhere": lambda weight, _: torch.isnan(_without_first(weight)).any(),
+    "where": lambda weight, _: torch.where(weight > 0, weight, 0.0),
+    "times a parameter of one number": lambda weight, bias: weight * bias,
+    "list times one number": lambda weight, bias: torch._foreach_mul([weight.detach()], [bias.detach()])[0],
+    "norms of sharded and whole": lambda weight, _: torch.stack(torch._foreach_norm([weight, torch.ones(2)])),
+    "sharded and whole added": lambda weight, _: torch._foreach_add(
+        [torch.ones(2), weight.detach()], [torch.ones(2), torch.ones(5, 3)]
+    )[1],
+    "drawn": lambda weight, _: (torch.manual_seed(1), torch.randint_like(weight.detach(), 5))[1],
+    "dropped": lambda weight, _: (torch.manual_seed(1), torch.dropout(weight.detach(), 0.5, True))[1],
+    "copied": lambda weight, _: deepcopy(weight),
+}
+"""Ops of a weight of 5 x 3 and a bias of 1 that give what they give for whole tensors."""
+
+_REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]] = {
+    "a draw that reads the values": lambda weight, *_: torch.bernoulli(weight.sigmoid()),
+    "a draw around the values": lambda weight, *_: torch.normal(weight, 1.0),
+    "rows and columns": lambda weight, _, row: weight * row,
+    "a row and rows": lambda weight, _, row: row * weight,
+    "a list of rows and columns": lambda weight, _, row: torch._foreach_mul([weight], [row]),
+    "a sum into a tensor": lambda weight, *_: torch.sum(weight, (0, 1), out=torch.zeros(())),
+    "a dimension twice": lambda weight, *_: weight.sum(dim=(0, 0)),
+    "two results": lambda weight, *_: torch.frexp(weight, out=(torch.zeros(5, 3), torch.zeros(5, 3).int())),
+    "a list of sums": lambda weight, *_: torch._foreach_max([weight, torch.ones(2)]),
+    "a list of power sums": lambda weight, *_: torch._foreach_powsum([weight], 2),
+    "into whole tensors": lambda weight, *_: torch._foreach_add_([torch.zeros(5, 3)], [weight]),
+    "copies into whole tensors": lambda weight, *_: torch._foreach_copy_([torch.zeros(5, 3)], [weight]),
+    "an average in whole tensors": lambda weight, *_: torch._foreach_lerp_([torch.zeros(5, 3)], [weight], 0.5),
+    "a vector": lambda *values: nn.utils.parameters_to_vector(values),
+    "another shape": lambda weight, *_: weight.unsqueeze_(0),
+}
+
+
+def operations_on_parameters() -> None:
+    """An op on sharded parameters gives what it gives on whole ones, or it is refused, on every rank alike."""
+    plain, model = _small(), shard(_small())
+    for name, act in _RIGHT.items():
+        with torch.no_grad():
+            expected = act(plain[0].weight, plain[2].bias)
+            found = act(model[0].weight, model[2].bias)  # type: ignore[index]
+        found = found.full_tensor() if isinstance(found, FlatDTensor) else found
+        assert found.dtype == expected.dtype and found.shape == expected.shape, name
+        assert torch.allclose(found, expected, equal_nan=True), (name, found, expected)
+    assert isinstance(deepcopy(model[0].weight), nn.Parameter)  # type: ignore[index]
+    values = [each.detach() for each in (model[0].weight, model[2].bias, model[1].bias)]  # type: ignore[index]
+    before = whole(model)
+    for name, refused in _REFUSED.items():
+        with pytest.raises(StateError, match=r"rank only|no rows and columns"):
+            raise AssertionError(f"{name} gave {refused(*values)}")
+    assert_same(whole(model), before)
+    for unable in ("numpy", "tolist"):
+        with pytest.raises(RuntimeError, match="not supported for tensor subclasses"):
+            getattr(values[0], unable)()
+
+
+def loops_of_torch() -> None:
+    """What loops do around steps: optimizers that must be refused, averages, schedulers, gradients that are changed."""
+    ranks = range(dist.get_world_size())
+    inputs = [torch.randn(4, 3, generator=torch.Generator().manual_seed(rank)) for rank in ranks]
+
+    def loss(model: nn.Module, whole_batch: bool = False) -> torch.Tensor:
+        given = torch.cat(inputs) if whole_batch else inputs[dist.get_rank()]
+        return model(given).square().mean()
+
+    for kind in (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon):
+        model = shard(_small())
+        before = whole(model)
+        chosen = [each for each in model.parameters() if kind is not torch.optim.Muon or each.dim() == 2]
+        optimizer = kind(chosen)
+        loss(model).backward()
+        with pytest.raises(StateError, match="rank only"):
+            optimizer.step(partial(loss, model))
+        assert_same(whole(model), before)
+    with pytest.raises(StateError, match="cannot be copied"):
+        torch.optim.swa_utils.AveragedModel(model)
+    results = []
+    for model in (shard(_small()), _small()):
+        optimizer = adamw(model.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for number in range(3):
+            penalty = 0.1 * sum(each.sum() for each in model.parameters() if each.requires_grad)
+            scaler.scale(loss(model, whole_batch=bool(results)) + penalty).backward()
+            scaler.unscale_(optimizer)
+            for each in model.parameters():
+                assert (each.grad is not None) == each.requires_grad
+                if each.grad is not None:
+                    each.grad.mul_(0.5)
+            model[2].bias.grad = None  # type: ignore[index]
+            model[1].bias.grad.zero_()  # type: ignore[index]
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
+            optimizer.zero_grad()
+            model[0].weight.requires_grad_(number == 1)  # type: ignore[index]
+        results.append({**whole(model)} or {name: each.detach() for name, each in model.named_parameters()})
+    for name, value in results[0].items():
+        assert torch.allclose(value, results[1][name], rtol=1e-4, atol=1e-6), name
+
+
+def hooks_and_gathered_modules() -> None:
+    """A hook that would never run is refused; values loaded while a unit is gathered are not lost."""
+    model = _small()
+    handle = model[0].weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(InputError, match=r"parameter '0\.weight' has a hook"):
+        shard(model)
+    handle.remove()
+    shard(model)
+    with pytest.raises(StateError, match="would never run"):
+        model[0].weight.register_hook(lambda gradient: gradient)
+    ran: list[str] = []
+    for name, each in model.named_parameters():
+        each.register_post_accumulate_grad_hook(lambda _, name=name: ran.append(name))
+    model(torch.ones(2, 3)).sum().backward()
+    assert sorted(ran) == sorted(name for name, _ in model.named_parameters())
+    other = _small(seed=1).state_dict()
+    for unit in (model, *model.children()):
+        if hasattr(unit, "unshard"):
+            unit.unshard()
+    model.load_state_dict(other)
+    assert_same(whole(model), dict(other))
+    with torch.no_grad():
+        plain = _small(seed=1)
+        assert torch.allclose(model(torch.ones(2, 3)), plain(torch.ones(2, 3)))
+    assert_same(whole(model), dict(other))
+
+
+def several_optimizers_in_backward() -> None:
+    """Each of the optimizers that were registered for a parameter steps it, and then the gradient goes."""
+    ours, theirs = shard(_small()), shard(_small())
+    for rate in (0.1, 0.2):
+        _apply_optimizer_in_backward(torch.optim.SGD, ours.parameters(), {"lr": rate})
+    for model in (ours, theirs):
+        model(torch.ones(2, 3)).sum().backward()
+    for rate in (0.1, 0.2):
+        torch.optim.SGD(theirs.parameters(), lr=rate).step()
+    assert all(each.grad is None for each in ours.parameters())
+    assert_same(whole(ours), whole(theirs))

@@ -73,6 +73,24 @@ def test_every_buffer_on_four_ranks_is_allocated_when_the_schedule_says(
     _compare_buffers(four_ranks, replace(_UNEQUAL, options=options, units=(1, 2, 3)))
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(_EQUAL, optimizer=torch.optim.AdamW, replicas=2),
+        replace(_UNEQUAL, options=UnitOptions(keep=True), dtypes=_HALF, replicas=2),
+    ],
+)
+def test_a_step_on_a_hybrid_mesh_takes_what_its_schedule_says(four_ranks: Ranks, case: Layers) -> None:
+    _compare_peaks(four_ranks, case)
+
+
+@pytest.mark.parametrize("changes", [{}, {"dtypes": _MIXED}, {"frozen": ("1.up", "2")}])
+def test_every_buffer_on_a_hybrid_mesh_is_allocated_when_the_schedule_says(
+    four_ranks: Ranks, changes: dict[str, Any]
+) -> None:
+    _compare_buffers(four_ranks, replace(_UNEQUAL, **changes, units=(1, 2, 3), dtype=torch.float64, replicas=2))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_memory_of_a_captured_step_is_that_on_real_ranks(two_ranks: Ranks, name: str) -> None:
     resident, rise = predict_case(name, two_ranks.count)

@@ -31,6 +31,10 @@ def test_checkpoint_of_four_ranks_is_loaded_by_two(two_ranks: Ranks, four_ranks:
         cases.losses_of_parameters,
         cases.values_are_drawn_as_on_one_device,
         cases.what_is_refused,
+        cases.operations_on_parameters,
+        cases.loops_of_torch,
+        cases.hooks_and_gathered_modules,
+        cases.several_optimizers_in_backward,
     ],
     ids=lambda case: case.__name__,
 )

@@ -60,15 +60,15 @@ def test_without_an_engine_a_plan_goes_where_it_fits() -> None:
     assert resolve_engine(high, None, ()) == "fsdp2"
 
 
-def test_replicas_are_of_fsdp2() -> None:
+def test_replicas_are_of_both_engines() -> None:
     plan = planned(ranks=4, options=options(replicas=2))
     assert plan.shard is not None and (plan.shard.replicas, plan.shard.ranks, plan.ranks) == (2, 2, 4)
     assert "sharded by 2, 2 replicas" in str(plan)
-    assert resolve_engine(plan, None, ()) == "fsdp2"
-    with pytest.raises(InputError, match="2 replicas, which are predicted for engine 'fsdp2' only"):
-        resolve_engine(plan, "sharded", ())
-    with pytest.raises(InputError, match="predicted for engine 'fsdp2' only"):
-        planned(ranks=4, engine="sharded", options=options(replicas=2))
+    assert plan.shard.peak_by_engine.keys() == {"fsdp2", "sharded"}
+    assert resolve_engine(plan, "fsdp2", ()) == "fsdp2" and resolve_engine(plan, "sharded", ()) == "sharded"
+    for engine in ("fsdp2", "sharded"):
+        own = planned(ranks=4, engine=engine, options=options(replicas=2))
+        assert own.predicted is not None and own.predicted.peak_bytes == plan.shard.peak_by_engine[engine]
     for replicas in (3, 4):
         with pytest.raises(InputError, match=f"4 ranks do not divide into {replicas} replicas that are sharded"):
             planned(ranks=4, options=options(replicas=replicas))

@@ -121,6 +121,8 @@ class SolverOptions:
     """How long one solve may take; the best plan so far is given with its gap."""
     parallel: Annotated[Literal["fsdp", "ddp"], arg("{fsdp,ddp}", "fsdp")] = "fsdp"
     """How several ranks divide the work: sharded as FSDP2 does it, or replicated with DDP and its gradient buckets."""
+    replicas: Annotated[Count, arg("N", "1")] = None
+    """Groups that --ranks are divided into, each with a whole model that its ranks shard: a hybrid mesh."""
     engine: Annotated[Engines, arg("{fsdp2,sharded}", "left to apply, predicted as fsdp2")] = None
     """What shards the model: PyTorch's fully_shard, or memfit's own runtime."""
     shard_units: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, arg("MODULE")] = ()

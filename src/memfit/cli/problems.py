@@ -89,6 +89,7 @@ _INSTEAD = {
         "fsdp zero zero-stage shards"
     ),
     "--parallel ddp": "ddp data-parallel-replicate replicate",
+    "--replicas": "dp-replicate replicate-degree num-replicas hsdp",
     "--target": "gpu device hardware accelerator card",
     "--budget": "memory mem max-memory vram gpu-memory memory-budget limit",
     "--batch": "batch-size bs micro-batch micro-batch-size per-device-train-batch-size mbs",

@@ -286,11 +286,17 @@ def capture_step(
 
 
 def solve_options(
-    options: SolverOptions, trace: Trace | None, *, several_ranks: bool, optimizer: bool = False
+    options: SolverOptions,
+    trace: Trace | None,
+    *,
+    several_ranks: bool,
+    ranks: int | None = None,
+    optimizer: bool = False,
 ) -> SolveOptions:
     """Return the solver's options; names with a star stand for all units that they match.
 
-    Names are looked up in the trace, which may be left out when there are none.
+    Names are looked up in the trace, which may be left out when there are none. `ranks` are left out where a search
+    goes through several numbers of them.
     """
     from memfit.sharding import ShardOptions
     from memfit.solve import Limits, SolveOptions
@@ -308,6 +314,11 @@ def solve_options(
         raise UsageError(f"--time-limit is {options.time_limit:g}; write seconds, more than 0")
     limits = Limits() if options.time_limit is None else Limits(time_limit_s=options.time_limit)
     _check_sharding(options, several_ranks)
+    if options.replicas is not None and options.replicas < 1:
+        raise UsageError(f"--replicas is {options.replicas}; write a whole number of at least 1")
+    if options.replicas is not None and ranks is not None:
+        with about("--replicas"):
+            ShardOptions(replicas=options.replicas).shard_ranks(ranks)
     with about("--force and --forbid"):
         return SolveOptions(
             force=named["force"],
@@ -315,6 +326,7 @@ def solve_options(
             ac_units=named["units"] or None,
             shard=ShardOptions(
                 parallel=options.parallel,
+                replicas=options.replicas or 1,
                 units=sharded or None,
                 shard_dtype=options.shard_dtype,
                 param_dtype=options.param_dtype,
@@ -331,7 +343,7 @@ def _check_sharding(options: SolverOptions, several_ranks: bool) -> None:
     replicated = options.parallel == "ddp"
     if replicated and not several_ranks:
         raise UsageError("--parallel ddp is for several ranks, and there is one; add --ranks 8, or leave it out")
-    for name in ("engine", "shard_units", "param_dtype", "reduce_dtype", "shard_dtype"):
+    for name in ("replicas", "engine", "shard_units", "param_dtype", "reduce_dtype", "shard_dtype"):
         if getattr(options, name) and (replicated or not several_ranks):
             why = "--parallel ddp has none" if replicated else "one rank has none; add --ranks 8, or leave it out"
             raise UsageError(f"--{name.replace('_', '-')} is for sharded parameters, and {why}")

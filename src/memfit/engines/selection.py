@@ -29,7 +29,7 @@ def resolve_engine(plan: Plan, given: str | None, wrappers: Sequence[str]) -> En
         raise InputError(f"there is no engine {given!r}; write one of {', '.join(map(repr, _ENGINES))}")
     default: Engine = "local"
     if plan.shard is not None:
-        default = "fsdp2" if plan.shard.replicas > 1 or _too_high(plan, "sharded") else "sharded"
+        default = "fsdp2" if _too_high(plan, "sharded") else "sharded"
     engine = next((each for each in _ENGINES if each == given), None) or plan.engine or default
     if plan.shard is None and engine != "local":
         why = f"replicates the model on {plan.ddp.ranks} ranks" if plan.ddp is not None else "is for one rank"
@@ -46,11 +46,6 @@ def resolve_engine(plan: Plan, given: str | None, wrappers: Sequence[str]) -> En
         raise InputError(
             f"engine {given!r} shards the model, and this one is in {', '.join(wrappers)} already: give the plain "
             "model, or leave the engine out, and only the checkpoint policies of the plan are carried out"
-        )
-    if engine == "sharded" and plan.shard is not None and plan.shard.replicas > 1:
-        raise InputError(
-            f"this plan has {plan.shard.replicas} replicas, which are predicted for engine 'fsdp2' only: leave the "
-            "engine out, or plan without replicas"
         )
     peak_bytes = _too_high(plan, engine)
     if peak_bytes and not wrappers:

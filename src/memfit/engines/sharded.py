@@ -29,7 +29,7 @@ def shard_as_planned(
 ) -> None:
     """Shard a model as planned, and the optimizer's state with it."""
     assert plan.shard is not None
-    mesh = resolve_mesh(model, mesh)
+    mesh = resolve_mesh(model, mesh, replicas=plan.shard.replicas)
     content = hashlib.sha256(plan.to_json().encode()).hexdigest()[:12]
     for link in make_comms(mesh, device_of(mesh), None):
         if link is not None:

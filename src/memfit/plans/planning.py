@@ -220,8 +220,6 @@ def _shard_plan(problem: Problem, solved: Solved) -> ShardPlan | None:
     options = problem.options.shard
     for engine in get_args(ShardEngine):
         here = engine == (options.engine or "fsdp2")
-        if options.replicas > 1 and not here:
-            continue  # not predicted
         peaks[engine] = (solved.replay if here else problem.replay_on(engine, chosen)).peak_bytes
     return ShardPlan(
         ranks=options.shard_ranks(problem.target.ranks),

@@ -9,8 +9,8 @@ it: its placement is `FlatShard`. So DTensor's own rules do not run on it. Every
 - elementwise (`torch.Tag.pointwise`, `torch._foreach_*`, fused optimizers): on the local tensors
 - a reduction over all elements: on the local tensors, then over the ranks; the result is a plain tensor
 - `copy_`, from a whole tensor, from a DTensor of any placement, from another of its kind
-- random numbers: those of the whole tensor are drawn on every rank, which keeps its own, so that a seed that all ranks
-  share gives what one device would get
+- random numbers in its place or like it: those of the whole tensor are drawn on every rank, which keeps its own, so
+  that a seed that all ranks share gives what one device would get
 
 Anything else would see this rank's elements only. `full_tensor()`, and `redistribute` to placements of PyTorch's, give
 what any op can run on.
@@ -21,9 +21,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,6 +34,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 from memfit.errors import StateError
 from memfit.sharded.boxes import Box, split_into_boxes
 from memfit.sharded.comm import ShardComm
+from memfit.sharded.flat_reductions import reduce_all, reduce_norms
 from memfit.sharding import FlatLayout, Slot
 from memfit.torch_private.dispatch import DisableTorchFunction, disabled_torch_function, schema_of
 from memfit.torch_private.dtensor import DTensorSpec, LocalDTensor, make_spec, support_foreach
@@ -173,9 +176,20 @@ class FlatDTensor(LocalDTensor):
             self.copy_(values)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatDTensor:
-        made = self.home.wrap(self.local.clone())
+        made: Any = self.home.wrap(self.local.clone())
+        if isinstance(self, nn.Parameter):  # whose copies have no gradient, torch's too
+            return nn.Parameter(made, requires_grad=self.requires_grad)  # type: ignore[return-value]
         made.requires_grad_(self.requires_grad)
         return made
+
+    def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
+        """Refuse a hook that would never run: the gradients of autograd are those of gathered parameters."""
+        if isinstance(self, nn.Parameter):
+            raise StateError(
+                f"a hook of {self!r} would never run: autograd works out gradients of gathered parameters, which are "
+                "summed over ranks then; register_post_accumulate_grad_hook runs after that, and may change them"
+            )
+        return super().register_hook(hook)
 
     def __reduce_ex__(self, proto: Any) -> NoReturn:
         raise StateError(
@@ -315,14 +329,26 @@ def _find_rule(func: Any) -> Rule:
     if name in _REDUCTIONS:
         return _reduced
     if torch.Tag.nondeterministic_seeded in func.tags:
-        return _drawn
+        return _drawn if name in _DRAWS else _refused  # others read the values, too
     if func in _ALIKE:
         return _like
-    if name.startswith(_LISTS) and name not in _LISTS_THAT_REDUCE:
-        return _on_lists
+    if _is_on_lists(name):
+        arguments = schema_of(func).arguments
+        written = {each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write}
+        return partial(_on_lists, [each.name for each in arguments], frozenset(written))
     if torch.Tag.pointwise in func.tags or name.rstrip("_") in _ELEMENTWISE:
         return _in_place if name.endswith("_") else _elementwise
     return _refused
+
+
+def _is_on_lists(name: str) -> bool:
+    """Return whether an op works on lists of tensors element by element."""
+    if name.startswith("_foreach_"):
+        single = name.removeprefix("_foreach_").rstrip("_")
+        op = getattr(_aten, single, None)
+        tagged = op is not None and any(torch.Tag.pointwise in getattr(op, each).tags for each in op.overloads())
+        return single not in _REDUCTIONS and (tagged or single in ("copy", "zero", "clone"))
+    return name.rstrip("_") in _FUSED_OPTIMIZERS
 
 
 def _refused(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
@@ -362,23 +388,29 @@ def _in_place(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an op on the local tensors."""
-    out = kwargs.get("out")
+    if schema_of(func).is_mutable:
+        return _elementwise_out(func, args, kwargs)
     home = next(_flats((args, tuple(kwargs.values())))).home
-    if out is not None and not (isinstance(out, FlatDTensor) and out.home.alike(home)):
-        _refused(func, args, kwargs)
     local = [_local(func, each, home) for each in args]
     result = func(*local, **{name: _local(func, each, home) for name, each in kwargs.items()})
-    if out is not None:
-        return out
     return home.wrap(result) if isinstance(result, torch.Tensor) else tuple(home.wrap(each) for each in result)
+
+
+def _elementwise_out(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> FlatDTensor:
+    """Run an op with `out=`, a tensor that is sharded as an argument is: Adam keeps the largest of its squares so."""
+    out = kwargs.get("out")
+    if type(out) is not FlatDTensor or not any(each.home.alike(out.home) for each in _flats(args)):
+        _refused(func, args, kwargs)
+    func(*[_local(func, each, out.home) for each in args], **{**kwargs, "out": out.local})
+    return out
 
 
 def _local(func: Any, value: Any, home: Home) -> Any:
     """Return what an op on the local tensors is given for one of its arguments."""
-    if isinstance(value, FlatDTensor):
-        return value.local if value.home.alike(home) else home.own(value.full_tensor()).to(value.device)
+    if isinstance(value, FlatDTensor) and value.home.alike(home):
+        return value.local
     if isinstance(value, DTensor):
-        value = value.full_tensor()
+        value = value.full_tensor().to(value.device)
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
     if value.shape == home.slot.shape:
@@ -391,14 +423,25 @@ def _local(func: Any, value: Any, home: Home) -> Any:
     )
 
 
-def _on_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an op on lists of tensors on the local tensors: those with one number belong together."""
-    lists = [each for each in (*args, *kwargs.values()) if isinstance(each, (list, tuple))]
+def _on_lists(
+    names: Sequence[str], written: frozenset[str], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Run an op on lists of tensors on the local tensors: those with one number belong together.
+
+    `names` are those of the op's arguments, `written` of those that it changes: a whole tensor would be changed where
+    this rank has elements, and only there.
+    """
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
     homes: dict[int, Home] = {}
-    for each in lists:
-        for number, value in enumerate(each):
+    for each in given.values():
+        for number, value in enumerate(each) if isinstance(each, (list, tuple)) else ():
             if number not in homes and type(value) is FlatDTensor:
                 homes[number] = value.home
+    for name in written:
+        changed = given.get(name)
+        for number, value in enumerate(changed) if isinstance(changed, (list, tuple)) else ():
+            if number in homes and type(value) is not FlatDTensor and value.dim():
+                _refused(func, args, kwargs)
 
     def local(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -473,86 +516,16 @@ def _reduced(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch
     name = schema_of(func).name.partition("::")[2]
     given = dict(zip((each.name for each in schema_of(func).arguments), args, strict=False)) | dict(kwargs)
     dimensions = given.get("dim")
+    dims = len(value.home.slot.shape)
     whole = (
         dimensions is None
         or dimensions == []
-        or (isinstance(dimensions, (list, tuple)) and len(dimensions) == len(value.home.slot.shape))
+        or (isinstance(dimensions, (list, tuple)) and sorted(each % dims for each in dimensions) == [*range(dims)])
     )
-    if not whole or "other" in given:
+    if not whole or "other" in given or schema_of(func).is_mutable:
         _refused(func, args, kwargs)
-    found = _reduced_value(name, value, given)
+    found = reduce_all(name, value, given)
     return found.reshape((1,) * value.dim()) if given.get("keepdim") else found
-
-
-def _reduced_value(name: str, value: FlatDTensor, given: Mapping[str, Any]) -> torch.Tensor:
-    """Return a reduction over all elements."""
-    if name in ("linalg_vector_norm", "norm"):
-        order = given.get("ord", given.get("p"))
-        return reduce_norms([value], 2.0 if order is None else float(order), given.get("dtype"))[0]
-    home, local = value.home, value.local
-    dtype = given.get("dtype")
-    if name in ("sum", "mean", "count_nonzero"):
-        exact = dtype or (value.dtype if value.dtype.is_floating_point or value.dtype.is_complex else torch.int64)
-        wide = torch.float32 if exact in _SHORT else exact
-        total = (local != 0).sum() if name == "count_nonzero" else local.sum(dtype=wide)
-        total = _over_ranks(total, home, name, largest=False)
-        return (total / home.slot.elements if name == "mean" else total).to(value.device, exact)
-    smallest = name in ("min", "amin", "all")
-    kind = value.dtype if name not in ("any", "all") else torch.bool
-    as_number = local.to(torch.bool) if kind is torch.bool else local
-    wide = as_number.to(torch.float32 if kind in (torch.bool, *_SHORT) else kind)
-    if not wide.numel():
-        limits = torch.finfo(wide.dtype) if wide.dtype.is_floating_point else torch.iinfo(wide.dtype)
-        most = math.inf if wide.dtype.is_floating_point else limits.max
-        least = -math.inf if wide.dtype.is_floating_point else limits.min
-        found = torch.tensor(most if smallest else least, dtype=wide.dtype, device=wide.device)
-        if kind is torch.bool:
-            found = torch.tensor(float(smallest), device=wide.device)
-    else:
-        found = wide.min() if smallest else wide.max()
-    found = -found if smallest else found
-    found = _over_ranks(found, home, name, largest=True)
-    return (-found if smallest else found).to(value.device, kind)
-
-
-def _over_ranks(value: torch.Tensor, home: Home, name: str, *, largest: bool) -> torch.Tensor:
-    shared = value.detach().to(home.device).reshape(1).clone()
-    home.link.all_reduce(shared, f"all-reduce of {name}", largest=largest).wait()
-    return shared.reshape(())
-
-
-def reduce_norms(values: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Return the norms of whole tensors; those of flat DTensors by one collective for all of them."""
-    found: list[torch.Tensor] = []
-    by_link: dict[ShardComm, list[int]] = {}
-    for number, value in enumerate(values):
-        if not isinstance(value, FlatDTensor):
-            found.append(torch.linalg.vector_norm(value, order, dtype=dtype))
-            continue
-        by_link.setdefault(value.home.link, []).append(number)
-        local, kind = value.local, dtype or (torch.float32 if value.dtype in _SHORT else value.dtype)
-        empty = math.inf if order == -math.inf else 0.0
-        norm = (
-            torch.linalg.vector_norm(local, order, dtype=kind)
-            if local.numel()
-            else local.new_full((), empty, dtype=kind)
-        )
-        found.append(norm.to(value.home.device))
-    for link, numbers in by_link.items():
-        widest = torch.float64 if any(found[number].dtype == torch.float64 for number in numbers) else torch.float32
-        sent = torch.stack([found[number].to(widest) for number in numbers])
-        if math.isinf(order):
-            sign = math.copysign(1.0, order)
-            sent *= sign
-            link.all_reduce(sent, "all-reduce of norms", largest=True).wait()
-            sent *= sign
-        else:
-            sent = sent**order if order else sent
-            link.all_reduce(sent, "all-reduce of norms").wait()
-            sent = sent ** (1 / order) if order else sent
-        for number, norm in zip(numbers, sent.unbind(), strict=True):
-            found[number] = norm.to(values[number].device, dtype or values[number].dtype)
-    return found
 
 
 def _norms(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -571,10 +544,11 @@ def _unscaled(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None
         found_inf.copy_(shared)
 
 
-_SHORT = (torch.float16, torch.bfloat16)
-"""Dtypes in which nothing is summed."""
-_LISTS = ("_foreach_", "_fused_")
-_LISTS_THAT_REDUCE = ("_foreach_max", "_foreach_norm", "_foreach_powsum")
+_FUSED_OPTIMIZERS = ("_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd")
+_DRAWS = {
+    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_",
+    "rand_like", "randint_like", "randn_like",
+}  # fmt: skip
 _ALIKE = {
     _aten.detach.default,
     _aten.alias.default,

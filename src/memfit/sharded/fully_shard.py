@@ -29,6 +29,7 @@ from memfit.sharded.runtime import ShardedRuntime
 from memfit.sharded.unit import Run, ShardedUnit, State
 from memfit.sharded.wrap_policy import FoundUnit, Units, find_units
 from memfit.sharding import group_alike
+from memfit.torch_private.autograd import post_accumulate_hooks, tensor_hooks
 from memfit.torch_private.compiler import disable_dynamo
 from memfit.torch_private.modules import forward_hooks
 from memfit.torch_private.wrappers import has_compiled_parts
@@ -170,6 +171,11 @@ def _check(model: nn.Module) -> None:
         if isinstance(parameter, torch.distributed.tensor.DTensor):
             raise InputError(
                 f"parameter {name!r} is a DTensor; memfit shards plain parameters, before fully_shard is called"
+            )
+        if tensor_hooks(parameter) or post_accumulate_hooks(parameter):
+            raise InputError(
+                f"parameter {name!r} has a hook, which its shards would not have; remove it, and call "
+                "register_post_accumulate_grad_hook after shard"
             )
 
 

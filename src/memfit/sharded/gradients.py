@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from memfit.errors import InputError
@@ -140,6 +141,7 @@ class Gradients:
         if self._total is not None and self._replicas is not None and self._replica_sum is None:
             streams = self._streams
             streams.wait(self._event)  # what a hook of the user began on the stream of reductions
+            self._parts = [None] * self.flat.link.ranks  # they were summed
             streams.after_current(streams.all_reduce)
             with streams.on(streams.all_reduce):
                 self._replica_sum = self._replicas.sum_replicas(
@@ -278,16 +280,22 @@ class Gradients:
 
     def _give_one(self, number: int, gradient: torch.Tensor) -> None:
         parameter = self.flat.parameters[number]
-        if isinstance(parameter.grad, FlatDTensor):
-            parameter.grad.local.add_(gradient)
+        there = parameter.grad
+        if there is not None and not isinstance(there, FlatDTensor):  # a whole one, as of a loss with parameter.sum()
+            own = self.flat.homes[number].own(there.full_tensor() if isinstance(there, DTensor) else there)
+            gradient = gradient.add_(own.to(gradient.device))
+        if isinstance(there, FlatDTensor):
+            there.local.add_(gradient)
         else:
             if parameter.dtype != gradient.dtype:
                 parameter.grad_dtype = gradient.dtype
             parameter.grad = self.flat.homes[number].wrap(gradient)
         for hook in (post_accumulate_hooks(parameter) or {}).values():
             hook(parameter)
-        for optimizer in optimizers_in_backward(parameter):
+        optimizers = optimizers_in_backward(parameter)
+        for optimizer in optimizers:
             optimizer.step()
+        if optimizers:
             parameter.grad = None
 
     @property

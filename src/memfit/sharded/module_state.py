@@ -66,6 +66,9 @@ def _attach(module: nn.Module, parameters: list[_Held]) -> None:
             given = state.get(key)
             if each.unit.state is State.SUMMONED or not isinstance(given, torch.Tensor):
                 continue
+            if each.unit.state is State.IDLE and each.unit.gathered:  # by unshard(): the values are for the shards
+                each.unit.to_sharded()
+                each.unit.free()
             own = each.value()
             if metadata.get("assign_to_params_buffers"):  # the shard keeps its memory, and gets the values
                 metadata["assign_to_params_buffers"] = False

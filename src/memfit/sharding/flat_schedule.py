@@ -14,6 +14,8 @@ Note [The flat schedule]: this follows `memfit/sharded` act by act.
 - after backward: the parameters are freed, the reduction is begun, and that of the unit before is waited for: its parts
   are freed, and what it leaves becomes the gradient of the shards or is added to it. A unit that has another run to
   come waits for its backward.
+- on a hybrid mesh a reduction has two stages: the parts are freed and the sum over the replicas is begun, in place,
+  where without one it would be finished, and it is finished one unit later.
 - at the end of a pass: the same for the root and for every unit whose backward was not seen to end.
 
 Note [Streams of the flat schedule]: every buffer is allocated on the compute stream, whatever stream fills it, but for
@@ -26,8 +28,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from memfit.capture import Trace
-from memfit.cost import Collective
+from memfit.capture import NO_INDEX, Trace
+from memfit.cost import Collective, Group
 from memfit.errors import InputError
 from memfit.memory import Stream
 from memfit.sharding.flat_layout import FlatLayout, PartTable, group_alike
@@ -179,8 +181,10 @@ class _Sum:
     come: dict[int, WholeGradient] = field(default_factory=dict)
     parts: dict[int, int] = field(default_factory=dict)
     filled: set[int] = field(default_factory=set)
-    outputs: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
+    output: int = NO_INDEX
     transfer: int | None = None
+    all_reduce: int | None = None
     under_way: bool = False
 
 
@@ -212,7 +216,8 @@ class FlatScheduler(Scheduler):
     """Notes what memfit's runtime does for units.
 
     `separate_parts` says whether the parts of a reduction's input may be tensors of their own, as they are where ranks
-    send them to each other one by one (Note [Pairs] of `sharded/comm.py`), and are received so, too.
+    send them to each other one by one (Note [Pairs] of `sharded/comm.py`), and are received so, too. `replicas` are
+    the ranks with the same shard on a hybrid mesh.
     """
 
     streams: ClassVar = {
@@ -234,8 +239,10 @@ class FlatScheduler(Scheduler):
         *,
         separate_parts: bool,
         on_host: bool = False,
+        replicas: Group | None = None,
     ) -> None:
         self._schedule, self._on_host = schedule, on_host
+        self._separate_parts, self._replicas = separate_parts, replicas
         self._units = [
             _State(
                 unit.groups,
@@ -325,7 +332,7 @@ class FlatScheduler(Scheduler):
         if not state.before:
             state.owes = False
             if self._begin_sums(unit, everything=True):
-                self._finish_sums()
+                self._advance_sums()
                 self._summing.append(unit)
         if self._schedule.backward_prefetch_at == "after":
             self._unshard_ahead(unit, state.ahead)
@@ -335,7 +342,8 @@ class FlatScheduler(Scheduler):
         for unit in reversed(range(len(self._units))):
             if self._begin_sums(unit, everything=self._units[unit].owes) and unit not in self._summing:
                 self._summing.append(unit)
-        self._finish_sums()
+        while self._summing:
+            self._advance_sums()
         for unit, state in enumerate(self._units):
             self._reshard(unit)
             state.running, state.owes = 0, False
@@ -476,33 +484,57 @@ class FlatScheduler(Scheduler):
             self._fill(unit, own, rank)
         own.under_way = True
         if ranks == 1:  # the only part is the sum
-            own.outputs = [own.parts.pop(0)]
+            own.output = own.parts.pop(0)
             return
         received = ranks - 2 if own.table.separate else 0  # the first that is received becomes the sum
-        own.outputs = [self.allocate(Role.REDUCE_OUTPUT, unit, part_bytes)]
-        own.outputs += [self.allocate(Role.RECEIVED, unit, part_bytes) for _ in range(received)]
+        own.output = self.allocate(Role.REDUCE_OUTPUT, unit, part_bytes)
+        own.received = [self.allocate(Role.RECEIVED, unit, part_bytes) for _ in range(received)]
         host_bytes = own.group.layout.shard_elements * own.group.gradient_item_bytes if self._on_host else 0
         own.transfer = self.begin(
             Collective.REDUCE_SCATTER, unit, ranks * part_bytes, Stream.REDUCE, host_bytes=host_bytes
         )
 
-    def _finish_sums(self) -> None:
-        """Finish the reductions of earlier units."""
+    def _advance_sums(self) -> None:
+        """Go on with the reductions of earlier units: to the sum over the replicas, or to the end."""
+        unfinished: list[int] = []
         for unit in self._summing:
             for own in self._units[unit].sums:
-                self._finish_sum(own)
-        self._summing.clear()
+                if self._replicas is not None and own.under_way and own.all_reduce is None:
+                    self._begin_all_reduce(own, self._replicas)
+                    unfinished.append(unit)
+                else:
+                    self._finish_sum(own)
+        self._summing = list(dict.fromkeys(unfinished))
+
+    def _begin_all_reduce(self, own: _Sum, replicas: Group) -> None:
+        """Wait for a reduction among the ranks that shard, free its parts, and begin to sum it over the replicas."""
+        unit = self._home[own.group.parameters[0]][0]
+        self._take_output(unit, own)
+        part_bytes = own.group.part_bytes
+        if self._separate_parts:
+            own.received = [self.allocate(Role.RECEIVED, unit, part_bytes) for _ in range(replicas.ranks - 1)]
+        own.all_reduce = self.begin(Collective.ALL_REDUCE, unit, part_bytes, Stream.ALL_REDUCE, group=replicas)
+
+    def _take_output(self, unit: int, own: _Sum) -> None:
+        """Wait for a reduction among the ranks that shard, and free its parts."""
+        if own.transfer is not None:
+            self.wait(own.transfer, unit)
+        for buffer in (*own.received, *own.parts.values()):
+            self.free(buffer)
+        own.transfer, own.received, own.parts = None, [], {}
 
     def _finish_sum(self, own: _Sum) -> None:
         """Wait for a reduction, free its parts, and make what it leaves the gradients of the shards."""
         if not own.under_way:
             return
         unit = self._home[own.group.parameters[0]][0]
-        if own.transfer is not None:
-            self.wait(own.transfer, unit)
-        output, *received = own.outputs
-        for buffer in (*received, *own.parts.values()):
-            self.free(buffer)
+        if self._replicas is not None and own.all_reduce is None:
+            self._begin_all_reduce(own, self._replicas)
+        if own.all_reduce is not None:
+            self.wait(own.all_reduce, unit)
+            own.all_reduce = None
+        self._take_output(unit, own)
+        output = own.output
         if own.group.gradient_item_bytes != own.group.reduced_item_bytes and not self._on_host:
             n_bytes = own.group.layout.shard_elements * own.group.gradient_item_bytes
             reduced, output = output, self.allocate(Role.SHARD_GRADIENT, unit, n_bytes)
@@ -511,5 +543,4 @@ class FlatScheduler(Scheduler):
             self.free(output)
         else:
             self.keep_gradient(output, own.come.values())
-        own.come, own.parts, own.outputs, own.filled = {}, {}, [], set()
-        own.transfer, own.under_way = None, False
+        own.come, own.filled, own.output, own.under_way = {}, set(), NO_INDEX, False

@@ -107,8 +107,6 @@ def shard(
     if flat is None and options.engine == "sharded":
         ahead = options.prefetch
         flat = FlatOptions(schedule=Schedule(forward_prefetch=ahead, backward_prefetch=ahead))
-    if flat is not None and options.replicas > 1:
-        raise InputError("replicas of a hybrid mesh are predicted for engine 'fsdp2' only; leave one of them out")
     ranks, dtypes = options.shard_ranks(target.ranks), ShardDtypes.of(timeline.trace, options)
     casts = casts_of(timeline.trace, dtypes)
     runtime = without_casts(runtime, casts)
@@ -119,6 +117,7 @@ def shard(
         trace, members, passes, ranks, dtypes, keep_last=options.keep_last, reshard_after_forward=reshards
     )
     gradients = whole_gradients(trace, casts, passes, dtypes)
+    replicas = None if options.replicas == 1 else Group.replicate(target, ranks)
     padding: dict[str, int] = {}
     scheduler: Scheduler
     if flat is None:
@@ -133,7 +132,7 @@ def shard(
             dtypes=dtypes,
             on_host=on_host,
             prefetch=options.prefetch,
-            replicas=None if options.replicas == 1 else Group.replicate(target, ranks),
+            replicas=replicas,
             fewer=None if isinstance(reshards, bool) else Group.shard(target, reshards),
         )
     else:
@@ -147,8 +146,10 @@ def shard(
         kept, padding = _kept_of_flat(flats, len(trace.parameters))
         begun = gradients_before(trace)
         apart = target.device.type == "cpu"
-        scheduler = FlatScheduler(flats, gradients, begun, flat.schedule, separate_parts=apart, on_host=on_host)
-    if options.replicas > 1:
+        scheduler = FlatScheduler(
+            flats, gradients, begun, flat.schedule, separate_parts=apart, on_host=on_host, replicas=replicas
+        )
+    if replicas is not None:
         scheduler.group = Group.shard(target, ranks)
     shards = Shards(trace, kept, dtypes)
     runtime = on_shards(runtime, target.device, shards.trained_bytes)

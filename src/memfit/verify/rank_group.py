@@ -1,10 +1,11 @@
 """The ranks of one verification: what each did is told to all, and no rank waits for one that has failed.
 
-Note [Groups]: the step's collectives run on a process group made for the verification, messages between the ranks on
-another. A rank that fails closes the connections of the first, and the others' collectives raise at once instead of
-waiting for the timeout; then all meet on the second and learn which rank it was. The user's groups are not touched. On
-NCCL nothing but the group's timeout ends a collective that other ranks wait in. Both groups stay for the next
-verification, until the process group is destroyed; a closed one is replaced then.
+Note [Groups]: the step's collectives run on a process group made for the verification, or on one of each dimension of a
+hybrid mesh, messages between the ranks on another. A rank that fails closes the connections of the first, and the
+others' collectives raise at once instead of waiting for the timeout; these fail in turn and close theirs, so that ranks
+which share no group with the first learn it, too. Then all meet on the second and learn which rank it was. The user's
+groups are not touched. On NCCL nothing but the group's timeout ends a collective that other ranks wait in. All groups
+stay for the next verification, until the process group is destroyed; closed ones are replaced then.
 """
 
 from __future__ import annotations
@@ -28,22 +29,31 @@ _UNUSED_TAG = 1 << 27
 _CLOSED = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 
 T = TypeVar("T")
-_groups: WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]] = WeakKeyDictionary()
+_talks: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_steps: WeakKeyDictionary[dist.ProcessGroup, dict[int, list[dist.ProcessGroup]]] = WeakKeyDictionary()
+"""Of each number of replicas, the groups of this rank: of the replicas where there are several, then of the shards."""
 
 
 class RankGroup:
-    """All ranks, which must make it together."""
+    """All ranks, which must make it together; `mesh` has a dimension of `replicas` where there are several."""
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, replicas: int = 1) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        made = _groups.setdefault(default_group(), {})
-        if "talk" not in made:
-            made["talk"] = _new_group("gloo")
-        self._talk, self._made = made["talk"], made
-        if "step" not in made:
-            made["step"] = _new_group(None)
-        self._step = made["step"]
-        self.mesh = DeviceMesh.from_group(self._step, device_type, mesh_dim_names=("shard",))
+        world = default_group()
+        if world not in _talks:
+            _talks[world] = _new_group("gloo")
+        self._talk, self._replicas = _talks[world], replicas
+        self._made = _steps.setdefault(world, {})
+        shape = torch.arange(self.ranks).view(replicas, -1)
+        if replicas not in self._made:
+            self._made[replicas] = [_own_group(shape.T)] if replicas > 1 else []
+            self._made[replicas].append(_own_group(shape))
+        self._step = self._made[replicas]
+        if replicas > 1:
+            names = ("replicate", "shard")
+            self.mesh = DeviceMesh.from_group(self._step, device_type, mesh=shape, mesh_dim_names=names)
+        else:
+            self.mesh = DeviceMesh.from_group(self._step[0], device_type, mesh_dim_names=("shard",))
 
     def run(self, about: str, act: Callable[[], T], *, sends: bool = True) -> T:
         """Run an action on every rank and return this rank's result; where one fails, all raise.
@@ -62,7 +72,7 @@ class RankGroup:
         followed = failure is not None and _follows(failure)
         told = self.gather((None if failure is None else f"{type(failure).__name__}: {failure}", followed))
         if sends and any(what is not None for what, _ in told):
-            self._made.pop("step", None)
+            self._made.pop(self._replicas, None)
             clear_dtensor_caches()  # they have the mesh of the closed group, and take it for any that is equal
         failed = [(rank, what) for rank, (what, _) in enumerate(told) if what is not None]
         first = next(((rank, what) for rank, what in failed if not told[rank][1]), None)
@@ -79,18 +89,23 @@ class RankGroup:
         return told
 
     def _close(self) -> None:
-        """Close this rank's connections of the step's group: a wait in vain does that in Gloo, whoever holds it."""
-        if self.ranks == 1 or dist.get_backend(self._step) != "gloo":
-            return
-        with contextlib.suppress(RuntimeError):
-            work = self._step.recv([torch.empty(1)], (self.rank + 1) % self.ranks, _UNUSED_TAG)
-            work.wait(timedelta(milliseconds=1))
+        """Close this rank's connections of the step's groups: a wait in vain does that in Gloo, whoever holds it."""
+        for group in self._step:
+            if group.size() == 1 or dist.get_backend(group) != "gloo":
+                continue
+            with contextlib.suppress(RuntimeError):
+                work = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _UNUSED_TAG)
+                work.wait(timedelta(milliseconds=1))
 
 
-def _new_group(backend: str | None) -> dist.ProcessGroup:
-    group = dist.new_group(backend=backend)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+def _own_group(rows: torch.Tensor) -> dist.ProcessGroup:
+    """Make a group of each row of ranks, and return the one that this rank is in."""
+    made = [(row, _new_group(ranks=row)) for row in rows.tolist()]
+    return next(group for row, group in made if dist.get_rank() in row and isinstance(group, dist.ProcessGroup))
+
+
+def _new_group(backend: str | None = None, ranks: list[int] | None = None) -> Any:
+    return dist.new_group(ranks, backend=backend)
 
 
 def _follows(error: BaseException | None) -> bool:

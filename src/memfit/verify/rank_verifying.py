@@ -3,8 +3,8 @@
 Note [Copies]: both run on copies of the model and its optimizer, so that what the user holds is never sharded, whatever
 fails on the way. From the same state and random numbers each takes two steps whose losses, gradients and parameters are
 written down, some whose memory is measured (Note [By address]), and some whose time is. Every element of a sharded
-tensor is on one rank, and both are sharded alike: each rank compares its shards bit for bit, and the ranks exchange
-what differs instead of whole gradients, which one rank may have no room for.
+tensor is on one rank of a replica, and both are sharded alike: each rank compares its shards bit for bit, and the ranks
+exchange what differs instead of whole gradients, which one rank may have no room for.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def verify_on_ranks(
 ) -> Verification:
     """Verify a plan for several ranks, on all of them at once; every rank returns the same record but for its trace."""
     check_ranks(plan, None)
-    group = RankGroup(plan.trace.device_type)
+    assert plan.shard is not None
+    group = RankGroup(plan.trace.device_type, plan.shard.replicas)
     with same_generators(), neutral_modes(), cheap_collections():
         verifier = group.run("verify", lambda: _RankVerifier(plan, step, engine, group), sends=False)
         return verifier.verification(steps, memory_tolerance, time_tolerance)

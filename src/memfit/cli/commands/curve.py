@@ -46,7 +46,7 @@ class Curve:
         step = given.step
         given.show()
         trace = capture_step(step, target, self.hardware, self.solver)
-        options = solve_options(self.solver, trace, several_ranks=target.ranks > 1)
+        options = solve_options(self.solver, trace, several_ranks=target.ranks > 1, ranks=target.ranks)
         cast = options.shard.param_dtype is not None and isinstance(step, Step)  # captured again, in that dtype
         found = curve(step if cast else trace, target=target, points=self.points, cost=self.step.cost, options=options)
         budget = self.hardware.budget

@@ -72,7 +72,10 @@ class Plan:
         trace = capture_step(step, target, self.hardware, self.solver)
         early.drop_useless(trace)
         early.begin_chunked_loss(trace)
-        options = solve_options(self.solver, trace, several_ranks=target.ranks > 1, optimizer=self.optimizer_lever)
+        ranks = target.ranks
+        options = solve_options(
+            self.solver, trace, several_ranks=ranks > 1, ranks=ranks, optimizer=self.optimizer_lever
+        )
         inputs = Inputs(
             step=step if isinstance(step, Step) else None,
             trace=trace,

@@ -137,6 +137,10 @@ class Search:
             raise UsageError("--largest: the last of --values is the largest; leave one out")
         if self.largest is not None and self.largest < 1:
             raise UsageError(f"--largest is {self.largest}; write a whole number of at least 1")
+        if self.over == "ranks" and self.solver.replicas is not None and self.values is None:
+            replicas = self.solver.replicas
+            numbers = ",".join(str(replicas * shards) for shards in (2, 4, 8))
+            raise UsageError(f"--replicas {replicas} does not divide every number of ranks; add --values {numbers}")
         grid = _FIRST["seq"]
         if self.over == "seq" and self.largest is not None and self.largest < grid:
             raise UsageError(f"--largest is {self.largest}; sequences are searched in steps of {grid}: write more")

@@ -86,7 +86,8 @@ class MeshSearchRun:
         if given.largest is not None:
             raise UsageError("--largest is for the other searches; leave it out")
         solver = given.solver
-        for name in ("force", "forbid", "units", "shard_units", "param_dtype", "reduce_dtype", "shard_dtype"):
+        sharding = ("replicas", "shard_units", "param_dtype", "reduce_dtype", "shard_dtype")
+        for name in ("force", "forbid", "units", *sharding):
             if getattr(solver, name):
                 raise UsageError(f"--{name.replace('_', '-')} is not for --over mesh: the step shards itself")
         if solver.parallel != "fsdp":

@@ -1,0 +1,110 @@
+"""Reductions of flat DTensors over all elements: on the local tensors, then over the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+
+from memfit.sharded.comm import ShardComm
+from memfit.torch_private.dtensor import LocalDTensor
+
+if TYPE_CHECKING:
+    from memfit.sharded.flat_dtensor import FlatDTensor, Home
+
+_SHORT = (torch.float16, torch.bfloat16)
+"""Dtypes in which nothing is summed."""
+
+
+def is_flat(value: torch.Tensor) -> TypeGuard[FlatDTensor]:
+    """Return whether a tensor is a flat DTensor, the only kind of `LocalDTensor`."""
+    return isinstance(value, LocalDTensor)
+
+
+def reduce_all(name: str, value: FlatDTensor, given: Mapping[str, Any]) -> torch.Tensor:
+    """Return a reduction over all elements."""
+    if name in ("linalg_vector_norm", "norm"):
+        order = given.get("ord", given.get("p"))
+        return reduce_norms([value], 2.0 if order is None else float(order), given.get("dtype"))[0]
+    home, local = value.home, value.local
+    dtype = given.get("dtype")
+    if name == "count_nonzero":
+        return _summed((local != 0).sum(), home, name).to(value.device)
+    if name in ("sum", "mean"):
+        exact = dtype or (value.dtype if value.dtype.is_floating_point or value.dtype.is_complex else torch.int64)
+        if name == "mean" and not exact.is_floating_point and not exact.is_complex:
+            local.mean(dtype=dtype)  # raises torch's own error
+        wide = torch.float32 if exact in _SHORT else exact
+        total = _summed(local.sum(dtype=wide), home, name)
+        return (total / home.slot.elements if name == "mean" else total).to(value.device, exact)
+    return _extreme(name, value)
+
+
+def _extreme(name: str, value: FlatDTensor) -> torch.Tensor:
+    """Return the largest or the smallest element, which any and all are of truth values; NaN where one is."""
+    home, local, kind = value.home, value.local, value.dtype
+    if name in ("any", "all"):
+        local, kind = local != 0, torch.uint8 if kind is torch.uint8 else torch.bool
+    floats = local.dtype.is_floating_point
+    wide = local.to((torch.float32 if local.dtype in _SHORT else local.dtype) if floats else torch.int64)
+    smallest = name in ("min", "amin", "all")
+    if smallest:
+        wide = -wide if floats else ~wide  # in the opposite order; integers have one more negative number
+    least = -math.inf if floats else torch.iinfo(torch.int64).min
+    found = (wide.max() if wide.numel() else wide.new_full((), least)).detach().to(home.device)
+    found = _largest(found.reshape(1), home.link, f"all-reduce of {name}").reshape(())
+    if smallest:
+        found = -found if floats else ~found
+    return found.to(value.device, kind)
+
+
+def _largest(values: torch.Tensor, link: ShardComm, about: str) -> torch.Tensor:
+    """Return the largest of each element over ranks; backends lose NaN, which is therefore sent beside."""
+    if not values.is_floating_point():
+        shared = values.clone()
+        link.all_reduce(shared, about, largest=True).wait()
+        return shared
+    missing = values.isnan()
+    shared = torch.stack([values.masked_fill(missing, -math.inf), missing.to(values.dtype)])
+    link.all_reduce(shared, about, largest=True).wait()
+    return shared[0].masked_fill(shared[1] > 0, math.nan)
+
+
+def _summed(value: torch.Tensor, home: Home, name: str) -> torch.Tensor:
+    shared = value.detach().to(home.device).reshape(1).clone()
+    home.link.all_reduce(shared, f"all-reduce of {name}").wait()
+    return shared.reshape(())
+
+
+def reduce_norms(values: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
+    """Return the norms of whole tensors; those of flat DTensors by one collective for all of them."""
+    found: list[torch.Tensor] = []
+    by_link: dict[ShardComm, list[int]] = {}
+    for number, value in enumerate(values):
+        if not is_flat(value):
+            found.append(torch.linalg.vector_norm(value, order, dtype=dtype))
+            continue
+        by_link.setdefault(value.home.link, []).append(number)
+        local, kind = value.local, dtype or (torch.float32 if value.dtype in _SHORT else value.dtype)
+        empty = math.inf if order < 0 else 0.0
+        norm = (
+            torch.linalg.vector_norm(local, order, dtype=kind)
+            if local.numel()
+            else local.new_full((), empty, dtype=kind.to_real())
+        )
+        found.append(norm.to(value.home.device))
+    for link, numbers in by_link.items():
+        widest = torch.float64 if any(found[number].dtype == torch.float64 for number in numbers) else torch.float32
+        sent = torch.stack([found[number].to(widest) for number in numbers])
+        if math.isinf(order):
+            sign = math.copysign(1.0, order)
+            sent = _largest(sent * sign, link, "all-reduce of norms") * sign
+        else:
+            sent = sent**order if order else sent
+            link.all_reduce(sent, "all-reduce of norms").wait()
+            sent = sent ** (1 / order) if order else sent
+        for number, norm in zip(numbers, sent.unbind(), strict=True):
+            found[number] = norm.to(values[number].device, (dtype or values[number].dtype).to_real())
+    return found
