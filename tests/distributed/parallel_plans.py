@@ -71,13 +71,23 @@ def trained(name: str, documents: list[str] | None) -> Trained:
             for _ in range(_MEASURED):
                 with torch.profiler.record_function(f"{_STEP}case"):
                     step.execute(model, optimizer, "cpu")
-    called = [event for event in profiler.events() or () if event.name.startswith("_c10d_functional::")]
-    # under a mode an op is called once by the step, and once more, inside of that, by the mode
-    once = [each for each in called if each.cpu_parent is None or each.cpu_parent.name != each.name]
-    collectives = sum(each.name not in _WAITS for each in once)
+    collectives = _collectives(profiler)
     states = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, torch.Tensor)]
     tensors = [getattr(each, "_local_tensor", each).detach().clone() for each in (*model.parameters(), *states)]
     return Trained(_levels([events for _, events in _steps(profiler)]), collectives, tensors)
+
+
+def _collectives(profiler: torch.profiler.profile) -> int:
+    """Count functional collectives; under a mode, one is called by the step and, inside of that, by the mode."""
+    count = 0
+    tree = profiler.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
+    stack = [(event, frozenset[str]()) for event in tree]
+    while stack:
+        event, around = stack.pop()
+        if event.name.startswith("_c10d_functional::") and event.name not in {*_WAITS, *around}:
+            count += 1
+        stack += [(child, around | {event.name}) for child in event.children]
+    return count
 
 
 def refused_plain(name: str, document: str) -> str:

@@ -41,7 +41,7 @@ def test_a_plan_keeps_its_budget_and_changes_no_bit(name: str, request: pytest.F
         again = len(plan.collectives) if isinstance(plan.collectives, tuple) else 0
         assert all(torch.equal(*each) for each in zip(one.tensors, other.tensors, strict=True))
         assert other.collectives == one.collectives + again * _MEASURED
-        step = min(other.levels, key=lambda each: each["missing_bytes"])
+        step = other.levels[-1]  # of the fourth step some values are compared, which takes a few bytes (Note [Samples])
         above_bytes = plan.predicted.peak_bytes - start_bytes
         assert step["peak_bytes"][0] <= above_bytes <= step["peak_bytes"][1]
 
