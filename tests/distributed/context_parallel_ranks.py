@@ -77,9 +77,9 @@ class Model(nn.Module):
     mesh: DeviceMesh
     rotation: str
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Attention() for _ in range(2))
+        self.layers = nn.ModuleList(Attention() for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -87,9 +87,11 @@ class Model(nn.Module):
         return x
 
 
-def build(mesh: DeviceMesh, rotation: str = "allgather", shard: bool = False, rings: bool = True) -> nn.Module:
+def build(
+    mesh: DeviceMesh, rotation: str = "allgather", shard: bool = False, rings: bool = True, layers: int = 2
+) -> nn.Module:
     """Build the whole model on every rank, or sharded along `dp`; ranks of `cp` share the sequence."""
-    model = Model()
+    model = Model(layers)
     model.mesh, model.rotation = mesh["cp"], rotation
     for layer in model.layers:
         layer.group = mesh["cp"].get_group() if rings else None

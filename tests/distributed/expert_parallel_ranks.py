@@ -43,7 +43,7 @@ class Mixture(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = self.norm(x)
         scores = self.router(tokens).softmax(-1)
-        weights, chosen = scores.t().topk(TOKENS // EXPERTS, dim=-1)  # of each expert, the tokens that it takes
+        weights, chosen = scores.t().topk(len(x) // EXPERTS, dim=-1)  # of each expert, the tokens that it takes
         sent = tokens[chosen].flatten(0, 1)
         received = self._exchange(sent).view(self.ranks, EXPERTS // self.ranks, -1, WIDTH)
         computed = self.experts(received.transpose(0, 1).flatten(1, 2))
@@ -56,9 +56,9 @@ class Mixture(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Mixture(ranks) for _ in range(2))
+        self.layers = nn.ModuleList(Mixture(ranks) for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -66,9 +66,9 @@ class Model(nn.Module):
         return x
 
 
-def build(mesh: DeviceMesh, shard: bool = False) -> nn.Module:
+def build(mesh: DeviceMesh, shard: bool = False, layers: int = 2) -> nn.Module:
     """Build the experts of this rank along `ep`; ranks of `dp` shard them, and everything else."""
-    model = Model(mesh["ep"].size())
+    model = Model(mesh["ep"].size(), layers)
     for layer in model.layers:
         layer.group = mesh["ep"].get_group()
         if shard:

@@ -17,6 +17,7 @@ from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.plans.search_result import Search, SearchInterrupted, SearchPoint
 from memfit.plans.searching import _round_between, search
+from memfit.sharding import ShardOptions
 from memfit.solve import SolveOptions
 from tests.devices import without_workspaces
 
@@ -182,6 +183,18 @@ def test_ranks_double_and_one_capture_serves_all() -> None:
             assert point.throughput_per_s == pytest.approx(point.value * 1e3 / plan.predicted.step_ms)
     assert found.smallest is not None and 1 < found.smallest.value < 8
     assert f"{found.smallest.value} or more" in str(found)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_parameters_are_cast_as_plan_casts_them(autocast: torch.dtype | None) -> None:
+    options = SolveOptions(shard=ShardOptions(param_dtype="bfloat16"))
+    step = Step(Model, memfit.spec((1, 512), torch.int64), loss=loss, autocast=autocast)
+    found = search(step, over="ranks", target=H100, budget="1GiB", values=[1, 4, 8], options=options)
+    for point in found.points:
+        plan = memfit.plan(step, target=H100, ranks=point.value, budget="1GiB", options=options)
+        assert plan.predicted is not None
+        assert (point.peak_bytes, point.baseline_peak_bytes) == (plan.predicted.peak_bytes, plan.baseline.peak_bytes)
+        assert point.step_ms == pytest.approx(plan.predicted.step_ms)
 
 
 def test_throughput_counts_all_ranks_and_accumulation() -> None:

@@ -65,7 +65,7 @@ from memfit.capture.trace_types import (
     Phase,
     Trace,
 )
-from memfit.capture.wrapped_models import innermost, own_modules, wrappers
+from memfit.capture.wrapped_models import innermost, names_of_wrappers, own_modules, wrappers
 from memfit.errors import InputError, MemfitError
 from memfit.hardware import Device, Target
 from memfit.torch_private.dispatch import DisableTorchFunction, disable_current_modes
@@ -576,6 +576,7 @@ class _Capture:
             collectives=() if self.parallel is None else self.parallel.collectives(),
             rank=self.rank,
             pipelines=pipelines,
+            wrappers=() if self.parallel is None else names_of_wrappers(self.model),
             cast=self.cast,
         )
 

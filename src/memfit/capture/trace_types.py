@@ -251,6 +251,9 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The rank of the mesh that the step was captured as. Not part of the fingerprint."""
     pipelines: tuple[PipelineRun, ...] = ()
     """The schedules of micro-batches that the step runs, where the rank holds stages of a pipeline."""
+    wrappers: tuple[str, ...] = ()
+    """What the step's own code has wrapped or sharded the model with, as `apply` names it; only with a mesh. Not
+    part of the fingerprint."""
 
     @property
     def captured_on(self) -> CapturedOn:

@@ -23,8 +23,9 @@ from memfit.capture.replacements import patched
 from memfit.errors import InputError
 from memfit.hardware import Device
 from memfit.torch_private.dispatch import DispatchMode, TensorBase, device_constructors
+from memfit.torch_private.distributed_tensors import is_distributed
 from memfit.torch_private.modules import module_table
-from memfit.torch_private.wrappers import DATA_PARALLEL_INNER
+from memfit.torch_private.wrappers import DATA_PARALLEL_INNER, fully_shard_parameters, was_dtensor
 
 _META = torch.device("meta")
 
@@ -63,6 +64,21 @@ def wrappers(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
     for name, child in module_table(model).items():
         if child is not None:
             yield from wrappers(child, f"{prefix}.{name}" if prefix else name)
+
+
+def names_of_wrappers(model: nn.Module) -> tuple[str, ...]:
+    """Name what a model is wrapped in or sharded by: wrappers by their class, `fully_shard`, and `DTensor`.
+
+    That is for parameters which are DTensors without `fully_shard`, as tensor parallel ones are.
+    """
+    found = dict.fromkeys(type(wrapper).__name__ for _, wrapper in wrappers(model))
+    sharded = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    if sharded:
+        found["fully_shard"] = None
+        distributed = any(was_dtensor(each) for module in sharded for each in fully_shard_parameters(module))
+    else:
+        distributed = any(is_distributed(type(each)) for each in model.parameters())
+    return (*found, "DTensor") if distributed else tuple(found)
 
 
 @contextlib.contextmanager

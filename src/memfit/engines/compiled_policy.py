@@ -20,6 +20,7 @@ from torch import nn
 from memfit.engines.tensors import StridedView
 from memfit.plans import Checkpoint, Plan
 from memfit.torch_private.dispatch import DispatchMode
+from memfit.torch_private.distributed_tensors import only_waits
 
 _DETACH = "aten.detach.default"
 _TO_COPY = torch.ops.aten._to_copy.default
@@ -100,8 +101,13 @@ def casts_parameter(func: Any, args: Any) -> bool:
 
 
 def not_counted(func: Any, planned: str | None) -> bool:
-    """Return whether an op is none of the step's: profiler marks, and detachments that a capture does not see."""
-    return func.namespace == "profiler" or (str(func) == _DETACH and planned is not None and planned != _DETACH)
+    """Return whether an op is none of the step's.
+
+    Profiler marks, detachments that a capture does not see, and waiting for the result of a collective.
+    """
+    if func.namespace == "profiler" or only_waits(func):
+        return True
+    return str(func) == _DETACH and planned is not None and planned != _DETACH
 
 
 # -- The call tree of a unit -----------------------------------------------------------------------------------------

@@ -93,17 +93,18 @@ class ForwardContext:
 _NONE = object()
 
 
-def _fully_sharded(value: Any) -> bool:
-    """Return whether this is a shard that FSDP2 keeps; the parameter is another tensor while it is unsharded."""
+def _is_dtensor(value: Any) -> bool:
     return type(value) is not torch.nn.Parameter and hasattr(value, "_spec") and hasattr(value, "_local_tensor")
 
 
 class Bindings:
     """The names of a unit, looked up once."""
 
-    __slots__ = ("_buffers", "_slots", "generators")
+    __slots__ = ("_buffers", "_slots", "_without_dtensors", "generators")
 
-    def __init__(self, unit: nn.Module) -> None:
+    def __init__(self, unit: nn.Module, *, fully_sharded: bool = True) -> None:
+        """`fully_sharded` says whether DTensors are FSDP2's, which binds others while parameters are unsharded."""
+        self._without_dtensors = fully_sharded
         self._slots: list[tuple[dict[str, Any], str]] = []
         self._buffers: list[tuple[dict[str, Any], str]] = []
         for module in unit.modules():
@@ -126,7 +127,10 @@ class Bindings:
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters that there are now, but for those that FSDP keeps sharded."""
         found = [table.get(name) for table, name in self._slots[: len(self._slots) - len(self._buffers)]]
-        return [each for each in found if each is not None and not _fully_sharded(each)]
+        return [each for each in found if each is not None and not self._is_fsdps(each)]
+
+    def _is_fsdps(self, value: Any) -> bool:
+        return self._without_dtensors and _is_dtensor(value)
 
     @contextlib.contextmanager
     def bound(self, then: list[Any]) -> Iterator[None]:
@@ -140,7 +144,7 @@ class Bindings:
 
     def _bind(self, wanted: list[Any], found: list[Any]) -> None:
         for (table, name), one, other in zip(self._slots, wanted, found, strict=True):
-            if one is other or _fully_sharded(one) or _fully_sharded(other):
+            if one is other or self._is_fsdps(one) or self._is_fsdps(other):
                 continue
             if one is _NONE:
                 del table[name]

@@ -20,6 +20,7 @@ from memfit.engines.attachment import Handler, Outermost, attach, attached, deta
 from memfit.engines.compiled_policy import RunPolicy, absent_casts
 from memfit.engines.loop_watch import LoopWatch, WatchedUnit, user_level
 from memfit.engines.loss import LossRegion
+from memfit.engines.mesh_agreement import check_mesh
 from memfit.engines.selection import check_ranks, check_replicas, resolve_engine, warn_policies_only
 from memfit.engines.step_position import Calls, Mode, StepPosition, needs_step
 from memfit.engines.unit import PlannedUnit
@@ -52,6 +53,10 @@ class Applied:
         self._paths = dict(named_modules(model))
         first = next(iter(model.parameters()), None)
         self.device_type = "cpu" if first is None else first.device.type
+        own = wrappers_of(model) if plan.mesh else ()
+        self.fully_sharded = "DTensor" not in own or "fully_shard" in own
+        """Whether DTensors among the parameters are shards, which a runtime swaps for others, and no tensor parallel
+        ones that stay."""
         self.position = StepPosition(plan, self._warn_once)
         self._losses: list[LossRegion] = []
         self._modules: list[weakref.ref[nn.Module]] = []
@@ -116,6 +121,13 @@ class Applied:
         here = str(torch.get_autocast_dtype(self.device_type)).removeprefix("torch.") if on else None
         if here != self.plan.trace.autocast and "_to_copy" in differs:
             reason = f"autocast is {here or 'off'} here and {self.plan.trace.autocast or 'off'} in the plan ({differs})"
+        if isinstance(self.plan.collectives, tuple):
+            raise StateError(
+                f"unit {unit!r} does not run as planned: {reason}. It runs collectives, which a recomputation repeats "
+                "in the order of the plan, and ranks that do otherwise wait for each other for ever. Ranks that run "
+                "other ops than the first (context parallel) need a plan of their own, memfit.plan(..., mesh=..., "
+                "rank=...); else run the step as planned, or plan it again"
+            )
         self._warn_once(
             "other ops",
             f"unit {unit!r} does not run as planned: {reason}. Such calls are recomputed whole, or, where "
@@ -300,11 +312,8 @@ def apply(
         check_replicas(plan.ddp, model)
     root = unwrap(model)
     wrappers = wrappers_of(model)
-    if plan.mesh and not wrappers and not isinstance(plan.rank, int):  # a stage of a pipeline need not be
-        raise InputError(
-            f"the plan is for a model that is wrapped on a mesh ({plan.mesh}), and this one is not; wrap it as the "
-            "step does that was planned, then apply the plan"
-        )
+    if plan.mesh:
+        check_mesh(plan, wrappers)
     chosen = resolve_engine(plan, engine, wrappers)
     sharding = None
     if plan.shard is not None and not wrappers:
@@ -427,10 +436,10 @@ def _check(plan: Plan, model: nn.Module, optimizers: Sequence[torch.optim.Optimi
             "this model is compiled, and a planned model runs eagerly: apply the plan to the module inside, "
             "model._orig_mod, and train that; or compile it without a plan"
         )
-    if "DTensor" in wrappers:
+    if "DTensor" in wrappers and not plan.mesh:
         raise InputError(
-            "parameters of this model are DTensors that fully_shard did not make (tensor parallel): plans do not know "
-            "their memory; apply the plan to a model without them"
+            "parameters of this model are DTensors that fully_shard did not make (tensor parallel), and the plan is "
+            "for a model without them: plan the step as it is, memfit.plan(step, mesh=...)"
         )
     found = find_model_differences(plan, model)
     for optimizer in optimizers:

@@ -30,10 +30,20 @@ from memfit.engines.compiled_policy import (
 )
 from memfit.engines.recompute import RecomputedCall, SavedTensor, unpack
 from memfit.engines.tape import EMPTY
-from memfit.engines.tensors import StridedView, gathered_parameters, is_strided, plain, strided_view_of, written
+from memfit.engines.tensors import (
+    StridedView,
+    detached,
+    gathered_parameters,
+    is_outer,
+    is_strided,
+    local_key,
+    plain,
+    strided_view_of,
+    written,
+)
 from memfit.torch_private.dispatch import DisableTorchDispatch, DispatchMode
+from memfit.torch_private.distributed_tensors import local_tensor
 from memfit.torch_private.pytree import tree_flatten, tree_map_only
-from memfit.torch_private.storages import storage_key
 
 Maker = tuple[int, int]
 
@@ -71,8 +81,8 @@ class PolicyCompiler(DispatchMode):
     def run_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, CompiledPolicy | None]:
         """Run the forward; the compiled policy is None when the plan knows other ops than ran."""
         self._run.remember_context(args, kwargs)
-        self._buffers = {storage_key(each): number for number, each in self._run.buffers() if is_strided(each)}
-        self._inputs = {storage_key(each) for each in tree_flatten((args, kwargs))[0] if is_strided(each)}
+        self._buffers = {local_key(each): number for number, each in self._run.buffers() if is_strided(each)}
+        self._inputs = {local_key(each) for each in tree_flatten((args, kwargs))[0] if is_strided(each)}
         with saved_tensors_hooks(self._pack, unpack), self:
             result = self._tracker.run(self._run._forward, args, kwargs)
         self._pass_absent()
@@ -106,6 +116,8 @@ class PolicyCompiler(DispatchMode):
             self.followed, self.differs = False, what
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_outer(types):
+            return NotImplemented  # Note [Distributed tensors]
         kwargs = kwargs or {}
         self._pass_absent()
         planned = self.policy.names.get(self._ops)
@@ -120,7 +132,7 @@ class PolicyCompiler(DispatchMode):
         in_place = name != expected and same_op(name, expected)
         if name != expected and not in_place:
             self._differ(f"its op {offset} is {name} and {expected} in the plan")
-        before = {storage_key(each) for each in tree_flatten((args, kwargs))[0] if is_strided(each)}
+        before = {local_key(each) for each in tree_flatten((args, kwargs))[0] if is_strided(each)}
         if offset <= self.policy.stop and offset not in self.policy.saved:
             self._reads.update(self._buffers[key] for key in before if key in self._buffers)
         result = func(*args, **kwargs)
@@ -128,13 +140,13 @@ class PolicyCompiler(DispatchMode):
         self._note_writes(func, args, kwargs, offset)
         place = 0
         for output in outputs:
-            if is_strided(output) and (key := storage_key(output)) not in before:
+            if is_strided(output) and (key := local_key(output)) not in before:
                 before.add(key)
                 self._known.append(StorageWeakRef(output.untyped_storage()))
                 self._maker[key] = (offset, place)
                 place += 1
-                if in_place and is_strided(args[0]) and storage_key(args[0]) in self._maker:
-                    self._maker[key] = self._maker[storage_key(args[0])]
+                if in_place and is_strided(args[0]) and local_key(args[0]) in self._maker:
+                    self._maker[key] = self._maker[local_key(args[0])]
         if func in EMPTY:
             self._unwritten.add(offset)
         node, gap = self._tracker.place
@@ -152,8 +164,8 @@ class PolicyCompiler(DispatchMode):
         for output in outputs:
             if output is None:
                 tensors.append(None)
-            elif plain(output) and storage_key(output) in self._maker:
-                tensors.append((self._maker[storage_key(output)], strided_view_of(output)))
+            elif plain(output) and local_key(output) in self._maker:
+                tensors.append((self._maker[local_key(output)], strided_view_of(output)))
             else:
                 tensors.append(((-1, -1), None))
         if overwrites:
@@ -175,8 +187,8 @@ class PolicyCompiler(DispatchMode):
         guard = DisableTorchDispatch()
         try:
             index = len(self._packs)
-            maker = self._maker.get(storage_key(tensor)) if is_strided(tensor) else None
-            saved = SavedTensor(self._run, index, tensor.detach() if tensor.grad_fn is not None else tensor)
+            maker = self._maker.get(local_key(tensor)) if is_strided(tensor) else None
+            saved = SavedTensor(self._run, index, detached(tensor) if tensor.grad_fn is not None else tensor)
             self._packs.append((maker, saved))
             if tensor.grad_fn is not None:
                 self._made_with_grad.add(index)
@@ -189,7 +201,7 @@ class PolicyCompiler(DispatchMode):
 
     def _note_writes(self, func: Any, args: Any, kwargs: Any, offset: int) -> None:
         for target in written(func, args, kwargs):
-            key = storage_key(target)
+            key = local_key(target)
             if key in self._maker or key in gathered_parameters(self._unit):
                 continue
             self.writes_older = True
@@ -229,7 +241,7 @@ class PolicyCompiler(DispatchMode):
                         assert held is not None
                         self._run.held[source.pack] = held
                         needed[source.pack] = strided_view_of(held)
-                        storage_bytes[source.pack] = held.untyped_storage().nbytes()
+                        storage_bytes[source.pack] = local_tensor(held).untyped_storage().nbytes()
                         view_packs.append(source.pack)
             elif (id(node), gap, key) in self._instead:
                 found.instead[key] = self._instead[id(node), gap, key]

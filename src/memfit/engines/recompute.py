@@ -28,12 +28,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from memfit.capture import host_state, with_host_state
 from memfit.engines.compiled_policy import CompiledPolicy, Gap, OpKey, OpKind, SubmoduleTracker, op_kind
 from memfit.engines.forward_context import Bindings, ForwardContext, generators_of, with_generators
-from memfit.engines.tensors import StridedView, is_strided, plain, strided_view_of
+from memfit.engines.tensors import StridedView, detached, is_outer, is_strided, local_key, plain, strided_view_of
 from memfit.errors import StateError
 from memfit.torch_private.autograd import version_of
 from memfit.torch_private.dispatch import DisableTorchDispatch, DispatchMode
+from memfit.torch_private.distributed_tensors import has_arrived, local_tensor
 from memfit.torch_private.pytree import PyTree, TreeSpec, tree_flatten, tree_map_only, tree_unflatten
-from memfit.torch_private.storages import storage_key
 
 _here = threading.local()
 
@@ -175,11 +175,11 @@ class RecomputedCall:
                     self.note(index, tensor)
                 return self.dropped(index, tensor.shape)
             if tensor.grad_fn is not None:
-                tensor = _detached(tensor)
+                tensor = detached(tensor)
             if index in needed:
                 held[index] = tensor
                 same = same and needed[index] == strided_view_of(tensor)
-                same = same and compiled.storage_bytes[index] == tensor.untyped_storage().nbytes()
+                same = same and compiled.storage_bytes[index] == local_tensor(tensor).untyped_storage().nbytes()
             return SavedTensor(self, index, tensor)
 
         with saved_tensors_hooks(pack, unpack):
@@ -199,15 +199,15 @@ class RecomputedCall:
         """Run the forward and drop all that it makes: for a unit that the plan does not know as it is now."""
         self.remember_context(args, kwargs)
         assert self._inputs is not None
-        inputs = {storage_key(each) for each in self._inputs.leaves if is_strided(each)}
+        inputs = {local_key(each) for each in self._inputs.leaves if is_strided(each)}
         count = 0
 
         def pack(tensor: torch.Tensor) -> SavedTensor:
             nonlocal count
             index = count
             count = index + 1
-            if tensor.grad_fn is None or not is_strided(tensor) or storage_key(tensor) in inputs:
-                return SavedTensor(self, index, _detached(tensor) if tensor.grad_fn is not None else tensor)
+            if tensor.grad_fn is None or not is_strided(tensor) or local_key(tensor) in inputs:
+                return SavedTensor(self, index, detached(tensor) if tensor.grad_fn is not None else tensor)
             if self.watched:
                 self.note(index, tensor)
             return self.dropped(index, tensor.shape)
@@ -233,7 +233,7 @@ class RecomputedCall:
                     )
                 if index in self.samples:
                     self._compare(index, tensor, exactly=rewritten)
-                found[index] = _detached(tensor)
+                found[index] = detached(tensor)
                 if index == last:
                     raise _Stop
 
@@ -357,6 +357,8 @@ class _KeepMode(_GapMode):
     """Keeps the results that autograd would not have packed."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_outer(types):
+            return NotImplemented  # Note [Distributed tensors]
         result = func(*args, **(kwargs or {}))
         key = self._key(func, args)
         if key in self._gap.fresh:
@@ -368,6 +370,8 @@ class _AnswerMode(_GapMode):
     """Returns for saved ops what they returned before, and lets all others run."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_outer(types):
+            return NotImplemented
         key = self._key(func, args)
         if key in self._gap.instead:
             later, view = self._gap.instead[key]
@@ -385,7 +389,7 @@ class _AnswerMode(_GapMode):
 
 
 def _view(tensor: torch.Tensor, view: StridedView) -> torch.Tensor:
-    return view.of(tensor.untyped_storage())
+    return view.of(local_tensor(tensor).untyped_storage())
 
 
 class _Inputs:
@@ -427,14 +431,6 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> Any:
         return grad_outputs[0]
-
-
-def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    guard = DisableTorchDispatch()
-    try:
-        return tensor.detach()
-    finally:
-        del guard
 
 
 class _RestoredBuffers:
@@ -479,7 +475,10 @@ def _places(shape: torch.Size) -> tuple[list[int], ...]:
 
 
 def sample(tensor: torch.Tensor) -> list[float] | None:
-    """Return some values of a tensor; None where they cannot be read or compared."""
+    """Return some values of a tensor, of what this rank holds; None where they cannot be read or compared."""
+    if not has_arrived(tensor):
+        return None
+    tensor = local_tensor(tensor)
     if not plain(tensor) or tensor.is_complex() or tensor.is_meta or not tensor.numel():
         return None
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -26,6 +26,7 @@ from torch import nn
 
 from memfit.engines.compiled_policy import CallNode, CompiledPolicy
 from memfit.engines.tensors import StridedView
+from memfit.torch_private.distributed_tensors import layout_of
 
 Sizes = tuple[int, ...]
 
@@ -51,6 +52,8 @@ def structure_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Ha
 
     def structure(value: Any) -> Hashable:
         if isinstance(value, torch.Tensor):
+            if layout_of(value) is not None:
+                raise Changing("sizes of what a rank holds are no multiples of the whole")
             order = order_of(tuple(value.shape), value.stride()) if value.layout is torch.strided else None
             if order is None:
                 raise Changing("a tensor with gaps")
@@ -217,7 +220,7 @@ def kind_of(value: Any) -> Hashable:
     """Return a key that is equal for inputs that are alike; raise `Changing` for what may change."""
     if isinstance(value, torch.Tensor):
         layout = value.stride() if value.layout is torch.strided else value.layout
-        return value.shape, layout, value.dtype, value.requires_grad
+        return value.shape, layout, value.dtype, value.requires_grad, layout_of(value)
     if isinstance(value, _PLAIN):
         return cast(Hashable, value)
     if isinstance(value, float | complex):  # may be another in every step

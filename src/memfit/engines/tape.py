@@ -19,8 +19,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memfit.engines.compiled_policy import RunPolicy, not_counted, same_op
 from memfit.engines.forward_context import Generators, generators_of, with_generators
-from memfit.engines.tensors import StridedView, is_strided, plain, strided_view_of, written
+from memfit.engines.tensors import (
+    StridedView,
+    detached,
+    is_outer,
+    is_strided,
+    local_key,
+    plain,
+    strided_view_of,
+    written,
+)
 from memfit.torch_private.dispatch import DisableAutocast, DisableTorchDispatch, DispatchMode
+from memfit.torch_private.distributed_tensors import is_begun, local_tensor, wait_for, wrapping_like
 from memfit.torch_private.pytree import tree_flatten, tree_unflatten
 from memfit.torch_private.storages import storage_key
 
@@ -57,15 +67,21 @@ class _Line(NamedTuple):
 class TapedTensor:
     """What autograd holds for a tensor it packed: the tensor, or where to find it once the region is replayed."""
 
-    __slots__ = ("number", "tape", "tensor", "view")
+    __slots__ = ("number", "tape", "tensor", "view", "wrap")
 
     def __init__(
-        self, tape: Tape | None, tensor: torch.Tensor | None, number: int = -1, view: StridedView | None = None
+        self,
+        tape: Tape | None,
+        tensor: torch.Tensor | None,
+        number: int = -1,
+        view: StridedView | None = None,
+        wrap: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.tape = tape
         self.tensor = tensor
         self.number = number
         self.view = view
+        self.wrap = wrap
 
 
 class Tape(DispatchMode):
@@ -99,6 +115,8 @@ class Tape(DispatchMode):
             return forward(*args, **kwargs)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_outer(types):
+            return NotImplemented  # see tensors.py, Note [Distributed tensors]
         kwargs = kwargs or {}
         if not self.followed or not_counted(func, self.policy.names.get(self._ops)):
             return func(*args, **kwargs)
@@ -176,7 +194,7 @@ class Tape(DispatchMode):
         """Pack what autograd saves."""
         guard = DisableTorchDispatch()
         try:
-            number = self._numbers.get(storage_key(tensor), -1) if plain(tensor) else -1
+            number = self._numbers.get(local_key(tensor), -1) if plain(local_tensor(tensor)) else -1
             if (
                 self.followed
                 and number >= 0
@@ -185,8 +203,8 @@ class Tape(DispatchMode):
             ):
                 self._needed = len(self._lines)
                 self._wanted[number] = self._wanted.get(number, 0) + 1
-                return TapedTensor(self, None, number, strided_view_of(tensor))
-            return TapedTensor(self, tensor.detach() if tensor.grad_fn is not None else tensor)
+                return TapedTensor(self, None, number, strided_view_of(tensor), wrapping_like(tensor))
+            return TapedTensor(self, detached(tensor) if tensor.grad_fn is not None else tensor)
         finally:
             del guard
 
@@ -225,7 +243,7 @@ class Tape(DispatchMode):
         self._wanted[saved.number] -= 1
         if not self._wanted[saved.number]:
             del self._replayed[saved.number]
-        return tensor
+        return tensor if saved.wrap is None else saved.wrap(tensor)
 
     def _replay(self) -> dict[int, torch.UntypedStorage]:
         """Run the recorded lines that are not saved, and return the storages that were dropped."""
@@ -258,5 +276,8 @@ class Tape(DispatchMode):
             with with_generators(line.generators, self.device_type):
                 result = line.func(*args, **kwargs)
         outputs = tree_flatten(result)[0]
+        if is_begun(line.func):
+            for output in outputs:
+                wait_for(output)
         for place, number in line.makes:
             storages[number] = outputs[place].untyped_storage()

@@ -1,4 +1,12 @@
-"""Tensors as strided views of storages, and the tensors that an op writes to."""
+"""Tensors as strided views of storages, and the tensors that an op writes to.
+
+Note [Distributed tensors]: a DTensor, and the result of a collective that nobody has waited for, are around a tensor of
+this rank. Plans are made from the ops on those, so a mode leaves an op on the outer ones to them (`is_outer`) and sees
+what they run. What autograd packs is the outer tensor: whose storage it is, where it lies and what values it has is
+asked of the local one, and what is given back is of the outer kind again. Collectives of a unit are ops like others:
+one that is recomputed runs on all ranks in the order of the forward, because these have the same policies
+(`mesh_agreement.py`); one that is saved is answered for. That a result has arrived is none of a plan's ops.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +16,8 @@ import torch
 from torch import nn
 
 from memfit.plans import is_fully_sharded
-from memfit.torch_private.dispatch import schema_of
+from memfit.torch_private.dispatch import DisableTorchDispatch, schema_of
+from memfit.torch_private.distributed_tensors import is_distributed, local_tensor, without_graph
 from memfit.torch_private.storages import storage_key
 from memfit.torch_private.wrappers import fully_shard_parameters
 from memfit.tradeoff import UPDATES
@@ -39,7 +48,29 @@ class StridedView(NamedTuple):
 
 def strided_view_of(tensor: torch.Tensor) -> StridedView:
     """Return where this tensor lies."""
+    tensor = local_tensor(tensor)
     return StridedView(tensor.dtype, tensor.device, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+
+def local_key(tensor: torch.Tensor) -> int:
+    """Return the key of the storage that this rank holds of a tensor."""
+    return storage_key(local_tensor(tensor))
+
+
+def is_outer(types: Any) -> bool:
+    """Return whether an op is on distributed tensors, which run others on what they hold."""
+    return bool(types) and any(map(is_distributed, types))
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor cut off from its graph, by an op that no mode sees."""
+    if is_distributed(type(tensor)):
+        return without_graph(tensor)
+    guard = DisableTorchDispatch()
+    try:
+        return tensor.detach()
+    finally:
+        del guard
 
 
 def is_strided(value: Any) -> bool:

@@ -120,7 +120,7 @@ class PlannedUnit:
         if compiled is _Unplanned.AS_IT_IS:
             return position.leave_after(forward(*args, **kwargs))
         if self._bindings is None:
-            self._bindings = Bindings(module)
+            self._bindings = Bindings(module, fully_sharded=self._applied.fully_sharded)
         run = RecomputedCall(policy.unit, module, self._bindings, forward, device_type, position.leave)
         self._runs += 1
         run.watched = self._runs & (self._runs - 1) == 0  # see Note [Samples]

@@ -18,6 +18,7 @@ from memfit.plans.record import (
     Engine,
     Estimate,
     Prediction,
+    RecomputedCollective,
     ShardPlan,
     Status,
     TargetRecord,
@@ -72,11 +73,29 @@ def build_plan(
         engine=engine,
         mesh=trace.mesh or msgspec.UNSET,
         rank=trace.rank if trace.rank or trace.pipelines else msgspec.UNSET,
+        wrappers=trace.wrappers if trace.mesh else msgspec.UNSET,
+        collectives=_recomputed_collectives(trace, chosen) if trace.mesh else msgspec.UNSET,
         optimizer=optimizer,
         notes=tuple(notes),
         trace=build_trace_record(trace),
     )
     return Plan.from_json(plan.to_json(), where="the plan")
+
+
+def _recomputed_collectives(
+    trace: Trace, chosen: Sequence[tuple[Unit, Policy]]
+) -> tuple[RecomputedCollective, ...] | msgspec.UnsetType:
+    """Return the collectives among the ops that run again; a plan without any does not mention them."""
+    kinds = {call.op: call for call in trace.collectives}
+    found = [
+        RecomputedCollective(
+            unit=unit.name, offset=offset, kind=kinds[unit.begin + offset].kind, dims=kinds[unit.begin + offset].dims
+        )
+        for unit, policy in chosen
+        for offset in sorted(policy.recomputed)
+        if unit.begin + offset in kinds
+    ]
+    return tuple(found) or msgspec.UNSET
 
 
 def build_checkpoint(trace: Trace, unit: Unit, policy: Policy) -> Checkpoint:

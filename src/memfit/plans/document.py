@@ -29,6 +29,7 @@ from memfit.plans.record import (
     Estimate,
     Ms,
     Prediction,
+    RecomputedCollective,
     ShardPlan,
     Status,
     TargetRecord,
@@ -73,6 +74,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The ranks that the step was captured on, by dimension, wrapped by its own code; other plans have none."""
     rank: int | msgspec.UnsetType = msgspec.UNSET
     """Which of them it was captured as, where they differ: ranks of a pipeline hold different stages."""
+    wrappers: tuple[str, ...] | msgspec.UnsetType = msgspec.UNSET
+    """What the step's own code has wrapped or sharded the model with, on a mesh: `fully_shard`, `DTensor`."""
+    collectives: tuple[RecomputedCollective, ...] | msgspec.UnsetType = msgspec.UNSET
+    """What ranks of the mesh do together once more where units are recomputed, in the order of the forward."""
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "the document") -> Plan:

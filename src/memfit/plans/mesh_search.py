@@ -36,6 +36,8 @@ StepOfBatch = Callable[[int], Step]
 WatchMesh = Callable[[MeshPoint], None]
 _IN_A_NODE = "tp"
 """The dimension whose groups stay inside a node unless a shape is asked for: it waits for every one of its messages."""
+_CONTEXT = "cp"
+"""The dimension whose ranks share sequences; models by name shard their parameters over it too."""
 _PIPELINE = "pp"
 """The dimension whose ranks hold different modules."""
 _STATUS: dict[Status, Literal["optimal", "feasible", "infeasible"]] = {
@@ -279,9 +281,23 @@ def _dims(
         raise InputError(f"dims is {dims!r}; write the names of a mesh's dimensions, as in ('dp', 'tp')")
     if given is not None:
         raise InputError("dims and values were both given; values name their dimensions, leave dims out")
+    names = _ordered(step, names, tries)
     if _IN_A_NODE in names and names[-1] != _IN_A_NODE:
         tries.notes.append(f"{_IN_A_NODE} is not the last dimension: its ranks lie apart, as those of the last do not")
     return names
+
+
+def _ordered(step: Step | StepOfBatch, names: tuple[str, ...], tries: _Tries) -> tuple[str, ...]:
+    """Return dimensions with `cp` in the order that a model by name can be built in, which is the one that it says."""
+    if _CONTEXT not in names or _IN_A_NODE not in names:
+        return names
+    made = step if isinstance(step, Step) else tries.step_of({})
+    known = getattr(made.model, "known_dims", ())
+    ordered = tuple(name for name in known if name in names)
+    if set(ordered) != set(names) or ordered == names:
+        return names
+    tries.notes.append(f"meshes are {' x '.join(ordered)}, outermost first, the order that this model is built in")
+    return ordered
 
 
 def _same_ranks(given: list[dict[str, int]], ranks: int | None) -> int:

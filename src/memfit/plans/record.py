@@ -73,6 +73,15 @@ class Checkpoint(_Part, frozen=True):
         return self.unit.partition("#")[0] == LOSS
 
 
+class RecomputedCollective(_Row, frozen=True):
+    """A collective that runs again with a unit: the op's offset, what it does, along which dimensions of the mesh."""
+
+    unit: str
+    offset: Count
+    kind: str
+    dims: tuple[str, ...]
+
+
 class PeakAt(_Part, frozen=True):
     """The op at the highest point of a step; where that is a view, the next op that does something.
 

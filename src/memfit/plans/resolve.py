@@ -132,21 +132,16 @@ class Inputs:
 
     def _cast(self, captured: Trace) -> Trace:
         """Capture the step again where an engine runs it in another dtype than the model's (Note [Cast parameters])."""
-        options = self.options.shard
-        wanted = options.param_dtype
-        if wanted is None or captured.autocast is not None or self.target.ranks == 1 or captured.mesh:
-            return captured
-        own = {each.dtype for each in captured.parameters if getattr(torch, each.dtype).is_floating_point}
-        if captured.cast is not None or own == {wanted}:
+        cast = find_gathered_cast(captured, self.target, self.options.shard)
+        if cast is None:
             return captured
         if self.step is None:
+            own = " and ".join(_floating_dtypes(captured))
             raise InputError(
-                f"param_dtype={wanted!r} changes what the step computes in, and its trace is in {' and '.join(own)}; "
-                "give the step, not its trace"
+                f"param_dtype={cast.dtype!r} changes what the step computes in, and its trace is in {own}; give the "
+                "step, not its trace"
             )
-        units = repeated_blocks(captured) if options.units is None else options.units
-        cast = ParameterCast(dtype=wanted, units=tuple(dict.fromkeys(("", *units))))
-        with Progress(f"capturing it in {wanted}", show=self.progress):
+        with Progress(f"capturing it in {cast.dtype}", show=self.progress):
             return trace(self.step, target=self.target, cast=cast)
 
 
@@ -158,6 +153,24 @@ def find_cast(step: Step, target: Target, options: ShardOptions) -> ParameterCas
     if target.ranks == 1 or options.parallel == "ddp" or step.autocast is None:
         return None
     return ParameterCast(dtype=options.param_dtype or str(step.autocast)[6:])
+
+
+def find_gathered_cast(captured: Trace, target: Target, options: ShardOptions) -> ParameterCast | None:
+    """Return the cast of parameters that are gathered in another dtype than a step without autocast computes in.
+
+    Its trace says which units there are; None where it is as it runs already.
+    """
+    wanted = options.param_dtype
+    if wanted is None or captured.autocast is not None or target.ranks == 1 or captured.mesh:
+        return None
+    if captured.cast is not None or _floating_dtypes(captured) == [wanted]:
+        return None
+    units = repeated_blocks(captured) if options.units is None else options.units
+    return ParameterCast(dtype=wanted, units=tuple(dict.fromkeys(("", *units))))
+
+
+def _floating_dtypes(captured: Trace) -> list[str]:
+    return sorted({each.dtype for each in captured.parameters if getattr(torch, each.dtype).is_floating_point})
 
 
 def resolve_target(model: object, target: TargetLike | None, ranks: int | None) -> Target:

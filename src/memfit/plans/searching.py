@@ -33,7 +33,14 @@ from memfit.hardware import Target
 from memfit.plans.mesh_result import MeshSearch
 from memfit.plans.mesh_search import WatchMesh, search_meshes
 from memfit.plans.reservation import Room, reservation_under, with_room
-from memfit.plans.resolve import TargetLike, resolve_cost, resolve_options, resolve_target
+from memfit.plans.resolve import (
+    TargetLike,
+    find_cast,
+    find_gathered_cast,
+    resolve_cost,
+    resolve_options,
+    resolve_target,
+)
 from memfit.plans.search_result import Over, PointStatus, Search, SearchInterrupted, SearchPoint
 from memfit.progress import Progress
 from memfit.solve import Limits, Problem, SolveOptions, Status, minimum_budget_bytes, solve
@@ -225,7 +232,8 @@ class _Tries:
     notes: list[str] = field(default_factory=list)
     refused: int | None = None
     refusal: str = ""
-    _captured: Trace | None = None
+    _captured: dict[bool, Trace] = field(default_factory=dict)
+    """The last trace of a step, on one rank and on several."""
     _fastest: tuple[int, Problem, int | None] | None = None
     """The value with the highest throughput so far, its problem and the samples or tokens of its step."""
 
@@ -276,7 +284,7 @@ class _Tries:
 
     def _problem(self, value: int) -> tuple[Problem, int | None]:
         captured, amount = self._capture(value)
-        target = Target.parse(self.target, ranks=value) if self.over == "ranks" else self.target
+        target = self._target(value)
         return Problem.of(Runtime.of(captured, resolve_cost(self.cost, target)), target, self.options), amount
 
     def _point(
@@ -329,10 +337,20 @@ class _Tries:
             amount = value
         if isinstance(made, Trace):
             return made, amount
-        if isinstance(self.make_step, Step):
-            self._captured = self._captured or trace(made, target=self.target)
-            return self._captured, amount
-        return trace(made, target=self.target), amount
+        target = self._target(value)
+        if isinstance(self.make_step, Step) and (known := self._captured.get(target.ranks > 1)) is not None:
+            return known, amount
+        # cast as `plan` casts it, so that both find the same; on one rank nothing is cast
+        options = self.options.shard
+        captured = trace(made, target=self.target, cast=find_cast(made, target, options))
+        cast = find_gathered_cast(captured, target, options)
+        if cast is not None:
+            captured = trace(made, target=self.target, cast=cast)
+        self._captured[target.ranks > 1] = captured
+        return captured, amount
+
+    def _target(self, value: int) -> Target:
+        return Target.parse(self.target, ranks=value) if self.over == "ranks" else self.target
 
     @contextmanager
     def _working(self, doing: str) -> Iterator[Callable[[str], None]]:

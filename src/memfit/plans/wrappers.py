@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from memfit.torch_private.modules import module_table, parameter_table
-from memfit.torch_private.wrappers import INNER_NAMES
+from memfit.torch_private.wrappers import INNER_NAMES, fully_shard_parameters, was_dtensor
 
 _INNER_OF = {"DistributedDataParallel": "module", "DataParallel": "module", "DeepSpeedEngine": "module"}
 """Where a wrapper keeps its module by class, for names that a model may use itself."""
@@ -56,7 +56,10 @@ def is_fully_sharded(module: nn.Module) -> bool:
 
 
 def wrappers_of(model: nn.Module) -> list[str]:
-    """Name what a model is wrapped in or sharded by, the outermost first: `DistributedDataParallel`, `fully_shard`."""
+    """Name what a model is wrapped in or sharded by, the outermost first: `DistributedDataParallel`, `fully_shard`.
+
+    `DTensor` stands for parameters that are DTensors without `fully_shard`, of a tensor parallel model.
+    """
     found: dict[str, None] = {}
     for module in model.modules():
         if wrapped_module(module) is not None:
@@ -64,9 +67,12 @@ def wrappers_of(model: nn.Module) -> list[str]:
         if is_fully_sharded(module):
             found["fully_shard"] = None
     tensors = sys.modules.get("torch.distributed.tensor")  # imported already where there are any
-    sharded = "fully_shard" in found or tensors is None
     own = "FlatDTensor"  # those of memfit's own runtime (`sharded/flat_dtensor.py`), which is no wrapper
-    if not sharded and any(
+    if "fully_shard" in found:
+        sharded = (module for module in model.modules() if is_fully_sharded(module))
+        if any(was_dtensor(each) for module in sharded for each in fully_shard_parameters(module)):
+            found["DTensor"] = None
+    elif tensors is not None and any(
         isinstance(each, tensors.DTensor) and type(each).__name__ != own for each in model.parameters()
     ):
         found["DTensor"] = None

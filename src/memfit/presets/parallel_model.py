@@ -1,4 +1,5 @@
-"""Models that build themselves on a mesh: `fully_shard` over `dp`, `parallelize_module` over `tp`, stages over `pp`.
+"""Models that build themselves on a mesh: `fully_shard` over `dp`, `parallelize_module` over `tp`, stages over `pp`,
+sequences that ranks of `cp` share.
 
 A model without a mesh is the plain one. On a mesh it is wrapped as torchtitan wraps its own: decoder layers and the
 whole are units of FSDP2, which gathers in the dtype of the compute and reduces in float32; over `tp` the styles of
@@ -17,6 +18,7 @@ from torch import nn
 
 from memfit.errors import InputError
 from memfit.paths import repeated_blocks
+from memfit.torch_private.process_groups import along
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +29,9 @@ TensorParallel = Callable[[Any, "DeviceMesh"], None]
 """Makes a model tensor parallel over a mesh of one dimension, in place."""
 Pipeline = Callable[[Any, "DeviceMesh"], nn.Module]
 """Returns the part of a model that this rank of a pipeline holds."""
-DATA, TENSOR, PIPELINE = "dp", "tp", "pp"
+ContextParallel = Callable[[Any, "DeviceMesh"], None]
+"""Notes on a model the mesh of one dimension whose ranks share sequences, or refuses it."""
+DATA, TENSOR, PIPELINE, CONTEXT = "dp", "tp", "pp", "cp"
 TRANSFORMERS_STYLES = frozenset(
     ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicated_with_grad_allreduce")
 )
@@ -43,6 +47,7 @@ class ParallelModel:
     no_tensor_parallel: str = "it has no plan for tensor parallelism"
     """Why there is none, where there is none."""
     pipeline: Pipeline | None = None
+    context_parallel: ContextParallel | None = None
     compute: torch.dtype | None = None
 
     @property
@@ -53,18 +58,31 @@ class ParallelModel:
     @property
     def known_dims(self) -> tuple[str, ...]:
         """All dimensions of a mesh that it knows, outermost first."""
-        return self.mesh_dims if self.pipeline is None else (PIPELINE, *self.mesh_dims)
+        outer, *inner = self.mesh_dims
+        staged = () if self.pipeline is None else (PIPELINE,)
+        return (*staged, outer, *(() if self.context_parallel is None else (CONTEXT,)), *inner)
 
     def step_on_mesh(self, step: Step, sizes: Mapping[str, int]) -> Step:
-        """Return the step as it runs on a mesh: along `pp` a schedule runs forward and backward of micro-batches."""
-        if sizes.get(PIPELINE, 1) == 1 or self.pipeline is None:
-            return step
-        if step.accumulation_steps > 1:
-            raise InputError("a pipeline has micro-batches of its own; leave accumulation_steps out")
-        from memfit.presets.pipeline import run_stage  # loads DTensor, which takes a second
+        """Return the step as it runs on a mesh.
 
-        run = partial(run_stage, compute=step.autocast, largest_norm=step.clip_grad_norm)
-        return replace(step, run=run)
+        Along `pp` a schedule runs forward and backward of micro-batches; along `cp` a step divides its sequences.
+        """
+        # imported when they are used: they load DTensor, which takes a second
+        if sizes.get(PIPELINE, 1) > 1 and self.pipeline is not None:
+            if step.accumulation_steps > 1:
+                raise InputError("a pipeline has micro-batches of its own; leave accumulation_steps out")
+            from memfit.presets.pipeline import run_stage
+
+            run: Callable[..., None] = run_stage
+        elif sizes.get(CONTEXT, 1) > 1 and self.context_parallel is not None:
+            if step.accumulation_steps > 1:
+                raise InputError(f"cp {sizes[CONTEXT]}: its step has one micro-batch; leave accumulation_steps out")
+            from memfit.presets.context_parallel import run_divided
+
+            run = run_divided
+        else:
+            return step
+        return replace(step, run=partial(run, compute=step.autocast, largest_norm=step.clip_grad_norm))
 
     def __call__(self, mesh: DeviceMesh | None = None) -> nn.Module:
         """Build the model, on the mesh if there is one."""
@@ -73,18 +91,25 @@ class ParallelModel:
             return model
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
         for name in sizes:
-            if name not in (*self.known_dims, TENSOR):
+            if name not in (*self.known_dims, TENSOR):  # which says itself why there is none
                 raise InputError(f"the mesh has {name!r}, and the model knows {' and '.join(self.known_dims)}")
+        ranks_of = [name for name in sizes if sizes[name] > 1]
+        if TENSOR in ranks_of and CONTEXT in ranks_of[ranks_of.index(TENSOR) :]:
+            raise InputError("the mesh has 'tp' outside of 'cp': fully_shard takes dimensions outside of 'tp' only")
         staged = sizes.get(PIPELINE, 1) > 1
         if staged:
             assert self.pipeline is not None
             model = self.pipeline(model, mesh[PIPELINE])
+        if sizes.get(CONTEXT, 1) > 1:
+            assert self.context_parallel is not None
+            self.context_parallel(model, mesh[CONTEXT])
         if sizes.get(TENSOR, 1) > 1:
             if self.tensor_parallel is None:
                 raise InputError(f"tp {sizes[TENSOR]}: {self.no_tensor_parallel}")
             self.tensor_parallel(model, mesh[TENSOR])
-        if DATA in sizes:
-            _shard(model, mesh[DATA], self.compute, reshard=False if staged else None)
+        over = [name for name in sizes if name == DATA or (name == CONTEXT and sizes[name] > 1)]
+        if over:
+            _shard(model, along(mesh, over), self.compute, reshard=False if staged else None)
         return model
 
 

@@ -15,6 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor
 
 from memfit.errors import InputError
+from memfit.presets.context_parallel import divided
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -76,9 +77,10 @@ def run_stage(
     """Run one step of a pipeline; gradients are clipped by the norm of all stages' together."""
     if model.schedule is None:
         model.schedule = _schedule(model, batch["tokens"].shape[0])
-    given = (batch["tokens"],) if model.first else ()
-    target = {"target": batch["labels"]} if model.last else {}
-    with torch.autocast(model.mesh.device_type, dtype=compute, enabled=compute is not None):
+    autocast = torch.autocast(model.mesh.device_type, dtype=compute, enabled=compute is not None)
+    with divided(model, batch) as own, autocast:
+        given = (own["tokens"],) if model.first else ()
+        target: dict[str, Any] = {"target": own["labels"]} if model.last else {}
         model.schedule.step(*given, **target)
     if largest_norm is not None:
         norm = nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None])

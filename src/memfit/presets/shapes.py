@@ -20,7 +20,7 @@ from memfit.presets.models.gpt2 import GPT2, GPT2Sizes
 from memfit.presets.models.llama import Llama, LlamaSizes
 from memfit.presets.models.mixtral import Mixtral, MixtralSizes
 from memfit.presets.models.vit import ViT, ViTSizes
-from memfit.presets.parallel_model import ParallelModel, Pipeline, TensorParallel
+from memfit.presets.parallel_model import ContextParallel, ParallelModel, Pipeline, TensorParallel
 from memfit.text import close_names, did_you_mean
 
 if TYPE_CHECKING:
@@ -126,6 +126,7 @@ def training_step(
     tensor_parallel: TensorParallel | None = None,
     no_tensor_parallel: str = "",
     pipeline: Pipeline | None = None,
+    context_parallel: ContextParallel | None = None,
 ) -> Step:
     """Return the training step of a model that computes its own loss, on one rank or on a mesh."""
     built = ParallelModel(
@@ -133,6 +134,7 @@ def training_step(
         tensor_parallel=tensor_parallel,
         no_tensor_parallel=no_tensor_parallel,
         pipeline=pipeline,
+        context_parallel=context_parallel,
         compute=torch.bfloat16,
     )
     return Step(built, batch, optimizer=ADAMW, autocast=torch.bfloat16, clip_grad_norm=1.0)
@@ -184,7 +186,13 @@ def language_step(sizes: LlamaSizes | GPT2Sizes | BERTSizes, length: int, tokens
         return training_step(partial(Mixtral, sizes, length), tokens, no_tensor_parallel=why)
     if isinstance(sizes, LlamaSizes):
         parallel = partial(_parallelize_llama, sizes, length)
-        return training_step(partial(Llama, sizes, length), tokens, tensor_parallel=parallel, pipeline=_llama_stage)
+        return training_step(
+            partial(Llama, sizes, length),
+            tokens,
+            tensor_parallel=parallel,
+            pipeline=_llama_stage,
+            context_parallel=partial(_share_sequences, length),
+        )
     build = partial(GPT2, sizes) if isinstance(sizes, GPT2Sizes) else partial(BERT, sizes)
     return training_step(build, tokens, no_tensor_parallel=_ONE_MATRIX)
 
@@ -198,7 +206,15 @@ def _llama_stage(model: Llama, mesh: DeviceMesh) -> nn.Module:
     return LlamaStage(model, mesh)
 
 
+def _share_sequences(length: int, model: Any, mesh: DeviceMesh) -> None:
+    from memfit.presets.context_parallel import check_length  # loads DTensor
+
+    check_length(length, mesh.size())
+    model.context_mesh = mesh
+
+
 def _parallelize_llama(sizes: LlamaSizes, length: int, model: Llama, mesh: DeviceMesh) -> None:
     from memfit.presets.tensor_parallel import parallelize_llama  # loads DTensor, which takes a second
 
-    parallelize_llama(sizes, length, model, mesh)
+    shared = getattr(model, "context_mesh", None)
+    parallelize_llama(sizes, length if shared is None else length // shared.size(), model, mesh)

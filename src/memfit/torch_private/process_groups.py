@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
 
 _UNUSED_TAG = 1 << 27
 """No collective of torch or memfit has it."""
@@ -186,3 +187,12 @@ def reset_reducer(model: Any) -> None:
     """
     model._has_rebuilt_buckets = False
     model.reducer._reset_state()
+
+
+def along(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
+    """Return the mesh of one dimension whose ranks are those along all of these dimensions of a mesh.
+
+    `DeviceMesh._flatten` (torch/distributed/device_mesh.py), which torchtitan calls for `fully_shard` over `dp`
+    and `cp`.
+    """
+    return mesh[names[0]] if len(names) == 1 else mesh[tuple(names)]._flatten()

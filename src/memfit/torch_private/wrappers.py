@@ -65,6 +65,14 @@ def fully_shard_parameters(module: Any) -> Iterator[Any]:
         yield from () if group is None else group.fsdp_params
 
 
+def was_dtensor(parameter: Any) -> bool:
+    """Return whether a parameter was a DTensor before `fully_shard` took it, as tensor parallel ones are.
+
+    `FSDPParam.is_dtensor` (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
+    """
+    return bool(parameter.is_dtensor)
+
+
 def is_offloaded_by_fsdp2(module: Any) -> bool:
     """Return whether `fully_shard` keeps a module's shards in host memory.
 

@@ -1,0 +1,116 @@
+"""What each rank does in the tests of plans on tensor, sequence, context and expert parallel models."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from memfit.errors import PlanDrift
+from memfit.plans import Plan
+from tests.distributed import context_parallel_ranks, expert_parallel_ranks, tensor_parallel_ranks
+from tests.distributed.fsdp2_ranks import _MEASURED, _STEP, _WARMUP, _steps
+from tests.distributed.parallel_case import Case, _levels
+
+_WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
+
+
+def _hidden(make: Callable[..., torch.Tensor]) -> torch.Tensor:
+    return make((4, tensor_parallel_ranks.TOKENS, tensor_parallel_ranks.WIDTH))
+
+
+def _long(make: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """More activations than parameters, so that it is worth while to recompute them."""
+    return make((8, 2 * context_parallel_ranks.TOKENS, context_parallel_ranks.WIDTH))
+
+
+def _many(make: Callable[..., torch.Tensor]) -> torch.Tensor:
+    return make((16 * expert_parallel_ranks.TOKENS, expert_parallel_ranks.WIDTH))
+
+
+CASES = {name: Case(build, sizes, _hidden) for name, (build, sizes) in tensor_parallel_ranks.CASES.items()}
+CASES["context parallel"] = replace(context_parallel_ranks._case({"cp": 2}, layers=4), batch=_long)
+CASES["context parallel, all-to-all"] = replace(
+    context_parallel_ranks._case({"cp": 2}, rotation="alltoall", layers=4), batch=_long
+)
+CASES["expert parallel"] = replace(expert_parallel_ranks._case({"ep": 2}, layers=4), batch=_many)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What some steps on one rank came to; `collectives` are the functional ones of all measured steps."""
+
+    levels: list[dict[str, Any]]
+    collectives: int
+    tensors: list[torch.Tensor]
+
+
+def trained(name: str, documents: list[str] | None) -> Trained:
+    """Train a case on numbers that all ranks share, with a plan or without; return its memory, and what it learnt."""
+    case = CASES[name]
+    mesh = init_device_mesh("cpu", tuple(case.sizes.values()), mesh_dim_names=tuple(case.sizes))
+    torch.manual_seed(0)
+    model = case.build(mesh)
+    step = case.step(model, torch.randn)
+    optimizer = step.build_optimizer(model)
+    assert optimizer is not None
+    if documents is not None:
+        plan = Plan.from_json(documents[mesh.get_rank()])
+        assert plan.checkpoint
+        plan.apply(model, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanDrift)  # every unit must run as planned
+        for _ in range(_WARMUP):
+            step.execute(model, optimizer, "cpu")
+        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        with profiler:
+            for _ in range(_MEASURED):
+                with torch.profiler.record_function(f"{_STEP}case"):
+                    step.execute(model, optimizer, "cpu")
+    collectives = _collectives(profiler)
+    states = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, torch.Tensor)]
+    tensors = [getattr(each, "_local_tensor", each).detach().clone() for each in (*model.parameters(), *states)]
+    return Trained(_levels([events for _, events in _steps(profiler)]), collectives, tensors)
+
+
+def _collectives(profiler: torch.profiler.profile) -> int:
+    """Count functional collectives; under a mode, one is called by the step and, inside of that, by the mode."""
+    count = 0
+    tree = profiler.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
+    stack = [(event, frozenset[str]()) for event in tree]
+    while stack:
+        event, around = stack.pop()
+        if event.name.startswith("_c10d_functional::") and event.name not in {*_WAITS, *around}:
+            count += 1
+        stack += [(child, around | {event.name}) for child in event.children]
+    return count
+
+
+def refused_plain(name: str, document: str) -> str:
+    """Return why a plan for a wrapped model is refused on one that is plain."""
+    model = tensor_parallel_ranks.Model()
+    before = dict(model.__dict__)
+    try:
+        Plan.from_json(document).apply(model)
+    except Exception as error:
+        assert model.__dict__ == before
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
+
+
+def applied(name: str, documents: list[str]) -> str:
+    """Return why this rank's plan is refused beside those of the others; nothing where it is applied."""
+    case = CASES[name]
+    mesh = init_device_mesh("cpu", tuple(case.sizes.values()), mesh_dim_names=tuple(case.sizes))
+    model = case.build(mesh)
+    plan = Plan.from_json(documents[mesh.get_rank()])
+    try:
+        plan.apply(model)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    plan.remove(model)
+    return ""

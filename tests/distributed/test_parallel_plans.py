@@ -1,0 +1,68 @@
+"""Plans on models that their own code has made tensor, sequence, context or expert parallel, over Gloo."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import memfit
+from memfit import spec
+from memfit.memory import Timeline
+from memfit.plans import Plan
+from tests.distributed import parallel_plans
+from tests.distributed.fsdp2_ranks import _MEASURED
+from tests.distributed.parallel_plans import CASES
+from tests.distributed.ranks import Ranks
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.xdist_group("ranks")]
+
+
+@functools.cache
+def _planned(name: str, rank: int = 0) -> tuple[Plan, int]:
+    """The plan of a case under the smallest budget, and the bytes that are there before its step."""
+    case = CASES[name]
+    trace = memfit.trace(case.step(case.build, spec), target="cpu", mesh=case.sizes, rank=rank)
+    least = memfit.plan(trace, budget="1KiB", progress=False).minimum_budget_bytes
+    return memfit.plan(trace, budget=least, progress=False), Timeline.of(trace, 1).start_bytes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_keeps_its_budget_and_changes_no_bit(name: str, request: pytest.FixtureRequest) -> None:
+    case = CASES[name]
+    ranks: Ranks = request.getfixturevalue("two_ranks" if case.ranks == 2 else "four_ranks")
+    # ranks of one sequence attend to different parts of it, and have a plan each; of other ranks one is like all
+    plans = [_planned(name, rank if "cp" in case.sizes else 0) for rank in range(case.ranks)]
+    documents = [plan.to_json() for plan, _ in plans]
+    without, planned = (ranks.run(parallel_plans.trained, name, each) for each in (None, documents))
+    for (plan, start_bytes), one, other in zip(plans, without, planned, strict=True):
+        assert plan.predicted is not None and plan.predicted.peak_bytes <= plan.budget_bytes < plan.baseline.peak_bytes
+        again = len(plan.collectives) if isinstance(plan.collectives, tuple) else 0
+        assert all(torch.equal(*each) for each in zip(one.tensors, other.tensors, strict=True))
+        assert other.collectives == one.collectives + again * _MEASURED
+        step = other.levels[-1]  # of the fourth step some values are compared, which takes a few bytes (Note [Samples])
+        above_bytes = plan.predicted.peak_bytes - start_bytes
+        assert step["peak_bytes"][0] <= above_bytes <= step["peak_bytes"][1]
+
+
+def test_collectives_run_again_in_sequence_parallel_units() -> None:
+    plan, _ = _planned("sequence parallel")
+    assert isinstance(plan.collectives, tuple) and {each.dims for each in plan.collectives} == {("tp",)}
+    assert plan.wrappers == ("DTensor",)
+
+
+def test_a_plain_model_is_refused_for_a_plan_of_a_wrapped_one(two_ranks: Ranks) -> None:
+    plan, _ = _planned("tensor parallel")
+    for why in two_ranks.run(parallel_plans.refused_plain, "tensor parallel", plan.to_json()):
+        assert why.startswith("InputError") and "DTensor" in why
+
+
+def test_ranks_of_a_group_whose_collectives_would_differ_are_refused(two_ranks: Ranks) -> None:
+    plan, _ = _planned("sequence parallel")
+    case = CASES["sequence parallel"]
+    other = memfit.plan(case.step(case.build, spec), target="cpu", mesh=case.sizes, progress=False)
+    assert not other.checkpoint
+    for why in two_ranks.run(parallel_plans.applied, "sequence parallel", [plan.to_json(), other.to_json()]):
+        assert why.startswith("InputError") and "ranks 0 and 1" in why and "along tp" in why
+    assert two_ranks.run(parallel_plans.applied, "sequence parallel", [plan.to_json()] * 2) == ["", ""]
