@@ -102,11 +102,14 @@ def refused_plain(name: str, document: str) -> str:
     return "not refused"
 
 
-def applied(name: str, documents: list[str]) -> str:
-    """Return why this rank's plan is refused beside those of the others; nothing where it is applied."""
+def applied(name: str, documents: list[str], plain_on: int | None = None) -> str:
+    """Return why this rank's plan is refused beside those of the others; nothing where it is applied.
+
+    One rank may have a model that is not parallel.
+    """
     case = CASES[name]
     mesh = init_device_mesh("cpu", tuple(case.sizes.values()), mesh_dim_names=tuple(case.sizes))
-    model = case.build(mesh)
+    model = tensor_parallel_ranks.Model() if mesh.get_rank() == plain_on else case.build(mesh)
     plan = Plan.from_json(documents[mesh.get_rank()])
     try:
         plan.apply(model)

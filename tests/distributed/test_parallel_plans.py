@@ -58,6 +58,13 @@ def test_a_plain_model_is_refused_for_a_plan_of_a_wrapped_one(two_ranks: Ranks) 
         assert why.startswith("InputError") and "DTensor" in why
 
 
+def test_a_refusal_of_one_rank_is_told_to_the_others(two_ranks: Ranks) -> None:
+    document = _planned("tensor parallel")[0].to_json()
+    why, told = two_ranks.run(parallel_plans.applied, "tensor parallel", [document] * 2, plain_on=0)
+    assert why.startswith("InputError") and "DTensor" in why
+    assert told.startswith("InputError: rank 0 refuses the plan") and "DTensor" in told
+
+
 def test_ranks_of_a_group_whose_collectives_would_differ_are_refused(two_ranks: Ranks) -> None:
     plan, _ = _planned("sequence parallel")
     case = CASES["sequence parallel"]

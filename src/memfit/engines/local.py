@@ -20,11 +20,11 @@ from memfit.engines.attachment import Handler, Outermost, attach, attached, deta
 from memfit.engines.compiled_policy import RunPolicy, absent_casts
 from memfit.engines.loop_watch import LoopWatch, WatchedUnit, user_level
 from memfit.engines.loss import LossRegion
-from memfit.engines.mesh_agreement import check_mesh
+from memfit.engines.mesh_agreement import agree, check_wrapped
 from memfit.engines.selection import check_ranks, check_replicas, resolve_engine, warn_policies_only
 from memfit.engines.step_position import Calls, Mode, StepPosition, needs_step
 from memfit.engines.unit import PlannedUnit
-from memfit.errors import InputError, PlanDrift, StateError
+from memfit.errors import InputError, MemfitError, PlanDrift, StateError
 from memfit.plans import (
     Checkpoint,
     Engine,
@@ -307,13 +307,20 @@ def apply(
     A model that something wraps or shards already (DDP, FSDP, `fully_shard`) runs the checkpoint policies of the plan.
     """
     optimizers = resolve_optimizers(optimizer)
-    _check(plan, model, optimizers)
-    if plan.ddp is not None:
-        check_replicas(plan.ddp, model)
-    root = unwrap(model)
-    wrappers = wrappers_of(model)
+    root, wrappers = unwrap(model), wrappers_of(model)
+    refusal: MemfitError | None = None
+    try:
+        _check(plan, model, optimizers)
+        if plan.ddp is not None:
+            check_replicas(plan.ddp, model)
+        if plan.mesh:
+            check_wrapped(plan, wrappers)
+    except MemfitError as error:
+        if not plan.mesh:
+            raise
+        refusal = error  # the other ranks are told: they must not wait for this one
     if plan.mesh:
-        check_mesh(plan, wrappers)
+        agree(plan, refusal)
     chosen = resolve_engine(plan, engine, wrappers)
     sharding = None
     if plan.shard is not None and not wrappers:

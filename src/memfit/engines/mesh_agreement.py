@@ -13,19 +13,15 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
-from memfit.errors import InputError
+from memfit.errors import InputError, MemfitError
 from memfit.plans import Plan
 
 Collectives = Sequence[tuple[str, int, str, tuple[str, ...]]]
 """What runs again: unit, offset of the op in it, what it does, and along which dimensions of the mesh."""
 
 
-def check_mesh(plan: Plan, wrappers: Sequence[str]) -> None:
-    """Refuse a model that is not wrapped as the planned one was, other ranks than planned, and ranks that disagree.
-
-    Every rank must call it: they compare the collectives that run again.
-    """
-    assert isinstance(plan.mesh, dict)
+def check_wrapped(plan: Plan, wrappers: Sequence[str]) -> None:
+    """Refuse a model that is not wrapped as the planned one was."""
     if isinstance(plan.wrappers, tuple):
         missing = [name for name in plan.wrappers if name not in wrappers]
     else:  # a plan of an earlier version; a stage of a pipeline need not be wrapped
@@ -35,18 +31,34 @@ def check_mesh(plan: Plan, wrappers: Sequence[str]) -> None:
             f"the plan is for a model that is wrapped on a mesh ({plan.mesh}) in {', '.join(missing)}, and this one is "
             "not; wrap it as the step does that was planned, then apply the plan"
         )
-    if not dist.is_available() or not dist.is_initialized():
-        return
+
+
+def agree(plan: Plan, refusal: MemfitError | None) -> None:
+    """Refuse other ranks than planned, and ranks that disagree; raise `refusal`, what this rank alone may refuse.
+
+    Every rank must call it: they compare the collectives that run again, and no rank waits for one that refused.
+    """
+    assert isinstance(plan.mesh, dict)
     ranks = math.prod(plan.mesh.values())
+    if not dist.is_available() or not dist.is_initialized() or (refusal is not None and dist.get_world_size() != ranks):
+        if refusal is not None:
+            raise refusal
+        return
     if dist.get_world_size() != ranks:
         raise InputError(
             f"the plan is for {ranks} ranks ({plan.mesh}), and here are {dist.get_world_size()}; start as many, or "
             "plan for the mesh that there is"
         )
     own = plan.collectives if isinstance(plan.collectives, tuple) else ()
-    told: list[Collectives] = [()] * ranks
-    dist.all_gather_object(told, [(each.unit, each.offset, each.kind, each.dims) for each in own])
-    differing = find_disagreement(plan.mesh, told)
+    mine = None if refusal is None else str(refusal), [(each.unit, each.offset, each.kind, each.dims) for each in own]
+    told: list[tuple[str | None, Collectives]] = [(None, ())] * ranks
+    dist.all_gather_object(told, mine)
+    if refusal is not None:
+        raise refusal
+    for rank, (said, _) in enumerate(told):
+        if said is not None:
+            raise InputError(f"rank {rank} refuses the plan, so no rank runs it: {said}")
+    differing = find_disagreement(plan.mesh, [collectives for _, collectives in told])
     if differing is not None:
         one, other, what = differing
         raise InputError(
