@@ -45,7 +45,7 @@ bench: $(DEV) $(BENCH)
 	done
 
 zoo: $(DEV)
-	$(BIN)/python -m pytest tests/zoo tests/integrations -m zoo
+	$(BIN)/python -m pytest tests/zoo tests/integrations tests/distributed -m zoo
 
 # torchtitan's own code, captured and on two real ranks: about 1 GB to install, and some minutes.
 titan: $(DEV) $(TITAN)

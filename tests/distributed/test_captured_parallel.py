@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 import memfit
@@ -13,20 +11,13 @@ from memfit.memory import Timeline
 from tests.distributed import context_parallel_ranks, expert_parallel_ranks, parallel_case, pipeline_ranks
 from tests.distributed.ranks import Ranks
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
 CASES = {**pipeline_ranks.CASES, **context_parallel_ranks.CASES, **expert_parallel_ranks.CASES}
 
 
-@pytest.fixture(scope="module")
-def measured(two_ranks: Ranks, four_ranks: Ranks) -> dict[str, list[Any]]:
-    """The steps of each case on every rank."""
-    found: dict[str, list[Any]] = {}
-    for ranks in (two_ranks, four_ranks):
-        cases = {name: case for name, case in CASES.items() if case.ranks == ranks.count}
-        answers = ranks.run(parallel_case.measure, cases)
-        found.update({name: [answer[name] for answer in answers] for name in cases})
-    return found
+IN_CI = ("1f1b", "context parallel", "expert parallel", "1f1b of sharded parts")
+"""One of each kind; the others run with `make zoo`."""
 
 
 def test_a_plan_on_a_pipeline_keeps_its_budget_and_changes_no_bit(two_ranks: Ranks) -> None:
@@ -46,10 +37,11 @@ def test_a_plan_on_a_pipeline_keeps_its_budget_and_changes_no_bit(two_ranks: Ran
         assert step["peak_bytes"][0] <= predicted_bytes <= step["peak_bytes"][1]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_peaks_are_those_of_every_rank_to_the_byte(name: str, measured: dict[str, list[Any]]) -> None:
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.zoo) for name in CASES])
+def test_peaks_are_those_of_every_rank_to_the_byte(name: str, request: pytest.FixtureRequest) -> None:
     case = CASES[name]
-    for rank, steps in enumerate(measured[name]):
+    ranks: Ranks = request.getfixturevalue("two_ranks" if case.ranks == 2 else "four_ranks")
+    for rank, steps in enumerate(answer[name] for answer in ranks.run(parallel_case.measure, {name: case})):
         trace = memfit.trace(case.step(case.build, spec), target="cpu", mesh=case.sizes, rank=rank)
         check_trace(trace)
         timeline = Timeline.of(trace, 1)

@@ -17,6 +17,7 @@ from tests.distributed.ranks import Ranks
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.xdist_group("ranks"),
     pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_AS and /proc are Linux's"),
 ]
 RANKS = 2
@@ -118,7 +119,7 @@ def test_a_rank_that_dies_is_told_at_once(outcomes: Outcomes) -> None:
 # -- With errors instead of limits, in the process groups that other tests share --------------------------------------
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "sharded"])
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("sharded", marks=pytest.mark.zoo)])
 def test_a_fault_on_one_rank_of_a_mesh_is_repeated_on_all_four(four_ranks: Ranks, engine: str) -> None:
     found = four_ranks.run(guarded_faults.repeats, engine, 2, replicas=True)
     for rank in found:

@@ -21,13 +21,18 @@ def planned(name: str, engine: str) -> Plan:
     return dataclasses.replace(case, shard={**case.shard, "engine": engine}).plan(4)
 
 
-@pytest.mark.parametrize("name", ["hybrid", "hybrid, bfloat16"])
+@pytest.mark.parametrize("name", [pytest.param("hybrid", marks=pytest.mark.zoo), "hybrid, bfloat16"])
 def test_a_plan_on_the_sharded_runtime_trains_to_its_bits(four_ranks: Ranks, name: str) -> None:
     four_ranks.run(hybrid.trains_to_the_bits_of_shard, name, planned(name, "sharded").to_json())
 
 
 @pytest.mark.parametrize(
-    ("name", "engine"), [("hybrid", "fsdp2"), ("hybrid", "sharded"), ("hybrid, bfloat16", "sharded")]
+    ("name", "engine"),
+    [
+        ("hybrid", "fsdp2"),
+        pytest.param("hybrid", "sharded", marks=pytest.mark.zoo),
+        pytest.param("hybrid, bfloat16", "sharded", marks=pytest.mark.zoo),
+    ],
 )
 def test_a_plan_holds_on_every_rank(four_ranks: Ranks, name: str, engine: str) -> None:
     plan = planned(name, engine)

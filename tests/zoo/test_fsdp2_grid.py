@@ -17,10 +17,7 @@ pytestmark = [pytest.mark.zoo, pytest.mark.filterwarnings("ignore:FSDP2-wrapped 
 TARGET = "h100-sxm"
 SLICE = {
     ("gpt2", "bfloat16, accumulation", 2),
-    ("llama", "to 2 ranks, bfloat16", 512),
     ("t5", "hybrid, accumulation", 64),
-    ("convnext", "nested, prefetch of 2", 8),
-    ("mixtral", "not resharded", 8),
 }
 """What also runs in `make test`."""
 CASES = [

@@ -41,20 +41,23 @@ overlap. Plans for FSDP2 predict just that."""
 
 
 def shard_with_fsdp2(
-    plan: Plan, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh | None
+    plan: Plan,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    mesh: DeviceMesh | None,
+    refusal: MemfitError | None = None,
 ) -> Fsdp2Sharding:
     """Shard a model with `fully_shard` as planned, and the optimizers' state with it.
 
-    Ranks compare what they were given before anything is changed; a rank that refuses says so to the others. The caller
-    ends it with `commit`, or with `rollback`.
+    Ranks compare what they were given before anything is changed; a rank that refuses, or has refused
+    (`refusal`), says so to the others. The caller ends it with `commit`, or with `rollback`.
     """
     assert plan.shard is not None
     mesh = resolve_mesh(model, mesh, replicas=plan.shard.replicas)
-    refusal: MemfitError | None = None
     try:
         _check(plan, model, optimizers, mesh)
     except MemfitError as error:
-        refusal = error
+        refusal = refusal or error
     try:
         _compare_ranks(plan, optimizers, mesh, refusal)
     except MemfitError:

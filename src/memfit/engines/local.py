@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -306,8 +307,10 @@ def apply(
 
     A model that something wraps or shards already (DDP, FSDP, `fully_shard`) runs the checkpoint policies of the plan.
     """
+    _check_is_module(model)
     optimizers = resolve_optimizers(optimizer)
     root, wrappers = unwrap(model), wrappers_of(model)
+    shards = plan.shard is not None and not wrappers
     refusal: MemfitError | None = None
     try:
         _check(plan, model, optimizers)
@@ -316,24 +319,24 @@ def apply(
         if plan.mesh:
             check_wrapped(plan, wrappers)
     except MemfitError as error:
-        if not plan.mesh:
+        if not plan.mesh and not (shards and dist.is_available() and dist.is_initialized()):
             raise
-        refusal = error  # the other ranks are told: they must not wait for this one
+        refusal = error  # perhaps of this rank only: the others are told, and must not wait for it
     if plan.mesh:
         agree(plan, refusal)
     chosen = resolve_engine(plan, engine, wrappers)
     sharding = None
-    if plan.shard is not None and not wrappers:
+    if shards:
         check_ranks(plan, mesh)
         # Imported here: they load DTensor, which takes longer than all of memfit, and most plans are for one device.
         if chosen == "fsdp2":
             from memfit.engines.fsdp2 import shard_with_fsdp2
 
-            sharding = shard_with_fsdp2(plan, model, optimizers, mesh)
+            sharding = shard_with_fsdp2(plan, model, optimizers, mesh, refusal)
         else:
             from memfit.engines.sharded import shard_as_planned
 
-            shard_as_planned(plan, model, optimizers, mesh)
+            shard_as_planned(plan, model, optimizers, mesh, refusal)
     applied = Applied(plan, model)
     try:
         applied.attach(optimizers)
@@ -411,9 +414,12 @@ def plan_of_model(model: nn.Module) -> Applied | None:
     return None
 
 
-def _check(plan: Plan, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def _check_is_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"apply takes the model, an nn.Module, not a {type(model).__name__}")
+
+
+def _check(plan: Plan, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     if isinstance(model, nn.DataParallel):
         raise InputError(
             "this model is wrapped in DataParallel, which runs copies of it in threads; use DistributedDataParallel, "

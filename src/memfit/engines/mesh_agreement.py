@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch.distributed as dist
 
@@ -39,26 +40,28 @@ def agree(plan: Plan, refusal: MemfitError | None) -> None:
     Every rank must call it: they compare the collectives that run again, and no rank waits for one that refused.
     """
     assert isinstance(plan.mesh, dict)
-    ranks = math.prod(plan.mesh.values())
-    if not dist.is_available() or not dist.is_initialized() or (refusal is not None and dist.get_world_size() != ranks):
+    if not dist.is_available() or not dist.is_initialized():
         if refusal is not None:
             raise refusal
         return
+    own = plan.collectives if isinstance(plan.collectives, tuple) else ()
+    again = [(each.unit, each.offset, each.kind, each.dims) for each in own]
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (None if refusal is None else str(refusal), list(plan.mesh.items()), again))
+    if refusal is not None:
+        raise refusal
+    for rank, (said, mesh, _) in enumerate(told):
+        if said is not None:
+            raise InputError(f"rank {rank} refuses the plan, so no rank runs it: {said}")
+        if mesh != told[0][1]:
+            raise InputError(f"rank 0 has a plan for the mesh {dict(told[0][1])}, and rank {rank} for {dict(mesh)}")
+    ranks = math.prod(plan.mesh.values())
     if dist.get_world_size() != ranks:
         raise InputError(
             f"the plan is for {ranks} ranks ({plan.mesh}), and here are {dist.get_world_size()}; start as many, or "
             "plan for the mesh that there is"
         )
-    own = plan.collectives if isinstance(plan.collectives, tuple) else ()
-    mine = None if refusal is None else str(refusal), [(each.unit, each.offset, each.kind, each.dims) for each in own]
-    told: list[tuple[str | None, Collectives]] = [(None, ())] * ranks
-    dist.all_gather_object(told, mine)
-    if refusal is not None:
-        raise refusal
-    for rank, (said, _) in enumerate(told):
-        if said is not None:
-            raise InputError(f"rank {rank} refuses the plan, so no rank runs it: {said}")
-    differing = find_disagreement(plan.mesh, [collectives for _, collectives in told])
+    differing = find_disagreement(plan.mesh, [collectives for _, _, collectives in told])
     if differing is not None:
         one, other, what = differing
         raise InputError(

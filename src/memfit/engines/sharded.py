@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from memfit.errors import InputError
+from memfit.engines.optimizer_shards import check_optimizer
+from memfit.errors import InputError, MemfitError
 from memfit.plans import Plan, ShardedUnit, ShardPlan
 from memfit.sharded import (
     Precision,
@@ -25,20 +26,43 @@ from memfit.sharded import (
 
 
 def shard_as_planned(
-    plan: Plan, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh | None
+    plan: Plan,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    mesh: DeviceMesh | None,
+    refusal: MemfitError | None = None,
 ) -> None:
-    """Shard a model as planned, and the optimizer's state with it."""
+    """Shard a model as planned, and the optimizer's state with it.
+
+    Ranks compare their plans before anything is changed; a rank that refuses, or has refused (`refusal`), says so.
+    """
     assert plan.shard is not None
     mesh = resolve_mesh(model, mesh, replicas=plan.shard.replicas)
+    precision = Precision()
+    try:
+        precision = _precision(plan, plan.shard, model)
+        for optimizer in optimizers:
+            check_optimizer(optimizer, {parameter: name for name, parameter in model.named_parameters()})
+    except MemfitError as error:
+        refusal = refusal or error
     content = hashlib.sha256(plan.to_json().encode()).hexdigest()[:12]
-    for link in make_comms(mesh, device_of(mesh), None):
-        if link is not None:
-            check_agreement(link, [f"a plan for {plan.fingerprint[:12]} with content {content} on engine sharded"])
+    settings = [f"a plan for {plan.fingerprint[:12]} with content {content} on engine sharded"]
+    if refusal is not None:
+        settings.append(f"a refusal ({refusal})".replace("\n", " "))
+    try:
+        for link in make_comms(mesh, device_of(mesh), None):
+            if link is not None:
+                check_agreement(link, settings)
+    except MemfitError:
+        if refusal is None:
+            raise
+    if refusal is not None:
+        raise refusal
     shard(
         model,
         mesh=mesh,
         units={each.module: _unit_options(each) for each in plan.shard.units},
-        precision=_precision(plan, plan.shard, model),
+        precision=precision,
         schedule=Schedule(forward_prefetch=plan.shard.prefetch, backward_prefetch=plan.shard.prefetch),
     )
     for optimizer in optimizers:

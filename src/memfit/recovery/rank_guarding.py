@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import pickle
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -164,15 +165,17 @@ class RankGuard(Guard):
 
     def _describe(self, error: Exception) -> _Said:
         who = f"rank {self._talk.rank}"
-        if self._talk.follows(error):
-            return _Said(kind="followed", text=f"{who}: {_first_line(error)}")
         if not is_out_of_memory(error):
+            if self._talk.follows(error):
+                return _Said(kind="followed", text=f"{who}: {_first_line(error)}")
             return _Said(kind="error", text=f"{type(error).__name__}: {error}")
         try:
             explanation = self._explain(error)
         except Exception as again:  # the others wait, whatever it is
             return _Said(kind="error", text=f"{_first_line(error)}, which could not be explained: {again!r}")
-        return _Said(kind="memory", text=f"{who} ran out of memory", explanation=explanation, inputs=self._call)
+        return _Said(
+            kind="memory", text=f"{who} ran out of memory", explanation=explanation, inputs=_sendable(self._call)
+        )
 
     def _explain(self, error: BaseException) -> Explanation:
         return replace(super()._explain(error), rank=self._talk.rank)
@@ -297,7 +300,7 @@ class RankGuard(Guard):
         failed = {each.rank for each in out}
         solver = next((rank for rank in range(self._talk.ranks) if rank not in failed), 0)
         self._call = next((each for each in inputs if each is not None), None)
-        self._captured = all(self._talk.gather(self._capture_again()))
+        self._captured = all(self._talk.gather(self._talk.together("capturing the step", self._capture_again)))
         decided = _Decision()
         if self._talk.rank == solver:
             decided = self._decide(out, last=tries == self._retries - 1)
@@ -437,3 +440,12 @@ def _is_divided(model: torch.nn.Module, trained: torch.nn.Module) -> bool:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _sendable(call: Any) -> Any:
+    """Return the inputs of a call where they can be sent to other ranks, else None: the plan's own are used then."""
+    try:
+        pickle.dumps(call)
+    except Exception:  # whatever a user's object raises
+        return None
+    return call

@@ -101,7 +101,10 @@ class RankTalk:
         return told
 
     def together(self, about: str, act: Callable[[], T]) -> T:
-        """Run an action without collectives on every rank; where it fails on one, all raise, the others `RankError`."""
+        """Run an action on every rank, one that fails before its collectives, if at all.
+
+        Where it fails on one, all raise, the others `RankError`.
+        """
         failure: Exception | None = None
         result: list[T] = []
         try:
@@ -148,8 +151,8 @@ class RankTalk:
     def prepare(self) -> None:
         """Make the connections that the next fault will need, while there is memory; on every rank."""
         missing = [group for group in self._groups() if group not in _spares and not waits_on_device(group)]
-        if missing and all(self.gather(_has_room(missing))):
-            generation = self._next_generation()
+        generation = self._next_generation()
+        if all(self.gather(_has_room(missing))):  # asked by all: ranks are in different groups, and miss different ones
             for group in missing:
                 _spares[group] = connect(group, generation)
 

@@ -13,12 +13,11 @@ from torch import nn
 from memfit.capture import AFTER_STEP, NO_INDEX, Category, Phase, Step, Trace
 from memfit.cost import Cost
 from memfit.engines import has_planned_loss, unplanned
-from memfit.errors import MemfitError
+from memfit.errors import InputError, MemfitError
 from memfit.hardware import Target
 from memfit.memory import Timeline
-from memfit.plans import Engine, Plan
+from memfit.plans import Engine, Plan, shard_options_of
 from memfit.plans import plan as make_plan
-from memfit.sharding import ShardOptions
 from memfit.solve import SolveOptions
 from memfit.torch_private.storages import local_part
 from memfit.tradeoff import LOSS, find_units
@@ -144,7 +143,7 @@ def _target(plan: Plan) -> Target:
         return Target.parse(plan.target.device, **plan.target.settings)
     return Target.parse(
         plan.target.device,
-        ranks=divided.ranks,
+        ranks=divided.ranks * (plan.shard.replicas if plan.shard is not None else 1),
         ranks_per_node=plan.target.ranks_per_node,
         intra_node_link=plan.target.intra_node_link,
         inter_node_link=plan.target.inter_node_link,
@@ -154,25 +153,9 @@ def _target(plan: Plan) -> Target:
 
 def _divided(plan: Plan, options: SolveOptions | None) -> SolveOptions | None:
     """Return options under which the step is divided between ranks as the plan does it; the model is so already."""
-    if plan.shard is not None:
-        units = {unit.module: unit for unit in plan.shard.units}
-        shard = ShardOptions(
-            units=tuple(name for name in units if name),
-            shard_dtype=plan.shard.shard_dtype,
-            param_dtype=plan.shard.param_dtype,
-            reduce_dtype=plan.shard.reduce_dtype,
-            keep_last=any(name and not unit.reshard_after_forward for name, unit in units.items()),
-            engine=None if plan.engine == "local" else plan.engine,
-        )
-    elif plan.ddp is not None:
-        shard = ShardOptions(
-            parallel="ddp",
-            bucket_cap_bytes=plan.ddp.bucket_cap_bytes,
-            gradient_as_bucket_view=plan.ddp.gradient_as_bucket_view,
-        )
-    else:
+    if plan.shard is None and plan.ddp is None:
         return options
-    return replace(options or SolveOptions(), shard=shard)
+    return replace(options or SolveOptions(), shard=shard_options_of(plan))
 
 
 def _loss_is_outside(trace: Trace) -> bool:
@@ -195,6 +178,11 @@ def _decisions(plan: Plan) -> tuple[Any, ...]:
 
 def _captured(plan: Plan, step: Step, model: nn.Module) -> Trace:
     """Capture the step, without the optimizer's state when the plan is for an optimizer that had none yet."""
+    if plan.mesh:
+        raise InputError(
+            "the plan is for a step on a mesh, which cannot be captured where there is a process group: give step= the "
+            "trace that memfit.trace(step, mesh=...) made before init_process_group"
+        )
     with unplanned(model):
         found = plan.trace_of(step)
     optimizer = step.optimizer

@@ -4,7 +4,7 @@ Note [Flat DTensors]
 To the optimizer, to `clip_grad_norm_`, to `torch.distributed.checkpoint` and to users it is a DTensor with the shape of
 the whole tensor, sharded over the mesh. What it holds are elements `begin` up to `end` of the flattened tensor, a view
 of the flat shard of its unit (docs/design/sharded.md says why), and not rows, as the placement `Shard(0)` would have
-it: its placement is `FlatShard`. So DTensor's own rules do not run on it. Every op is one of these, or it is refused:
+it: its placement is `FlatPlacement`. So DTensor's own rules do not run on it. Every op is one of these, or is refused:
 
 - elementwise (`torch.Tag.pointwise`, `torch._foreach_*`, fused optimizers): on the local tensors
 - a reduction over all elements: on the local tensors, then over the ranks; the result is a plain tensor
@@ -25,6 +25,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -43,7 +44,7 @@ GATHER_TAG = (1 << 28) + 1
 _aten = torch.ops.aten
 
 
-class FlatShard(Replicate):
+class FlatPlacement(Replicate):
     """The placement of a tensor whose flattened elements are divided between ranks, which no placement of PyTorch's is.
 
     To PyTorch's own functions it is `Replicate`, that is, they give and take the whole tensor: `distribute_tensor` like
@@ -51,7 +52,7 @@ class FlatShard(Replicate):
     """
 
     def __repr__(self) -> str:
-        return "FlatShard()"
+        return "FlatPlacement()"
 
     __str__ = __repr__
 
@@ -113,7 +114,7 @@ class Home:
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        return (*(Replicate() for _ in range(self.mesh.ndim - 1)), FlatShard())
+        return (*(Replicate() for _ in range(self.mesh.ndim - 1)), FlatPlacement())
 
     def wrap(self, local: torch.Tensor) -> FlatDTensor:
         """Make a tensor of this rank's elements the DTensor that they are a part of."""
@@ -467,10 +468,15 @@ def _drawn(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     if not isinstance(first, FlatDTensor) or any(True for _ in _flats(args[1:])):
         _refused(func, args, kwargs)
     whole = torch.empty(first.home.slot.shape, dtype=first.dtype, device=first.device)
+    drawn = first.home.own(func(whole, *args[1:], **kwargs)).clone()
+    if first.home.mesh.ndim > 1:  # replicas that were seeded differently must not part
+        sent = drawn.to(first.home.device)
+        dist.broadcast(sent, group_src=0, group=first.home.mesh.get_group(0))
+        drawn.copy_(sent)
     if schema_of(func).is_mutable:
-        first.local.copy_(first.home.own(func(whole, *args[1:], **kwargs)))
+        first.local.copy_(drawn)
         return first
-    return first.home.wrap(first.home.own(func(whole, *args[1:], **kwargs)).clone())
+    return first.home.wrap(drawn)
 
 
 def _copied(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

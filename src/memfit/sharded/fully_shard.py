@@ -64,15 +64,16 @@ def shard(
     """
     precision, schedule, reduction = precision or Precision(), schedule or Schedule(), reduction or Reduction()
     _check(model)
-    refusal: InputError | None = None
+    refusal: InputError | StateError | None = None
     found: list[FoundUnit] = []
     try:
+        _check_parts(model)
         found = find_units(model, units, keep=keep, ignored=ignored)
         if not from_rank_0:
             check_init(model, init)
         elif dist.get_rank() == (0 if mesh is None else int(mesh.mesh.flatten()[0])):
             check_source(model)
-    except InputError as error:  # perhaps of this rank only: the others must not wait for it
+    except (InputError, StateError) as error:  # perhaps of this rank only: the others must not wait for it
         refusal = error
     mesh = resolve_mesh(model, mesh)
     device = device_of(mesh)
@@ -158,6 +159,9 @@ def _check(model: nn.Module) -> None:
             "there is no process group: start the script with torchrun, and call "
             "torch.distributed.init_process_group() first"
         )
+
+
+def _check_parts(model: nn.Module) -> None:
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise InputError(f"this model is wrapped in {type(model).__name__}; shard model.module instead")
     if any(_RUNTIME in module.__dict__ for module in model.modules()):
