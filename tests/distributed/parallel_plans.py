@@ -109,7 +109,9 @@ def applied(name: str, documents: list[str], plain_on: int | None = None) -> str
     """
     case = CASES[name]
     mesh = init_device_mesh("cpu", tuple(case.sizes.values()), mesh_dim_names=tuple(case.sizes))
-    model = tensor_parallel_ranks.Model() if mesh.get_rank() == plain_on else case.build(mesh)
+    model = case.build(mesh)
+    if mesh.get_rank() == plain_on:
+        model = tensor_parallel_ranks.Model()
     plan = Plan.from_json(documents[mesh.get_rank()])
     try:
         plan.apply(model)

@@ -165,9 +165,9 @@ class RankGuard(Guard):
 
     def _describe(self, error: Exception) -> _Said:
         who = f"rank {self._talk.rank}"
+        if self._talk.follows(error):
+            return _Said(kind="followed", text=f"{who}: {_first_line(error)}")
         if not is_out_of_memory(error):
-            if self._talk.follows(error):
-                return _Said(kind="followed", text=f"{who}: {_first_line(error)}")
             return _Said(kind="error", text=f"{type(error).__name__}: {error}")
         try:
             explanation = self._explain(error)

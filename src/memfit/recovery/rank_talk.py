@@ -42,7 +42,6 @@ _SIGNS = (
     "Connection reset by peer",
     "Application timeout caused pair closure",
     "error_on_collective",
-    "NCCL",
 )
 _POLL_S = 0.25
 _ROLL_CALL_S = 2.0
@@ -187,7 +186,10 @@ class RankTalk:
         if self._alarm.is_set():
             return True
         while error is not None:
-            if isinstance(error, CollectiveError) or any(sign in str(error) for sign in _SIGNS):
+            text = str(error)
+            if isinstance(error, CollectiveError) or any(sign in text for sign in _SIGNS):
+                return True
+            if "NCCL" in text and "out of memory" not in text:  # NCCL may itself be what found no memory
                 return True
             error = error.__cause__
         return False
