@@ -104,7 +104,9 @@ def connect(group: dist.ProcessGroup, generation: str) -> list[Any]:
 
 
 def replace_backends(group: dist.ProcessGroup, backends: list[Any]) -> None:
-    """Let a group that was cut go on with other backends (Note [Backends in place])."""
+    """Let a group that was cut go on with other backends (Note [Backends in place]); one rank alone has none."""
+    if group.size() == 1:
+        return
     for present, new in zip(_backends(group), backends, strict=True):
         _aborted.pop((group.group_name, id(present)), None)
         _replace(group, present, new)
