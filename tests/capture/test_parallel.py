@@ -20,20 +20,9 @@ from memfit.capture import Category, Trace, check_trace, load_trace, save_trace
 from memfit.errors import InputError, MemfitError
 from memfit.memory import Stream, Timeline
 from memfit.memory.allocations import STREAMS
+from tests.capture.parallel_model import Model
 
 RANKS = 4
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)) for _ in range(3))
-        self.head = nn.Linear(32, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
 
 
 def sharded(mesh: DeviceMesh, **options: Any) -> nn.Module:

@@ -23,20 +23,9 @@ from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import Timeline
 from memfit.sharding import captured_ranks
+from tests.capture.parallel_model import Model
 
 RANKS = 4
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)) for _ in range(3))
-        self.head = nn.Linear(32, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
 
 
 BLOCK_BYTES = (32 * 48 + 48 + 48 * 32 + 32) * 4

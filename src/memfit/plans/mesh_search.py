@@ -25,6 +25,7 @@ from memfit.hardware import Target
 from memfit.plans.mesh_result import Fixed, MeshPoint, MeshSearch, batches_in, display_mesh
 from memfit.plans.reservation import Room, reservation_under, with_room
 from memfit.plans.resolve import TargetLike, resolve_cost, resolve_options, resolve_target
+from memfit.plans.search_arguments import count_samples
 from memfit.plans.search_result import SearchInterrupted
 from memfit.progress import Progress
 from memfit.sharding import group_along
@@ -162,7 +163,7 @@ class _Tries:
     def found(self, dims: Sequence[str], *, complete: bool) -> MeshSearch:
         """Return the shapes, the best first."""
         fixed: Fixed = "batch of a data-parallel rank" if isinstance(self.step, Step) else "global batch"
-        samples = _samples(self.step) if isinstance(self.step, Step) else self.global_batch
+        samples = count_samples(self.step) if isinstance(self.step, Step) else self.global_batch
         return MeshSearch(
             target=self.target.device.title,
             ranks=self.target.ranks,
@@ -239,7 +240,7 @@ class _Tries:
         return MeshPoint(
             mesh=shape,
             status=_STATUS.get(solved.status, "unknown"),
-            batch=_samples(step),
+            batch=count_samples(step),
             nodes=self._nodes(shape),
             budget_bytes=solved.budget_bytes,
             gap=None if replay is None else solved.gap,
@@ -313,12 +314,6 @@ def _same_ranks(given: list[dict[str, int]], ranks: int | None) -> int:
 def _first_tensor(step: Step) -> torch.Tensor | None:
     leaves = (leaf for leaf in tree_leaves(step.batch) if isinstance(leaf, torch.Tensor) and leaf.dim())
     return next(leaves, None)
-
-
-def _samples(step: Step) -> int | None:
-    """Return how many samples a batch has: the first size of its first tensor."""
-    first = _first_tensor(step)
-    return None if first is None else first.shape[0]
 
 
 def _amount(step: Step) -> tuple[int | None, Literal["samples", "tokens"]]:

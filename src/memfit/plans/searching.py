@@ -18,13 +18,10 @@ solved to the end, and so is every other that might be faster yet. Values that a
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args, overload
-
-import torch
+from typing import Any, Literal, overload
 
 from memfit.capture import Step, Trace, trace
 from memfit.cost import Cost, Runtime
@@ -39,21 +36,18 @@ from memfit.plans.resolve import (
     find_gathered_cast,
     resolve_cost,
     resolve_options,
-    resolve_target,
 )
+from memfit.plans.search_arguments import GRID, check_aim, check_largest, check_values, count_samples
 from memfit.plans.search_result import Over, PointStatus, Search, SearchInterrupted, SearchPoint
 from memfit.progress import Progress
 from memfit.solve import Limits, Problem, SolveOptions, Status, minimum_budget_bytes, solve
 from memfit.text import counted
-from memfit.torch_private.pytree import tree_leaves
 
 MakeStep = Callable[[int], Step | Trace]
 Watch = Callable[[SearchPoint], None]
 Measure = Callable[[SearchPoint], float | None]
 
-_GRID = {"batch": 1, "seq": 128}
 _FIRST = {"batch": 1, "seq": 1024}
-_LARGEST = {"batch": 1 << 16, "seq": 1 << 20, "ranks": 64}
 _GROWTH = 8
 _TRIES = 28
 _ALL = 8
@@ -163,9 +157,9 @@ def search(
         )
     if dims is not None or global_batch is not None:
         raise InputError("dims and global_batch are for over='mesh'; leave them out")
-    given = _values(values)
-    end = _largest(over, largest, given)
-    aim = _aim(make_step, over, target, ranks)
+    given = check_values(values)
+    end = check_largest(over, largest, given)
+    aim = check_aim(make_step, over, target, ranks)
     solver = resolve_options(options)
     if solver.optimizer:
         raise InputError("search keeps the optimizer's step as it is; leave optimizer=True out of its options")
@@ -181,7 +175,7 @@ def search(
         show=progress,
         watch=watch,
     )
-    grid = 0 if given is not None or over == "ranks" else _GRID[over]
+    grid = 0 if given is not None or over == "ranks" else GRID[over]
     try:
         if given is not None:
             _in_order(tries, given)
@@ -330,7 +324,7 @@ class _Tries:
             )
         amount = None
         if isinstance(made, Step):
-            samples = value if self.over == "batch" else _samples(made)
+            samples = value if self.over == "batch" else count_samples(made)
             if samples is not None:
                 amount = samples * made.accumulation_steps * (value if self.over == "seq" else 1)
         elif self.over == "batch":
@@ -550,65 +544,6 @@ def _narrow(tries: _Tries) -> None:
 def _merit(point: SearchPoint) -> tuple[bool, float]:
     """Return the sort key of a point: whether it fits with room to spare, then its throughput."""
     return not point.with_care, point.throughput_per_s or 0.0
-
-
-def _aim(make_step: Any, over: Any, target: TargetLike, ranks: int | None) -> Target:
-    if over not in get_args(Over):
-        raise InputError(f"over is {over!r}; write 'batch', 'seq', 'ranks' or 'mesh'")
-    if not callable(make_step) and not isinstance(make_step, Step | Trace):
-        raise InputError(
-            f"make_step is a {type(make_step).__name__}; give a function of a value that returns a memfit.Step, such "
-            "as lambda batch: memfit.Step(model, memfit.spec((batch, 512)), loss=...)"
-        )
-    if isinstance(make_step, Step | Trace) and over != "ranks":
-        raise InputError(
-            f"a {type(make_step).__name__} has one {over}; give a function, lambda {over}: memfit.Step(...), that "
-            f"makes the step of any"
-        )
-    if isinstance(make_step, torch.nn.Module):
-        raise InputError("make_step is a model; give a function of a value that returns a memfit.Step")
-    if over == "ranks" and ranks is not None:
-        raise InputError(f"ranks={ranks} is what the search over ranks finds; leave it out, or give largest={ranks}")
-    return resolve_target(make_step, target, ranks)
-
-
-def _values(values: Iterable[int] | None) -> list[int] | None:
-    if values is None:
-        return None
-    try:
-        found = sorted(set(values))
-    except TypeError as error:
-        raise InputError(f"values is {values!r}; write whole numbers of at least 1, such as [1, 2, 4, 8]") from error
-    if not found:
-        raise InputError("values has nothing in it; write whole numbers of at least 1, such as [1, 2, 4, 8]")
-    for value in found:
-        _check_count("values has", value)
-    return found
-
-
-def _largest(over: Any, largest: int | None, values: list[int] | None) -> int:
-    if largest is None:
-        return _LARGEST.get(over, 1)
-    if values is not None:
-        raise InputError("values and largest were both given; the last of values is the largest, leave one out")
-    _check_count("largest is", largest)
-    grid = _GRID.get(over, 1)
-    if largest < grid:
-        raise InputError(f"largest is {largest}; sequences are searched in steps of {grid}: give more, or values")
-    return largest
-
-
-def _check_count(what: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
-        raise InputError(f"{what} {value!r}; write whole numbers of at least 1")
-
-
-def _samples(step: Step) -> int | None:
-    """Return how many samples a batch has: the first size of its first tensor."""
-    for leaf in tree_leaves(step.batch):
-        if isinstance(leaf, torch.Tensor) and leaf.dim():
-            return leaf.shape[0]
-    return None
 
 
 def _listed(values: list[int]) -> str:
