@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import connection, get_context
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 TIMEOUT = timedelta(seconds=60)
-_WAIT_S = 240
+_WAIT_S = 200
+"""For all ranks together; less than pytest's own timeout, so that the stacks are told and the processes ended."""
 
 _context = get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", "memfit.sharded", "pytest"])
@@ -39,9 +44,8 @@ class Ranks:
         store = tempfile.mktemp(dir=self._folder.name)
         for rank in range(self.count):
             ours, theirs = _context.Pipe()
-            process = _context.Process(
-                target=_serve, args=(theirs, rank, self.count, store, self._timeout), daemon=True
-            )
+            arguments = (theirs, rank, self.count, store, self._timeout, self._folder.name)
+            process = _context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -60,14 +64,21 @@ class Ranks:
 
     def answers(self) -> list[Any]:
         """What every rank returned; an exception object where it raised, None where it died."""
-        return [self.answer(rank) for rank in range(len(self._pipes))]
+        until = time.monotonic() + _WAIT_S
+        return [self.answer(rank, until) for rank in range(len(self._pipes))]
 
-    def answer(self, rank: int) -> Any:
-        """What one rank returned, as `answers` has it."""
+    def answer(self, rank: int, until: float | None = None) -> Any:
+        """What one rank returned, as `answers` has it; the stacks of its threads where it does not in time."""
+        wait = _WAIT_S if until is None else max(0.0, until - time.monotonic())
         try:
-            return self._pipes[rank].recv() if self._pipes[rank].poll(_WAIT_S) else TimeoutError("no answer")
+            return self._pipes[rank].recv() if self._pipes[rank].poll(wait) else TimeoutError(self._stacks(rank))
         except (EOFError, ConnectionError):
             return None
+
+    def _stacks(self, rank: int) -> str:
+        os.kill(self.pids[rank], signal.SIGUSR1)
+        time.sleep(1)
+        return f"no answer\n{_stacks_file(self._folder.name, rank).read_text()}"
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Call a function on every rank and return what each returned, rank 0's first."""
@@ -95,7 +106,17 @@ class Ranks:
         self._pipes.clear()
 
 
-def _serve(pipe: connection.Connection, rank: int, ranks: int, store: str, timeout: timedelta) -> None:
+def _stacks_file(folder: str, rank: int) -> Path:
+    return Path(folder, f"stacks.{rank}")
+
+
+def _serve(pipe: connection.Connection, rank: int, ranks: int, store: str, timeout: timedelta, folder: str) -> None:
+    with _stacks_file(folder, rank).open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, stacks)
+        _answer_calls(pipe, rank, ranks, store, timeout)
+
+
+def _answer_calls(pipe: connection.Connection, rank: int, ranks: int, store: str, timeout: timedelta) -> None:
     import torch
     import torch.distributed as dist
 
