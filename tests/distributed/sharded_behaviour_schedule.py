@@ -216,7 +216,11 @@ GATHERS = (
 
 
 def resharded_gathers() -> None:
-    """A unit that was resharded to two ranks gathers from those in backward, and from all in forward."""
+    """A unit that was resharded to two ranks gathers from those in backward, and from all in forward.
+
+    Ranks need not be in equally many groups, by which torch would name the one of two ranks.
+    """
+    alone = dist.new_group([0])
     options = {name: UnitOptions(reshard_ranks=2) for name in BLOCKS}
     ours = Trained(Deep, units=options)
     ours.step(0)
@@ -236,3 +240,5 @@ def resharded_gathers() -> None:
     loss.backward()
     ours.update()
     assert sizes.count(("backward", 2)) == 4 and sizes.count(("forward", 4)) == 5 and len(sizes) == 9, sizes
+    if dist.get_rank() == 0:
+        dist.destroy_process_group(alone)

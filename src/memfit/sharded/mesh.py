@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memfit.errors import InputError
 from memfit.sharded.comm import ShardComm
+from memfit.torch_private.process_groups import group_of, timeout_of
 from memfit.torch_private.wrappers import default_group
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
@@ -53,8 +54,7 @@ def _link(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | N
     """Make a `ShardComm` with a Gloo group for messages: NCCL has no tags, and would mix them with data."""
     if device.type == "cpu":
         return ShardComm(group, device, timeout)
-    twin = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
-    assert isinstance(twin, dist.ProcessGroup)
+    twin = group_of(dist.get_process_group_ranks(group), backend="gloo", timeout=timeout or timeout_of(group))
     return ShardComm(group, device, timeout, talk=ShardComm(twin, torch.device("cpu"), timeout))
 
 
@@ -69,9 +69,7 @@ def nearby(mesh: DeviceMesh, ranks: int | None, device: torch.device, timeout: t
     made = _groups.setdefault(default_group(), {})
     group = made.get(tuple(row))
     if group is None:
-        new = dist.new_group(row, use_local_synchronization=True)
-        assert isinstance(new, dist.ProcessGroup)
-        made[tuple(row)] = group = new
+        made[tuple(row)] = group = group_of(row, timeout=timeout or timeout_of(mesh.get_group(mesh.ndim - 1)))
     return ShardComm(group, device, timeout)
 
 

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,8 @@ _PTHREAD_ATTR_BYTES = 64
 """More than glibc's pthread_attr_t has on any machine that torch runs on (56)."""
 _IN_VAIN = timedelta(milliseconds=1)
 _numbers: dict[str, int] = {}
+_made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[str | int | None, ...]]] = WeakKeyDictionary()
+"""By the group of all ranks: how many groups of some ranks were made."""
 _aborted: dict[tuple[str, int], Any] = {}
 """By the name of a group and its refusing backend: the backend whose place that has taken."""
 _Gloo: Any = getattr(c10d, "ProcessGroupGloo", None)
@@ -43,6 +47,43 @@ def own_groups() -> list[dist.ProcessGroup]:
     `_world.pg_map` (torch/distributed/distributed_c10d.py).
     """
     return list(dist.distributed_c10d._world.pg_map)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Return how long ranks of a group wait for each other; a group made beside it would take torch's half hour."""
+    return next((backend.options._timeout for backend in _backends(group) if hasattr(backend, "options")), None)
+
+
+def group_of(
+    ranks: Sequence[int], *, backend: str | None = None, timeout: timedelta | None = None
+) -> dist.ProcessGroup:
+    """Make a group of some ranks, called by these only and in one order; by default with the world's backend.
+
+    `new_group(use_local_synchronization=True)` names a group by its ranks and by the number of groups that the rank is
+    in (`_hash_ranks_to_str`): ranks that do not have it in common look for each other under different names, for half
+    an hour. So the name is our own; the rest is as in `_new_group_with_tag` (torch/distributed/distributed_c10d.py).
+    """
+    c10d_module: Any = dist.distributed_c10d
+    world = c10d_module._world
+    whole = c10d_module._get_default_group()
+    made = _made.setdefault(whole, Counter())
+    key = (backend, *ranks)
+    name = f"memfit/{backend}/{'_'.join(map(str, ranks))}/{made[key]}"
+    made[key] += 1
+    world_backend, store = world.pg_map[whole]
+    group, _ = c10d_module._new_process_group_helper(
+        len(ranks),
+        list(ranks).index(dist.get_rank()),
+        list(ranks),
+        dist.Backend(backend or world_backend),
+        store,
+        name,
+        timeout=timeout or timeout_of(whole),
+        device_id=whole.bound_device_id,
+    )
+    world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def unsupported_backend(group: dist.ProcessGroup) -> str | None:
