@@ -19,7 +19,7 @@ from memfit.memory import Timeline
 from memfit.plans import Engine, Plan, shard_options_of
 from memfit.plans import plan as make_plan
 from memfit.solve import SolveOptions
-from memfit.torch_private.storages import local_part
+from memfit.torch_private.distributed_tensors import local_tensor
 from memfit.tradeoff import LOSS, find_units
 from memfit.verify import is_out_of_memory, replay_on_ranks, replay_plan, resolve_step, without_state
 
@@ -262,4 +262,4 @@ def _states(trace: Trace) -> list[int]:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    return local_part(tensor).numel() * tensor.element_size()
+    return local_tensor(tensor).numel() * tensor.element_size()
