@@ -56,5 +56,7 @@ def test_pipelines_are_planned_by_their_first_and_last_stage() -> None:
     ]
     predicted = [plan.predicted for plan in plans if plan.predicted is not None]
     assert point.peak_bytes == max(each.peak_bytes for each in predicted)
-    assert point.step_ms == pytest.approx(max(each.step_ms for each in predicted), abs=1e-6)
+    # alone, each takes the other stage to be like itself; together, both wait for the slower one
+    times = sorted(each.step_ms for each in predicted)
+    assert point.step_ms is not None and times[0] < point.step_ms < times[1]
     assert predicted[0].peak_bytes != predicted[1].peak_bytes, "the last has the head and the loss"
