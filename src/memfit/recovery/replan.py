@@ -12,7 +12,7 @@ from torch import nn
 
 from memfit.capture import AFTER_STEP, NO_INDEX, Category, Phase, Step, Trace
 from memfit.cost import Cost
-from memfit.engines import has_planned_loss, unplanned
+from memfit.engines import apply, has_planned_loss, unplanned
 from memfit.errors import InputError, MemfitError
 from memfit.hardware import Target
 from memfit.memory import Timeline
@@ -193,12 +193,15 @@ def _captured(plan: Plan, step: Step, model: nn.Module) -> Trace:
 
 
 def swap(old: Plan, new: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Make the model run another plan; it goes on with the old one when that is refused."""
+    """Make the model run another plan; it goes on with the old one when that is refused.
+
+    For a model that no other rank trains: ranks that train one together replace its policies (`rank_guarding.py`).
+    """
     old.remove(model)
     try:
-        new.apply(model, optimizer)
+        apply(new, model, optimizer, alone=True)
     except BaseException:
-        old.apply(model, optimizer)
+        apply(old, model, optimizer, alone=True)
         raise
 
 
