@@ -23,13 +23,13 @@ from torch.nn.parallel.distributed import DistributedDataParallel
 
 __all__ = ["DistributedDataParallel", "FullyShardedDataParallel"]
 
-Method = tuple[type, str]
+_Method = tuple[type, str]
 
-REBUILD_BUCKETS: Method = (Reducer, "_rebuild_buckets")
+REBUILD_BUCKETS: _Method = (Reducer, "_rebuild_buckets")
 """Makes buckets anew from values that the ranks have agreed on (torch/csrc/distributed/c10d/reducer.cpp)."""
-LOG_TIMES: Method = (Logger, "set_runtime_stats_and_log")
+LOG_TIMES: _Method = (Logger, "set_runtime_stats_and_log")
 """Measures times (torch/csrc/distributed/c10d/logger.cpp), and warns on devices that are neither CPU nor CUDA."""
-CHECK_OF_HOOK: Method = (DistributedDataParallel, "_check_comm_hook")
+CHECK_OF_HOOK: _Method = (DistributedDataParallel, "_check_comm_hook")
 """Refuses communication hooks that the NCCL of this machine could not run (torch/nn/parallel/distributed.py)."""
 
 STARTS: tuple[tuple[ModuleType, str, Any], ...] = (

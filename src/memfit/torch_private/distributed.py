@@ -33,17 +33,17 @@ __all__ = ["AsyncCollectiveTensor", "FSDPCommContext", "FSDPParam", "FakeStore"]
 # torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParam is in _fsdp_param.py beside it. Where one is gone,
 # the capture of a fully sharded model ends with an AttributeError.
 
-Method = tuple[type, str]
+_Method = tuple[type, str]
 
-CHECK_FOR_META: Method = (FSDPParamGroup, "_validate_no_meta_params")
+CHECK_FOR_META: _Method = (FSDPParamGroup, "_validate_no_meta_params")
 """Refuses parameters that were never materialized, and all of a capture's are on meta."""
-UNSHARD_BEFORE_FORWARD: Method = (FSDPParamGroup, "pre_forward")
+UNSHARD_BEFORE_FORWARD: _Method = (FSDPParamGroup, "pre_forward")
 """Gathers parameters before a module's forward."""
-PREFETCH: Method = (FSDPParamGroup, "_prefetch_unshard")
+PREFETCH: _Method = (FSDPParamGroup, "_prefetch_unshard")
 """Gathers those of another group while one runs; a static method."""
-MAKE_STREAMS: Method = (FSDPCommContext, "lazy_init")
+MAKE_STREAMS: _Method = (FSDPCommContext, "lazy_init")
 """Makes the streams, attributes of the context by which they get their names here."""
-KEEP_AFTER_FORWARD: Method = (FSDPParam, "to_sharded_post_forward")
+KEEP_AFTER_FORWARD: _Method = (FSDPParam, "to_sharded_post_forward")
 """Copies what a rank keeps of a parameter until the backward, which is no activation."""
 
 clear_dtensor_caches = _clear_sharding_prop_cache
