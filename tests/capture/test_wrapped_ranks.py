@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,7 +22,9 @@ from memfit.cost import Roofline, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import Timeline
+from memfit.plans import wrappers_of
 from memfit.sharding import captured_ranks
+from memfit.torch_private.distributed import fake_group
 from tests.capture.parallel_model import Model
 
 RANKS = 4
@@ -65,6 +67,39 @@ def test_wrappers_are_no_modules(wrap: Any, tmp_path: Any) -> None:
     save_trace(trace, tmp_path / "trace")
     assert load_trace(tmp_path / "trace") == trace
     assert trace.fingerprint == captured(wrap).fingerprint
+
+
+class OwnReplicas(DistributedDataParallel):
+    """As libraries derive theirs."""
+
+
+class OwnShards(FullyShardedDataParallel):
+    pass
+
+
+def checkpointed_blocks(mesh: DeviceMesh) -> nn.Module:
+    model = Model()
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = fully_shard(checkpoint_wrapper(block), mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "names"),
+    [
+        (lambda mesh: OwnReplicas(Model()), ("DistributedDataParallel",)),
+        (lambda mesh: OwnShards(Model()), ("FullyShardedDataParallel",)),
+        (checkpointed_blocks, ("fully_shard",)),
+    ],
+)
+def test_a_wrapper_has_the_name_of_its_class_of_torch(wrap: Any, names: tuple[str, ...]) -> None:
+    assert captured(wrap).wrappers == names
+
+
+def test_a_class_that_fully_shard_has_made_is_no_wrapper_of_its_own() -> None:
+    with fake_group(2):
+        model = checkpointed_blocks(init_device_mesh("cpu", (2,)))
+        assert wrappers_of(model) == ["fully_shard", "CheckpointWrapper"]
 
 
 def test_buckets_stay_and_are_reduced_beside_the_backward() -> None:

@@ -21,9 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 import memfit
 from memfit import Step
 from memfit.plans import Plan
-from tests.distributed.fsdp2_ranks import _STEP, _counts, _Event, _steps
+from tests.distributed.measured_steps import WARMUP, measured
 
-_WARMUP, _MEASURED = 3, 4
 WIDTH, TOKENS, WORDS, ROWS = 64, 16, 99, 4
 
 
@@ -181,63 +180,6 @@ def measure(name: str) -> list[dict[str, Any]]:
     return trained(name, None, ROWS)[1]
 
 
-def _levels(steps: list[list[_Event]]) -> list[dict[str, Any]]:
-    """Peaks above their start of steps that follow each other, without the first and the last.
-
-    What a step leaves may be freed in the next: FSDP1 keeps gradients of original parameters until then. A free on a
-    thread of Gloo is not seen; peaks without what such frees gave back are too low by no more than that, and peaks with
-    it too high by no more.
-    """
-    events = [event for step in steps for event in step]
-    alive: dict[int, int] = {}
-    missing: set[int] = set()
-    ends = len(events) - len(steps[-1])
-    for number, event in enumerate(events):
-        if event.bytes < 0:
-            alive.pop(event.address, None)
-        else:
-            missing |= {alive[event.address]} if event.address in alive else set()
-            alive[event.address] = number
-    missing |= {number for number in alive.values() if number < ends}
-    missing = {number for number in missing if _counts(events[number])}
-    found: list[dict[str, Any]] = []
-    begin = 0
-    for place, step in enumerate(steps):
-        own = missing & set(range(begin, begin + len(step)))
-        (low, low_forward), (high, high_forward) = (_peaks(steps, out)[place] for out in (missing, missing - own))
-        missing_bytes = sum(events[number].bytes for number in own)
-        found.append(
-            {
-                "peak_bytes": [low, high],
-                "forward_peak_bytes": [low_forward, high_forward],
-                "missing_bytes": missing_bytes,
-            }
-        )
-        begin += len(step)
-    return found[1:-1]
-
-
-def _peaks(steps: list[list[_Event]], left_out: set[int]) -> list[tuple[int, int]]:
-    """The highest point of each step and of its first forward, above where the step began."""
-    alive: dict[int, int] = {}
-    number = level = 0
-    found = []
-    for step in steps:
-        start = peak = forward_peak = level
-        in_forward = True
-        for event in step:
-            in_forward = in_forward and not any(op.startswith("autograd::engine") for op in event.ops)
-            level -= alive.pop(event.address, 0)
-            if event.bytes > 0 and _counts(event) and number not in left_out:
-                alive[event.address] = event.bytes
-                level += event.bytes
-            peak = max(peak, level)
-            forward_peak = peak if in_forward else forward_peak
-            number += 1
-        found.append((peak - start, forward_peak - start))
-    return found
-
-
 IN_CI = (*("DDP, unused", "DDP, accumulation in views", "FSDP1, frozen and unused", "FSDP1, mixed, convolutions"),)
 """Cases of every kind; the others run with `make zoo`."""
 
@@ -259,17 +201,13 @@ def trained(name: str, plan: Plan | None, rows: int) -> tuple[list[torch.Tensor]
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # it is the model that the plan is for
             plan.apply(model, optimizer)
-    for _ in range(_WARMUP):
+    for _ in range(WARMUP):
         step.execute(model, optimizer, "cpu")
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-    with profiler:
-        for _ in range(_MEASURED):
-            with torch.profiler.record_function(f"{_STEP}{name}"):
-                step.execute(model, optimizer, "cpu")
+    levels = measured({name: lambda: step.execute(model, optimizer, "cpu")})[name]
     found = [parameter.detach().clone() for parameter in model.parameters()]
     if plan is not None:
         plan.remove(model)
-    return found, _levels([events for _, events in _steps(profiler)])
+    return found, levels
 
 
 def train_planned(files: dict[str, str], rows: int) -> dict[str, list[Any]]:

@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit import Step
-from tests.distributed.fsdp2_ranks import _Event, _levels, _steps
+from tests.distributed.fsdp2_ranks import _levels
+from tests.distributed.measured_steps import STEP, Event, steps_of
 
 _STEP = "measured step of "
 _MEASURED = 4
@@ -102,21 +103,21 @@ def _measured(name: str, case: Case) -> dict[str, Any]:
     step = case.step(model, torch.randn(case.rows, 64))
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
-        with torch.profiler.record_function(f"{_STEP}begin"):
+        with torch.profiler.record_function(f"{STEP}begin"):
             wrapped = DistributedDataParallel(model, **case.wrapping)
             optimizer = step.build_optimizer(wrapped)
             for _ in range(2):  # buckets are made anew before the second
                 step.execute(wrapped, optimizer, "cpu")
         for _ in range(_MEASURED):
-            with torch.profiler.record_function(f"{_STEP}{name}"):
+            with torch.profiler.record_function(f"{STEP}{name}"):
                 step.execute(wrapped, optimizer, "cpu")
         state = [each for held in optimizer.state.values() for each in held.values() if isinstance(each, torch.Tensor)]
         state_bytes = sum(each.untyped_storage().nbytes() for each in state)
         del state
-        with torch.profiler.record_function(f"{_STEP}end"):
+        with torch.profiler.record_function(f"{STEP}end"):
             del wrapped, optimizer
             gc.collect()
-    groups = _steps(profiler)
+    groups = steps_of(profiler)
     return {
         "kept_bytes": _kept_bytes(groups),
         "state_bytes": state_bytes,
@@ -125,7 +126,7 @@ def _measured(name: str, case: Case) -> dict[str, Any]:
     }
 
 
-def _kept_bytes(groups: list[tuple[str, list[_Event]]]) -> int:
+def _kept_bytes(groups: list[tuple[str, list[Event]]]) -> int:
     """What the first steps leave behind, optimizer state and buckets: freed when wrapper and optimizer go.
 
     Frees on threads of Gloo are not among the events, so what is not seen to be freed may be gone all the same.

@@ -20,11 +20,11 @@ from memfit.plans import Plan
 from memfit.sharding import ShardOptions
 from memfit.solve import SolveOptions
 from tests.distributed.fsdp2_cases import HIDDEN, TOKENS, WIDTH, Transformer
-from tests.distributed.fsdp2_ranks import _levels, _resident_bytes, _steps
+from tests.distributed.fsdp2_ranks import _levels, _resident_bytes
+from tests.distributed.measured_steps import WARMUP, profiled, steps_of
 
 BLOCKS = tuple(f"blocks.{number}" for number in range(len(HIDDEN)))
 _SHAPE = (4, 64)
-_STEP = "measured step of a plan"
 
 
 class Dropped(Transformer):
@@ -216,16 +216,12 @@ def measured(name: str, document: str) -> list[dict[str, Any]]:
         autocast=step.autocast,
         accumulation_steps=case.accumulation_steps,
     )
-    for _ in range(3):
+    for _ in range(WARMUP):
         ready.execute(model, optimizer, "cpu")
     held = _resident_bytes(model, optimizer) + tokens.nbytes
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-    with profiler:
-        for _ in range(3):
-            with torch.profiler.record_function(_STEP):
-                ready.execute(model, optimizer, "cpu")
+    profiler = profiled({"a plan": lambda: ready.execute(model, optimizer, "cpu")})
     plan.remove(model)
-    return [{"held_bytes": held, **_levels(events)} for _, events in _steps(profiler)]
+    return [{"held_bytes": held, **_levels(events)} for _, events in steps_of(profiler)]
 
 
 # -- Back to whole parameters -----------------------------------------------------------------------------------------

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C._profiler import _EventType
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.distributed.fsdp2_cases import CASES, Case, train_in_backward
-
-_ELSEWHERE = ("c10d::", "gloo:", "aten::_chunk_cat")
-"""Copies that Gloo makes of what it sends, and that the CPU's kernel makes of gradients it casts; CUDA makes none."""
-
-_WARMUP, _MEASURED = 2, 4
-_STEP = "measured step of "
-
-
-class _Event(NamedTuple):
-    time_ns: int
-    bytes: int
-    address: int
-    ops: tuple[str, ...]
+from tests.distributed.measured_steps import WARMUP, Event, profiled, steps_of
 
 
 def measure(rank: int, ranks: int, folder: str) -> None:
@@ -38,15 +24,9 @@ def measure(rank: int, ranks: int, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
     try:
         trained = {name: _trained(case) for name, case in CASES.items()}
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        profiler = torch.profiler.profile(activities=activities, profile_memory=True)
-        with profiler:
-            for name, (train, _) in trained.items():
-                for _ in range(_MEASURED):
-                    with torch.profiler.record_function(f"{_STEP}{name}"):
-                        train()
+        profiler = profiled({name: train for name, (train, _) in trained.items()})
         found = {name: {"resident_bytes": n_bytes} for name, (_, n_bytes) in trained.items()}
-        for name, events in _steps(profiler):
+        for name, events in steps_of(profiler):
             found[name].setdefault("steps", []).append(_levels(events))
         Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
     finally:
@@ -66,39 +46,15 @@ def _trained(case: Case) -> tuple[Callable[[], None], int]:
         train_in_backward(model)
     step = case.step(model, case.batch())
     optimizer = step.build_optimizer(model)
-    for _ in range(_WARMUP):
+    for _ in range(WARMUP):
         step.execute(model, optimizer, "cpu")
     return lambda: step.execute(model, optimizer, "cpu"), _resident_bytes(model, optimizer)
 
 
-def _steps(profiler: torch.profiler.profile) -> list[tuple[str, list[_Event]]]:
-    """The allocations and frees of each measured step in order of time, and the case that it is of."""
-    events: list[_Event] = []
-    begins: list[tuple[int, str]] = []
-    tree = profiler.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
-    stack: list[tuple[Any, tuple[str, ...]]] = [(event, ()) for event in tree]
-    while stack:
-        event, ops = stack.pop()
-        if event.tag == _EventType.Allocation:
-            fields = event.extra_fields
-            events.append(_Event(event.start_time_ns, fields.alloc_size, fields.ptr or 0, ops))
-        elif event.name.startswith(_STEP):
-            begins.append((event.start_time_ns, event.name.removeprefix(_STEP)))
-        stack += [(child, (*ops, event.name)) for child in event.children]
-    events.sort()
-    begins.sort()
-    places = [bisect_left(events, begin, key=lambda event: event.time_ns) for begin, _ in begins]
-    return [
-        (name, events[begin:end])
-        for (_, name), begin, end in zip(begins, places, [*places[1:], len(events)], strict=True)
-    ]
-
-
-def _levels(events: list[_Event]) -> dict[str, Any]:
+def _levels(events: list[Event]) -> dict[str, Any]:
     """Peaks above the start, and the sizes of what FSDP2 allocates, in order.
 
-    A free on a thread of Gloo is not seen. `missing_bytes` is what such frees gave back; peaks without these
-    allocations are too low by no more than that, peaks with them too high by no more.
+    Of one step that leaves nothing for the next; Note [Frees on other threads] is in measured_steps.py.
     """
     alive: dict[int, int] = {}
     missing: set[int] = set()
@@ -109,19 +65,16 @@ def _levels(events: list[_Event]) -> dict[str, Any]:
             missing |= {alive[event.address]} if event.address in alive else set()
             alive[event.address] = number
     missing |= set(alive.values())
-    missing = {number for number in missing if _counts(events[number])}
+    missing = {number for number in missing if events[number].counts}
     without, with_them = (_peaks(events, left_out) for left_out in (missing, set()))
     return {
-        "missing_bytes": sum(events[number].bytes for number in missing),
         "peak_bytes": [without[0], with_them[0]],
         "forward_peak_bytes": [without[1], with_them[1]],
-        "made": [
-            e.bytes for e in events if e.bytes > 0 and _counts(e) and any(op.startswith("FSDP::") for op in e.ops)
-        ],
+        "made": [e.bytes for e in events if e.bytes > 0 and e.counts and any(op.startswith("FSDP::") for op in e.ops)],
     }
 
 
-def _peaks(events: list[_Event], left_out: set[int]) -> tuple[int, int]:
+def _peaks(events: list[Event], left_out: set[int]) -> tuple[int, int]:
     """The highest point of the step and of its first forward."""
     alive: dict[int, int] = {}
     level = peak = forward_peak = 0
@@ -129,20 +82,12 @@ def _peaks(events: list[_Event], left_out: set[int]) -> tuple[int, int]:
     for number, event in enumerate(events):
         in_forward = in_forward and not any(op.startswith("autograd::engine") for op in event.ops)
         level -= alive.pop(event.address, 0)
-        if event.bytes > 0 and _counts(event) and number not in left_out:
+        if event.bytes > 0 and event.counts and number not in left_out:
             alive[event.address] = event.bytes
             level += event.bytes
         peak = max(peak, level)
         forward_peak = peak if in_forward else forward_peak
     return peak, forward_peak
-
-
-def _counts(event: _Event) -> bool:
-    return not any(op.startswith(_ELSEWHERE) for op in event.ops)
-
-
-def _is_of_fsdp2(event: _Event) -> bool:
-    return any(op.startswith("FSDP::") for op in event.ops)
 
 
 def _resident_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> int:

@@ -16,6 +16,8 @@ from memfit.plans import Plan
 from memfit.recovery import OutOfMemory
 from memfit.recovery.rank_guarding import RankGuard
 from memfit.sharded import RankError
+from memfit.sharding import ShardOptions
+from memfit.solve import SolveOptions
 from tests.distributed.wrapped_plans import ROWS, WIDTH, Model, built, loss_of
 
 STEPS = 3
@@ -26,11 +28,16 @@ def step_of(rows: int = ROWS) -> memfit.Step:
     return memfit.Step(Model, memfit.spec((rows, WIDTH)), loss=loss_of, optimizer=torch.optim.AdamW)
 
 
-def planned(ranks: int) -> Plan:
-    least = memfit.plan(step_of(), target="cpu", ranks=ranks, budget=1, progress=False).minimum_budget_bytes
-    baseline = memfit.plan(step_of(), target="cpu", ranks=ranks, progress=False).baseline.peak_bytes
+def planned(ranks: int, replicas: int = 1) -> Plan:
+    """A plan between the lowest and the highest peak: there is a tighter one to go to."""
+    options = SolveOptions(shard=ShardOptions(replicas=replicas))
+
+    def find(budget: int | None) -> Plan:
+        return memfit.plan(step_of(), target="cpu", ranks=ranks, budget=budget, options=options, progress=False)
+
+    least, baseline = find(1).minimum_budget_bytes, find(None).baseline.peak_bytes
     assert least is not None
-    return memfit.plan(step_of(), target="cpu", ranks=ranks, budget=(least + baseline) // 2, progress=False)
+    return find((least + baseline) // 2)
 
 
 class Training:
@@ -83,7 +90,7 @@ def same(one: Training, other: Training) -> bool:
 
 def repeats(engine: str, rank: int, *, replicas: bool = False) -> dict[str, Any]:
     """A rank fails in backward, of a model that is sharded and, with `replicas`, replicated too."""
-    plan = planned(2)
+    plan = planned(4, replicas=2) if replicas else planned(2)
     quiet = Training(engine, plan, replicas=replicas, step=step_of())
     quiet.run()
     # groups that some ranks only are in, and one of a single rank, are cut and connected anew with the others
@@ -98,6 +105,7 @@ def repeats(engine: str, rank: int, *, replicas: bool = False) -> dict[str, Any]
         "faults": [each.rank for each in failing.guard.faults],
         "lower": failing.guard.plan.predicted.peak_bytes < plan.predicted.peak_bytes,
         "plan": failing.guard.plan.to_json(),
+        "replicas": failing.guard.plan.shard.replicas if failing.guard.plan.shard is not None else None,
     }
 
 

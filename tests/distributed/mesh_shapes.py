@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,8 @@ from memfit import Step
 from memfit.presets import ParallelModel
 from memfit.presets.models.llama import LlamaSizes
 from memfit.presets.shapes import language_step
-from tests.distributed.fsdp2_ranks import _MEASURED, _STEP, _WARMUP, _levels, _resident_bytes, _steps
+from tests.distributed.fsdp2_ranks import _levels, _resident_bytes
+from tests.distributed.measured_steps import WARMUP, profiled, steps_of
 
 SIZES = LlamaSizes(
     layers=2,
@@ -59,17 +61,15 @@ def measured() -> list[dict[str, Any]]:
         step = step_of(GLOBAL_BATCH // shape["dp"])
         model = _built(step, shape)
         optimizer = step.build_optimizer(model)
-        for _ in range(_WARMUP):
+        for _ in range(WARMUP):
             step.execute(model, optimizer, "cpu")
         trained.append((step, model, optimizer))
-    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-    with profiler:
-        for number, (step, model, optimizer) in enumerate(trained):
-            for _ in range(_MEASURED):
-                with torch.profiler.record_function(f"{_STEP}{number}"):
-                    step.execute(model, optimizer, "cpu")
+    runs = {
+        str(number): functools.partial(step.execute, model, optimizer, "cpu")
+        for number, (step, model, optimizer) in enumerate(trained)
+    }
     found: list[dict[str, Any]] = [{"steps": []} for _ in trained]
-    for number, events in _steps(profiler):
+    for number, events in steps_of(profiled(runs)):
         found[int(number)]["steps"].append(_levels(events))
     for each, (step, model, optimizer) in zip(found, trained, strict=True):
         beside = sum(tensor.nbytes for tensor in (*step.batch.values(), *model.buffers()))

@@ -13,14 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from memfit.errors import PlanDrift
 from memfit.plans import Plan
 from tests.distributed import context_parallel_ranks, expert_parallel_ranks, tensor_parallel_ranks
-from tests.distributed.fsdp2_ranks import _MEASURED, _STEP, _WARMUP, _steps
-from tests.distributed.parallel_case import Case, _levels
+from tests.distributed.measured_steps import WARMUP, levels, profiled, steps_of
 
 _WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
-
-
-def _hidden(make: Callable[..., torch.Tensor]) -> torch.Tensor:
-    return make((4, tensor_parallel_ranks.TOKENS, tensor_parallel_ranks.WIDTH))
 
 
 def _long(make: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -32,7 +27,7 @@ def _many(make: Callable[..., torch.Tensor]) -> torch.Tensor:
     return make((16 * expert_parallel_ranks.TOKENS, expert_parallel_ranks.WIDTH))
 
 
-CASES = {name: Case(build, sizes, _hidden) for name, (build, sizes) in tensor_parallel_ranks.CASES.items()}
+CASES = dict(tensor_parallel_ranks.CASES)
 CASES["context parallel"] = replace(context_parallel_ranks._case({"cp": 2}, layers=4), batch=_long)
 CASES["context parallel, all-to-all"] = replace(
     context_parallel_ranks._case({"cp": 2}, rotation="alltoall", layers=4), batch=_long
@@ -64,17 +59,13 @@ def trained(name: str, documents: list[str] | None) -> Trained:
         plan.apply(model, optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error", PlanDrift)  # every unit must run as planned
-        for _ in range(_WARMUP):
+        for _ in range(WARMUP):
             step.execute(model, optimizer, "cpu")
-        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-        with profiler:
-            for _ in range(_MEASURED):
-                with torch.profiler.record_function(f"{_STEP}case"):
-                    step.execute(model, optimizer, "cpu")
+        profiler = profiled({"case": lambda: step.execute(model, optimizer, "cpu")})
     collectives = _collectives(profiler)
     states = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, torch.Tensor)]
     tensors = [getattr(each, "_local_tensor", each).detach().clone() for each in (*model.parameters(), *states)]
-    return Trained(_levels([events for _, events in _steps(profiler)]), collectives, tensors)
+    return Trained(levels([events for _, events in steps_of(profiler)]), collectives, tensors)
 
 
 def _collectives(profiler: torch.profiler.profile) -> int:
@@ -102,19 +93,21 @@ def refused_plain(name: str, document: str) -> str:
     return "not refused"
 
 
-def applied(name: str, documents: list[str], plain_on: int | None = None) -> str:
+def applied(
+    name: str, documents: list[str], plain_on: int | None = None, engines: tuple[Any, Any] = (None, None)
+) -> str:
     """Return why this rank's plan is refused beside those of the others; nothing where it is applied.
 
-    One rank may have a model that is not parallel.
+    One rank may have a model that is not parallel, or ask for another engine; with "plain" no model is parallel.
     """
-    case = CASES[name]
+    case = CASES["tensor parallel" if name == "plain" else name]
     mesh = init_device_mesh("cpu", tuple(case.sizes.values()), mesh_dim_names=tuple(case.sizes))
     model = case.build(mesh)
-    if mesh.get_rank() == plain_on:
+    if name == "plain" or mesh.get_rank() == plain_on:
         model = tensor_parallel_ranks.Model()
     plan = Plan.from_json(documents[mesh.get_rank()])
     try:
-        plan.apply(model)
+        plan.apply(model, engine=engines[mesh.get_rank()])
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     plan.remove(model)

@@ -1,18 +1,12 @@
-"""What each process of the tensor parallel tests runs, and the models that it trains."""
+"""Tensor and sequence parallel models, trained on each process of the tests and captured as they are."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import (
@@ -22,8 +16,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from memfit import Step
-from tests.distributed.fsdp2_ranks import _MEASURED, _STEP, _WARMUP, _levels, _steps
+from tests.distributed.parallel_case import Case
 
 WIDTH, HIDDEN, TOKENS = 64, 192, 16
 
@@ -79,51 +72,12 @@ def sharded_tensor_parallel(mesh: DeviceMesh) -> nn.Module:
     return fully_shard(model, mesh=mesh["dp"])
 
 
-CASES: dict[str, tuple[Callable[[DeviceMesh], nn.Module], dict[str, int]]] = {
-    "tensor parallel": (tensor_parallel, {"tp": 2}),
-    "sequence parallel": (sequence_parallel, {"tp": 2}),
-    "sharded tensor parallel": (sharded_tensor_parallel, {"dp": 2, "tp": 2}),
+def _hidden(make: Callable[..., torch.Tensor]) -> torch.Tensor:
+    return make((4, TOKENS, WIDTH))
+
+
+CASES = {
+    "tensor parallel": Case(tensor_parallel, {"tp": 2}, _hidden),
+    "sequence parallel": Case(sequence_parallel, {"tp": 2}, _hidden),
+    "sharded tensor parallel": Case(sharded_tensor_parallel, {"dp": 2, "tp": 2}, _hidden),
 }
-
-
-def step_of(model: Any, batch: torch.Tensor) -> Step:
-    return Step(model, batch, loss=_loss, optimizer=_adamw)
-
-
-def _loss(output: torch.Tensor, _: Any) -> torch.Tensor:
-    return output.square().mean()
-
-
-def _adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, foreach=False)
-
-
-def measure(rank: int, ranks: int, folder: str) -> None:
-    """Train every case over Gloo and write down how high its steps are."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    try:
-        trained = {}
-        for name, (build, sizes) in CASES.items():
-            if math.prod(sizes.values()) != ranks:
-                continue
-            torch.manual_seed(0)
-            model = build(init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes)))
-            step = step_of(model, torch.zeros(4, TOKENS, WIDTH))
-            optimizer = step.build_optimizer(model)
-            for _ in range(_WARMUP):
-                step.execute(model, optimizer, "cpu")
-            trained[name] = step, model, optimizer
-        profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-        with profiler:
-            for name, (step, model, optimizer) in trained.items():
-                for _ in range(_MEASURED):
-                    with torch.profiler.record_function(f"{_STEP}{name}"):
-                        step.execute(model, optimizer, "cpu")
-        found: dict[str, list[Any]] = {}
-        for name, events in _steps(profiler):
-            found.setdefault(name, []).append(_levels(events))
-        Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
-    finally:
-        dist.destroy_process_group()

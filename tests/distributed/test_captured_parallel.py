@@ -1,4 +1,4 @@
-"""Pipelines, context and expert parallel steps, captured as they are, against real processes over Gloo: to the byte."""
+"""Tensor, pipeline, context and expert parallel steps, captured as they are, against real processes: to the byte."""
 
 from __future__ import annotations
 
@@ -8,15 +8,30 @@ import memfit
 from memfit import spec
 from memfit.capture import Phase, check_trace
 from memfit.memory import Timeline
-from tests.distributed import context_parallel_ranks, expert_parallel_ranks, parallel_case, pipeline_ranks
+from tests.distributed import (
+    context_parallel_ranks,
+    expert_parallel_ranks,
+    parallel_case,
+    pipeline_ranks,
+    tensor_parallel_ranks,
+)
+from tests.distributed.measured_steps import bounds_of, check_peak
 from tests.distributed.ranks import Ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
-CASES = {**pipeline_ranks.CASES, **context_parallel_ranks.CASES, **expert_parallel_ranks.CASES}
+CASES = {
+    **tensor_parallel_ranks.CASES,
+    **pipeline_ranks.CASES,
+    **context_parallel_ranks.CASES,
+    **expert_parallel_ranks.CASES,
+}
 
 
-IN_CI = ("1f1b", "context parallel", "expert parallel", "1f1b of sharded parts")
+IN_CI = (
+    *tensor_parallel_ranks.CASES,
+    *("1f1b", "context parallel", "expert parallel", "1f1b of sharded parts"),
+)
 """One of each kind; the others run with `make zoo`."""
 
 
@@ -33,8 +48,7 @@ def test_a_plan_on_a_pipeline_keeps_its_budget_and_changes_no_bit(two_ranks: Ran
     answers = two_ranks.run(parallel_case.train_planned, case, plans)
     for predicted_bytes, (steps, equal) in zip(above, answers, strict=True):
         assert equal
-        step = min(steps, key=lambda each: each["missing_bytes"])
-        assert step["peak_bytes"][0] <= predicted_bytes <= step["peak_bytes"][1]
+        check_peak(predicted_bytes, bounds_of(steps))
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.zoo) for name in CASES])
@@ -47,7 +61,5 @@ def test_peaks_are_those_of_every_rank_to_the_byte(name: str, request: pytest.Fi
         timeline = Timeline.of(trace, 1)
         backward = next(index for index, op in enumerate(trace.ops) if op.phase is Phase.BACKWARD)
         forward_bytes = int(timeline.during_bytes[:backward].max()) - timeline.start_bytes
-        # the two bounds are equal, unless the profiler missed a free on a thread of Gloo's in every one of the steps
-        step = min(steps, key=lambda each: each["missing_bytes"])
-        assert step["peak_bytes"][0] <= timeline.peak_bytes - timeline.start_bytes <= step["peak_bytes"][1], rank
-        assert step["forward_peak_bytes"][0] <= forward_bytes <= step["forward_peak_bytes"][1], rank
+        check_peak(timeline.peak_bytes - timeline.start_bytes, bounds_of(steps), f"rank {rank}")
+        check_peak(forward_bytes, bounds_of(steps, "forward_peak_bytes"), f"rank {rank} in forward")

@@ -14,6 +14,7 @@ from memfit.memory import Timeline
 from memfit.plans import Plan
 from tests.distributed import data_parallel_ranks
 from tests.distributed.data_parallel_ranks import BATCHES, CASES, IN_CI, PLANNED, PLANNED_IN_CI
+from tests.distributed.measured_steps import GAP, bounds_of, check_peak
 from tests.distributed.ranks import Ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("ranks")]
@@ -36,10 +37,10 @@ def test_peaks_are_those_of_every_rank_to_the_byte(name: str, request: pytest.Fi
     measured = ranks.results()
     assert len(measured) == count
     for steps in measured:
-        # the two bounds are equal, unless the profiler missed a free on a thread of Gloo's in every one of the steps
-        step = min(steps, key=lambda each: each["missing_bytes"])
-        assert step["peak_bytes"][0] <= timeline.peak_bytes - timeline.start_bytes <= step["peak_bytes"][1]
-        assert step["forward_peak_bytes"][0] <= forward_bytes <= step["forward_peak_bytes"][1]
+        # the hook's casts are freed where the future of a collective is done: on a thread of Gloo, in most steps
+        gap = 0.1 if CASES[name].options.get("hook") is not None else GAP
+        check_peak(timeline.peak_bytes - timeline.start_bytes, bounds_of(steps), gap=gap)
+        check_peak(forward_bytes, bounds_of(steps, "forward_peak_bytes"))
 
 
 @pytest.mark.parametrize("names", [PLANNED_IN_CI, pytest.param(PLANNED, marks=pytest.mark.zoo)], ids=["some", "more"])
@@ -63,7 +64,6 @@ def test_plans_of_wrapped_steps_train_to_the_same_bits_within_their_budget(
         start_bytes[name], plans[name] = Timeline.of(trace, 1).start_bytes, plan
     for levels in two_ranks.run(data_parallel_ranks.train_planned, files, rows):
         for name, steps in levels.items():
-            step = min(steps, key=lambda each: each["missing_bytes"])
             predicted = plans[name].predicted.peak_bytes
             assert predicted <= plans[name].budget_bytes
-            assert step["peak_bytes"][0] <= predicted - start_bytes[name] <= step["peak_bytes"][1], name
+            check_peak(predicted - start_bytes[name], bounds_of(steps), name)

@@ -123,7 +123,7 @@ def test_a_rank_that_dies_is_told_at_once(outcomes: Outcomes) -> None:
 def test_a_fault_on_one_rank_of_a_mesh_is_repeated_on_all_four(four_ranks: Ranks, engine: str) -> None:
     found = four_ranks.run(guarded_faults.repeats, engine, 2, replicas=True)
     for rank in found:
-        assert rank["same"] and rank["lower"] and rank["faults"] == [2]
+        assert rank["same"] and rank["lower"] and rank["faults"] == [2] and rank["replicas"] == 2
         assert rank["plan"] == found[0]["plan"]
 
 

@@ -6,6 +6,7 @@ import pytest
 
 import memfit
 from tests.distributed import mesh_shapes
+from tests.distributed.measured_steps import bounds_of, check_peak
 from tests.distributed.ranks import Ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("ranks")]
@@ -29,10 +30,8 @@ def test_peaks_of_shapes_are_those_of_every_rank_to_the_byte(four_ranks: Ranks) 
         assert point.peak_bytes is not None and point.batch == mesh_shapes.GLOBAL_BATCH // shape["dp"]
         for (measured,) in answers:
             own = measured[place]
-            # the bounds are equal, unless the profiler missed a free on a thread of Gloo's in every one of the steps
-            step = min(own["steps"], key=lambda each: each["missing_bytes"])
-            low, high = (own["resident_bytes"] + rise for rise in step["peak_bytes"])
-            assert low <= point.peak_bytes <= high, f"{shape}: {point.peak_bytes - low}, {point.peak_bytes - high}"
+            bounds = [own["resident_bytes"] + rise for rise in bounds_of(own["steps"])]
+            check_peak(point.peak_bytes, bounds, shape)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -57,5 +56,7 @@ def test_pipelines_are_planned_by_their_first_and_last_stage() -> None:
     ]
     predicted = [plan.predicted for plan in plans if plan.predicted is not None]
     assert point.peak_bytes == max(each.peak_bytes for each in predicted)
-    assert point.step_ms == pytest.approx(max(each.step_ms for each in predicted), abs=1e-6)
+    # alone, each takes the other stage to be like itself; together, both wait for the slower one
+    times = sorted(each.step_ms for each in predicted)
+    assert point.step_ms is not None and times[0] < point.step_ms < times[1]
     assert predicted[0].peak_bytes != predicted[1].peak_bytes, "the last has the head and the loss"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ import memfit
 from memfit import spec
 from memfit.memory import Timeline
 from memfit.plans import Plan
-from tests.distributed import parallel_plans
-from tests.distributed.fsdp2_ranks import _MEASURED
+from tests.distributed import parallel_plans, tensor_parallel_ranks
+from tests.distributed.measured_steps import MEASURED, bounds_of, check_peak
 from tests.distributed.parallel_plans import CASES
 from tests.distributed.ranks import Ranks
 
@@ -40,10 +41,8 @@ def test_a_plan_keeps_its_budget_and_changes_no_bit(name: str, request: pytest.F
         assert plan.predicted is not None and plan.predicted.peak_bytes <= plan.budget_bytes < plan.baseline.peak_bytes
         again = len(plan.collectives) if isinstance(plan.collectives, tuple) else 0
         assert all(torch.equal(*each) for each in zip(one.tensors, other.tensors, strict=True))
-        assert other.collectives == one.collectives + again * _MEASURED
-        step = other.levels[-1]  # of the fourth step some values are compared, which takes a few bytes (Note [Samples])
-        above_bytes = plan.predicted.peak_bytes - start_bytes
-        assert step["peak_bytes"][0] <= above_bytes <= step["peak_bytes"][1]
+        assert other.collectives == one.collectives + again * MEASURED
+        check_peak(plan.predicted.peak_bytes - start_bytes, bounds_of(other.levels))
 
 
 def test_collectives_run_again_in_sequence_parallel_units() -> None:
@@ -73,3 +72,28 @@ def test_ranks_of_a_group_whose_collectives_would_differ_are_refused(two_ranks: 
     for why in two_ranks.run(parallel_plans.applied, "sequence parallel", [plan.to_json(), other.to_json()]):
         assert why.startswith("InputError") and "ranks 0 and 1" in why and "along tp" in why
     assert two_ranks.run(parallel_plans.applied, "sequence parallel", [plan.to_json()] * 2) == ["", ""]
+
+
+def test_ranks_with_plans_of_other_kinds_are_refused_on_all(two_ranks: Ranks) -> None:
+    """A rank that shards its model, or runs collectives of a mesh, would wait for one that does neither."""
+    case = CASES["tensor parallel"]
+    plain = case.step(tensor_parallel_ranks.Model, spec)
+    plans = {
+        "a plan of a step on a mesh": _planned("tensor parallel")[0],
+        "a plan that shards its model": memfit.plan(plain, target="cpu", ranks=2, progress=False),
+        "a plan that only checkpoints": memfit.plan(plain, target="cpu", progress=False),
+    }
+    for one, other in itertools.permutations(plans, 2):
+        plain_on = 1 if "mesh" in one else 0 if "mesh" in other else None
+        name = "plain" if plain_on is None else "tensor parallel"
+        documents = [plans[one].to_json(), plans[other].to_json()]
+        for why in two_ranks.run(parallel_plans.applied, name, documents, plain_on):
+            assert why.startswith(f"InputError: rank 0 has {one}, and rank 1 has {other};")
+
+
+def test_an_engine_that_one_rank_alone_refuses_is_told_to_all(two_ranks: Ranks) -> None:
+    plain = CASES["tensor parallel"].step(tensor_parallel_ranks.Model, spec)
+    document = memfit.plan(plain, target="cpu", ranks=2, progress=False).to_json()
+    told, why = two_ranks.run(parallel_plans.applied, "plain", [document] * 2, engines=("fsdp2", "local"))
+    assert why.startswith("InputError: engine 'local' runs on one device")
+    assert told.startswith("InputError: rank 1 refuses the plan, so no rank runs it: engine 'local'")

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memfit
 from memfit.engines.attachment import attached
+from memfit.errors import InputError
 from memfit.plans import Plan
 from memfit.plans.wrappers import named_modules
 from memfit.solve import SolveOptions
@@ -139,6 +141,30 @@ def compared(wrap: str) -> None:
         assert len(said) == after
         if after:
             assert "checkpoint policies are carried out, and nothing else" in said[0]
+
+
+class OwnReplicas(DistributedDataParallel):
+    """As libraries derive theirs."""
+
+
+def planned_replicas(wrap: Callable[[nn.Module], nn.Module]) -> Plan:
+    """A plan of a step on two ranks whose model is in a wrapper."""
+    x = torch.randn(ROWS, WIDTH)
+    step = memfit.Step(lambda mesh: wrap(built()), x, loss=loss_of, optimizer=torch.optim.SGD)
+    return memfit.plan(step, target="cpu", mesh={"dp": 2}, progress=False)
+
+
+def applied_to_subclass(documents: list[str]) -> None:
+    """Plans of DDP and of a subclass go on models in the other one; a model in none is refused."""
+    for document, wrap in zip(documents, (OwnReplicas, DistributedDataParallel), strict=True):
+        plan, model = Plan.from_json(document), wrap(built())
+        optimizer = torch.optim.SGD(model.parameters())
+        plan.apply(model, optimizer)
+        loss_of(model(torch.randn(ROWS, WIDTH))).backward()
+        optimizer.step()
+        plan.remove(model)
+        with pytest.raises(InputError, match=r"wrapped on a mesh .* in DistributedDataParallel, and this one is not"):
+            plan.apply(built())
 
 
 def wrapped_inside() -> None:

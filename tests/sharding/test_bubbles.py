@@ -13,7 +13,7 @@ from memfit.capture import PipelineAction, PipelineRun, Trace
 from memfit.cost import Roofline, Runtime
 from memfit.errors import InputError
 from memfit.hardware import Target
-from memfit.sharding.bubbles import Bubble, find_bubble
+from memfit.sharding.bubbles import Bubble, StageTimes, find_bubbles, find_stage_times
 from memfit.solve import Problem
 from tests.capture.test_pipelines import captured
 
@@ -24,9 +24,14 @@ def bubble(trace: Trace, forward_ms: float, backward_ms: float, transfer_ms: flo
     (run,) = trace.pipelines
     for action in run.actions:
         times[action.begin] = forward_ms if action.kind == "F" else backward_ms
-    found = find_bubble(run, Runtime(trace, times), {}, transfer_ms)
+    return alone(run, Runtime(trace, times), {}, transfer_ms)
+
+
+def alone(run: PipelineRun, runtime: Runtime, waits: dict[int, float], transfer_ms: float) -> Bubble:
+    """The bubble of a rank of which alone the times are known."""
+    found = find_stage_times(run, runtime, waits, transfer_ms)
     assert found is not None
-    return found
+    return find_bubbles([found])[0]
 
 
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
@@ -55,8 +60,7 @@ def test_waits_inside_of_a_micro_batch_are_part_of_it() -> None:
     (run,) = trace.pipelines
     runtime = Runtime(trace, np.zeros(len(trace.ops)))
     waits = {action.begin + 1: 1.0 for action in run.actions if action.kind == "F"}
-    found = find_bubble(run, runtime, waits, 0.0)
-    assert found is not None and found.waited_ms == pytest.approx(3.0)
+    assert alone(run, runtime, waits, 0.0).waited_ms == pytest.approx(3.0)
 
 
 def test_the_bubble_is_part_of_the_step_and_named() -> None:
@@ -84,10 +88,46 @@ def test_a_schedule_that_cannot_end_is_refused() -> None:
     )
     trace = captured(ScheduleGPipe, 0)
     with pytest.raises(InputError, match="never ends"):
-        find_bubble(run, Runtime(trace, np.zeros(len(trace.ops))), {}, 0.0)
+        alone(run, Runtime(trace, np.zeros(len(trace.ops))), {}, 0.0)
 
 
 def test_a_schedule_without_an_order_has_no_bubble() -> None:
     run = PipelineRun(schedule="Own", stages=2, microbatches=1, rank=0, ranks=2, order=(), actions=())
     trace = captured(ScheduleGPipe, 0)
-    assert find_bubble(run, Runtime(trace, np.zeros(len(trace.ops))), {}, 0.0) is None
+    assert find_stage_times(run, Runtime(trace, np.zeros(len(trace.ops))), {}) is None
+
+
+def times_of(schedule: Any, rank: int, forward_ms: float, backward_ms: float) -> StageTimes:
+    (run,) = captured(schedule, rank).pipelines
+    kinds = {"F": forward_ms, "B": backward_ms, "I": backward_ms / 2, "W": backward_ms / 2}
+    return StageTimes(run=run, by_stage={rank: kinds})
+
+
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+def test_a_slow_last_stage_is_waited_for_by_those_that_are_not(schedule: Any) -> None:
+    """Four stages and micro-batches: the others fill and drain the pipeline once, the slow one works all the time."""
+    first, last = find_bubbles([times_of(schedule, 0, 1.0, 2.0), times_of(schedule, 3, 2.0, 4.0)])
+    assert first.run_ms == last.run_ms == pytest.approx(3 * (1.0 + 2.0) + 4 * (2.0 + 4.0))
+    assert last.waited_ms == pytest.approx(3 * (1.0 + 2.0))
+    assert first.waited_ms == pytest.approx(first.run_ms - 4 * (1.0 + 2.0))
+    (alike,) = find_bubbles([times_of(schedule, 3, 2.0, 4.0)])
+    assert alike.run_ms == pytest.approx(7 * (2.0 + 4.0)), "where no other is known, all are as slow"
+
+
+def test_a_stage_that_nobody_captured_is_like_those_that_are_not_the_last() -> None:
+    known = [times_of(ScheduleGPipe, rank, ms, ms) for rank, ms in ((0, 1.0), (1, 3.0), (3, 9.0))]
+    guessed = find_bubbles(known)
+    told = find_bubbles([*known, times_of(ScheduleGPipe, 2, 2.0, 2.0)])
+    assert [each.run_ms for each in guessed] == [each.run_ms for each in told[:3]]
+    assert guessed[0].run_ms != find_bubbles([*known, times_of(ScheduleGPipe, 2, 5.0, 5.0)])[0].run_ms
+
+
+def test_what_a_rank_recomputes_is_part_of_its_backwards() -> None:
+    first, last = times_of(Schedule1F1B, 0, 1.0, 2.0), times_of(Schedule1F1B, 3, 1.0, 2.0)
+    slower = find_bubbles([first, last.with_recompute(4 * 0.5)])
+    assert slower[0].run_ms == pytest.approx(3 * 3.0 + 4 * 3.5)
+
+
+def test_ranks_of_other_schedules_are_refused() -> None:
+    with pytest.raises(InputError, match="different schedules"):
+        find_bubbles([times_of(Schedule1F1B, 0, 1.0, 2.0), times_of(ScheduleGPipe, 3, 1.0, 2.0)])

@@ -16,6 +16,8 @@ from memfit import torch_private
 ROOT = Path(memfit.__file__).parent
 SUBJECTS = [module.name for module in pkgutil.iter_modules(torch_private.__path__) if module.name != "version"]
 ATTRIBUTES = frozenset({"_cdata", "_version", "_base", "_schema", "_use_count", "_view_func_unsafe", "_sequence_nr"})
+MEMBERS = frozenset({"_local_tensor", "_get_fsdp_state", "_fsdp_param_groups", "_comm_ctx", "_active_ddp_module"})
+"""Of DTensor, `fully_shard` and DDP."""
 TABLES = frozenset({"_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"})
 
 
@@ -30,8 +32,17 @@ def uses_of(source: str) -> list[str]:
             chain = ast.unparse(node)
             of_torch = chain.startswith(("torch.", "nn.Module.", "dist.")) and not chain.startswith("torch.ops.")
             of_a_module = node.attr in TABLES and not chain.startswith("self._")
-            if of_torch or node.attr in ATTRIBUTES or of_a_module:
+            if of_torch or node.attr in ATTRIBUTES | MEMBERS or of_a_module:
                 found.append(chain)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            names = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+            replaces = node.func.id in ("patched", "replaced")
+            asks = node.func.id in ("getattr", "hasattr")
+            found += [
+                ast.unparse(node)
+                for name in names
+                if (replaces and name.startswith("_") and not name.endswith("__")) or (asks and name in MEMBERS)
+            ]
     return found
 
 
@@ -42,6 +53,10 @@ def uses_of(source: str) -> list[str]:
         ("from torch.utils._pytree import tree_leaves", ["from torch.utils._pytree: _pytree"]),
         ("tensor.untyped_storage()._cdata", ["tensor.untyped_storage()._cdata"]),
         ("module._parameters", ["module._parameters"]),
+        ("group._comm_ctx", ["group._comm_ctx"]),
+        ("hasattr(x, '_local_tensor')", ["hasattr()"]),
+        ("patched(Reducer, '_rebuild_buckets', f)", ["patched()"]),
+        ("patched(torch.Tensor, 'data_ptr', f); patched(Kind, '__init__', f); getattr(x, '_fields')", []),
         ("torch.ops.aten._to_copy; self._parameters; torch.__version__", []),
     ],
 )

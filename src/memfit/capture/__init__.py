@@ -51,6 +51,7 @@ from memfit.capture.trace_types import (
     Trace,
     short,
 )
+from memfit.capture.wrapped_models import innermost, names_of_wrappers, own_modules
 
 __all__ = [
     "AFTER_STEP",
@@ -92,12 +93,15 @@ __all__ = [
     "host_state",
     "implementations",
     "implementations_of_step",
+    "innermost",
     "is_capturing",
     "is_container",
     "is_trained",
     "load_trace",
+    "names_of_wrappers",
     "neutral_modes",
     "no_garbage_collection",
+    "own_modules",
     "patched",
     "product_thread",
     "real_tensor",

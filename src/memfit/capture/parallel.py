@@ -34,26 +34,30 @@ from memfit.capture.trace_types import BEFORE_STEP, Category, CollectiveCall
 from memfit.capture.wrapped_models import own_modules, used_map_of, wrappers
 from memfit.torch_private.data_parallel import (
     FSDP1_STREAMS,
+    LOG_TIMES,
+    REBUILD_BUCKETS,
     FullyShardedDataParallel,
-    Logger,
-    Reducer,
     finished_work,
     flat_parameters,
     low_precision_parameters,
 )
 from memfit.torch_private.dispatch import DisableTorchFunction, DispatchMode, disable_current_modes, schema_of
 from memfit.torch_private.distributed import (
+    CHECK_FOR_META,
     FSDP2_STREAMS,
+    KEEP_AFTER_FORWARD,
+    MAKE_STREAMS,
+    PREFETCH,
+    UNSHARD_BEFORE_FORWARD,
     AsyncCollectiveTensor,
     FSDPCommContext,
     FSDPParam,
-    FSDPParamGroup,
     fsdp2_comm_context,
     group_size,
     group_stride,
-    local_tensor,
-    with_local,
+    part_kept_after_forward,
 )
+from memfit.torch_private.distributed_tensors import local_tensor, with_local
 from memfit.torch_private.storages import key_of, storage_key
 
 _functional = torch.ops._c10d_functional
@@ -120,16 +124,16 @@ class ParallelCapture:
         """Follow the step inside the block."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(patched(torch.UntypedStorage, "resize_", self._resize))
-            stack.enter_context(patched(Reducer, "_rebuild_buckets", self._rebuild))
-            stack.enter_context(patched(Logger, "set_runtime_stats_and_log", lambda _: lambda *args: None))
+            stack.enter_context(patched(*REBUILD_BUCKETS, self._rebuild))
+            stack.enter_context(patched(*LOG_TIMES, lambda _: lambda *args: None))
             stack.enter_context(patched(torch.UntypedStorage, "data_ptr", _storage_address))
             stack.enter_context(patched(torch.Tensor, "data_ptr", _tensor_address))
-            stack.enter_context(patched(FSDPParamGroup, "_validate_no_meta_params", lambda _: lambda group: None))
-            stack.enter_context(patched(FSDPCommContext, "lazy_init", self._name_streams))
-            stack.enter_context(patched(FSDPParam, "to_sharded_post_forward", self._note_kept_part))
-            stack.enter_context(patched(FSDPParamGroup, "pre_forward", self._before_call))
-            prefetch = staticmethod(self._prefetched(FSDPParamGroup._prefetch_unshard))
-            stack.enter_context(replaced(FSDPParamGroup, "_prefetch_unshard", prefetch))
+            stack.enter_context(patched(*CHECK_FOR_META, lambda _: lambda group: None))
+            stack.enter_context(patched(*MAKE_STREAMS, self._name_streams))
+            stack.enter_context(patched(*KEEP_AFTER_FORWARD, self._note_kept_part))
+            stack.enter_context(patched(*UNSHARD_BEFORE_FORWARD, self._before_call))
+            prefetch = staticmethod(self._prefetched(getattr(*PREFETCH)))
+            stack.enter_context(replaced(*PREFETCH, prefetch))
             stack.enter_context(self._streams.followed())
             stack.enter_context(self.pipelines.applied())
             yield
@@ -178,7 +182,7 @@ class ParallelCapture:
     def _note_kept_part(self, original: Callable[..., None]) -> Callable[..., None]:
         def reshard(parameter: FSDPParam) -> None:
             original(parameter)
-            self._set_category((parameter._sharded_post_forward_param_data,), Category.GATHERED_PARAMETER)
+            self._set_category((part_kept_after_forward(parameter),), Category.GATHERED_PARAMETER)
 
         return reshard
 

@@ -35,6 +35,7 @@ from memfit.torch_private.autograd import (
 )
 from memfit.torch_private.dispatch import DisableTorchFunction
 from memfit.torch_private.frames import frame_above
+from memfit.torch_private.kernels import FLEX_ATTENTION_RUNS_EAGERLY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,7 @@ class TorchPatches:
                 stack.enter_context(patched(owner, name, wrap))
             flex = sys.modules.get("torch.nn.attention.flex_attention")
             if flex is not None:  # the op itself, and not through Dynamo
-                stack.enter_context(replaced(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True))
+                stack.enter_context(replaced(flex, FLEX_ATTENTION_RUNS_EAGERLY, True))
             stack.enter_context(patched_item(checkpoint_checks, "default", _shape_and_dtype))
             yield
 

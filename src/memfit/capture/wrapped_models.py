@@ -23,11 +23,21 @@ from memfit.capture.replacements import patched
 from memfit.errors import InputError
 from memfit.hardware import Device
 from memfit.torch_private.dispatch import DispatchMode, TensorBase, device_constructors
-from memfit.torch_private.distributed_tensors import is_distributed
+from memfit.torch_private.distributed_tensors import is_distributed, is_local_dtensor
 from memfit.torch_private.modules import module_table
-from memfit.torch_private.wrappers import DATA_PARALLEL_INNER, fully_shard_parameters, was_dtensor
+from memfit.torch_private.wrappers import (
+    DATA_PARALLEL_INNER,
+    fully_shard_parameters,
+    is_fully_sharded,
+    was_dtensor,
+    wrapper_class_name,
+)
 
 _META = torch.device("meta")
+
+
+InnerOf = Callable[[nn.Module], nn.Module | None]
+"""Returns the module that a wrapper wraps, None for a module that is no wrapper."""
 
 
 def inner_module(module: nn.Module) -> nn.Module | None:
@@ -38,20 +48,22 @@ def inner_module(module: nn.Module) -> nn.Module | None:
     return None
 
 
-def innermost(module: nn.Module) -> nn.Module:
+def innermost(module: nn.Module, inner_of: InnerOf = inner_module) -> nn.Module:
     """Return the module inside all wrappers."""
-    while (inner := inner_module(module)) is not None:
+    while (inner := inner_of(module)) is not None:
         module = inner
     return module
 
 
-def own_modules(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def own_modules(
+    model: nn.Module, prefix: str = "", inner_of: InnerOf = inner_module
+) -> Iterator[tuple[str, nn.Module]]:
     """Yield every module that is no wrapper by its path without wrappers; one that has several, under each."""
-    module = innermost(model)
+    module = innermost(model, inner_of)
     yield prefix, module
     for name, child in module_table(module).items():
         if child is not None:
-            yield from own_modules(child, f"{prefix}.{name}" if prefix else name)
+            yield from own_modules(child, f"{prefix}.{name}" if prefix else name, inner_of)
 
 
 def wrappers(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -66,25 +78,36 @@ def wrappers(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Modul
             yield from wrappers(child, f"{prefix}.{name}" if prefix else name)
 
 
-def names_of_wrappers(model: nn.Module) -> tuple[str, ...]:
-    """Name what a model is wrapped in or sharded by: wrappers by their class, `fully_shard`, and `DTensor`.
+def names_of_wrappers(model: nn.Module, inner_of: InnerOf = inner_module) -> tuple[str, ...]:
+    """Name what a model is wrapped in or sharded by, the outermost first: `DistributedDataParallel`, `fully_shard`.
 
-    That is for parameters which are DTensors without `fully_shard`, as tensor parallel ones are.
+    A subclass of a wrapper of torch's has the name of torch's class. `DTensor`, the last, stands for parameters that
+    are DTensors without `fully_shard`, as tensor parallel ones are.
     """
-    found = dict.fromkeys(type(wrapper).__name__ for _, wrapper in wrappers(model))
-    sharded = [module for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    found: dict[str, None] = {}
+    sharded: list[nn.Module] = []
+    for module in model.modules():
+        if inner_of(module) is not None:
+            found[wrapper_class_name(module)] = None
+        if is_fully_sharded(module):
+            sharded.append(module)
+            found["fully_shard"] = None
     if sharded:
-        found["fully_shard"] = None
         distributed = any(was_dtensor(each) for module in sharded for each in fully_shard_parameters(module))
     else:
-        distributed = any(is_distributed(type(each)) for each in model.parameters())
+        distributed = any(is_distributed(type(each)) and not is_local_dtensor(each) for each in model.parameters())
     return (*found, "DTensor") if distributed else tuple(found)
 
 
 @contextlib.contextmanager
 def wrapping(device: Device) -> Iterator[None]:
     """Let DDP and FSDP1 wrap models on meta inside the block, as if these were on the device."""
-    from memfit.torch_private.data_parallel import STARTS, DistributedDataParallel, FullyShardedDataParallel
+    from memfit.torch_private.data_parallel import (
+        CHECK_OF_HOOK,
+        STARTS,
+        DistributedDataParallel,
+        FullyShardedDataParallel,
+    )
 
     place = torch.device("cuda", 0) if device.type == "cuda" else torch.device("cpu")
 
@@ -104,7 +127,7 @@ def wrapping(device: Device) -> Iterator[None]:
         for kind in (DistributedDataParallel, FullyShardedDataParallel):
             stack.enter_context(patched(kind, "__init__", on_target))
         if device.type == "cuda":
-            stack.enter_context(patched(DistributedDataParallel, "_check_comm_hook", _check_without_nccl))
+            stack.enter_context(patched(*CHECK_OF_HOOK, _check_without_nccl))
         yield
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from memfit.capture import held_generators
+from memfit.torch_private.distributed_tensors import is_dtensor
 from memfit.torch_private.kernels import ATTENTION_SWITCHES
 from memfit.torch_private.modules import buffer_table, parameter_table
 
@@ -93,10 +94,6 @@ class ForwardContext:
 _NONE = object()
 
 
-def _is_dtensor(value: Any) -> bool:
-    return type(value) is not torch.nn.Parameter and hasattr(value, "_spec") and hasattr(value, "_local_tensor")
-
-
 class Bindings:
     """The names of a unit, looked up once."""
 
@@ -130,7 +127,7 @@ class Bindings:
         return [each for each in found if each is not None and not self._is_fsdps(each)]
 
     def _is_fsdps(self, value: Any) -> bool:
-        return self._without_dtensors and _is_dtensor(value)
+        return self._without_dtensors and is_dtensor(value)
 
     @contextlib.contextmanager
     def bound(self, then: list[Any]) -> Iterator[None]:

@@ -9,8 +9,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memfit.errors import MissingFeatureError
-from memfit.plans import Engine, Plan, is_fully_sharded, wrappers_of
+from memfit.plans import Engine, Plan, wrappers_of
 from memfit.torch_private.process_groups import reset_reducer
+from memfit.torch_private.wrappers import is_fully_sharded
 
 if TYPE_CHECKING:
     from memfit.sharded import ShardedRuntime

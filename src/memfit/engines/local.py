@@ -21,7 +21,7 @@ from memfit.engines.attachment import Handler, Outermost, attach, attached, deta
 from memfit.engines.compiled_policy import RunPolicy, absent_casts
 from memfit.engines.loop_watch import LoopWatch, WatchedUnit, user_level
 from memfit.engines.loss import LossRegion
-from memfit.engines.mesh_agreement import agree, check_wrapped
+from memfit.engines.mesh_agreement import agree, check_wrapped, compare_kinds, kind_of
 from memfit.engines.selection import check_ranks, check_replicas, resolve_engine, warn_policies_only
 from memfit.engines.step_position import Calls, Mode, StepPosition, needs_step
 from memfit.engines.unit import PlannedUnit
@@ -302,16 +302,34 @@ def apply(
     optimizer: OptimizerLike = None,
     mesh: DeviceMesh | None = None,
     engine: Engine | None = None,
+    *,
+    alone: bool = False,
 ) -> tuple[nn.Module, OptimizerLike]:
     """Make a model run a plan from its next step on; a refusal comes before anything is changed.
 
     A model that something wraps or shards already (DDP, FSDP, `fully_shard`) runs the checkpoint policies of the plan.
+    Every rank of a process group calls it (Note [Kinds of plans]), unless a rank changes the plan of a model that it
+    trains `alone`.
     """
-    _check_is_module(model)
-    optimizers = resolve_optimizers(optimizer)
-    root, wrappers = unwrap(model), wrappers_of(model)
-    shards = plan.shard is not None and not wrappers
+    optimizers: list[torch.optim.Optimizer] = []
+    wrappers: list[str] = []
+    kind, chosen = "", "local"
     refusal: MemfitError | None = None
+    try:
+        _check_is_module(model)
+        optimizers, wrappers = resolve_optimizers(optimizer), wrappers_of(model)
+        kind = kind_of(plan, wrappers)
+        chosen = resolve_engine(plan, engine, wrappers)
+        if plan.shard is not None and not wrappers:
+            check_ranks(plan, mesh)
+    except MemfitError as error:
+        refusal = error
+    if not alone:
+        compare_kinds(kind, refusal, mesh)
+    elif refusal is not None:
+        raise refusal
+    root = unwrap(model)
+    shards = plan.shard is not None and not wrappers
     try:
         _check(plan, model, optimizers)
         if plan.ddp is not None:
@@ -324,10 +342,8 @@ def apply(
         refusal = error  # perhaps of this rank only: the others are told, and must not wait for it
     if plan.mesh:
         agree(plan, refusal)
-    chosen = resolve_engine(plan, engine, wrappers)
     sharding = None
     if shards:
-        check_ranks(plan, mesh)
         # Imported here: they load DTensor, which takes longer than all of memfit, and most plans are for one device.
         if chosen == "fsdp2":
             from memfit.engines.fsdp2 import shard_with_fsdp2

@@ -33,6 +33,7 @@ from memfit.torch_private.frames import frame_above
 from memfit.torch_private.functorch import transform_active
 from memfit.torch_private.pytree import tree_leaves
 from memfit.torch_private.storages import key_of
+from memfit.torch_private.wrappers import ddp_in_forward
 from memfit.units import display_bytes
 
 _MATERIAL = 0.005
@@ -126,8 +127,7 @@ class LoopWatch:
         """Warn that the model has been wrapped or sharded since the plan was applied."""
         model = self._model()
         found = [] if model is None else [each for each in wrappers_of(model) if each in _SHARDS]
-        replicas = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)  # while its forward runs
-        if replicas is not None and self._plan.ddp is None:
+        if ddp_in_forward() is not None and self._plan.ddp is None:
             found.insert(0, "DistributedDataParallel")
         if found:
             self.warn(

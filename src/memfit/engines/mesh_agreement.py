@@ -1,4 +1,9 @@
-"""Whether a plan of a step that is parallel itself suits the model and the ranks that are here.
+"""Whether ranks have plans that go together, and a plan of a step that is parallel itself suits the model and ranks.
+
+Note [Kinds of plans]: some plans make ranks talk to each other when they are applied, and some do not. Where one rank
+has a plan of another kind, the others would wait for it. So in a process group of several ranks the first thing that
+`apply` does is to tell all ranks what this one is about to do, or why it refuses to, whatever the plan: all of them go
+on, or all raise. Every rank calls `apply` for that, also where each has a model of its own.
 
 Note [Collectives run again]: a unit that is recomputed runs its collectives again, in the backward. That is right where
 all ranks of a group do so in the same order. Ranks may have plans of their own (`Plan.rank`), because they differ:
@@ -10,15 +15,60 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from memfit.errors import InputError, MemfitError
 from memfit.plans import Plan
 
+T = TypeVar("T")
 Collectives = Sequence[tuple[str, int, str, tuple[str, ...]]]
 """What runs again: unit, offset of the op in it, what it does, and along which dimensions of the mesh."""
+
+
+def kind_of(plan: Plan, wrappers: Sequence[str]) -> str:
+    """Say what ranks do with a plan together, on a model in these wrappers."""
+    if plan.mesh:
+        return "a plan of a step on a mesh"
+    if plan.shard is not None and not wrappers:
+        return "a plan that shards its model"
+    return "a plan that only checkpoints" + (", on a model that is wrapped" if plan.shard is not None else "")
+
+
+def compare_kinds(kind: str, refusal: MemfitError | None, mesh: DeviceMesh | None) -> None:
+    """Raise on every rank where one has another kind of plan or refuses its own (Note [Kinds of plans]).
+
+    The ranks are those of `mesh`, else all of the process group. On this rank `refusal` is raised, where there is one.
+    """
+    told: list[tuple[int, str, str | None]] = []
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        told.append((dist.get_rank(), kind, None if refusal is None else str(refusal)))
+        if mesh is None:
+            told = _gathered(told, None)
+        else:  # along one dimension after the other, so that each rank learns of all
+            for dim in range(mesh.ndim):
+                told = _gathered(told, mesh.get_group(dim))
+    if refusal is not None:
+        raise refusal
+    for rank, _, said in told:
+        if said is not None:
+            raise InputError(f"rank {rank} refuses the plan, so no rank runs it: {said}")
+    for rank, found, _ in told:
+        if found != told[0][1]:
+            raise InputError(
+                f"rank {told[0][0]} has {told[0][1]}, and rank {rank} has {found}; give every rank a plan of the same "
+                "step, and a model that is wrapped as the others are"
+            )
+
+
+def _gathered(told: list[T], group: dist.ProcessGroup | None) -> list[T]:
+    if dist.get_backend(group) == "fake":  # ranks that are not there
+        return told
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, told, group=group)
+    return [each for one in found for each in one]
 
 
 def check_wrapped(plan: Plan, wrappers: Sequence[str]) -> None:

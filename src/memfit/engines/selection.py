@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memfit.engines.loop_watch import user_level
 from memfit.errors import InputError
-from memfit.plans import DdpPlan, Engine, Plan, is_fully_sharded, named_modules
+from memfit.plans import DdpPlan, Engine, Plan, named_modules
+from memfit.torch_private.wrappers import is_fully_sharded
 from memfit.units import display_bytes
 
 _ENGINES: tuple[Engine, ...] = get_args(Engine)

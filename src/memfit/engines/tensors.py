@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from memfit.plans import is_fully_sharded
 from memfit.torch_private.dispatch import DisableTorchDispatch, schema_of
 from memfit.torch_private.distributed_tensors import is_distributed, local_tensor, without_graph
 from memfit.torch_private.storages import storage_key
-from memfit.torch_private.wrappers import fully_shard_parameters
+from memfit.torch_private.wrappers import fully_shard_parameters, is_fully_sharded
 from memfit.tradeoff import UPDATES
 
 

@@ -44,7 +44,7 @@ from memfit.plans.search_result import Over, Search, SearchInterrupted, SearchPo
 from memfit.plans.searching import search
 from memfit.plans.shard_options import shard_options_of
 from memfit.plans.trace_record import build_trace_record, describe_peak, peak_at
-from memfit.plans.wrappers import is_fully_sharded, named_modules, unwrap, wrappers_of
+from memfit.plans.wrappers import named_modules, unwrap, wrappers_of
 
 __all__ = [
     "EXPANDABLE",
@@ -90,7 +90,6 @@ __all__ = [
     "find_cast",
     "find_model_differences",
     "find_optimizer_differences",
-    "is_fully_sharded",
     "load",
     "named_modules",
     "peak_at",

@@ -28,7 +28,7 @@ from memfit.plans.resolve import TargetLike, resolve_cost, resolve_options, reso
 from memfit.plans.search_arguments import count_samples
 from memfit.plans.search_result import SearchInterrupted
 from memfit.progress import Progress
-from memfit.sharding import group_along
+from memfit.sharding import Sharding, find_bubbles, group_along
 from memfit.solve import Problem, SolveOptions, Status, minimum_budget_bytes, solve
 from memfit.text import counted
 from memfit.torch_private.pytree import tree_leaves
@@ -201,13 +201,17 @@ class _Tries:
         return MeshPoint(mesh=shape, status="impossible", reason=reason)
 
     def _plan(self, shape: dict[str, int], which: str, working: Progress) -> MeshPoint:
-        """Plan a shape; of a pipeline its first and its last stage, and what is worse of either counts."""
+        """Plan a shape; of a pipeline its first and its last stage, and what is worse of either counts.
+
+        These wait for each other: the step takes as long as the schedule does with the times of both.
+        """
         step, last = self.step_of(shape), shape.get(_PIPELINE, 1) - 1
-        found = [self._plan_rank(step, shape, {}, which, working)]
-        if last > 0 and found[0].fits:
-            found.append(self._plan_rank(step, shape, {_PIPELINE: last}, which, working))
-        if not all(point.fits for point in found):
-            return next(point for point in found if not point.fits)
+        ranks = [self._plan_rank(step, shape, {}, which, working)]
+        if last > 0 and ranks[0][0].fits:
+            ranks.append(self._plan_rank(step, shape, {_PIPELINE: last}, which, working))
+        if not all(point.fits for point, _ in ranks):
+            return next(point for point, _ in ranks if not point.fits)
+        found = together(ranks)
         largest = max(found, key=lambda point: point.peak_bytes or 0)
         slowest = max(found, key=lambda point: point.step_ms or 0.0)
         times = ("step_ms", "recompute_ms", "recomputed_units", "communication_ms", "exposed_ms", "throughput_per_s")
@@ -216,7 +220,7 @@ class _Tries:
 
     def _plan_rank(
         self, step: Step, shape: dict[str, int], rank: dict[str, int], which: str, working: Progress
-    ) -> MeshPoint:
+    ) -> tuple[MeshPoint, Sharding | None]:
         working.update(f"{display_mesh(shape)} ({which}): capturing{' its last stage' if rank else ''}")
         with _quiet_dtensor():
             captured = trace(step, target=self.target, mesh=shape, rank=rank or None)
@@ -237,7 +241,7 @@ class _Tries:
         rate = None
         if step_ms and amount is not None:
             rate = amount * step.accumulation_steps * batches_in(shape) * 1e3 / step_ms
-        return MeshPoint(
+        point = MeshPoint(
             mesh=shape,
             status=_STATUS.get(solved.status, "unknown"),
             batch=count_samples(step),
@@ -256,11 +260,42 @@ class _Tries:
             baseline_peak_bytes=problem.baseline_bytes,
             minimum_budget_bytes=least_bytes,
         )
+        return point, problem.sharding
 
     def _nodes(self, shape: Mapping[str, int]) -> dict[str, int]:
         node = min(self.target.ranks, self.target.ranks_per_node)
         sizes = tuple(shape.items())
         return {name: group_along(sizes, (name,), node).nodes for name in shape}
+
+
+def together(ranks: Sequence[tuple[MeshPoint, Sharding | None]]) -> list[MeshPoint]:
+    """Return the ranks of a pipeline with the times that they have beside each other, not beside others like each."""
+    points = [point for point, _ in ranks]
+    pipelines = [() if sharding is None else sharding.pipelines for _, sharding in ranks]
+    if len(ranks) == 1 or not all(len(each) == len(pipelines[0]) > 0 for each in pipelines):
+        return points
+    runs = len(pipelines[0])
+    waited = [0.0] * len(ranks)
+    for number in range(runs):
+        times = [
+            each[number].with_recompute((point.recompute_ms or 0.0) / runs)
+            for point, each in zip(points, pipelines, strict=True)
+        ]
+        for place, bubble in enumerate(find_bubbles(times)):
+            waited[place] += bubble.waited_ms
+    return [
+        _with_bubble(point, waited_ms - (0.0 if sharding is None else sharding.bubble_ms))
+        for (point, sharding), waited_ms in zip(ranks, waited, strict=True)
+    ]
+
+
+def _with_bubble(point: MeshPoint, longer_ms: float) -> MeshPoint:
+    """Return a point whose bubble is so much longer."""
+    if point.step_ms is None or point.exposed_ms is None:
+        return point
+    step_ms = point.step_ms + longer_ms
+    rate = point.throughput_per_s and point.throughput_per_s * point.step_ms / step_ms
+    return replace(point, step_ms=step_ms, exposed_ms=point.exposed_ms + longer_ms, throughput_per_s=rate)
 
 
 def _dims(

@@ -16,7 +16,8 @@ from memfit.memory import Timeline
 from memfit.paths import MODEL_LABEL, module_label
 from memfit.plans import Plan
 from memfit.recovery.meter import Limit
-from memfit.torch_private.storages import local_part, storage_key
+from memfit.torch_private.distributed_tensors import local_tensor
+from memfit.torch_private.storages import storage_key
 from memfit.units import display_bytes
 from memfit.verify import FailedAt
 
@@ -184,7 +185,7 @@ def count_tensors(
     seen: set[int] = set()
 
     def add(category: Category, path: str, tensor: torch.Tensor | None) -> None:
-        tensor = None if tensor is None else local_part(tensor)
+        tensor = None if tensor is None else local_tensor(tensor)
         if tensor is None or tensor.layout is not torch.strided or storage_key(tensor) in seen:
             return
         seen.add(storage_key(tensor))

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from memfit.errors import MissingFeatureError
-from memfit.sharded import CollectiveError, RankError
+from memfit.sharded import RankError
 from memfit.torch_private.process_groups import (
     connect,
     cut,
@@ -34,18 +34,11 @@ from memfit.torch_private.process_groups import (
     waits_on_device,
 )
 from memfit.torch_private.wrappers import default_group
+from memfit.verify import describe_failure, follows_another, forget_message_group, gather_objects, message_group
 
 T = TypeVar("T")
-_SIGNS = (
-    "gloo/transport",
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Application timeout caused pair closure",
-    "error_on_collective",
-)
 _POLL_S = 0.25
 _ROLL_CALL_S = 2.0
-_talks: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _generations: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 _faults: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 _spares: WeakKeyDictionary[dist.ProcessGroup, list[Any]] = WeakKeyDictionary()
@@ -57,13 +50,8 @@ class RankTalk:
 
     def __init__(self) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        world = default_group()
-        if world not in _talks:
-            made = dist.new_group(backend="gloo")
-            assert isinstance(made, dist.ProcessGroup)
-            _talks[world] = made
-        self._world, self._group = world, _talks[world]
-        self._store = dist.PrefixStore("memfit/guard", world.get_group_store())
+        self._world, self._group = default_group(), message_group()
+        self._store = dist.PrefixStore("memfit/guard", self._world.get_group_store())
         self._alarm = threading.Event()
         self._watcher: _Watcher | None = None
 
@@ -92,12 +80,10 @@ class RankTalk:
 
     def gather(self, own: T) -> list[T]:
         """Return what every rank gave, rank 0's first."""
-        told: list[Any] = [None] * self.ranks
         try:
-            dist.all_gather_object(told, own, group=self._group)
+            return gather_objects(own, self._group)
         except RuntimeError as error:
             raise self._gone(error) from error
-        return told
 
     def together(self, about: str, act: Callable[[], T]) -> T:
         """Run an action on every rank, one that fails before its collectives, if at all.
@@ -110,7 +96,7 @@ class RankTalk:
             result.append(act())
         except Exception as error:
             failure = error
-        told = self.gather(None if failure is None else f"{type(failure).__name__}: {failure}")
+        told = self.gather(describe_failure(failure))
         if failure is not None:
             raise failure
         for rank, text in enumerate(told):
@@ -145,7 +131,7 @@ class RankTalk:
         self._say(text)
         self._cut_groups()
         cut(self._group)
-        _talks.pop(self._world, None)
+        forget_message_group(self._world)
 
     def prepare(self) -> None:
         """Make the connections that the next fault will need, while there is memory; on every rank."""
@@ -183,13 +169,10 @@ class RankTalk:
 
     def follows(self, error: BaseException | None) -> bool:
         """Return whether an error says no more than that another rank has left the step."""
-        if self._alarm.is_set():
+        if self._alarm.is_set() or follows_another(error):
             return True
         while error is not None:
-            text = str(error)
-            if isinstance(error, CollectiveError) or any(sign in text for sign in _SIGNS):
-                return True
-            if "NCCL" in text and "out of memory" not in text:  # NCCL may itself be what found no memory
+            if "NCCL" in str(error) and "out of memory" not in str(error):  # NCCL may be what found no memory
                 return True
             error = error.__cause__
         return False
@@ -227,7 +210,7 @@ class RankTalk:
     def _gone(self, error: RuntimeError) -> RankError:
         """Say which ranks no longer answer: those that are there sign in the store."""
         self._cut_groups()
-        _talks.pop(self._world, None)
+        forget_message_group(self._world)
         said = self.notice()
         if said is not None:
             return RankError(f"{said}, and does not go on. Start all ranks again and go on from the last save")

@@ -12,14 +12,14 @@ from torch import nn
 
 from memfit.capture import AFTER_STEP, NO_INDEX, Category, Phase, Step, Trace
 from memfit.cost import Cost
-from memfit.engines import has_planned_loss, unplanned
+from memfit.engines import apply, has_planned_loss, unplanned
 from memfit.errors import InputError, MemfitError
 from memfit.hardware import Target
 from memfit.memory import Timeline
 from memfit.plans import Engine, Plan, shard_options_of
 from memfit.plans import plan as make_plan
 from memfit.solve import SolveOptions
-from memfit.torch_private.storages import local_part
+from memfit.torch_private.distributed_tensors import local_tensor
 from memfit.tradeoff import LOSS, find_units
 from memfit.verify import is_out_of_memory, replay_on_ranks, replay_plan, resolve_step, without_state
 
@@ -193,12 +193,15 @@ def _captured(plan: Plan, step: Step, model: nn.Module) -> Trace:
 
 
 def swap(old: Plan, new: Plan, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Make the model run another plan; it goes on with the old one when that is refused."""
+    """Make the model run another plan; it goes on with the old one when that is refused.
+
+    For a model that no other rank trains: ranks that train one together replace its policies (`rank_guarding.py`).
+    """
     old.remove(model)
     try:
-        new.apply(model, optimizer)
+        apply(new, model, optimizer, alone=True)
     except BaseException:
-        old.apply(model, optimizer)
+        apply(old, model, optimizer, alone=True)
         raise
 
 
@@ -262,4 +265,4 @@ def _states(trace: Trace) -> list[int]:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    return local_part(tensor).numel() * tensor.element_size()
+    return local_tensor(tensor).numel() * tensor.element_size()

@@ -28,8 +28,8 @@ from torch import nn
 
 from memfit.engines import plan_of_model
 from memfit.torch_private.autograd import version_of
+from memfit.torch_private.distributed_tensors import local_tensor
 from memfit.torch_private.modules import buffer_table
-from memfit.torch_private.storages import local_part
 from memfit.verify import generators, set_generators
 
 _COUNTED_FUSED = (torch.optim.Adam, torch.optim.AdamW)
@@ -106,7 +106,7 @@ class Before:
         """What the copies take that are kept while the step runs."""
         copies = [each.copy for each in (*self.parameters, *self.states, *self.gradients)]
         copies += [kept.copy for *_, kept in self.buffers if kept is not None]
-        return sum(local_part(each).nbytes for each in copies if each is not None)
+        return sum(local_tensor(each).nbytes for each in copies if each is not None)
 
     def restore(self) -> list[str]:
         """Roll the step back; return the names of what could not be restored."""

@@ -1,5 +1,6 @@
 """What sharding adds to a step: units, schedule, bytes, streams and times of FSDP2, memfit's runtime and DDP."""
 
+from memfit.sharding.bubbles import find_bubbles
 from memfit.sharding.captured_step import captured_ranks
 from memfit.sharding.flat_layout import FlatLayout, Part, PartTable, Slot, group_alike
 from memfit.sharding.flat_schedule import Schedule, UnitOptions
@@ -32,6 +33,7 @@ __all__ = [
     "UnitOptions",
     "captured_ranks",
     "copies_ms",
+    "find_bubbles",
     "group_alike",
     "group_along",
     "group_of",

@@ -18,7 +18,7 @@ from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import Stream, Timeline
 from memfit.paths import around
-from memfit.sharding.bubbles import find_bubble
+from memfit.sharding.bubbles import StageTimes, find_bubbles, find_stage_times
 from memfit.sharding.mesh_links import group_of
 from memfit.sharding.options import padded_elements
 from memfit.sharding.result import Sharding
@@ -52,7 +52,8 @@ def captured_ranks(timeline: Timeline, runtime: Runtime, target: Target) -> Shar
     communication_ms, waits = collective_waits(runtime, target, schedule)
     waited_ms = sum(waits.values())
     beside_ms = slowed_ms(schedule.transfers, target, communication_ms, waited_ms)
-    sent_ms, bubble_ms = _pipelined(trace, runtime, target, waits)
+    sent_ms, pipelines = _pipelined(trace, runtime, target, waits)
+    bubble_ms = sum(find_bubbles([each])[0].waited_ms for each in pipelines)
     return Sharding(
         runtime=runtime,
         before_by_row=timeline.before_by_row,
@@ -68,17 +69,20 @@ def captured_ranks(timeline: Timeline, runtime: Runtime, target: Target) -> Shar
         param_dtype=None,
         reduce_dtype=None,
         bubble_ms=bubble_ms,
+        pipelines=pipelines,
     )
 
 
-def _pipelined(trace: Trace, runtime: Runtime, target: Target, waits: dict[int, float]) -> tuple[float, float]:
-    """Return the time of what stages send and receive, and for how long this one waits for others."""
+def _pipelined(
+    trace: Trace, runtime: Runtime, target: Target, waits: dict[int, float]
+) -> tuple[float, tuple[StageTimes, ...]]:
+    """Return the time of what stages send and receive, and of what this rank's stages compute in each pipeline."""
     model = CollectiveModel(target)
     sent = [each for each in trace.collectives if _is_in_pipeline(trace, each)]
     times = [model.collective_ms(Collective.SEND, each.bytes, group_of(trace.mesh, each, target)) for each in sent]
     transfer_ms = sum(times) / len(times) if times else 0.0
-    bubbles = (find_bubble(run, runtime, waits, transfer_ms) for run in trace.pipelines)
-    return sum(times), sum(bubble.waited_ms for bubble in bubbles if bubble is not None)
+    stages = (find_stage_times(run, runtime, waits, transfer_ms) for run in trace.pipelines)
+    return sum(times), tuple(each for each in stages if each is not None)
 
 
 def _is_in_pipeline(trace: Trace, call: CollectiveCall) -> bool:

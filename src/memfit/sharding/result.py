@@ -8,6 +8,7 @@ from functools import cached_property
 from memfit.capture import Trace
 from memfit.cost import Runtime
 from memfit.memory import Bytes, Interval
+from memfit.sharding.bubbles import StageTimes
 from memfit.sharding.schedule import ShardSchedule, Transfer
 from memfit.sharding.units import ShardUnit
 
@@ -41,6 +42,8 @@ class Sharding:
     beside_ms: float = 0.0
     bubble_ms: float = 0.0
     """Of `exposed_ms`, what a stage of a pipeline waits for the others (`bubbles.py`)."""
+    pipelines: tuple[StageTimes, ...] = ()
+    """What this rank's stages compute in each pipeline, for the bubble beside other ranks that were captured."""
 
     @property
     def trace(self) -> Trace:

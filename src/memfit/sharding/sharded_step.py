@@ -22,6 +22,7 @@ from memfit.sharding.ddp import replicate
 from memfit.sharding.flat_schedule import FlatScheduler, FlatUnit, Schedule, UnitOptions, flat_units
 from memfit.sharding.fsdp2_schedule import FSDP2Scheduler
 from memfit.sharding.gradients import WholeGradient, casts_of, gradients_before, whole_gradients, without_casts
+from memfit.sharding.input_gradients import held_input_gradients
 from memfit.sharding.options import (
     ShardDtype,
     ShardDtypes,
@@ -170,6 +171,10 @@ def shard(
         _shard_gradients(levels, shards, gradients, together)
         _shard_optimizer_temporaries(levels, shards)
     levels.add(schedule)
+    if flat is None:
+        for held in held_input_gradients(trace, units, gradients):
+            made = levels.make(held.category, held.size_bytes, held.begin, module=held.module, by_op=True)
+            levels.end(made, held.end)
     levels.replace_zeroed(trace)
     before, during = levels.levels()
     communication_ms, waited_ms = communication(runtime, target, schedule)

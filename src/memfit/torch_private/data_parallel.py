@@ -21,10 +21,16 @@ from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
 from torch.nn.parallel import distributed
 from torch.nn.parallel.distributed import DistributedDataParallel
 
-__all__ = ["DistributedDataParallel", "FullyShardedDataParallel", "Logger", "Reducer"]
+__all__ = ["DistributedDataParallel", "FullyShardedDataParallel"]
 
-# Reducer (torch/csrc/distributed/c10d/reducer.cpp): its `_rebuild_buckets` reads values that the ranks have agreed on.
-# Logger (torch/csrc/distributed/c10d/logger.cpp) measures times, and warns on devices that are neither CPU nor CUDA.
+_Method = tuple[type, str]
+
+REBUILD_BUCKETS: _Method = (Reducer, "_rebuild_buckets")
+"""Makes buckets anew from values that the ranks have agreed on (torch/csrc/distributed/c10d/reducer.cpp)."""
+LOG_TIMES: _Method = (Logger, "set_runtime_stats_and_log")
+"""Measures times (torch/csrc/distributed/c10d/logger.cpp), and warns on devices that are neither CPU nor CUDA."""
+CHECK_OF_HOOK: _Method = (DistributedDataParallel, "_check_comm_hook")
+"""Refuses communication hooks that the NCCL of this machine could not run (torch/nn/parallel/distributed.py)."""
 
 STARTS: tuple[tuple[ModuleType, str, Any], ...] = (
     (distributed, "_verify_param_shape_across_processes", None),

@@ -10,33 +10,41 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import _random as dtensor_random
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-__all__ = ["AsyncCollectiveTensor", "DTensor", "FSDPCommContext", "FSDPParam", "FSDPParamGroup", "FakeStore"]
+from memfit.torch_private.wrappers import is_fully_sharded
+
+__all__ = ["AsyncCollectiveTensor", "FSDPCommContext", "FSDPParam", "FakeStore"]
 
 # FakeStore (torch/testing/_internal/distributed/fake_pg.py) comes with the backend "fake", whose collectives return at
 # once and change nothing. Without it no parallel step can be captured.
 
-# FSDPParamGroup (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py): its `_validate_no_meta_params` is for
-# parameters that were never materialized, and all of a capture's are on meta.
-
-# FSDPParam (torch/distributed/fsdp/_fully_shard/_fsdp_param.py): its `to_sharded_post_forward` copies what a rank keeps
-# of a parameter until the backward, `_sharded_post_forward_param_data`, which is no activation.
-
 # AsyncCollectiveTensor (torch/distributed/_functional_collectives.py) is around the result, `elem`, of a collective
 # that nobody has waited for.
 
-# FSDPCommContext (same file as FSDPParamGroup) has the streams of FSDP2 as attributes, which is how they get their
-# names here.
+# Methods of FSDP2 that a capture calls or replaces, with their owners. FSDPParamGroup and FSDPCommContext are in
+# torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParam is in _fsdp_param.py beside it. Where one is gone,
+# the capture of a fully sharded model ends with an AttributeError.
+
+_Method = tuple[type, str]
+
+CHECK_FOR_META: _Method = (FSDPParamGroup, "_validate_no_meta_params")
+"""Refuses parameters that were never materialized, and all of a capture's are on meta."""
+UNSHARD_BEFORE_FORWARD: _Method = (FSDPParamGroup, "pre_forward")
+"""Gathers parameters before a module's forward."""
+PREFETCH: _Method = (FSDPParamGroup, "_prefetch_unshard")
+"""Gathers those of another group while one runs; a static method."""
+MAKE_STREAMS: _Method = (FSDPCommContext, "lazy_init")
+"""Makes the streams, attributes of the context by which they get their names here."""
+KEEP_AFTER_FORWARD: _Method = (FSDPParam, "to_sharded_post_forward")
+"""Copies what a rank keeps of a parameter until the backward, which is no activation."""
 
 clear_dtensor_caches = _clear_sharding_prop_cache
 """Forget how DTensor has sharded results (torch/distributed/tensor/debug/__init__.py): what it remembers refers to
@@ -80,21 +88,14 @@ def fake_group(ranks: int, rank: int = 0) -> Iterator[None]:
         sys.excepthook = hook
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a DTensor that this rank holds (`DTensor._local_tensor`); any other tensor as it is."""
-    while isinstance(tensor, DTensor | AsyncCollectiveTensor):
-        tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor.elem
-    return tensor
-
-
-def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return a tensor distributed like another one (`DTensor._spec`), of which this rank holds `local`."""
-    return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
-
-
 def fsdp2_comm_context(module: Any) -> FSDPCommContext | None:
     """Return what `fully_shard` shares between the groups of a model, None for a module that it does not know."""
-    return module._get_fsdp_state()._comm_ctx if hasattr(module, "_get_fsdp_state") else None
+    return module._get_fsdp_state()._comm_ctx if is_fully_sharded(module) else None
+
+
+def part_kept_after_forward(parameter: FSDPParam) -> Any:
+    """Return what a rank keeps of a parameter from its forward to the backward (`_sharded_post_forward_param_data`)."""
+    return parameter._sharded_post_forward_param_data
 
 
 def group_stride(group: Any) -> int:

@@ -24,8 +24,14 @@ def _names(kind: type) -> frozenset[str]:
     return frozenset(base.__name__ for base in kind.__mro__ if base.__module__.startswith("torch.distributed"))
 
 
-def _is_dtensor(tensor: Any) -> bool:
+def is_dtensor(tensor: Any) -> bool:
+    """Return whether a value is a DTensor, also one of memfit's runtime."""
     return "DTensor" in _names(type(tensor))
+
+
+def is_local_dtensor(tensor: Any) -> bool:
+    """Return whether a DTensor is one of memfit's own runtime (`LocalDTensor` in `dtensor.py`)."""
+    return any(kind.__name__ == "LocalDTensor" for kind in type(tensor).__mro__)
 
 
 def is_distributed(kind: type) -> bool:
@@ -36,16 +42,21 @@ def is_distributed(kind: type) -> bool:
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of a tensor; any that is not distributed as it is."""
     while type(tensor) is not torch.Tensor and is_distributed(type(tensor)):
-        tensor = tensor._local_tensor if _is_dtensor(tensor) else tensor.elem  # type: ignore[attr-defined]
+        tensor = tensor._local_tensor if is_dtensor(tensor) else tensor.elem  # type: ignore[attr-defined]
     return tensor
+
+
+def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a tensor distributed like another one, of which this rank holds `local`."""
+    return wrapping_like(tensor)(local)
 
 
 def has_arrived(tensor: torch.Tensor) -> bool:
     """Return whether a tensor has its values: false for the result of a collective that nobody has waited for."""
     while type(tensor) is not torch.Tensor and is_distributed(type(tensor)):
-        if not _is_dtensor(tensor) and not tensor.completed:  # type: ignore[attr-defined]
+        if not is_dtensor(tensor) and not tensor.completed:  # type: ignore[attr-defined]
             return False
-        tensor = tensor._local_tensor if _is_dtensor(tensor) else tensor.elem  # type: ignore[attr-defined]
+        tensor = tensor._local_tensor if is_dtensor(tensor) else tensor.elem  # type: ignore[attr-defined]
     return True
 
 
@@ -57,7 +68,7 @@ def without_graph(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.detach() if tensor.requires_grad else tensor
         finally:
             del guard
-    if _is_dtensor(tensor):
+    if is_dtensor(tensor):
         local = without_graph(tensor._local_tensor)  # type: ignore[attr-defined]
         return type(tensor)(local, tensor._spec, requires_grad=False)  # type: ignore[attr-defined, call-arg]
     found = type(tensor)(without_graph(tensor.elem))  # type: ignore[attr-defined]
@@ -67,7 +78,7 @@ def without_graph(tensor: torch.Tensor) -> torch.Tensor:
 
 def wrapping_like(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return what makes a tensor of this kind from the part of this rank, without holding the tensor."""
-    if not _is_dtensor(tensor):
+    if not is_dtensor(tensor):
         return lambda local: local
     kind, spec = type(tensor), tensor._spec  # type: ignore[attr-defined]
     return lambda local: kind(local, spec, requires_grad=False)  # type: ignore[call-arg]
@@ -77,7 +88,7 @@ def layout_of(tensor: torch.Tensor) -> Any:
     """Return how a distributed tensor is divided between ranks, None for any other."""
     if type(tensor) is torch.Tensor or not is_distributed(type(tensor)):
         return None
-    return tensor._spec if _is_dtensor(tensor) else "collective"  # type: ignore[attr-defined]
+    return tensor._spec if is_dtensor(tensor) else "collective"  # type: ignore[attr-defined]
 
 
 def only_waits(func: Any) -> bool:

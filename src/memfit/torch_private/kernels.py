@@ -65,6 +65,11 @@ def cudnn_version() -> int:
     return torch.backends.cudnn.version() or _CUDNN_OF_WHEELS.get(int(torch.version.cuda.split(".")[0]), 0)
 
 
+FLEX_ATTENTION_RUNS_EAGERLY = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+"""A flag of torch/nn/attention/flex_attention.py: run the op itself, and not through Dynamo. Where it is gone, the
+capture of `flex_attention` sees what Dynamo makes of it."""
+
+
 def flex_attention_forward() -> Any:
     """Return the function that eager `flex_attention` runs (torch/_higher_order_ops/flex_attention.py)."""
     from torch._higher_order_ops.flex_attention import sdpa_dense

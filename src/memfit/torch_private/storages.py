@@ -21,14 +21,6 @@ swap_tensors: Any = torch._C._swap_tensor_impl  # type: ignore[attr-defined]
 a tensor made for real becomes a stand-in."""
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Return the part of a DTensor that this rank holds (`DTensor._local_tensor`); any other tensor as it is.
-
-    Without importing DTensor, which takes a second: whoever has such a tensor has imported it.
-    """
-    return getattr(tensor, "_local_tensor", tensor)
-
-
 def storage_key(tensor: Tensor) -> int:
     """Return the address of a tensor's storage object, which no other storage has while it lives.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,6 +45,11 @@ def is_wrapped_by_fsdp1(model: nn.Module) -> bool:
     return any("_fsdp_wrapped_module" in module_table(module) for module in model.modules())
 
 
+def ddp_in_forward() -> nn.Module | None:
+    """Return the DDP module whose forward runs (`_active_ddp_module`, torch/nn/parallel/distributed.py), else None."""
+    return getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+
+
 def own_class(module: nn.Module) -> type:
     """Return a module's class, its own one where `fully_shard` has swapped it.
 
@@ -51,6 +57,22 @@ def own_class(module: nn.Module) -> type:
     """
     kind = type(module)
     return kind.__mro__[getattr(kind, "_orig_cls_mro_index", 0)]
+
+
+def wrapper_class_name(wrapper: nn.Module) -> str:
+    """Name a wrapper by the class of torch that it is or is derived from; one that is not torch's by its own class."""
+    own = own_class(wrapper)
+    bases = itertools.takewhile(lambda kind: kind is not nn.Module, own.__mro__)
+    return next((kind for kind in bases if kind.__module__.startswith("torch.")), own).__name__
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Tell whether `fully_shard` was called on a module, without importing what it is in.
+
+    `FSDPModule` (torch/distributed/fsdp/_fully_shard/_fully_shard.py) is public; importing it takes a second.
+    """
+    mro = type(module).__mro__
+    return any(kind.__name__ == "FSDPModule" and kind.__module__.startswith("torch.") for kind in mro)
 
 
 def fully_shard_parameters(module: Any) -> Iterator[Any]:
@@ -78,7 +100,7 @@ def is_offloaded_by_fsdp2(module: Any) -> bool:
 
     `FSDPParam.offload_to_cpu` (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
     """
-    if not hasattr(module, "_get_fsdp_state"):
+    if not is_fully_sharded(module):
         return False
     return any(parameter.offload_to_cpu for parameter in fully_shard_parameters(module))
 

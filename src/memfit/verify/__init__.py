@@ -4,6 +4,13 @@ from memfit.verify.exactness import Difference, Exactness
 from memfit.verify.faults import FailedAt, is_out_of_memory, locate_failure, parse_asked_bytes, release
 from memfit.verify.measure import mapped_bytes
 from memfit.verify.prediction import capture_for_plan, replay_on_ranks, replay_plan, without_state
+from memfit.verify.rank_messages import (
+    describe_failure,
+    follows_another,
+    forget_message_group,
+    gather_objects,
+    message_group,
+)
 from memfit.verify.resolve import resolve_step, step_at
 from memfit.verify.state import generators, set_generators
 from memfit.verify.verification import TIME_TOLERANCE, BytesCheck, MsCheck, RankCheck, Verification
@@ -19,10 +26,15 @@ __all__ = [
     "RankCheck",
     "Verification",
     "capture_for_plan",
+    "describe_failure",
+    "follows_another",
+    "forget_message_group",
+    "gather_objects",
     "generators",
     "is_out_of_memory",
     "locate_failure",
     "mapped_bytes",
+    "message_group",
     "parse_asked_bytes",
     "release",
     "replay_on_ranks",

@@ -14,6 +14,7 @@ from torch import nn
 
 from memfit.capture import fills_its_memory, patched
 from memfit.torch_private.autograd import in_backward, post_accumulate_hooks
+from memfit.torch_private.distributed_tensors import has_arrived, local_tensor, wait_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,10 @@ def _noting(backward: Callable[..., Any], outcome: Outcome) -> Callable[..., Any
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor's values to host memory that torch's allocator does not count (Note [Second of two])."""
-    tensor = local_part(tensor)
+    local = local_tensor(tensor)
+    if not has_arrived(tensor):
+        wait_for(local)
+    tensor = local
     dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
     if not dense.numel():
         return torch.empty(dense.shape, dtype=dense.dtype)
@@ -112,11 +116,6 @@ def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     if fills_its_memory(dense):
         return memory.as_strided(dense.shape, dense.stride()).copy_(dense)  # copying a transpose would take scratch
     return memory.view(dense.shape).copy_(dense)
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, and any other tensor itself; DTensor is not loaded for that."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
 
 
 def compare_outcomes(planned: Outcome, plain: Outcome, step: int) -> list[Difference]:

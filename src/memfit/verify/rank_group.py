@@ -10,26 +10,21 @@ stay for the next verification, until the process group is destroyed; closed one
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from memfit.sharded import CollectiveError, RankError
+from memfit.sharded import RankError
 from memfit.torch_private.distributed import clear_dtensor_caches
+from memfit.torch_private.process_groups import cut, waits_on_device
 from memfit.torch_private.wrappers import default_group
-
-_UNUSED_TAG = 1 << 27
-"""No collective of torch or memfit has it."""
-_CLOSED = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
+from memfit.verify.rank_messages import describe_failure, follows_another, gather_objects, message_group
 
 T = TypeVar("T")
-_talks: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _steps: WeakKeyDictionary[dist.ProcessGroup, dict[int, list[dist.ProcessGroup]]] = WeakKeyDictionary()
 """Of each number of replicas, the groups of this rank: of the replicas where there are several, then of the shards."""
 
@@ -40,9 +35,7 @@ class RankGroup:
     def __init__(self, device_type: str, replicas: int = 1) -> None:
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         world = default_group()
-        if world not in _talks:
-            _talks[world] = _new_group("gloo")
-        self._talk, self._replicas = _talks[world], replicas
+        self._talk, self._replicas = message_group(), replicas
         self._made = _steps.setdefault(world, {})
         shape = torch.arange(self.ranks).view(replicas, -1)
         if replicas not in self._made:
@@ -69,8 +62,8 @@ class RankGroup:
             failure = error
             if sends:
                 self._close()
-        followed = failure is not None and _follows(failure)
-        told = self.gather((None if failure is None else f"{type(failure).__name__}: {failure}", followed))
+        followed = follows_another(failure)
+        told = self.gather((describe_failure(failure), followed))
         if sends and any(what is not None for what, _ in told):
             self._made.pop(self._replicas, None)
             clear_dtensor_caches()  # they have the mesh of the closed group, and take it for any that is equal
@@ -84,34 +77,16 @@ class RankGroup:
 
     def gather(self, own: T) -> list[T]:
         """Return what every rank gave, rank 0's first."""
-        told: list[Any] = [None] * self.ranks
-        dist.all_gather_object(told, own, group=self._talk)
-        return told
+        return gather_objects(own, self._talk)
 
     def _close(self) -> None:
-        """Close this rank's connections of the step's groups: a wait in vain does that in Gloo, whoever holds it."""
+        """Close this rank's connections of the step's groups, where that ends a wait of others."""
         for group in self._step:
-            if group.size() == 1 or dist.get_backend(group) != "gloo":
-                continue
-            with contextlib.suppress(RuntimeError):
-                work = group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), _UNUSED_TAG)
-                work.wait(timedelta(milliseconds=1))
+            if not waits_on_device(group):
+                cut(group)
 
 
 def _own_group(rows: torch.Tensor) -> dist.ProcessGroup:
     """Make a group of each row of ranks, and return the one that this rank is in."""
-    made = [(row, _new_group(ranks=row)) for row in rows.tolist()]
+    made = [(row, dist.new_group(row)) for row in rows.tolist()]
     return next(group for row, group in made if dist.get_rank() in row and isinstance(group, dist.ProcessGroup))
-
-
-def _new_group(backend: str | None = None, ranks: list[int] | None = None) -> Any:
-    return dist.new_group(ranks, backend=backend)
-
-
-def _follows(error: BaseException | None) -> bool:
-    """Return whether an error says no more than that another rank has gone."""
-    while error is not None:
-        if isinstance(error, CollectiveError) or any(sign in str(error) for sign in _CLOSED):
-            return True
-        error = error.__cause__
-    return False

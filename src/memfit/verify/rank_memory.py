@@ -16,8 +16,8 @@ from torch import nn
 
 from memfit.capture import BEFORE_STEP, AllocatorEvent, Category, Trace, no_garbage_collection
 from memfit.memory import measured
+from memfit.torch_private.distributed_tensors import local_tensor
 from memfit.torch_private.storages import storage_key
-from memfit.verify.exactness import local_part
 from memfit.verify.measure import measure_rise
 from memfit.verify.state import tensors_in
 
@@ -79,7 +79,7 @@ def resident_bytes(
     tensors = [*model.parameters(), *(each.grad for each in model.parameters() if each.grad is not None)]
     if optimizer is not None:
         tensors += tensors_in(list(optimizer.state.values()))
-    parts = [local_part(each) for each in tensors]
+    parts = [local_tensor(each) for each in tensors]
     here = [each for each in parts if each.device.type == device_type and each.layout is torch.strided]
     sizes = list({storage_key(each): each.untyped_storage().nbytes() for each in here}.values())
     sizes += [
