@@ -5,7 +5,10 @@ Each function runs on every rank.
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -22,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -31,9 +34,10 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 from memfit.errors import InputError
-from memfit.sharded import FlatDTensor, RankMismatch, full_parameters, full_state_dict, save, shard
+from memfit.sharded import FlatDTensor, Precision, RankMismatch, full_parameters, full_state_dict, save, shard
 from tests.distributed.sharded_recipes import adamw, assert_same
 
 WIDTH, HIDDEN, TOKENS = 16, 24, 8
@@ -202,6 +206,48 @@ def expert_parallel() -> None:
         assert_same(parameters, results[2][1])
 
 
+class Chosen(nn.Module):
+    """An expert of which only one rank of `tp` gets something to do."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.used = mesh.get_local_rank() == 0
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.expert = nn.Parameter(distribute_tensor(torch.ones(2, WIDTH), mesh, [Shard(0)]))
+        self.unused = nn.Parameter(distribute_tensor(torch.ones(2, WIDTH), mesh, [Shard(0)]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        expert = self.expert.to_local()  # type: ignore[operator]
+        return x * expert.sum() if self.used else x.detach() + self.blocks[0](x)
+
+
+def experts_without_work() -> None:
+    """An expert that another rank used has a gradient on all ranks, of zeros; one that no rank used has none."""
+    mesh = mesh_of(2, 2)
+    model = shard(Chosen(mesh["tp"]), mesh=mesh["dp"], units=[])
+    model(batch(0, dist.get_rank())).sum().backward()
+    assert model.unused.grad is None and model.expert.grad is not None
+    rows = model.expert.grad.full_tensor().abs().sum(1)
+    assert rows[0] > 0 and rows[1] == 0
+    names = [name for name, each in model.named_parameters() if each.grad is not None]
+    assert names == ["expert", *(name for name, _ in model.named_parameters() if name.startswith("blocks.0"))]
+    gradients = torch.cat([each.grad.full_tensor().flatten() for each in model.parameters() if each.grad is not None])
+    assert torch.isfinite(gradients).all() and torch.isfinite(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+
+
+def a_rank_dies(timeout_s: float) -> tuple[str, float]:
+    """Return the error that a rank gets when another one ends in a forward, and after how many seconds."""
+    mesh = mesh_of(2, 2)
+    model: Any = shard(parallel(mesh), mesh=mesh["dp"], timeout=timedelta(seconds=timeout_s))
+    train(model, adamw(model.parameters()), range(1), mesh["dp"].get_local_rank())
+    if dist.get_rank() == 3:
+        model.blocks[1].register_forward_pre_hook(lambda *_: os._exit(1))
+    began = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        model(batch(1, 0)).square().mean().backward()
+    return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - began
+
+
 def parameters_know_both_dimensions() -> None:
     """Outside of a forward a parameter is a DTensor on both meshes; inside, that of tensor parallel."""
     mesh = mesh_of(2, 2)
@@ -333,6 +379,66 @@ def starts() -> None:
     first = parallel(mesh)
     for one, other in zip(model.parameters(), first.parameters(), strict=True):
         assert torch.equal(one.full_tensor(), other.full_tensor() if isinstance(other, DTensor) else other)
+
+
+class Between(Model):
+    """Blocks that hand DTensors to each other, and an odd number of columns, which ranks have unevenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            block.up, block.down = nn.Linear(WIDTH, HIDDEN + 1), nn.Linear(HIDDEN + 1, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given: Any = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)  # type: ignore[arg-type]
+        for block in self.blocks:
+            given = checkpoint(block, given, use_reentrant=False)
+        return self.head(given.full_tensor())
+
+
+def odd_models() -> None:
+    """Checkpointed blocks that exchange DTensors, uneven blocks, frozen and tied ones, in bfloat16: FSDP2's bits."""
+    mesh = mesh_of(2, 2)
+    plan: dict[str, ParallelStyle] = {
+        "norm": SequenceParallel(use_local_output=False),
+        "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+        "down": RowwiseParallel(output_layouts=Replicate(), use_local_output=False),
+    }
+
+    def build(kind: str) -> Any:
+        torch.manual_seed(0)
+        model: Any = Between()
+        model.mesh = mesh["tp"]
+        for block in model.blocks:
+            parallelize_module(block, mesh["tp"], plan)
+        model.blocks[0].up.weight.requires_grad_(kind != "frozen")
+        if kind == "tied":
+            model.blocks[1].down.weight = model.blocks[0].down.weight
+        return model
+
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    precision = Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_inputs="none")
+    for kind in ("plain", "frozen", "bfloat16", "tied"):
+        model, peer = build(kind), build(kind)
+        options = {"precision": precision} if kind == "bfloat16" else {"units": [], "keep": True}
+        shard(model, mesh=mesh["dp"], **({} if kind == "frozen" else options))
+        if kind == "tied":
+            fully_shard(peer, mesh=mesh["dp"])
+        else:
+            by_fsdp2(peer, mesh["dp"], **({"mp_policy": policy} if kind == "bfloat16" else {}))
+        results = []
+        for each in (model, peer):
+            optimizer = adamw(each.parameters())
+            for step in range(2):
+                given = batch(step, mesh["dp"].get_local_rank()).to(torch.bfloat16 if kind == "bfloat16" else None)
+                each(given).float().square().mean().backward()
+                if kind == "frozen":
+                    assert each.blocks[0].up.weight.grad is None
+                optimizer.step()
+                optimizer.zero_grad()
+            results.append(whole(each))
+        assert_same(*results)
 
 
 def reduce_scatters_before_an_all_reduce() -> None:

@@ -17,7 +17,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("ranks")]
         cases.parity_with_fsdp2,
         cases.parity_in_three_dimensions,
         cases.expert_parallel,
+        cases.experts_without_work,
         cases.parameters_know_both_dimensions,
+        cases.odd_models,
         cases.clipping,
         cases.starts,
         cases.reduce_scatters_before_an_all_reduce,
@@ -46,3 +48,15 @@ def test_checkpoints(four_ranks: Ranks, tmp_path: Path) -> None:
 )
 def test_inner_models(case: object, two_ranks: Ranks) -> None:
     two_ranks.run(case)
+
+
+def test_a_rank_that_dies_beside_tensor_parallel_ends_all_others_in_time(four_ranks: Ranks) -> None:
+    timeout_s = 5.0
+    four_ranks.begin(cases.a_rank_dies, timeout_s)
+    found = four_ranks.answers()
+    four_ranks.stop()
+    assert found[3] is None
+    for rank in range(3):
+        text, seconds = found[rank][0]
+        assert seconds < 2 * timeout_s + 10, (rank, text)
+    assert found[1][0][0].startswith("CollectiveError: rank 1:") and "rank 3" in found[1][0][0]
