@@ -84,6 +84,7 @@ def what_the_recipe_leaves() -> None:
     shard(model.blocks[1], units={"": UnitOptions(backward_gather=True), "up": UnitOptions(keep=True)})
     shard(model.blocks[2])
     inner = get_runtime(model.blocks[0])
+    model.blocks[2].unshard()
     assert [unit.name for unit in inner.units] == [""] and inner.units[0].title == "the root unit"
     shard(model)
     runtime = get_runtime(model)
@@ -171,8 +172,9 @@ def inner_refusals() -> None:
         model = build()
         with pytest.raises(kind, match=message):
             shard(model, **options)
-    model = GPT()
-    shard(model.blocks[0])
+    model = prepared()
+    with full_parameters(model.blocks[0]), pytest.raises(StateError, match="between steps"):
+        shard(model)
     with pytest.raises(RankMismatch):
         shard(model, units=["blocks.1"] if dist.get_rank() else ["blocks.2"])
     shard(model)  # still possible

@@ -37,7 +37,16 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from memfit.errors import InputError
-from memfit.sharded import FlatDTensor, Precision, RankMismatch, full_parameters, full_state_dict, save, shard
+from memfit.sharded import (
+    FlatDTensor,
+    Precision,
+    RankMismatch,
+    full_parameters,
+    full_state_dict,
+    move_optimizer,
+    save,
+    shard,
+)
 from tests.distributed.sharded_recipes import adamw, assert_same
 
 WIDTH, HIDDEN, TOKENS = 16, 24, 8
@@ -374,6 +383,21 @@ def starts() -> None:
     at_once(model, mesh["dp"])
     for each in model.parameters():
         assert not each.is_meta and torch.isfinite(each.full_tensor()).all()
+    model, peer = parallel(mesh), parallel(mesh)
+    optimizers = [adamw(each.parameters()) for each in (model, peer)]
+    for number in range(2):  # an optimizer that was made before, and has state of DTensors
+        for each, optimizer in zip((model, peer), optimizers, strict=True):
+            for parameter in each.parameters():
+                parameter.grad = torch.full_like(parameter, 0.5 + number)
+            optimizer.step()
+            optimizer.zero_grad()
+        if not number:
+            at_once(model, mesh["dp"])
+            move_optimizer(optimizers[0])
+    whole_peer = {
+        name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in peer.named_parameters()
+    }
+    assert_same(whole(model), whole_peer)
     different = parallel(mesh, seed=mesh["dp"].get_local_rank())
     model = shard(different, mesh=mesh["dp"], from_rank_0=True)
     first = parallel(mesh)

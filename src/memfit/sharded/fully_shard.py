@@ -26,6 +26,7 @@ from memfit.sharded.inner_models import (
     describe_inner,
     inner_names,
     model_parallel_meshes,
+    reshard_inner,
     take_in,
 )
 from memfit.sharded.materialize import Init, check_init, check_source, prepare_buffers, with_values
@@ -78,6 +79,7 @@ def shard(
     precision, schedule, reduction = precision or Precision(), schedule or Schedule(), reduction or Reduction()
     _check(model)
     inner = [module.__dict__[_RUNTIME] for module in model.modules() if _RUNTIME in module.__dict__]
+    reshard_inner(inner)
     if inner and mesh is None:
         mesh = inner[0].mesh
     if inner and timeout is None:

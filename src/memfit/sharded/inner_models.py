@@ -27,9 +27,19 @@ from memfit.sharded.mesh import Streams
 from memfit.sharded.model_parallel import ModelParallelMeshes
 from memfit.sharded.options import Schedule
 from memfit.sharded.runtime import ShardedRuntime
-from memfit.sharded.unit import ShardedUnit
+from memfit.sharded.unit import ShardedUnit, State
 from memfit.sharded.wrap_policy import Units
 from memfit.torch_private.wrappers import name_in_state
+
+
+def reshard_inner(inner: Sequence[ShardedRuntime]) -> None:
+    """Let modules that were gathered by `unshard()` hold their shards again."""
+    for each in inner:
+        each.settle()
+        for unit in each.units:
+            if unit.state is State.IDLE:
+                unit.to_sharded()
+                unit.free()
 
 
 def check_inner(model: nn.Module, inner: Sequence[ShardedRuntime], units: Units | None, schedule: Schedule) -> None:
@@ -49,7 +59,7 @@ def check_inner(model: nn.Module, inner: Sequence[ShardedRuntime], units: Units 
     paths = {module: path for path, module in model.named_modules()}
     for each in inner:
         path = paths[each.model]
-        if not each.idle or not each.communicates:
+        if not each.idle or not each.communicates or any(unit.state is not State.IDLE for unit in each.units):
             raise StateError(
                 f"{path!r} was sharded in a call of its own and is in use; shard the model around it between steps"
             )
