@@ -381,8 +381,9 @@ def starts() -> None:
     with torch.device("meta"):
         model = parallel(mesh)
     at_once(model, mesh["dp"])
-    for each in model.parameters():
-        assert not each.is_meta and torch.isfinite(each.full_tensor()).all()
+    for block in model.blocks:  # as reset_parameters draws them
+        weight = block.up.weight.full_tensor()  # type: ignore[union-attr, operator]
+        assert 0 < weight.abs().max() <= WIDTH**-0.5 and bool((block.norm.weight == 1).all())  # type: ignore
     model, peer = parallel(mesh), parallel(mesh)
     optimizers = [adamw(each.parameters()) for each in (model, peer)]
     for number in range(2):  # an optimizer that was made before, and has state of DTensors
