@@ -135,7 +135,7 @@ def refusals() -> dict[str, str]:
         "no module": ([1], {}),
         "wrapped": (DistributedDataParallel(GPT()), {}),
         "twice": (sharded, {}),
-        "inside": (nn.Sequential(sharded), {}),
+        "inside": (sharded.blocks[0], {}),
         "compiled": (compiled, {}),
         "unknown unit": (GPT(), {"units": ["blocks.7"]}),
         "one path": (GPT(), {"units": "blocks.0"}),

@@ -95,6 +95,7 @@ def save(
         raise InputError(f"keep is {keep!r}; give the number of saves that stay, 1 or more")
     target = Path(folder)
     runtime = sharded_runtime(model)
+    _check_blocks(runtime)
     coordinator = RankCoordinator(runtime)
     state = sharded_state_dict(model, optimizer)
     tied = _tied(model)
@@ -165,6 +166,7 @@ def load(
     """
     target = Path(folder)
     runtime = sharded_runtime(model)
+    _check_blocks(runtime)
     coordinator = RankCoordinator(runtime)
     name = coordinator.first("the start of a load", lambda: _chosen(target, save).encode()).decode()
 
@@ -215,6 +217,19 @@ def _chosen(folder: Path, save: str | None) -> str:
             f"{', '.join(save_names(folder)) or 'none'}"
         )
     return name
+
+
+def _check_blocks(runtime: ShardedRuntime | None) -> None:
+    """Refuse parameters of which a rank has elements that do not follow each other in the whole tensor."""
+    for unit in () if runtime is None else runtime.units:
+        for flat in unit.flats:
+            for slot, inner in zip(flat.layout.slots, flat.inners, strict=True):
+                if inner is not None:
+                    raise InputError(
+                        f"{slot.names[0]!r} is divided by tensor or expert parallel, too, which memfit's saves have no "
+                        "form for; use torch.distributed.checkpoint: get_state_dict(model, optimizer) and dcp.save, "
+                        "dcp.load and set_state_dict"
+                    )
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
@@ -352,7 +367,7 @@ def _load_optimizer(
         else:
             flat, number = place
             part = flat.parts[number]
-            check_elementwise(f"{path[2]!r} of {path[1]!r}", tensor.shape, flat.layout.slots[number].shape)
+            check_elementwise(f"{path[2]!r} of {path[1]!r}", tensor.shape, flat.homes[number].shape)
             value = flat.homes[number].wrap(reader.read(tensor, part.begin, part.end))
         state.setdefault(path[1], {})[path[2]] = value
     groups = from_json(manifest.optimizer["param_groups"])

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memfit.errors import InputError
 from memfit.sharded.flat_dtensor import FlatDTensor
+from memfit.torch_private.distributed_tensors import local_tensor
 
 _SUCCESSOR = "_memfit_successor"
 _COUNTER = "step"
@@ -26,10 +28,16 @@ def give_up(parameter: nn.Parameter, successor: nn.Parameter) -> None:
     """Free the data of a parameter that another one has taken the place of."""
     parameter.__dict__[_SUCCESSOR] = successor
     parameter.grad = None
-    if not parameter.is_meta:
-        parameter.data = parameter.data.new_empty(0)
+    local = local_tensor(parameter.detach()) if isinstance(parameter, DTensor) else parameter
+    if not local.is_meta:
+        local.data = local.data.new_empty(0)
     if not _watched:
         _watched.append(register_optimizer_step_pre_hook(lambda optimizer, *_: move_optimizer(optimizer)))
+
+
+def is_given_up(parameter: torch.Tensor) -> bool:
+    """Return whether another parameter has taken the place of this one."""
+    return _SUCCESSOR in parameter.__dict__
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -30,12 +30,13 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from memfit.errors import StateError
 from memfit.sharded.boxes import Box, split_into_boxes
 from memfit.sharded.comm import ShardComm
 from memfit.sharded.flat_reductions import reduce_all, reduce_norms
+from memfit.sharded.model_parallel import ModelParallelSpec
 from memfit.sharding import FlatLayout, Slot
 from memfit.torch_private.dispatch import DisableTorchFunction, disabled_torch_function, schema_of
 from memfit.torch_private.dtensor import DTensorSpec, LocalDTensor, make_spec, support_foreach
@@ -77,8 +78,12 @@ class LocalElements(torch.Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         with DisableTorchFunction():
-            if func is torch.Tensor.copy_ and isinstance(args[0], cls) and args[1].shape == args[0].home.slot.shape:
-                args = (args[0], args[0].home.own(args[1]), *args[2:])
+            if func is torch.Tensor.copy_ and isinstance(args[0], cls):
+                home = args[0].home
+                if args[1].shape == home.shape:
+                    args = (args[0], home.own(args[1]), *args[2:])
+                elif args[1].shape == home.slot.shape:  # the block of a tensor parallel rank
+                    args = (args[0], home.own_of_block(args[1]), *args[2:])
             return func(*args, **(kwargs or {}))
 
 
@@ -86,7 +91,9 @@ class LocalElements(torch.Tensor):
 class Home:
     """Where the elements of a flat DTensor are: which ones are here, and how the others are reached.
 
-    `device` is that of compute, where tensors are gathered; shards may be on the host.
+    `device` is that of compute, where tensors are gathered; shards may be on the host. Where tensor or expert parallel
+    has divided the tensor before, `inner` says how: then elements `begin` up to `end` are those of the flattened block
+    of this rank, and `mesh` covers both (Note [Two meshes]).
     """
 
     slot: Slot
@@ -96,25 +103,48 @@ class Home:
     device: torch.device
     begin: int
     end: int
+    inner: ModelParallelSpec | None = None
     specs: dict[torch.dtype, DTensorSpec] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, slot: Slot, layout: FlatLayout, link: ShardComm, mesh: DeviceMesh, device: torch.device) -> Home:
-        """Return the home of one parameter of a flat layout."""
+    def of(
+        cls,
+        slot: Slot,
+        layout: FlatLayout,
+        link: ShardComm,
+        mesh: DeviceMesh,
+        device: torch.device,
+        inner: ModelParallelSpec | None = None,
+    ) -> Home:
+        """Return the home of one parameter of a flat layout; `mesh` is the one that shards it."""
         part = layout.part(slot, link.rank)
-        return cls(slot=slot, layout=layout, link=link, mesh=mesh, device=device, begin=part.begin, end=part.end)
+        mesh = mesh if inner is None else inner.covering
+        return cls(
+            slot=slot, layout=layout, link=link, mesh=mesh, device=device, begin=part.begin, end=part.end, inner=inner
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor; that of the slot is of this rank's block."""
+        return self.slot.shape if self.inner is None else self.inner.shape
+
+    @property
+    def links(self) -> tuple[ShardComm, ...]:
+        """The groups along which other ranks have other elements."""
+        return (self.link,) if self.inner is None else (self.link, *self.inner.links)
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
         """Return what a DTensor at this home says of itself: replicas, then shards."""
         found = self.specs.get(dtype)
         if found is None:
-            found = make_spec(self.mesh, self.placements, self.slot.shape, dtype)
+            found = make_spec(self.mesh, self.placements, self.shape, dtype)
             self.specs[dtype] = found
         return found
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        return (*(Replicate() for _ in range(self.mesh.ndim - 1)), FlatPlacement())
+        inner = () if self.inner is None else self.inner.placements
+        return (*(Replicate() for _ in range(self.mesh.ndim - len(inner) - 1)), FlatPlacement(), *inner)
 
     def wrap(self, local: torch.Tensor) -> FlatDTensor:
         """Make a tensor of this rank's elements the DTensor that they are a part of."""
@@ -124,7 +154,11 @@ class Home:
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this rank's elements of a whole tensor."""
-        return whole.reshape(-1)[self.begin : self.end]
+        return self.own_of_block(whole if self.inner is None else self.inner.block_of(whole))
+
+    def own_of_block(self, block: torch.Tensor) -> torch.Tensor:
+        """Return this rank's elements of its tensor parallel block, which is the whole tensor where there is none."""
+        return block.reshape(-1)[self.begin : self.end]
 
     def alike(self, other: Home) -> bool:
         """Return whether both have the same elements on every rank."""
@@ -135,6 +169,7 @@ class Home:
             and self.layout.elements == other.layout.elements
             and self.layout.ranks == other.layout.ranks
             and self.link.group is other.link.group
+            and (other.inner is None if self.inner is None else self.inner.alike(other.inner))
         )
 
 
@@ -224,15 +259,23 @@ class FlatDTensor(LocalDTensor):
         """Return a DTensor of PyTorch's own with these placements; all ranks must call it."""
         mesh = device_mesh or self.home.mesh
         wanted = self.home.placements if placements is None else tuple(placements)
-        return distribute_tensor(self.full_tensor(), mesh, wanted, src_data_rank=None)
+        same = [Replicate()] * mesh.ndim
+        return DTensor.from_local(self.full_tensor(), mesh, same, run_check=False).redistribute(mesh, wanted)
 
     # -- what torch.distributed.checkpoint asks for ------------------------------------------------------------------
 
     def _boxes(self) -> list[Box]:
-        slot = self.home.slot
-        if not slot.elements:  # a tensor without elements has one box, on every rank
-            return [Box(offsets=(0,) * len(slot.shape), sizes=slot.shape)]
-        return split_into_boxes(slot.shape, self.begin, self.end)
+        home = self.home
+        if 0 in home.shape:  # a tensor without elements has one box, on every rank
+            return [Box(offsets=(0,) * len(home.shape), sizes=home.shape)]
+        boxes = split_into_boxes(home.slot.shape, self.begin, self.end)
+        if home.inner is None:
+            return boxes
+        offset = home.inner.offset
+        return [
+            Box(offsets=tuple(at + by for at, by in zip(box.offsets, offset, strict=True)), sizes=box.sizes)
+            for box in boxes
+        ]
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:  # as DTensor names it
         return [
@@ -282,6 +325,15 @@ support_foreach(FlatDTensor)
 
 def gather(value: FlatDTensor) -> torch.Tensor:
     """Gather the whole tensor, outside of autograd."""
+    block = gather_block(value)
+    if value.home.inner is None:
+        return block
+    with torch.no_grad():
+        return value.home.inner.wrap(block).full_tensor()
+
+
+def gather_block(value: FlatDTensor) -> torch.Tensor:
+    """Gather this rank's tensor parallel block, which is the whole tensor where there is none."""
     home = value.home
     link, layout = home.link, home.layout
     lengths = [layout.part(home.slot, rank).elements for rank in range(link.ranks)]
@@ -411,16 +463,18 @@ def _local(func: Any, value: Any, home: Home) -> Any:
     if isinstance(value, FlatDTensor) and value.home.alike(home):
         return value.local
     if isinstance(value, DTensor):
+        if home.inner is not None and home.inner.same_as(value):
+            return home.own(value)
         value = value.full_tensor().to(value.device)
     if not isinstance(value, torch.Tensor) or value.dim() == 0:
         return value
-    if value.shape == home.slot.shape:
+    if value.shape == home.shape:
         return home.own(value)
-    if value.numel() == 1 and value.dim() <= len(home.slot.shape):
+    if value.numel() == 1 and value.dim() <= len(home.shape):
         return value.reshape(())
     raise StateError(
         f"{func} of {home.slot.names[0]!r} and a tensor of shape {tuple(value.shape)}: the parameter is sharded, and "
-        f"its elements here have no rows and columns; give a tensor of shape {home.slot.shape}, or one number"
+        f"its elements here have no rows and columns; give a tensor of shape {home.shape}, or one number"
     )
 
 
@@ -467,12 +521,14 @@ def _drawn(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     first = args[0]
     if not isinstance(first, FlatDTensor) or any(True for _ in _flats(args[1:])):
         _refused(func, args, kwargs)
-    whole = torch.empty(first.home.slot.shape, dtype=first.dtype, device=first.device)
-    drawn = first.home.own(func(whole, *args[1:], **kwargs)).clone()
-    if first.home.mesh.ndim > 1:  # replicas that were seeded differently must not part
-        sent = drawn.to(first.home.device)
-        dist.broadcast(sent, group_src=0, group=first.home.mesh.get_group(0))
-        drawn.copy_(sent)
+    home = first.home
+    whole = torch.empty(home.shape, dtype=first.dtype, device=first.device)
+    drawn = home.own(func(whole, *args[1:], **kwargs)).clone()
+    for number, placement in enumerate(home.placements):
+        if type(placement) is Replicate:  # replicas that were seeded differently must not part
+            sent = drawn.to(home.device)
+            dist.broadcast(sent, group_src=0, group=home.mesh.get_group(number))
+            drawn.copy_(sent)
     if schema_of(func).is_mutable:
         first.local.copy_(drawn)
         return first
@@ -506,7 +562,8 @@ def _compared(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool
     home = next(_flats(args)).home
     first, second = (_local(func, each, home) for each in args)
     same = torch.tensor(float(not torch.equal(first, second)), device=home.device)
-    home.link.all_reduce(same, f"comparison of {home.slot.names[0]!r}", largest=True).wait()
+    for link in home.links:
+        link.all_reduce(same, f"comparison of {home.slot.names[0]!r}", largest=True).wait()
     return not same.item()
 
 
@@ -522,7 +579,7 @@ def _reduced(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch
     name = schema_of(func).name.partition("::")[2]
     given = dict(zip((each.name for each in schema_of(func).arguments), args, strict=False)) | dict(kwargs)
     dimensions = given.get("dim")
-    dims = len(value.home.slot.shape)
+    dims = len(value.home.shape)
     whole = (
         dimensions is None
         or dimensions == []
@@ -544,7 +601,7 @@ def _unscaled(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None
     """Unscale gradients; what one rank finds infinite, every rank does."""
     gradients, found_inf, inverse = args
     func([each.local if isinstance(each, FlatDTensor) else each for each in gradients], found_inf, inverse)
-    for link, home in {each.home.link: each.home for each in _flats(gradients)}.items():
+    for link, home in {link: each.home for each in _flats(gradients) for link in each.home.links}.items():
         shared = found_inf.to(home.device)
         link.all_reduce(shared, "all-reduce of what gradients are finite", largest=True).wait()
         found_inf.copy_(shared)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -15,8 +15,10 @@ from memfit.sharded.comm import ShardComm, Transfer
 from memfit.sharded.earlier_optimizers import give_up
 from memfit.sharded.flat_dtensor import FlatDTensor, Home
 from memfit.sharded.mesh import Streams
+from memfit.sharded.model_parallel import ModelParallelSpec
 from memfit.sharding import FlatLayout, Part
 from memfit.torch_private.autograd import set_version_counters, version_of
+from memfit.torch_private.distributed_tensors import local_tensor
 from memfit.torch_private.modules import parameter_table
 
 
@@ -60,15 +62,22 @@ class FlatShard:
         streams: Streams,
         mesh: DeviceMesh,
         value: Callable[[Member], torch.Tensor],
+        inners: Sequence[ModelParallelSpec | None],
     ) -> None:
-        self.layout = FlatLayout.of(((member.names, member.parameter.shape) for member in members), link.ranks)
+        self.layout = FlatLayout.of(
+            ((member.names, local_tensor(member.parameter.detach()).shape) for member in members), link.ranks
+        )
+        self.inners = inners
         self.link = link
         self.device = compute_device
         self.dtype = members[0].parameter.dtype
         self.parameters = [member.parameter for member in members]
         self.places = [member.places for member in members]
         self.parts: list[Part] = [self.layout.part(slot, link.rank) for slot in self.layout.slots]
-        self.homes = [Home.of(slot, self.layout, link, mesh, compute_device) for slot in self.layout.slots]
+        self.homes = [
+            Home.of(slot, self.layout, link, mesh, compute_device, inner)
+            for slot, inner in zip(self.layout.slots, inners, strict=True)
+        ]
         self.shard = torch.zeros(
             self.layout.shard_elements,
             dtype=self.dtype,
@@ -80,7 +89,8 @@ class FlatShard:
         self._unsharded: dict[torch.dtype, UnshardedParams] = {}
         self._kept: torch.Tensor | None = None
         for member, part in zip(members, self.parts, strict=True):
-            self.shard[part.at : part.at + part.elements].copy_(value(member).reshape(-1)[part.begin : part.end])
+            block = local_tensor(value(member))
+            self.shard[part.at : part.at + part.elements].copy_(block.reshape(-1)[part.begin : part.end])
 
     @property
     def trains(self) -> bool:
@@ -92,6 +102,30 @@ class FlatShard:
         """How often the parameters were changed in place."""
         # ops on a DTensor are counted there, those on the shard and on `to_local()` here
         return version_of(self.shard) + sum(version_of(parameter) for parameter in self.parameters)
+
+    def join(
+        self,
+        names: Sequence[tuple[str, ...]],
+        link: ShardComm,
+        mesh: DeviceMesh,
+        inners: Sequence[ModelParallelSpec | None],
+    ) -> None:
+        """Belong to a model around its own, in which the parameters have these names."""
+        slots = tuple(replace(slot, names=every) for slot, every in zip(self.layout.slots, names, strict=True))
+        self.layout = replace(self.layout, slots=slots)
+        self.link, self.inners = link, inners
+        self.homes = [
+            Home.of(slot, self.layout, link, mesh, self.device, inner)
+            for slot, inner in zip(slots, inners, strict=True)
+        ]
+        for parameter, home in zip(self.parameters, self.homes, strict=True):
+            for each in (parameter, parameter.grad):
+                if isinstance(each, FlatDTensor):
+                    each.home = home
+
+    def use_streams(self, streams: Streams) -> None:
+        """Use the side streams of a model around its own."""
+        self._streams = streams
 
     def local(self, number: int, flat: torch.Tensor) -> torch.Tensor:
         """Return the part of one parameter in a tensor that is laid out as the shard is."""
@@ -117,9 +151,9 @@ class FlatShard:
         found = self._unsharded.get(dtype)
         if found is None:
             if self.link.ranks == 1 and dtype == self.dtype and self.shard.device == self.device:
-                found = UnshardedParams(self.layout, self.shard, owned=False)
+                found = UnshardedParams(self.layout, self.shard, self.inners, owned=False)
             else:
-                found = UnshardedParams.empty(self.layout, dtype, self.device)
+                found = UnshardedParams.empty(self.layout, dtype, self.device, self.inners)
             if self.listener is not None and (dtype.is_floating_point or dtype.is_complex):
                 for number, parameter in enumerate(found.parameters):
                     parameter.requires_grad_(True)
@@ -239,26 +273,33 @@ class FlatShard:
 class UnshardedParams:
     """A flat buffer in one dtype and the parameters that are its views."""
 
-    def __init__(self, layout: FlatLayout, buffer: torch.Tensor, *, owned: bool) -> None:
+    def __init__(
+        self, layout: FlatLayout, buffer: torch.Tensor, inners: Sequence[ModelParallelSpec | None], *, owned: bool
+    ) -> None:
         self.buffer = buffer
         self._owned = owned
         self._bytes = buffer.untyped_storage().nbytes()
         with torch.inference_mode(False), torch.no_grad():
+            blocks = [buffer.data[slot.begin : slot.end].view(slot.shape) for slot in layout.slots]
             self.parameters = [
-                nn.Parameter(buffer.data[slot.begin : slot.end].view(slot.shape), requires_grad=False)
-                for slot in layout.slots
+                nn.Parameter(block if inner is None else inner.wrap(block), requires_grad=False)
+                for block, inner in zip(blocks, inners, strict=True)
             ]
-        self._tensors = tuple(self.parameters)
-        self._versions = tuple(version_of(parameter) for parameter in self.parameters)
+        # autograd may keep a DTensor, or the tensor in it
+        inside = [block for block, inner in zip(blocks, inners, strict=True) if inner is not None]
+        self._tensors = (*self.parameters, *inside)
+        self._versions = tuple(version_of(tensor) for tensor in self._tensors)
         self.changes = 0
         """How often the shards had been changed when they were gathered for a forward."""
         self.free()
 
     @classmethod
-    def empty(cls, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> UnshardedParams:
+    def empty(
+        cls, layout: FlatLayout, dtype: torch.dtype, device: torch.device, inners: Sequence[ModelParallelSpec | None]
+    ) -> UnshardedParams:
         """Build one with a buffer of its own, without memory for now."""
         with torch.inference_mode(False):
-            return cls(layout, torch.empty(layout.elements, dtype=dtype, device=device), owned=True)
+            return cls(layout, torch.empty(layout.elements, dtype=dtype, device=device), inners, owned=True)
 
     @property
     def bytes(self) -> int:

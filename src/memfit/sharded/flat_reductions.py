@@ -38,7 +38,7 @@ def reduce_all(name: str, value: FlatDTensor, given: Mapping[str, Any]) -> torch
             local.mean(dtype=dtype)  # raises torch's own error
         wide = torch.float32 if exact in _SHORT else exact
         total = _summed(local.sum(dtype=wide), home, name)
-        return (total / home.slot.elements if name == "mean" else total).to(value.device, exact)
+        return (total / math.prod(home.shape) if name == "mean" else total).to(value.device, exact)
     return _extreme(name, value)
 
 
@@ -54,39 +54,42 @@ def _extreme(name: str, value: FlatDTensor) -> torch.Tensor:
         wide = -wide if floats else ~wide  # in the opposite order; integers have one more negative number
     least = -math.inf if floats else torch.iinfo(torch.int64).min
     found = (wide.max() if wide.numel() else wide.new_full((), least)).detach().to(home.device)
-    found = _largest(found.reshape(1), home.link, f"all-reduce of {name}").reshape(())
+    found = _largest(found.reshape(1), home.links, f"all-reduce of {name}").reshape(())
     if smallest:
         found = -found if floats else ~found
     return found.to(value.device, kind)
 
 
-def _largest(values: torch.Tensor, link: ShardComm, about: str) -> torch.Tensor:
+def _largest(values: torch.Tensor, links: Sequence[ShardComm], about: str) -> torch.Tensor:
     """Return the largest of each element over ranks; backends lose NaN, which is therefore sent beside."""
     if not values.is_floating_point():
         shared = values.clone()
-        link.all_reduce(shared, about, largest=True).wait()
+        for link in links:
+            link.all_reduce(shared, about, largest=True).wait()
         return shared
     missing = values.isnan()
     shared = torch.stack([values.masked_fill(missing, -math.inf), missing.to(values.dtype)])
-    link.all_reduce(shared, about, largest=True).wait()
+    for link in links:
+        link.all_reduce(shared, about, largest=True).wait()
     return shared[0].masked_fill(shared[1] > 0, math.nan)
 
 
 def _summed(value: torch.Tensor, home: Home, name: str) -> torch.Tensor:
     shared = value.detach().to(home.device).reshape(1).clone()
-    home.link.all_reduce(shared, f"all-reduce of {name}").wait()
+    for link in home.links:
+        link.all_reduce(shared, f"all-reduce of {name}").wait()
     return shared.reshape(())
 
 
 def reduce_norms(values: Sequence[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
     """Return the norms of whole tensors; those of flat DTensors by one collective for all of them."""
     found: list[torch.Tensor] = []
-    by_link: dict[ShardComm, list[int]] = {}
+    by_links: dict[tuple[ShardComm, ...], list[int]] = {}
     for number, value in enumerate(values):
         if not is_flat(value):
             found.append(torch.linalg.vector_norm(value, order, dtype=dtype))
             continue
-        by_link.setdefault(value.home.link, []).append(number)
+        by_links.setdefault(value.home.links, []).append(number)
         local, kind = value.local, dtype or (torch.float32 if value.dtype in _SHORT else value.dtype)
         empty = math.inf if order < 0 else 0.0
         norm = (
@@ -95,15 +98,16 @@ def reduce_norms(values: Sequence[torch.Tensor], order: float, dtype: torch.dtyp
             else local.new_full((), empty, dtype=kind.to_real())
         )
         found.append(norm.to(value.home.device))
-    for link, numbers in by_link.items():
+    for links, numbers in by_links.items():
         widest = torch.float64 if any(found[number].dtype == torch.float64 for number in numbers) else torch.float32
         sent = torch.stack([found[number].to(widest) for number in numbers])
         if math.isinf(order):
             sign = math.copysign(1.0, order)
-            sent = _largest(sent * sign, link, "all-reduce of norms") * sign
+            sent = _largest(sent * sign, links, "all-reduce of norms") * sign
         else:
             sent = sent**order if order else sent
-            link.all_reduce(sent, "all-reduce of norms").wait()
+            for link in links:
+                link.all_reduce(sent, "all-reduce of norms").wait()
             sent = sent ** (1 / order) if order else sent
         for number, norm in zip(numbers, sent.unbind(), strict=True):
             found[number] = norm.to(values[number].device, (dtype or values[number].dtype).to_real())

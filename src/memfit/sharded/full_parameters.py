@@ -27,7 +27,8 @@ def full_parameters(
     """Make the modules hold full parameters, in their own dtype and shape, while the block runs.
 
     With `write_back` every rank takes its part of what they hold at the end, also of parameters and data put in their
-    place; make the same change on all ranks. After an exception nothing is written. `units` names some units instead
+    place; make the same change on all ranks. A parameter that tensor or expert parallel has divided is the DTensor
+    that it was before `shard`. After an exception nothing is written. `units` names some units instead
     of all; the root is the empty name.
     """
     runtime = get_runtime(model)
@@ -107,10 +108,9 @@ def _check_between_steps(runtime: ShardedRuntime, chosen: Sequence[ShardedUnit])
 def _show(flat: FlatShard, buffer: torch.Tensor) -> list[nn.Parameter]:
     """Set parameters on the modules that are views of a buffer."""
     shown: list[nn.Parameter] = []
-    for slot, places, own in zip(flat.layout.slots, flat.places, flat.parameters, strict=True):
-        parameter = nn.Parameter(
-            buffer[slot.begin : slot.end].view(slot.shape).detach(), requires_grad=own.requires_grad
-        )
+    for slot, places, own, inner in zip(flat.layout.slots, flat.places, flat.parameters, flat.inners, strict=True):
+        block = buffer[slot.begin : slot.end].view(slot.shape).detach()
+        parameter = nn.Parameter(block if inner is None else inner.wrap(block), requires_grad=own.requires_grad)
         shown.append(parameter)
         for place in places:
             place.put(parameter)
@@ -119,7 +119,7 @@ def _show(flat: FlatShard, buffer: torch.Tensor) -> list[nn.Parameter]:
 
 def _take_replacements(flat: FlatShard, buffer: torch.Tensor, shown: Sequence[nn.Parameter]) -> None:
     """Copy into a buffer what was put in the place of its parameters, or of their data."""
-    for slot, places, parameter in zip(flat.layout.slots, flat.places, shown, strict=True):
+    for slot, places, parameter, home in zip(flat.layout.slots, flat.places, shown, flat.homes, strict=True):
         target = buffer[slot.begin : slot.end].view(slot.shape)
         held = {
             id(each): each
@@ -135,11 +135,12 @@ def _take_replacements(flat: FlatShard, buffer: torch.Tensor, shown: Sequence[nn
                 "parameter of the same shape there"
             )
         (found,) = held.values()
-        if found.shape != slot.shape or found.dtype != flat.dtype:
+        if found.shape != home.shape or found.dtype != flat.dtype:
             raise StateError(
-                f"parameter {slot.names[0]!r} was {flat.dtype} of shape {slot.shape}, and what was put in its place is "
+                f"parameter {slot.names[0]!r} was {flat.dtype} of shape {home.shape}, and what was put in its place is "
                 f"{found.dtype} of shape {tuple(found.shape)}; nothing was written: change dtype and shape before shard"
             )
-        if found.data_ptr() != target.data_ptr():
-            with torch.no_grad():
-                target.copy_(found)
+        with torch.no_grad():
+            block = found if home.inner is None else home.inner.block_of(found)
+            if block.data_ptr() != target.data_ptr():
+                target.copy_(block)

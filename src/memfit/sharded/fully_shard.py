@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from datetime import timedelta
@@ -12,19 +12,30 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from memfit.errors import InputError, StateError
-from memfit.sharded.comm import check_agreement
+from memfit.sharded.comm import RankMismatch, ShardComm, check_agreement
+from memfit.sharded.flat_dtensor import FlatDTensor
 from memfit.sharded.flat_param import FlatShard, Member
 from memfit.sharded.gradients import Gradients
+from memfit.sharded.inner_models import (
+    check_groups,
+    check_inner,
+    describe_inner,
+    inner_names,
+    model_parallel_meshes,
+    reshard_inner,
+    take_in,
+)
 from memfit.sharded.materialize import Init, check_init, check_source, prepare_buffers, with_values
 from memfit.sharded.mesh import Streams, device_of, make_comms, nearby, resolve_mesh
+from memfit.sharded.model_parallel import ModelParallelMeshes, check_distributed, describe
 from memfit.sharded.module_methods import attach_methods
 from memfit.sharded.module_state import attach_state
-from memfit.sharded.options import Precision, Reduction, Schedule
+from memfit.sharded.options import Precision, Reduction, Schedule, UnitOptions
+from memfit.sharded.placements import ShardPlacementFn, check_placements
 from memfit.sharded.runtime import ShardedRuntime
 from memfit.sharded.unit import Run, ShardedUnit, State
 from memfit.sharded.wrap_policy import FoundUnit, Units, find_units
@@ -52,23 +63,36 @@ def shard(
     from_rank_0: bool = False,
     offload: bool = False,
     timeout: timedelta | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
 ) -> nn.Module:
     """Shard a model's parameters, gradients and optimizer state over ranks; it stays the same plain module.
 
     `mesh` has one dimension, of ranks that shard, or two, of replicas and of ranks that shard within one; by default
-    all ranks shard. `units` are gathered one at a time, by default the repeated blocks; what is in none belongs to the
+    all ranks shard. Parameters that tensor or expert parallel made DTensors are on another part of the same mesh.
+    `units` are gathered one at a time, by default the repeated blocks; what is in none belongs to the
     root. `keep` leaves every unit gathered between its forward and backward. `ignored` parameters stay whole.
     `init` fills the parameters and buffers that one module holds, where they are on the meta device; its
     `reset_parameters` does by default. `from_rank_0` starts from rank 0's values. `offload` keeps shards, gradients and
-    with them the optimizer's state on the host.
+    with them the optimizer's state on the host. `shard_placement_fn` is `fully_shard`'s: it is checked, and changes
+    nothing, as shards are flat (docs/design/sharded.md). Modules inside that were sharded before stay units of theirs.
     """
     precision, schedule, reduction = precision or Precision(), schedule or Schedule(), reduction or Reduction()
     _check(model)
+    inner = [module.__dict__[_RUNTIME] for module in model.modules() if _RUNTIME in module.__dict__]
+    reshard_inner(inner)
+    if inner and mesh is None:
+        mesh = inner[0].mesh
+    if inner and timeout is None:
+        timeout = inner[0].links[0].timeout
     refusal: InputError | StateError | None = None
     found: list[FoundUnit] = []
     try:
-        _check_parts(model)
-        found = find_units(model, units, keep=keep, ignored=ignored)
+        _check_parts(model, mesh)
+        check_inner(model, inner, units, schedule)
+        before = [parameter for each in inner for parameter in each.parameters]
+        found = find_units(model, () if inner and units is None else units, keep=keep, ignored=[*ignored, *before])
+        check_placements(found, shard_placement_fn)
+        _check_order(schedule, [each.name for each in found], inner_names(model, inner))
         if not from_rank_0:
             check_init(model, init)
         elif dist.get_rank() == (0 if mesh is None else int(mesh.mesh.flatten()[0])):
@@ -79,26 +103,40 @@ def shard(
     device = device_of(mesh)
     shards, replicas = make_comms(mesh, device, timeout)
     links = [link for link in (shards, replicas) if link is not None]
+    meshes = ModelParallelMeshes(mesh, device, timeout)
+    meshes.meet(model_parallel_meshes(model))
+    try:
+        check_groups(model, inner, links)
+    except InputError as error:
+        refusal = refusal or error
     settings = ["no error" if refusal is None else f"an error: {refusal}"]
     if refusal is None:
         settings += [f"offload={offload}", f"from_rank_0={from_rank_0}", f"init={'given' if init else None}"]
         settings += _agreed_settings(model, found, precision, schedule, reduction)
-    for link in links:
-        check_agreement(link, settings)
+        settings += describe_inner(model, inner)
+    _agree([*links, *meshes.links], settings)
     if refusal is not None:
         raise refusal
     streams = Streams(device)
     home = torch.device("cpu") if offload else device
     made: list[ShardedUnit] = []
-    for number, (each, inside) in enumerate(zip(found, _insides(found), strict=True)):
+    for each, inside in zip(found, _insides(found, [each.model for each in inner]), strict=True):
         with with_values(each, inside, device, init, links if from_rank_0 else None) as value:
             flats = [
-                FlatShard(members, shards, home, device, streams, mesh, value)
+                FlatShard(
+                    members,
+                    shards,
+                    home,
+                    device,
+                    streams,
+                    mesh,
+                    value,
+                    [meshes.spec_of(member.parameter) for member in members],
+                )
                 for members in group_alike(each.members, _kind)
             ]
         made.append(
             ShardedUnit(
-                number=number,
                 name=each.name,
                 module=each.module,
                 flats=flats,
@@ -109,15 +147,28 @@ def shard(
                 nearby=nearby(mesh, each.options.reshard_ranks, device, timeout),
             )
         )
-    runtime = ShardedRuntime(model, made, links, device, precision, schedule)
+    outside = _modules_outside(model, inner)
+    taken = take_in(model, inner, shards, replicas, streams, mesh, meshes)
+    at = {module: number for number, module in enumerate(model.modules())}
+    every = sorted([*made, *taken], key=lambda unit: at[unit.module])
+    as_root = made[0].options
+    as_inner = as_root if isinstance(units, Mapping) and "" in units else UnitOptions(keep=keep)
+    runtime = ShardedRuntime(
+        model, every, [*links, *meshes.links], device, precision, schedule, mesh, (as_root, as_inner)
+    )
     if schedule.order is not None:
-        runtime.order.expect(_ordered(made, schedule.order))
+        by_name = {unit.name: unit for unit in every}
+        runtime.order.expect([by_name[name] for name in schedule.order])
     for unit in made:
         for flat in unit.flats:
             flat.take_over()
         UnitCalls(runtime, unit).attach()
-    prepare_buffers(model, device, precision.buffer_dtype, links if from_rank_0 else None)
-    attach_state(runtime)
+    for unit in taken:
+        unit.module.__dict__[_CALLS].runtime = runtime
+    for each in inner:
+        del each.model.__dict__[_RUNTIME], each.model.__dict__["zero_grad"]
+    prepare_buffers(outside, device, precision.buffer_dtype, links if from_rank_0 else None)
+    attach_state(made)
     attach_methods(runtime)
     model.__dict__[_RUNTIME] = runtime
     model.__dict__["zero_grad"] = _ZeroGrad(runtime)
@@ -161,21 +212,20 @@ def _check(model: nn.Module) -> None:
         )
 
 
-def _check_parts(model: nn.Module) -> None:
+def _check_parts(model: nn.Module, mesh: DeviceMesh | None) -> None:
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise InputError(f"this model is wrapped in {type(model).__name__}; shard model.module instead")
-    if any(_RUNTIME in module.__dict__ for module in model.modules()):
-        raise StateError("this model, or a part of it, is sharded already; shard it once, with all its units")
+    if _RUNTIME in model.__dict__:
+        raise StateError("this model is sharded already; shard it once, with all its units, or inner modules first")
     if has_compiled_parts(model):
         raise InputError(
             "this model is compiled, and its parameters would be gathered inside of compiled code; shard it first, "
             "then compile the forwards of its units: unit.forward = torch.compile(unit.forward)"
         )
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, torch.distributed.tensor.DTensor):
-            raise InputError(
-                f"parameter {name!r} is a DTensor; memfit shards plain parameters, before fully_shard is called"
-            )
+        if isinstance(parameter, FlatDTensor):  # of a module that was sharded before
+            continue
+        check_distributed(name, parameter, mesh)
         if tensor_hooks(parameter) or post_accumulate_hooks(parameter):
             raise InputError(
                 f"parameter {name!r} has a hook, which its shards would not have; remove it, and call "
@@ -183,13 +233,32 @@ def _check_parts(model: nn.Module) -> None:
             )
 
 
+def _agree(links: Sequence[ShardComm], settings: Sequence[str]) -> None:
+    """Compare settings along every dimension of the mesh, also after they differ in one: the others must learn it."""
+    refused: RankMismatch | None = None
+    for link in links:
+        try:
+            check_agreement(link, settings)
+        except RankMismatch as error:
+            refused = refused or error
+            settings = [*settings, f"an error: {error}"]
+    if refused is not None:
+        raise refused
+
+
 def _kind(member: Member) -> tuple[torch.dtype, bool]:
     return member.parameter.dtype, member.parameter.requires_grad
 
 
-def _insides(found: Sequence[FoundUnit]) -> list[list[nn.Module]]:
-    """Return, for every unit, the modules that are in no unit inside it."""
-    units = {each.module for each in found}
+def _modules_outside(model: nn.Module, inner: Sequence[ShardedRuntime]) -> list[nn.Module]:
+    """Return the modules that are in no model which was sharded in a call of its own."""
+    inside = {module for each in inner for module in each.model.modules()}
+    return [module for module in model.modules() if module not in inside]
+
+
+def _insides(found: Sequence[FoundUnit], inner: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Return, for every unit, the modules that are in no unit inside it, and in no model sharded before."""
+    units = {*inner, *(each.module for each in found)}
     insides: list[list[nn.Module]] = []
     for each in found:
         inside = [each.module]
@@ -199,12 +268,11 @@ def _insides(found: Sequence[FoundUnit]) -> list[list[nn.Module]]:
     return insides
 
 
-def _ordered(units: Sequence[ShardedUnit], names: Sequence[str]) -> list[ShardedUnit]:
-    by_name = {unit.name: unit for unit in units}
-    unknown = [name for name in names if name not in by_name]
+def _check_order(schedule: Schedule, found: Sequence[str], before: Sequence[str]) -> None:
+    unknown = [name for name in schedule.order or () if name not in found and name not in before]
     if unknown:
-        raise InputError(f"order names {unknown[0]!r}, which is no unit; the units are {', '.join(map(repr, by_name))}")
-    return [by_name[name] for name in names]
+        known = ", ".join(map(repr, (*found, *before)))
+        raise InputError(f"order names {unknown[0]!r}, which is no unit; the units are {known}")
 
 
 def _agreed_settings(
@@ -225,6 +293,7 @@ def _agreed_settings(
             settings.append(
                 f"{member.names[0]!r} of shape {tuple(parameter.shape)}, {parameter.dtype}, "
                 f"{'trained' if parameter.requires_grad else 'frozen'}, in {unit.name or 'the root'!r}"
+                f"{describe(parameter)}"
             )
     settings += [
         f"buffer {name!r} of shape {tuple(buffer.shape)}, {buffer.dtype}" for name, buffer in model.named_buffers()
@@ -239,7 +308,7 @@ class UnitCalls:
     """What happens around the calls of a unit's module: its forward, and methods that run on gathered parameters."""
 
     def __init__(self, runtime: ShardedRuntime, unit: ShardedUnit) -> None:
-        self._runtime = runtime
+        self.runtime = runtime
         self._unit = unit
         self._entered: list[tuple[Run | None, BaseException | None]] = []
         self._in_method = False
@@ -254,8 +323,8 @@ class UnitCalls:
         self._entered.append((run, sys.exc_info()[1]))
         hooks = forward_hooks(module)
         hooks[self.last.id] = hooks.pop(self.last.id)
-        args, kwargs = self._runtime.before_forward(self._unit, args, kwargs)
-        return (args, kwargs) if run is None else self._runtime.mark_inputs(run, args, kwargs)
+        args, kwargs = self.runtime.before_forward(self._unit, args, kwargs)
+        return (args, kwargs) if run is None else self.runtime.mark_inputs(run, args, kwargs)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Free the parameters, unless the backward needs them."""
@@ -263,9 +332,9 @@ class UnitCalls:
             return output
         run, handled = self._entered.pop() if self._entered else (None, None)
         if sys.exc_info()[1] is not handled:
-            self._runtime.failed_forward(self._unit)
+            self.runtime.failed_forward(self._unit)
             return None
-        return self._runtime.after_forward(self._unit, run, (args, kwargs), output)
+        return self.runtime.after_forward(self._unit, run, (args, kwargs), output)
 
     def attach(self) -> None:
         """Make the module's forward call these; user hooks see gathered parameters."""

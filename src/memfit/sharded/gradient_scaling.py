@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from memfit.errors import InputError
-from memfit.sharded.flat_dtensor import FlatDTensor
 from memfit.sharded.fully_shard import get_runtime
+from memfit.torch_private.distributed_tensors import local_tensor
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -31,7 +31,7 @@ def finite_gradients(model: nn.Module) -> bool:
     runtime = get_runtime(model)
     wrong = torch.zeros((), device=runtime.device)
     for parameter in model.parameters():
-        gradient = parameter.grad.local if isinstance(parameter.grad, FlatDTensor) else parameter.grad
+        gradient = None if parameter.grad is None else local_tensor(parameter.grad)
         if gradient is not None:
             wrong += (~torch.isfinite(gradient)).any().to(wrong.device)
     for link in runtime.links:

@@ -8,6 +8,9 @@ wants all parts as one tensor, which then waits for the last gradient of the uni
 
 Each pass sums its gradients and adds them to those of the shard, so that accumulation takes no more memory than one
 pass; without communication what was collected stays, and later passes add to it.
+
+Where replicas are not to be summed over (`set_requires_all_reduce(False)`), what a pass leaves is the sum over the
+ranks that shard, in `_partial`: no gradient of the shards yet. The next pass that sums over replicas adds it first.
 """
 
 from __future__ import annotations
@@ -54,7 +57,18 @@ class Gradients:
         self._about, self._tag = "", 0
         self._came: set[int] = set()
         self._missing: dict[int, torch.Tensor] = {}
+        self.all_reduces = True
+        self._partial: torch.Tensor | None = None
+        self._partial_came: set[int] = set()
         flat.listener = self.collect
+
+    def use_replicas(self, replicas: ShardComm | None) -> None:
+        """Sum over the replicas of a model around its own, which are the same ranks."""
+        self._replicas = replicas
+
+    def use_streams(self, streams: Streams) -> None:
+        """Use the side streams of a model around its own."""
+        self._streams = streams
 
     def set_divisor(self, divisor: float) -> None:
         """Divide by this from the next pass on."""
@@ -62,8 +76,13 @@ class Gradients:
 
     @property
     def waiting(self) -> bool:
-        """Whether gradients came that are not being summed."""
-        return bool(self._collected) and not self.under_way
+        """Whether gradients came that are not being summed, or not over replicas, though they are to be."""
+        return bool(self._collected or (self.all_reduces and self.partial)) and not self.under_way
+
+    @property
+    def partial(self) -> bool:
+        """Whether gradients of earlier passes were summed over the ranks that shard only."""
+        return self._partial is not None
 
     @property
     def under_way(self) -> bool:
@@ -76,7 +95,9 @@ class Gradients:
         if gradient is None:
             return
         parameter.grad = None
-        slot = self.flat.layout.slots[number]
+        slot, inner = self.flat.layout.slots[number], self.flat.inners[number]
+        if inner is not None:
+            gradient = inner.gradient_of(gradient)
         if gradient.layout is not torch.strided:
             raise InputError(
                 f"the gradient of {slot.names[0]!r} is sparse, which cannot be sharded; build its module with "
@@ -120,13 +141,15 @@ class Gradients:
                 self._sum = link.sum_parts(parts, tag, about)
             self._event = streams.event(streams.reduce)
         self._about, self._tag = about, tag
+        if self.all_reduces:
+            self._collected |= self._partial_came  # which this pass gives, too
 
     def advance(self) -> bool:
         """Go on from the reduce-scatter to the all-reduce over replicas, or finish; return whether all is done.
 
         Each of both runs beside the backward of another unit.
         """
-        if self.under_way and self._replicas is not None and self._replica_sum is None:
+        if self.under_way and self._replicas is not None and self.all_reduces and self._replica_sum is None:
             self._exchange()
             return False
         self.finish()
@@ -138,9 +161,15 @@ class Gradients:
             with torch.no_grad():
                 self._total = self._sum.result()
             self._sum = None
-        if self._total is not None and self._replicas is not None and self._replica_sum is None:
+        if not self.all_reduces or self._replicas is None:
+            return
+        if self._total is not None and self._replica_sum is None:
             streams = self._streams
             streams.wait(self._event)  # what a hook of the user began on the stream of reductions
+            if self._partial is not None:
+                with torch.no_grad():
+                    self._total.add_(self._partial)
+                self._partial = None
             self._parts = [None] * self.flat.link.ranks  # they were summed
             streams.after_current(streams.all_reduce)
             with streams.on(streams.all_reduce):
@@ -158,7 +187,13 @@ class Gradients:
             self._streams.wait(self._event)
             if self._replica_sum is not None:
                 self._replica_sum.wait()
+            elif self._replicas is not None:  # this pass is not summed over replicas
+                self._partial = self._total if self._partial is None else self._partial.add_(self._total)
+                self._partial_came |= self._collected
+                self._forget()
+                return
             total = self._total
+            self._partial_came.clear()
             collected = frozenset(self._collected)
             self._came |= collected
             self._forget()
@@ -191,6 +226,8 @@ class Gradients:
         """Drop what was collected, and wait for a reduction that other ranks take part in."""
         self._came.clear()
         self._missing.clear()
+        self._partial = None
+        self._partial_came.clear()
         try:
             self._exchange()
             if self._replica_sum is not None:
@@ -282,7 +319,8 @@ class Gradients:
         parameter = self.flat.parameters[number]
         there = parameter.grad
         if there is not None and not isinstance(there, FlatDTensor):  # a whole one, as of a loss with parameter.sum()
-            own = self.flat.homes[number].own(there.full_tensor() if isinstance(there, DTensor) else there)
+            home = self.flat.homes[number]
+            own = home.own(there.full_tensor() if home.inner is None and isinstance(there, DTensor) else there)
             gradient = gradient.add_(own.to(gradient.device))
         if isinstance(there, FlatDTensor):
             there.local.add_(gradient)

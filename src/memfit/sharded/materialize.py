@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +12,7 @@ from memfit.errors import InputError
 from memfit.sharded.comm import ShardComm
 from memfit.sharded.flat_param import Member
 from memfit.sharded.wrap_policy import FoundUnit
+from memfit.torch_private.distributed_tensors import local_tensor
 from memfit.torch_private.modules import buffer_table, parameter_table
 
 Init = Callable[[nn.Module], object]
@@ -78,10 +79,10 @@ def check_init(model: nn.Module, init: Init | None) -> None:
 
 
 def prepare_buffers(
-    model: nn.Module, device: torch.device, dtype: torch.dtype | None, links: Sequence[ShardComm] | None
+    modules: Iterable[nn.Module], device: torch.device, dtype: torch.dtype | None, links: Sequence[ShardComm] | None
 ) -> None:
     """Move buffers to the device, in their dtype; with `links`, give them rank 0's values."""
-    for module in model.modules():
+    for module in modules:
         for name, buffer in buffer_table(module).items():
             if buffer is None:
                 continue
@@ -91,6 +92,7 @@ def prepare_buffers(
 
 def _from_rank_0(tensor: torch.Tensor, device: torch.device, links: Sequence[ShardComm]) -> torch.Tensor:
     """Broadcast rank 0's values: along replicas first, then along the ranks of each."""
+    tensor = local_tensor(tensor)
     values = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device, copy=True).contiguous()
     for link in reversed(links):
         link.broadcast(values, "broadcast of rank 0's values").wait()

@@ -46,11 +46,11 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 def make_comms(mesh: DeviceMesh, device: torch.device, timeout: timedelta | None) -> tuple[ShardComm, ShardComm | None]:
     """Make the group that shards, and that of replicas where there are any."""
-    shards = _link(mesh.get_group(mesh.ndim - 1), device, timeout)
-    return shards, _link(mesh.get_group(0), device, timeout) if mesh.ndim > 1 else None
+    shards = link_of(mesh.get_group(mesh.ndim - 1), device, timeout)
+    return shards, link_of(mesh.get_group(0), device, timeout) if mesh.ndim > 1 else None
 
 
-def _link(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> ShardComm:
+def link_of(group: dist.ProcessGroup, device: torch.device, timeout: timedelta | None) -> ShardComm:
     """Make a `ShardComm` with a Gloo group for messages: NCCL has no tags, and would mix them with data."""
     if device.type == "cpu":
         return ShardComm(group, device, timeout)

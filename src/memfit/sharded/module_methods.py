@@ -60,6 +60,12 @@ class UnitMethods:
         for unit in self._units(recurse):
             unit.communicates = requires_gradient_sync
 
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Say whether backwards sum gradients over replicas; without, only over the ranks that shard until one does."""
+        for unit in self._units(recurse):
+            for gradients in unit.gradients:
+                gradients.all_reduces = requires_all_reduce
+
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accept what FSDP2 wants to know: here every backward waits for its own sums, and adds to the gradients."""
 

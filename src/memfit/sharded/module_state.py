@@ -7,6 +7,7 @@ the same, and take whole tensors, DTensors and those of other ranks' shards.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch import nn
 
 from memfit.sharded.flat_dtensor import FlatDTensor
 from memfit.sharded.flat_param import FlatShard
-from memfit.sharded.runtime import ShardedRuntime
 from memfit.sharded.unit import ShardedUnit, State
 
 
@@ -32,10 +32,10 @@ class _Held:
         return self.flat.homes[self.number].wrap(self.flat.own(self.number))
 
 
-def attach_state(runtime: ShardedRuntime) -> None:
-    """Make the modules of a sharded model give and take state as those of a plain model do."""
+def attach_state(units: Sequence[ShardedUnit]) -> None:
+    """Make the modules of units give and take state as those of a plain model do."""
     held: dict[nn.Module, list[_Held]] = defaultdict(list)
-    for unit in runtime.units:
+    for unit in units:
         for flat in unit.flats:
             for number, places in enumerate(flat.places):
                 for place in places:

@@ -70,9 +70,7 @@ def load_named_state(
     names = parameter_names(model, optimizer)
     places = flat_places(runtime)
     shapes = {
-        name: (
-            places[parameter][0].layout.slots[places[parameter][1]].shape if parameter in places else parameter.shape
-        )
+        name: (places[parameter][0].homes[places[parameter][1]].shape if parameter in places else parameter.shape)
         for parameter, every in names.items()
         for name in every
     }
@@ -190,7 +188,7 @@ def _own(value: Any, place: tuple[FlatShard, int] | None, elementwise: bool, wha
         value = value.full_tensor()
     if home is None or not elementwise:
         return value.detach().clone() if copy else value.detach()
-    check_elementwise(what, value.shape, home.slot.shape)
+    check_elementwise(what, value.shape, home.shape)
     return home.wrap(home.own(value).detach().clone())
 
 

@@ -24,10 +24,10 @@ class RankCoordinator:
     def __init__(self, runtime: ShardedRuntime | None) -> None:
         self._links: Sequence[ShardComm] = [] if runtime is None else runtime.links
         self.rank, self.ranks = 0, 1
-        for link in self._links:  # ranks that shard first, then replicas
+        for link in self._links:  # ranks that shard first, then replicas, then those of tensor and expert parallel
             self.rank += self.ranks * link.rank
             self.ranks *= link.ranks
-        self.writes = len(self._links) < 2 or self._links[1].rank == 0
+        self.writes = all(link.rank == 0 for link in self._links[1:])
         """Whether this rank's part is not another replica's too."""
 
     def together(self, about: str, act: Callable[[], bytes]) -> list[bytes]:

@@ -29,10 +29,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from memfit.errors import StateError
 from memfit.sharded.comm import CollectiveError, RankMismatch, ShardComm, Transfer, check_agreement
-from memfit.sharded.options import Precision, Schedule
+from memfit.sharded.options import Precision, Schedule, UnitOptions
 from memfit.sharded.order import Order
 from memfit.sharded.unit import Run, RunHook, ShardedUnit, State
 from memfit.sharded.values import map_values, tensors_in
@@ -63,9 +64,16 @@ class ShardedRuntime:
         device: torch.device,
         precision: Precision,
         schedule: Schedule,
+        mesh: DeviceMesh,
+        options_inside: tuple[UnitOptions, UnitOptions],
     ) -> None:
         self.model = model
         self.units = list(units)
+        for number, unit in enumerate(self.units):
+            unit.number = number
+        self.mesh = mesh
+        self.options_inside = options_inside
+        """The root's options, and those it has when a model around it is sharded, too."""
         self.links = list(links)
         self.device = device
         self.precision = precision
@@ -91,6 +99,11 @@ class ShardedRuntime:
     def parameters(self) -> set[nn.Parameter]:
         """The parameters that are sharded."""
         return {parameter for unit in self.units for flat in unit.flats for parameter in flat.parameters}
+
+    @property
+    def data_links(self) -> list[ShardComm]:
+        """The groups of the mesh that the model is sharded over, without those of tensor and expert parallel."""
+        return self.links[: self.mesh.ndim]
 
     @property
     def idle(self) -> bool:
@@ -284,8 +297,8 @@ class ShardedRuntime:
 
     @property
     def holds_gradients(self) -> bool:
-        """Whether gradients of earlier passes wait to be reduced (`no_sync`)."""
-        return any(gradients.waiting for unit in self.units for gradients in unit.gradients)
+        """Whether gradients of earlier passes wait to be reduced (`no_sync`, `set_requires_all_reduce`)."""
+        return any(each.waiting or each.partial for unit in self.units for each in unit.gradients)
 
     def rewind(self, position: Position) -> None:
         """Go back to between two steps, on all ranks, some of which did more of a step than others.
@@ -403,8 +416,9 @@ class ShardedRuntime:
 
     def _own(self, unit: ShardedUnit, tensor: torch.Tensor) -> torch.Tensor:
         """Return an output in the root's dtype, in memory that stays, with a hook where it needs a gradient."""
-        if unit.outermost and self.precision.output_dtype is not None:
-            tensor = _cast(tensor, self.precision.output_dtype)
+        if unit.outermost or unit.was_root:
+            wanted = (self if unit.outermost else unit).precision.output_dtype
+            tensor = tensor if wanted is None else _cast(tensor, wanted)
         if unit.lends(tensor):
             return tensor.clone()
         if tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled():
@@ -430,10 +444,10 @@ class ShardedRuntime:
     def _cast_inputs(
         self, unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        wanted, precision = self.precision.param_dtype, self.precision
+        wanted, precision = unit.precision.param_dtype, unit.precision
         if wanted is None or precision.cast_inputs == "none":
             return args, kwargs
-        if precision.cast_inputs == "root" and not unit.outermost:
+        if precision.cast_inputs == "root" and not (unit.outermost or unit.was_root):
             return args, kwargs
         if precision.full_in_eval and not unit.module.training:
             return args, kwargs

@@ -109,10 +109,10 @@ def _full_model(model: nn.Module, runtime: ShardedRuntime, keeps: bool, cpu: boo
     for unit in runtime.units:
         for flat in unit.flats:
             buffer = gather_shard(flat, f"gather of {unit.title} for full_state_dict")
-            if keeps:
-                for slot in flat.layout.slots:
-                    whole = _copy(buffer[slot.begin : slot.end].view(slot.shape), cpu)
-                    found.update(dict.fromkeys(slot.names, whole))
+            for number, slot in enumerate(flat.layout.slots):
+                whole = _whole(flat, number, buffer)
+                if keeps:
+                    found.update(dict.fromkeys(slot.names, _copy(whole, cpu)))
     if not keeps:
         return {}
     return {
@@ -145,11 +145,18 @@ def _full_optimizer(
                 flat.local(number, own).copy_(value.local)
 
         buffer = gather_alike(flat, dtype, fill, f"gather of optimizer state {key!r} for full_state_dict")
-        if keeps:
-            for name, number, _ in members:
-                slot = flat.layout.slots[number]
-                state[name][key] = _copy(buffer[slot.begin : slot.end].view(slot.shape), cpu)
+        for name, number, _ in members:
+            whole = _whole(flat, number, buffer)
+            if keeps:
+                state[name][key] = _copy(whole, cpu)
     return {"state": state, "param_groups": named["param_groups"]}
+
+
+def _whole(flat: FlatShard, number: int, buffer: torch.Tensor) -> torch.Tensor:
+    """Return a whole tensor from a gathered buffer; of a block of tensor or expert parallel all ranks gather it."""
+    slot, inner = flat.layout.slots[number], flat.inners[number]
+    block = buffer[slot.begin : slot.end].view(slot.shape)
+    return block if inner is None else inner.wrap(block).full_tensor()
 
 
 def _copy(value: Any, cpu: bool) -> Any:

@@ -15,6 +15,7 @@ from memfit.sharded.flat_param import FlatShard, UnshardedParams
 from memfit.sharded.gradients import Gradients
 from memfit.sharded.mesh import Streams
 from memfit.sharded.options import Precision, UnitOptions
+from memfit.torch_private.distributed_tensors import local_tensor
 
 _KINDS = 2
 _FLATS = 64
@@ -28,13 +29,12 @@ class ShardedUnit:
     `outermost` says whether its last forward was that of the whole pass. `pending` counts forwards whose backward has
     not come since the last backward ended, `running` the backwards that have begun. `communicates` says whether its
     gradients are summed, `forward_prefetch` and `backward_prefetch` which units are gathered with it where a user
-    says so.
+    says so. `was_root` says whether it was the root of a model that was sharded in a call of its own.
     """
 
     def __init__(
         self,
         *,
-        number: int,
         name: str,
         module: nn.Module,
         flats: list[FlatShard],
@@ -44,7 +44,7 @@ class ShardedUnit:
         streams: Streams,
         nearby: ShardComm | None,
     ) -> None:
-        self.number = number
+        self.number = 0
         self.name = name
         self.module = module
         self.flats = flats
@@ -52,6 +52,7 @@ class ShardedUnit:
         self.options = options
         self.state = State.IDLE
         self.outermost = False
+        self.was_root = False
         self.gathered = False
         self.stale = False
         self.pending = 0
@@ -61,7 +62,7 @@ class ShardedUnit:
         self.backward_prefetch: tuple[ShardedUnit, ...] | None = None
         self.turn = 0
         """Which pass of the model this is. A rank that skipped one must not meet the others in the next."""
-        self._precision = precision
+        self.precision = precision
         self._streams = streams
         self._nearby = nearby
         self._resharded = False
@@ -92,6 +93,12 @@ class ShardedUnit:
     def bytes(self) -> int:
         """What its gathered parameters take."""
         return sum(flat.unsharded(self.gather_dtype(flat)).bytes for flat in self.flats)
+
+    def use_streams(self, streams: Streams) -> None:
+        """Use the side streams of a model around its own."""
+        self._streams = streams
+        for each in (*self.flats, *self.gradients):
+            each.use_streams(streams)
 
     def go(self, state: State) -> None:
         """Enter the next state, or refuse."""
@@ -157,7 +164,7 @@ class ShardedUnit:
         """Return whether a tensor is in the memory of gathered parameters, which is going to be freed."""
         if tensor.layout is not torch.strided:
             return False
-        address = tensor.untyped_storage().data_ptr()
+        address = local_tensor(tensor).untyped_storage().data_ptr()
         return any(
             unsharded.bytes and unsharded.buffer.untyped_storage().data_ptr() == address
             for unsharded in self._unsharded
@@ -218,10 +225,10 @@ class ShardedUnit:
 
     def gather_dtype(self, flat: FlatShard) -> torch.dtype:
         """Return the dtype that parameters are gathered in."""
-        wanted = self._precision.param_dtype
+        wanted = self.precision.param_dtype
         if wanted is None or not flat.dtype.is_floating_point:
             return flat.dtype
-        return flat.dtype if self._precision.full_in_eval and not self.module.training else wanted
+        return flat.dtype if self.precision.full_in_eval and not self.module.training else wanted
 
 
 class Run:
