@@ -172,7 +172,7 @@ def the_total_norm_is_that_of_whole_gradients() -> None:
             if trained.plain:
                 average(trained.model)
             norms.append(float(nn.utils.get_total_norm([each.grad for each in trained.model.parameters()], order)))
-            torch.testing.assert_close(*norms, rtol=1e-5, atol=0)
+        torch.testing.assert_close(*norms, rtol=1e-5, atol=0)
 
 
 @dataclass

@@ -349,6 +349,17 @@ def optimizers_without_state_are_saved_and_loaded() -> None:
     assert optimizers[1].param_groups[0]["lr"] == 0.3
 
 
+def optimizer_state_without_groups_is_refused() -> None:
+    ours, other = Trained(), Trained()
+    ours.step(0)
+    full = full_state_dict(ours.model, ours.optimizer)
+    before = full_state_dict(other.model)["model"]
+    del full["optimizer"]["param_groups"]
+    with pytest.raises(InputError, match="has 'state' and 'param_groups'"):
+        load_state_dict(other.model, full, other.optimizer)
+    _equal(other.model.state_dict(), before)
+
+
 def optimizer_state_that_is_none_comes_back() -> None:
     """SGD without momentum has `momentum_buffer` None after a step."""
     model, other = shard(small()), shard(small())

@@ -432,4 +432,27 @@ def a_part_of_a_unit_may_be_checkpointed() -> None:
     compared(lambda: Chain(Inside(), Inside()))
 
 
+def packed_sequences_go_in_and_out() -> None:
+    class Packs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(4, 4, batch_first=True)
+
+        def forward(self, packed: nn.utils.rnn.PackedSequence) -> nn.utils.rnn.PackedSequence:
+            return self.lstm(packed)[0]
+
+    results = []
+    for wrap in (shard, lambda model: model):
+        torch.manual_seed(0)
+        model = wrap(Packs())
+        x = torch.randn(3, 5, 4, requires_grad=True)
+        packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3, 2]), batch_first=True)
+        output, lengths = nn.utils.rnn.pad_packed_sequence(model(packed), batch_first=True)
+        assert lengths.tolist() == [5, 3, 2]
+        output.sum().backward()
+        results.append((output, x.grad))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 CASES = behaviours(globals())
