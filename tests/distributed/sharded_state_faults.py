@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,11 @@ from memfit.sharded.comm import ShardComm
 from tests.distributed.sharded_faults import boom, kill, plain, stop, train_step
 from tests.distributed.sharded_state import state_equal
 
-TIMEOUT_S = 4.0
-"""Of memfit's collectives and of the process group, which torch's own checkpoints use."""
+TIMEOUT_S = 5.0
+"""Of memfit's collectives."""
+
+GROUP_TIMEOUT_S = 20.0
+"""Of the process group, which torch's own checkpoints use; with time for a slow machine."""
 
 Built = tuple[nn.Module, torch.optim.Optimizer]
 
@@ -47,7 +51,20 @@ def hybrid() -> Built:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def fails(what: str, rank: int, how: str, folder: str) -> Told:
+def fails(what: str, rank: int, how: str, folder: str) -> None:
+    """Write what this rank was told, and end, as a script does with an error; that tells those who wait for it."""
+    told = _told(what, rank, how, folder)
+    Path(f"{folder}.told.{dist.get_rank()}").write_text(json.dumps(asdict(told)))
+    os._exit(1)
+
+
+def told_by(folder: str, rank: int) -> Told | None:
+    """Return what a rank was told, None where it died before."""
+    path = Path(f"{folder}.told.{rank}")
+    return Told(**json.loads(path.read_text())) if path.exists() else None
+
+
+def _told(what: str, rank: int, how: str, folder: str) -> Told:
     """Train, save, and then let one rank die, stop or do something else in what all others do."""
     model, optimizer = hybrid()
     train_step(model, optimizer, 0)
@@ -64,7 +81,7 @@ def fails(what: str, rank: int, how: str, folder: str) -> Told:
             if here:
                 _PREPARE[what](act)
             _ACTIONS[what](f"{folder}.again" if what == "dcp.save" else folder, model, optimizer)
-    except Exception as error:
+    except BaseException as error:  # torch's CheckpointException is no Exception
         return Told(kind=type(error).__name__, text=str(error), seconds=time.monotonic() - began)
     return Told(kind="none", text="", seconds=time.monotonic() - began)
 
