@@ -28,6 +28,8 @@ def resolve_mesh(model: nn.Module, mesh: DeviceMesh | None, *, replicas: int = 1
         if replicas > 1:
             return init_device_mesh(kind, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
         return init_device_mesh(kind, (ranks,), mesh_dim_names=("shard",))
+    if not isinstance(mesh, DeviceMesh):
+        raise InputError(f"mesh is a {type(mesh).__name__}; give a DeviceMesh: init_device_mesh(device, {mesh!r})")
     if mesh.ndim not in (1, 2):
         raise InputError(
             f"mesh has {mesh.ndim} dimensions; give one, of ranks that shard, or two: replicas, then shards"

@@ -67,6 +67,18 @@ def load_named_state(
 
     Without `copy` the tensors given become the optimizer's where they can.
     """
+    optimizer.load_state_dict(prepare_named_state(model, runtime, optimizer, given, copy=copy))
+
+
+def prepare_named_state(
+    model: nn.Module,
+    runtime: ShardedRuntime | None,
+    optimizer: torch.optim.Optimizer,
+    given: Mapping[str, Any],
+    *,
+    copy: bool = True,
+) -> dict[str, Any]:
+    """Return what `optimizer.load_state_dict` takes for a state; refuse a wrong one, and change nothing."""
     names = parameter_names(model, optimizer)
     places = flat_places(runtime)
     shapes = {
@@ -105,7 +117,7 @@ def load_named_state(
             numbers.append(number)
             number += 1
         groups.append({**(wanted or {key: each for key, each in group.items() if key != "params"}), "params": numbers})
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    return {"state": state, "param_groups": groups}
 
 
 def plain_optimizer_state(named: Mapping[str, Any]) -> dict[str, Any]:

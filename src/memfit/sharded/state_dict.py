@@ -14,7 +14,13 @@ from memfit.sharded.flat_dtensor import FlatDTensor
 from memfit.sharded.flat_param import FlatShard
 from memfit.sharded.full_parameters import gather_alike, gather_shard
 from memfit.sharded.fully_shard import get_runtime
-from memfit.sharded.optimizer_state import NamedState, flat_places, get_named_state, load_named_state, parameter_names
+from memfit.sharded.optimizer_state import (
+    NamedState,
+    flat_places,
+    get_named_state,
+    parameter_names,
+    prepare_named_state,
+)
 from memfit.sharded.runtime import ShardedRuntime
 
 
@@ -63,9 +69,12 @@ def load_state_dict(model: nn.Module, state: Mapping[str, Any], optimizer: torch
                 f"the state has no {each!r}, only {', '.join(map(repr, state)) or 'nothing'}; give a dict such as "
                 "{'model': model.state_dict(), 'optimizer': optimizer.state_dict()}"
             )
+    if optimizer is None:
+        model.load_state_dict(state["model"])
+        return
+    prepared = prepare_named_state(model, sharded_runtime(model), optimizer, state["optimizer"])
     model.load_state_dict(state["model"])
-    if optimizer is not None:
-        load_named_state(model, sharded_runtime(model), optimizer, state["optimizer"])
+    optimizer.load_state_dict(prepared)
 
 
 def sharded_runtime(model: nn.Module) -> ShardedRuntime | None:
