@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable
 
 import torch
-from fully_sharded.model import Case
 from torch import nn
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
@@ -18,6 +17,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+from fully_sharded.model import Case
 from memfit.sharded import Precision, shard
 
 KINDS = ("DDP", "FSDP1", "FSDP2", "memfit")
