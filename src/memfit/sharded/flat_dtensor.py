@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_t
 from memfit.errors import StateError
 from memfit.sharded.boxes import Box, split_into_boxes
 from memfit.sharded.comm import ShardComm
+from memfit.sharded.flat_methods import attach_methods
 from memfit.sharded.flat_reductions import reduce_all, reduce_norms
 from memfit.sharding import FlatLayout, Slot
 from memfit.torch_private.dispatch import DisableTorchFunction, disabled_torch_function, schema_of
@@ -278,6 +279,7 @@ class FlatDTensor(LocalDTensor):
 
 
 support_foreach(FlatDTensor)
+attach_methods(FlatDTensor)
 
 
 def gather(value: FlatDTensor) -> torch.Tensor:
