@@ -2,9 +2,9 @@
 
 An op of a tensor subclass goes to C++, from there to `__torch_dispatch__` and back, some microseconds each time; an
 optimizer without `foreach`, the default on a CPU, does eight for every parameter. Outside of autograd, on numbers and
-on tensors of the same home, nothing of that is needed: these methods of the subclass run the op on the local tensor. With
-anything else they are torch's own, which end in the rules of `flat_dtensor.py`: what is right and what is refused is
-decided there alone.
+on tensors of the same home, nothing of that is needed: these methods of the subclass run the op on the local tensor.
+With anything else they are torch's own, which end in the rules of `flat_dtensor.py`: what is right and what is refused
+is decided there alone.
 """
 
 from __future__ import annotations
