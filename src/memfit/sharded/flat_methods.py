@@ -13,14 +13,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
+
+from memfit.torch_private.autograd import increment_versions
 
 _IN_PLACE = ("add_", "sub_", "mul_", "div_", "lerp_", "addcmul_", "addcdiv_", "sqrt_", "neg_", "zero_", "clamp_")
 _OUT_OF_PLACE = (
     "add", "sub", "mul", "div", "lerp", "addcmul", "addcdiv", "sqrt", "neg", "abs", "square", "sign",
     "__add__", "__sub__", "__mul__", "__truediv__", "__neg__",
 )  # fmt: skip
-_NUMBERS = (float, int, bool)
+_NUMBERS = frozenset((float, int, bool))
 
 
 def attach_methods(kind: type[Any]) -> None:
@@ -35,11 +36,10 @@ def _in_place(kind: type[Any], name: str) -> Callable[..., Any]:
     own: Callable[..., Any] = getattr(torch.Tensor, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        local = None if torch.is_grad_enabled() else _local(kind, self.home, args, kwargs)
-        if local is None:
+        if torch.is_grad_enabled() or not _are_plain(kind, self.home, args, kwargs):
             return own(self, *args, **kwargs)
-        own(self.local, *local, **kwargs)
-        increment_version(self)  # autograd may have kept it
+        own(self.local, *[each.local if type(each) is kind else each for each in args], **kwargs)
+        increment_versions((self,))  # autograd may have kept it
         return self
 
     method.__name__ = name
@@ -50,26 +50,21 @@ def _out_of_place(kind: type[Any], name: str) -> Callable[..., Any]:
     own: Callable[..., Any] = getattr(torch.Tensor, name)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        local = None if torch.is_grad_enabled() else _local(kind, self.home, args, kwargs)
-        if local is None:
+        if torch.is_grad_enabled() or not _are_plain(kind, self.home, args, kwargs):
             return own(self, *args, **kwargs)
-        return self.home.wrap(own(self.local, *local, **kwargs))
+        local = own(self.local, *[each.local if type(each) is kind else each for each in args], **kwargs)
+        return self.home.wrap(local)
 
     method.__name__ = name
     return method
 
 
-def _local(kind: type[Any], home: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
-    """Return what the op on the local tensor is given; None where a rule has to decide."""
-    found = []
+def _are_plain(kind: type[Any], home: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether arguments are numbers and tensors of one home; a rule decides about all others."""
     for each in args:
-        if type(each) is kind and each.home is home:
-            found.append(each.local)
-        elif type(each) in _NUMBERS:
-            found.append(each)
-        else:
-            return None
-    for each in kwargs.values():
-        if type(each) not in _NUMBERS:
-            return None
-    return found
+        if type(each) is kind:
+            if each.home is not home:
+                return False
+        elif type(each) not in _NUMBERS:
+            return False
+    return not kwargs or all(type(each) in _NUMBERS for each in kwargs.values())

@@ -166,11 +166,11 @@ class ShardedUnit:
         """Return whether a tensor is in the memory of gathered parameters, which is going to be freed."""
         if tensor.layout is not torch.strided:
             return False
-        address = tensor.untyped_storage().data_ptr()
-        return any(
-            unsharded.bytes and unsharded.buffer.untyped_storage().data_ptr() == address
-            for unsharded in self._unsharded
-        )
+        address = tensor.data_ptr()
+        for unsharded in self._unsharded:
+            if unsharded.bytes and 0 <= address - unsharded.buffer.data_ptr() < unsharded.bytes:
+                return True
+        return False
 
     def free(self) -> None:
         """Free the gathered parameters."""
