@@ -106,15 +106,12 @@ class _Callable(nn.ModuleList):
 
 
 def lists_of_modules() -> None:
-    """A list of modules is a unit where it has a forward, and refused where it has none; so are lists as units."""
+    """A list of modules is a unit where it has a forward, and refused where it has none."""
     model = shard(nn.Sequential(_Callable([nn.Linear(4, 4), nn.Linear(4, 4)]), nn.Linear(4, 2)), units=[_Callable])
     model(torch.ones(2, 4)).sum().backward()
     assert all(each.grad is not None for each in model.parameters())
     with pytest.raises(InputError, match="which has no forward"):
         shard(nn.ModuleList([nn.Linear(4, 4)]))
-    chain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with pytest.raises(InputError, match="units has a list"):
-        shard(chain, units=[[chain[0], chain[1]]])  # type: ignore[list-item]
 
 
 def optimizers_in_backward() -> None:

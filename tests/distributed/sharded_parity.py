@@ -31,11 +31,12 @@ _meshes: dict[tuple[int, int], DeviceMesh] = {}
 class Case:
     """One way to train: a model, its units, the options of `shard`, and what it is compared with.
 
+    Paths in a tuple are one unit.
     `micro_batches` of each step are accumulated, all but the last without communication if `quiet`.
     """
 
     model: Callable[[], nn.Module]
-    units: tuple[str, ...] | dict[str, UnitOptions] = ()
+    units: tuple[str | tuple[str, ...], ...] | dict[str, UnitOptions] = ()
     options: dict[str, Any] = field(default_factory=dict)
     mesh: tuple[int, int] | None = None
     peers: tuple[str, ...] = ("ddp", "fsdp2")
@@ -181,7 +182,8 @@ def _wrapped(kind: str, model: nn.Module, case: Case) -> nn.Module:
     if kind == "fsdp2":
         paths = case.units or [name for name, _ in model.named_modules() if name.rpartition(".")[0].endswith("blocks")]
         for path in sorted(paths, key=len, reverse=True):
-            fully_shard(model.get_submodule(path), mesh=resolve_mesh(None), mp_policy=case.policy)
+            modules = [model.get_submodule(each) for each in ((path,) if isinstance(path, str) else path)]
+            fully_shard(modules, mesh=resolve_mesh(None), mp_policy=case.policy)
         return fully_shard(model, mp_policy=case.policy)
     if kind == "plain":
         return model

@@ -66,6 +66,16 @@ def test_every_buffer_is_allocated_when_the_schedule_says(
     _compare_buffers(two_ranks, replace(_UNEQUAL, **changes, units=units, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("changes", [{}, {"options": UnitOptions(keep=True)}, {"frozen": ("0", "1", "2")}])
+def test_small_units_are_joined_as_the_schedule_says(two_ranks: Ranks, changes: dict[str, Any]) -> None:
+    layers = Layers(widths=(32,) * 40, units=tuple(range(40)), dtype=torch.float64)
+    _compare_buffers(two_ranks, replace(layers, **changes))
+    _, titles = zip(*predict_layers(layers, two_ranks.count)[1], strict=True)
+    assert len({title for title in titles if "unsharded" in title}) == 20, "they are pairs"
+    alone = replace(layers, schedule=Schedule(bucket_cap_bytes=0), **changes)
+    _compare_buffers(two_ranks, alone)
+
+
 @pytest.mark.parametrize("options", [UnitOptions(), UnitOptions(reshard_ranks=2)])
 def test_every_buffer_on_four_ranks_is_allocated_when_the_schedule_says(
     four_ranks: Ranks, options: UnitOptions

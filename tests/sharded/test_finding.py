@@ -5,7 +5,7 @@ from torch import nn
 
 from memfit.errors import InputError
 from memfit.sharded.options import UnitOptions
-from memfit.sharded.wrap_policy import Units, default_units, find_units
+from memfit.sharded.wrap_policy import Units, default_units, find_units, join_small_units
 
 
 class Model(nn.Module):
@@ -77,6 +77,30 @@ def test_a_module_with_two_paths_is_one_unit(name: str) -> None:
     assert found["blocks.0"] == ["blocks.0.0.weight", "blocks.3.0.weight", "blocks.0.0.bias", "blocks.3.0.bias"]
 
 
+@pytest.mark.parametrize("units", [[["blocks.2", "blocks.0"], "head"], {("blocks.2", "blocks.0"): UnitOptions()}])
+def test_a_list_of_modules_is_one_unit_with_what_they_share(units: Units) -> None:
+    model = Model()
+    model.blocks[2][0].weight = model.blocks[0][0].weight
+    found = owners(model, units)
+    assert found["blocks.0"] == ["blocks.0.0.weight", "blocks.2.0.weight", "blocks.0.0.bias", "blocks.2.0.bias"]
+    assert "blocks.1.0.weight" in found[""] and "blocks.2" not in found
+
+
+def test_tiny_neighbours_with_the_same_options_are_joined_up_to_the_cap() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(64)))
+    layer_bytes = 20 * 4
+
+    def joined(cap_bytes: int, options: dict[str, UnitOptions] | None = None) -> list[int]:
+        found = find_units(model, options, keep=False, ignored=())
+        return [len(each.modules) for each in join_small_units(found, None, cap_bytes)[1:]]
+
+    assert joined(1 << 20) == [4] * 16  # no more than one part in 16 of all
+    assert joined(2 * layer_bytes) == [2] * 32
+    assert joined(layer_bytes) == joined(0) == [1] * 64
+    options = {str(number): UnitOptions(keep=number == 1) for number in range(64)}
+    assert joined(1 << 20, options) == [1, 1, *[4] * 15, 2]
+
+
 def test_ignored_parameters_belong_to_no_unit() -> None:
     model = Model()
     found = owners(model, ignored=("head.weight", model.blocks[0][0].bias))
@@ -91,6 +115,11 @@ def test_ignored_parameters_belong_to_no_unit() -> None:
         (["blocks"], "unit 'blocks' is a ModuleList, which has no forward; give the modules in it"),
         ([nn.Conv2d], "units names a Conv2d, and the model has none"),
         ({"blocks.0": True}, "units gives 'blocks.0' no UnitOptions but True"),
+        ([["blocks.0", "blocks.1"], "blocks.1"], r"module 'blocks.1' is in two units, \['blocks.0', 'blocks.1'\]"),
+        ([["blocks.0", "blocks.0.0"]], "has a module inside of another, 'blocks.0.0'"),
+        ([["", "head"]], "has a module inside of another, 'the model itself'"),
+        ([[]], "units has an empty list"),
+        ([[3]], "units has a int; give module paths, modules or classes"),
         (3, "units is a int; give module paths, modules, a class of modules, or a function"),
     ],
 )

@@ -212,7 +212,9 @@ def _shard_plan(problem: Problem, solved: Solved) -> ShardPlan | None:
         return None  # a step that was captured on its mesh is sharded by the user's own code
     sharding = problem.sharding
     units = tuple(
-        ShardedUnit(module=unit.module, reshard_after_forward=unit.reshard_after_forward) for unit in sharding.units
+        ShardedUnit(module=module, reshard_after_forward=unit.reshard_after_forward)
+        for unit in sharding.units
+        for module in unit.modules
     )
     chosen = [(candidate.unit, policy) for candidate, policy in solved.chosen]
     assert solved.replay is not None

@@ -50,7 +50,7 @@ def module_tree(report: Report, strings: Strings) -> dict[str, Any]:
         "kind": [strings[kinds.get(key, "")] for key in keys],
         "parent": [_parent(key, places) for key in keys],
         "decision": [decided.get(key, NONE) for key in keys],
-        "shard": sorted(places[unit.module, True] for unit in shards),
+        "shard": sorted(places[module, True] for unit in shards for module in unit.modules),
     }
     for name, timeline in (("baseline", report.baseline), ("planned", report.planned)):
         if timeline is not None:

@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from memfit.errors import StateError
 from memfit.sharded.boxes import Box, split_into_boxes
 from memfit.sharded.comm import ShardComm
+from memfit.sharded.flat_methods import attach_methods
 from memfit.sharded.flat_reductions import reduce_all, reduce_norms
 from memfit.sharded.model_parallel import ModelParallelSpec
 from memfit.sharding import FlatLayout, Slot
@@ -321,6 +322,7 @@ class FlatDTensor(LocalDTensor):
 
 
 support_foreach(FlatDTensor)
+attach_methods(FlatDTensor)
 
 
 def gather(value: FlatDTensor) -> torch.Tensor:

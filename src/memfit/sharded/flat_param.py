@@ -85,6 +85,9 @@ class FlatShard:
             pin_memory=device.type == "cpu" and compute_device.type == "cuda",
         )
         self.listener: Callable[[int, torch.Tensor], None] | None = None
+        self._addresses = [
+            self.shard.data_ptr() + part.at * self.shard.element_size() if part.elements else 0 for part in self.parts
+        ]
         self._streams = streams
         self._unsharded: dict[torch.dtype, UnshardedParams] = {}
         self._kept: torch.Tensor | None = None
@@ -227,8 +230,10 @@ class FlatShard:
 
     def realign(self) -> None:
         """Make every parameter a view of the shard, as `own` does."""
-        for number in range(len(self.parameters)):
-            self.own(number)
+        for number, (parameter, address) in enumerate(zip(self.parameters, self._addresses, strict=True)):
+            assert isinstance(parameter, FlatDTensor)
+            if parameter.local.data_ptr() != address:
+                self.own(number)
 
     def own(self, number: int) -> torch.Tensor:
         """Return the shard of one parameter; values that a user put in place of its data are taken over first."""

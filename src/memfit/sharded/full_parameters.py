@@ -80,11 +80,11 @@ def _chosen(runtime: ShardedRuntime, names: Sequence[str] | None) -> list[Sharde
         return runtime.units
     if isinstance(names, str):
         raise InputError(f"units is {names!r}; give a list of unit names, [{names!r}]")
-    by_name = {unit.name: unit for unit in runtime.units}
+    by_name = {name: unit for unit in runtime.units for name in unit.names}
     for name in names:
         if name not in by_name:
             raise InputError(f"{name!r} is no unit of this model; the units are {', '.join(map(repr, by_name))}")
-    return [by_name[name] for name in dict.fromkeys(names)]
+    return list(dict.fromkeys(by_name[name] for name in names))
 
 
 def _recover(runtime: ShardedRuntime) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,8 +38,8 @@ from memfit.sharded.module_state import attach_state
 from memfit.sharded.options import Precision, Reduction, Schedule, UnitOptions
 from memfit.sharded.placements import ShardPlacementFn, check_placements
 from memfit.sharded.runtime import ShardedRuntime
-from memfit.sharded.unit import Run, ShardedUnit, State
-from memfit.sharded.wrap_policy import FoundUnit, Units, find_units
+from memfit.sharded.unit import Run, ShardedUnit
+from memfit.sharded.wrap_policy import FoundUnit, Units, find_units, join_small_units
 from memfit.sharding import group_alike
 from memfit.torch_private.autograd import post_accumulate_hooks, tensor_hooks
 from memfit.torch_private.compiler import disable_dynamo
@@ -69,7 +70,8 @@ def shard(
 
     `mesh` has one dimension, of ranks that shard, or two, of replicas and of ranks that shard within one; by default
     all ranks shard. Parameters that tensor or expert parallel made DTensors are on another part of the same mesh.
-    `units` are gathered one at a time, by default the repeated blocks; what is in none belongs to the
+    `units` are gathered one at a time, by default the repeated blocks; a list of modules among them is one unit, and
+    neighbours that are tiny are joined (`Schedule.bucket_cap_bytes`). What is in none belongs to the
     root. `keep` leaves every unit gathered between its forward and backward. `ignored` parameters stay whole.
     `init` fills the parameters and buffers that one module holds, where they are on the meta device; its
     `reset_parameters` does by default. `from_rank_0` starts from rank 0's values. `offload` keeps shards, gradients and
@@ -91,8 +93,9 @@ def shard(
         check_inner(model, inner, units, schedule)
         before = [parameter for each in inner for parameter in each.parameters]
         found = find_units(model, () if inner and units is None else units, keep=keep, ignored=[*ignored, *before])
+        found = join_small_units(found, precision.param_dtype, schedule.bucket_cap_bytes)
         check_placements(found, shard_placement_fn)
-        _check_order(schedule, [each.name for each in found], inner_names(model, inner))
+        _check_order(schedule, [path for each in found for path in each.paths], inner_names(model, inner))
         if not from_rank_0:
             check_init(model, init)
         elif dist.get_rank() == (0 if mesh is None else int(mesh.mesh.flatten()[0])):
@@ -137,8 +140,8 @@ def shard(
             ]
         made.append(
             ShardedUnit(
-                name=each.name,
-                module=each.module,
+                names=each.paths,
+                modules=each.modules,
                 flats=flats,
                 gradients=[Gradients(flat, replicas, streams, precision, reduction) for flat in flats],
                 options=each.options,
@@ -157,14 +160,16 @@ def shard(
         model, every, [*links, *meshes.links], device, precision, schedule, mesh, (as_root, as_inner)
     )
     if schedule.order is not None:
-        by_name = {unit.name: unit for unit in every}
-        runtime.order.expect([by_name[name] for name in schedule.order])
+        by_name = {name: unit for unit in every for name in unit.names}
+        runtime.order.expect([unit for unit, _ in itertools.groupby(by_name[name] for name in schedule.order)])
     for unit in made:
         for flat in unit.flats:
             flat.take_over()
-        UnitCalls(runtime, unit).attach()
+        for module in unit.modules:
+            UnitCalls(runtime, unit, module).attach()
     for unit in taken:
-        unit.module.__dict__[_CALLS].runtime = runtime
+        for module in unit.modules:
+            module.__dict__[_CALLS].runtime = runtime
     for each in inner:
         del each.model.__dict__[_RUNTIME], each.model.__dict__["zero_grad"]
     prepare_buffers(outside, device, precision.buffer_dtype, links if from_rank_0 else None)
@@ -258,10 +263,10 @@ def _modules_outside(model: nn.Module, inner: Sequence[ShardedRuntime]) -> list[
 
 def _insides(found: Sequence[FoundUnit], inner: Sequence[nn.Module]) -> list[list[nn.Module]]:
     """Return, for every unit, the modules that are in no unit inside it, and in no model sharded before."""
-    units = {*inner, *(each.module for each in found)}
+    units = {*inner, *(module for each in found for module in each.modules)}
     insides: list[list[nn.Module]] = []
     for each in found:
-        inside = [each.module]
+        inside = list(each.modules)
         for module in inside:
             inside += [child for child in module.children() if child not in units and child not in inside]
         insides.append(inside)
@@ -287,7 +292,7 @@ def _agreed_settings(
         for field in fields(options)
     ]
     for unit in found:
-        settings.append(f"unit {unit.name!r} with {unit.options}")
+        settings.append(f"unit {', '.join(map(repr, unit.paths))} with {unit.options}")
         for member in unit.members:
             parameter = member.parameter
             settings.append(
@@ -307,9 +312,10 @@ def _agreed_settings(
 class UnitCalls:
     """What happens around the calls of a unit's module: its forward, and methods that run on gathered parameters."""
 
-    def __init__(self, runtime: ShardedRuntime, unit: ShardedUnit) -> None:
+    def __init__(self, runtime: ShardedRuntime, unit: ShardedUnit, module: nn.Module) -> None:
         self.runtime = runtime
         self._unit = unit
+        self._module = module
         self._entered: list[tuple[Run | None, BaseException | None]] = []
         self._in_method = False
 
@@ -319,22 +325,22 @@ class UnitCalls:
         """Gather the parameters."""
         if self._in_method:  # which gathered them
             return args, kwargs
-        run = Run(self._unit) if torch.is_grad_enabled() else None
-        self._entered.append((run, sys.exc_info()[1]))
+        self._entered.append((None, sys.exc_info()[1]))
         hooks = forward_hooks(module)
         hooks[self.last.id] = hooks.pop(self.last.id)
-        args, kwargs = self.runtime.before_forward(self._unit, args, kwargs)
-        return (args, kwargs) if run is None else self.runtime.mark_inputs(run, args, kwargs)
+        run, args, kwargs = self.runtime.before_forward(self._unit, args, kwargs)
+        self._entered[-1] = run, self._entered[-1][1]
+        return args, kwargs
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Free the parameters, unless the backward needs them."""
+        """Free the parameters, unless the backward or another module of the unit needs them."""
         if self._in_method:
             return output
         run, handled = self._entered.pop() if self._entered else (None, None)
         if sys.exc_info()[1] is not handled:
             self.runtime.failed_forward(self._unit)
             return None
-        return self.runtime.after_forward(self._unit, run, (args, kwargs), output)
+        return self.runtime.after_forward(self._unit, self._module, run, (args, kwargs), output)
 
     def attach(self) -> None:
         """Make the module's forward call these; user hooks see gathered parameters."""
@@ -345,7 +351,7 @@ class UnitCalls:
         def after(*args: Any) -> Any:
             return self.after(*args)
 
-        module = self._unit.module
+        module = self._module
         module.register_forward_pre_hook(disable_dynamo(before), prepend=True, with_kwargs=True)
         self.last = module.register_forward_hook(disable_dynamo(after), with_kwargs=True, always_call=True)
         module.__dict__[_CALLS] = self
@@ -355,19 +361,19 @@ class UnitCalls:
 
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self._in_method or self._unit.state is State.FORWARD:  # the parameters are there
+            if self._in_method or self.runtime.is_running(self._unit):  # the parameters are there
                 return method(*args, **kwargs)
-            args, kwargs = self.before(self._unit.module, args, kwargs)
+            args, kwargs = self.before(self._module, args, kwargs)
             output = None
             self._in_method = True
             try:
                 output = method(*args, **kwargs)
             except BaseException:
                 self._in_method = False
-                self.after(self._unit.module, args, kwargs, None)
+                self.after(self._module, args, kwargs, None)
                 raise
             self._in_method = False
-            return self.after(self._unit.module, args, kwargs, output)
+            return self.after(self._module, args, kwargs, output)
 
         return run
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -30,6 +31,8 @@ from memfit.sharded.mesh import Streams
 from memfit.sharded.options import Precision, Reduction
 from memfit.sharding import PartTable, Slot
 from memfit.torch_private.autograd import optimizers_in_backward, post_accumulate_hooks
+
+_NOTHING = nullcontext()
 
 
 class Gradients:
@@ -50,6 +53,10 @@ class Gradients:
         self._held: dict[int, torch.Tensor] = {}
         self._filled: set[int] = set()
         self._table = PartTable(flat.layout, separate=flat.link.separate_parts)
+        self._pieces = [
+            {rank: _piece(slot, rank, flat.layout.shard_elements) for rank in ranks}
+            for slot, ranks in zip(flat.layout.slots, self._table.ranks_of, strict=True)
+        ]
         self._sum: SumTransfer | None = None
         self._total: torch.Tensor | None = None
         self._replica_sum: Transfer | None = None
@@ -105,7 +112,7 @@ class Gradients:
             )
         if self.under_way:  # of this pass already: it came late, and is summed at the end of the backward
             self.finish()
-        with torch.no_grad():
+        with torch.no_grad() if torch.is_grad_enabled() else _NOTHING:  # in a backward it is not
             if number not in self._collected:
                 self._collected.add(number)
                 for rank in self._table.ranks_of[number]:
@@ -125,10 +132,10 @@ class Gradients:
         """Begin to reduce what was collected; a gradient that never came counts as zeros."""
         link = self.flat.link
         with torch.no_grad():
-            for number, slot in enumerate(self.flat.layout.slots):
+            for number in range(len(self.flat.parameters)):
                 if number not in self._collected:
                     for rank in self._table.ranks_of[number]:
-                        self._place(slot, rank)[0].zero_()
+                        self._place(number, rank)[0].zero_()
             for rank in range(link.ranks):
                 self._fill(rank)
             parts = [self._part(rank) for rank in range(link.ranks)]
@@ -265,7 +272,7 @@ class Gradients:
     def _write(self, number: int, rank: int, gradient: torch.Tensor, *, add: bool) -> None:
         """Put what belongs into a part of a gradient there."""
         slot = self.flat.layout.slots[number]
-        place, begin = self._place(slot, rank)
+        place, begin = self._place(number, rank)
         if place.numel() == slot.elements:
             place = place.view(slot.shape)
         else:
@@ -279,11 +286,10 @@ class Gradients:
             if self._before != 1:
                 place.div_(self._before)
 
-    def _place(self, slot: Slot, rank: int) -> tuple[torch.Tensor, int]:
+    def _place(self, number: int, rank: int) -> tuple[torch.Tensor, int]:
         """Return where the piece of a gradient that belongs to a part goes, and its first element."""
-        first, elements = rank * self.flat.layout.shard_elements, self.flat.layout.shard_elements
-        begin, end = max(slot.begin, first), min(slot.end, first + elements)
-        return self._part(rank)[begin - first : end - first], begin - slot.begin
+        begin, end, first = self._pieces[number][rank]
+        return self._part(rank)[begin:end], first
 
     def _part(self, rank: int) -> torch.Tensor:
         """Return what is sent to a rank, with zeros where no gradient goes."""
@@ -339,6 +345,13 @@ class Gradients:
     @property
     def _ranks(self) -> int:
         return self.flat.link.ranks * (1 if self._replicas is None else self._replicas.ranks)
+
+
+def _piece(slot: Slot, rank: int, shard_elements: int) -> tuple[int, int, int]:
+    """Return which elements of a part a parameter has, from and up to, and the first of them in the parameter."""
+    first = rank * shard_elements
+    begin, end = max(slot.begin, first), min(slot.end, first + shard_elements)
+    return begin - first, end - first, begin - slot.begin
 
 
 def divisors(ranks: int, dtype: torch.dtype, divisor: float | None) -> tuple[float, float]:

@@ -98,13 +98,17 @@ def model_parallel_meshes(model: nn.Module) -> Iterator[DeviceMesh]:
 def inner_names(model: nn.Module, inner: Sequence[ShardedRuntime]) -> list[str]:
     """Return the names that units which were sharded before have in the model around them."""
     paths = {module: path for path, module in model.named_modules()}
-    return [paths[unit.module] for each in inner for unit in each.units]
+    return [paths[module] for each in inner for unit in each.units for module in unit.modules]
 
 
 def describe_inner(model: nn.Module, inner: Sequence[ShardedRuntime]) -> list[str]:
     """List the units that were sharded before, for ranks to compare."""
     paths = {module: path for path, module in model.named_modules()}
-    return [f"unit {paths[unit.module]!r} with {unit.options}, sharded before" for each in inner for unit in each.units]
+    return [
+        f"unit {[paths[module] for module in unit.modules]} with {unit.options}, sharded before"
+        for each in inner
+        for unit in each.units
+    ]
 
 
 def take_in(
@@ -128,7 +132,7 @@ def take_in(
             root.options = each.options_inside[1]
         root.was_root = True
         for unit in each.units:
-            unit.name = paths[unit.module]
+            unit.names = tuple(paths[module] for module in unit.modules)
             unit.use_streams(streams)
             for flat, gradients in zip(unit.flats, unit.gradients, strict=True):
                 flat.join(

@@ -98,15 +98,17 @@ class UnitMethods:
         self.set_gradient_divide_factor(factor)
 
     def _units(self, recurse: bool) -> Iterable[ShardedUnit]:
-        inside = set(self._unit.module.modules()) if recurse else {self._unit.module}
+        if not recurse:
+            return [self._unit]
+        inside = {module for own in self._unit.modules for module in own.modules()}
         return [unit for unit in self._runtime.units if unit.module in inside]
 
     def _found(self, modules: Sequence[nn.Module]) -> tuple[ShardedUnit, ...]:
-        units = {unit.module: unit for unit in self._runtime.units}
+        units = {module: unit for unit in self._runtime.units for module in unit.modules}
         for module in modules:
             if module not in units:
                 raise InputError(f"a {type(module).__name__} to prefetch is no unit of this model; give its units")
-        return tuple(units[module] for module in modules)
+        return tuple(dict.fromkeys(units[module] for module in modules))
 
 
 METHODS = tuple(name for name in vars(UnitMethods) if not name.startswith("_"))
@@ -116,4 +118,5 @@ def attach_methods(runtime: ShardedRuntime) -> None:
     """Give the modules of all units their methods."""
     for unit in runtime.units:
         methods = UnitMethods(runtime, unit)
-        unit.module.__dict__.update({name: getattr(methods, name) for name in METHODS})
+        for module in unit.modules:
+            module.__dict__.update({name: getattr(methods, name) for name in METHODS})

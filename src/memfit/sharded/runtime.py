@@ -16,6 +16,13 @@ Note [Several runs]
 A parameter that is used in several runs gets its gradient once, after the last of them. So a unit is summed when the
 backward of its last run has ended, or at the end of the backward where some run's never comes, which is then forgotten.
 Which gradients came on a rank decides nothing: other ranks may have others.
+
+Note [Groups]
+A unit may be several modules. Its forward begins with the first call of any of them and ends when all were called, or
+the outermost forward ends; in between the modules hold gathered parameters. All calls of a forward are one run: inputs
+of the first call with gradients are marked, since whatever later calls do is done when those have their gradient, and
+outputs of every call are hooked, since any of them may be what the backward comes to first. A second forward in the
+backward is a run of its own, of one module.
 """
 
 from __future__ import annotations
@@ -81,6 +88,8 @@ class ShardedRuntime:
         self.communicates = True
         self.order = Order(self.units, self.links)
         self._active: list[ShardedUnit] = []
+        self._open: list[ShardedUnit] = []
+        """Groups of modules of which some, not all, were called in this forward."""
         self._caller: FrameType | None = None
         self._in_backward = False
         self._began: list[Run] = []
@@ -111,13 +120,35 @@ class ShardedRuntime:
         self.settle()
         return not self._active and not self._in_backward
 
+    def is_running(self, unit: ShardedUnit) -> bool:
+        """Return whether a forward of one of a unit's modules is running."""
+        return unit in self._active
+
     def before_forward(
         self, unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Unshard a unit, prefetch the next ones, and prepare its inputs."""
+    ) -> tuple[Run | None, tuple[Any, ...], dict[str, Any]]:
+        """Unshard a unit, prefetch the next ones, and prepare its inputs; return the run that begins, too.
+
+        The first call of a group's modules does it for all of them. See Note [Groups].
+        """
         self.settle()
         if self._active and unit is self._active[0]:  # what was left by an interrupt
             self.recover()
+        if unit.uncalled:
+            self._active.append(unit)
+        else:
+            self._begin_forward(unit)
+        args, kwargs = self._cast_inputs(unit, args, kwargs)
+        if not torch.is_grad_enabled():
+            return unit.run, args, kwargs
+        if unit.run is not None:
+            return unit.run, args, kwargs
+        run = Run(unit)
+        if unit.uncalled:
+            unit.run = run
+        return run, *self._mark_inputs(run, args, kwargs)
+
+    def _begin_forward(self, unit: ShardedUnit) -> None:
         outermost = not self._active
         if outermost:
             self._caller = _module_call()
@@ -126,7 +157,7 @@ class ShardedRuntime:
             unit.unshard("backward")
             unit.wait()
             unit.to_unsharded()
-            return self._cast_inputs(unit, args, kwargs)
+            return
         unit.go(State.FORWARD)
         unit.outermost = outermost
         if outermost:
@@ -139,9 +170,11 @@ class ShardedRuntime:
         self._gather_ahead(unit, following, "forward")
         unit.wait()
         unit.to_unsharded()
-        return self._cast_inputs(unit, args, kwargs)
+        if len(unit.modules) > 1:
+            unit.uncalled.update(unit.modules)
+            self._open.append(unit)
 
-    def mark_inputs(
+    def _mark_inputs(
         self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Replace inputs that need gradients by views whose hook tells when these are there."""
@@ -159,25 +192,29 @@ class ShardedRuntime:
 
         return map_values((args, kwargs), mark)
 
-    def after_forward(self, unit: ShardedUnit, run: Run | None, inputs: Any, output: Any) -> Any:
+    def after_forward(self, unit: ShardedUnit, module: nn.Module, run: Run | None, inputs: Any, output: Any) -> Any:
         """Hook the outputs' gradients, and reshard what the backward gathers again."""
         self._leave(unit)
         output = map_values(output, lambda tensor: self._own(unit, tensor))
         watched = [tensor for tensor in tensors_in(output) if tensor.requires_grad] if run is not None else []
         if run is not None and watched:
+            run.watched = True
             self._watch(run, inputs, watched)
         if self._in_backward:
             if not watched and not unit.running:  # there is nothing to go back to
                 unit.rest()
             return output
-        if run is not None and watched:
-            before = self.order.leave(unit, self.schedule.backward_prefetch)
-            run.before = before if unit.backward_prefetch is None else unit.backward_prefetch
-            run.counted = True
-            unit.pending += 1
-        unit.go(State.IDLE)
-        unit.to_sharded()
-        unit.end_forward(backward=bool(watched))
+        if unit.uncalled:
+            unit.uncalled.discard(module)
+            if self._active and unit.uncalled:  # another module of the group is still to come
+                return output
+            run = unit.run
+            self._open.remove(unit)
+        if unit.outermost:
+            for group in self._open:  # some of whose modules were not called
+                self._end_forward(group, group.run)
+            self._open.clear()
+        self._end_forward(unit, run)
         if unit.outermost:
             for each in self.units:
                 if each.in_flight:  # it was gathered ahead, and did not run
@@ -186,6 +223,19 @@ class ShardedRuntime:
             for link in self.links:
                 link.notices.clear()
         return output
+
+    def _end_forward(self, unit: ShardedUnit, run: Run | None) -> None:
+        watched = run is not None and run.watched
+        if run is not None and watched:
+            before = self.order.leave(unit, self.schedule.backward_prefetch)
+            run.before = before if unit.backward_prefetch is None else unit.backward_prefetch
+            run.counted = True
+            unit.pending += 1
+        unit.uncalled.clear()
+        unit.run = None
+        unit.go(State.IDLE)
+        unit.to_sharded()
+        unit.end_forward(backward=watched)
 
     def failed_forward(self, unit: ShardedUnit) -> None:
         """Handle an exception in a unit's forward, which somebody may catch and go on."""
@@ -196,6 +246,8 @@ class ShardedRuntime:
             with suppress(CollectiveError):
                 unit.wait()
             unit.rest()
+            if unit in self._open:
+                self._open.remove(unit)
         else:
             error = sys.exc_info()[1]
             for link in self.links:
@@ -279,6 +331,7 @@ class ShardedRuntime:
         """
         was_in_backward, self._in_backward = self._in_backward, False
         self._active.clear()
+        self._open.clear()
         self._caller = None
         self._summing.clear()
         self._owing.clear()

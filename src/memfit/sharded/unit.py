@@ -1,4 +1,4 @@
-"""A unit: a module whose parameters are gathered together, and what it is doing."""
+"""A unit: a module, or several, whose parameters are gathered together, and what it is doing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _PASSES = 1 << 9
 
 
 class ShardedUnit:
-    """A module with its flat shards; the root has the empty name.
+    """A module, or a group of modules, with its flat shards; the root has the empty name.
+
+    The forward of a group begins with the call of any of its modules and ends when all were called. `uncalled` are
+    those that were not, while it is under way, and `run` is what its backward will be of.
 
     `outermost` says whether its last forward was that of the whole pass. `pending` counts forwards whose backward has
     not come since the last backward ended, `running` the backwards that have begun. `communicates` says whether its
@@ -35,8 +38,8 @@ class ShardedUnit:
     def __init__(
         self,
         *,
-        name: str,
-        module: nn.Module,
+        names: Sequence[str],
+        modules: Sequence[nn.Module],
         flats: list[FlatShard],
         gradients: list[Gradients],
         options: UnitOptions,
@@ -45,8 +48,8 @@ class ShardedUnit:
         nearby: ShardComm | None,
     ) -> None:
         self.number = 0
-        self.name = name
-        self.module = module
+        self.names = tuple(names)
+        self.modules = tuple(modules)
         self.flats = flats
         self.gradients = gradients
         self.options = options
@@ -57,6 +60,8 @@ class ShardedUnit:
         self.stale = False
         self.pending = 0
         self.running = 0
+        self.uncalled: set[nn.Module] = set()
+        self.run: Run | None = None
         self.communicates = True
         self.forward_prefetch: tuple[ShardedUnit, ...] | None = None
         self.backward_prefetch: tuple[ShardedUnit, ...] | None = None
@@ -75,8 +80,20 @@ class ShardedUnit:
         return f"ShardedUnit({self.title})"
 
     @property
+    def name(self) -> str:
+        """The path of its first module, empty for the root."""
+        return self.names[0]
+
+    @property
+    def module(self) -> nn.Module:
+        """Its first module."""
+        return self.modules[0]
+
+    @property
     def title(self) -> str:
         """How messages name it."""
+        if len(self.names) > 1:
+            return f"unit {self.name!r} to {self.names[-1]!r}"
         return f"unit {self.name!r}" if self.name else "the root unit"
 
     @property
@@ -164,11 +181,11 @@ class ShardedUnit:
         """Return whether a tensor is in the memory of gathered parameters, which is going to be freed."""
         if tensor.layout is not torch.strided:
             return False
-        address = local_tensor(tensor).untyped_storage().data_ptr()
-        return any(
-            unsharded.bytes and unsharded.buffer.untyped_storage().data_ptr() == address
-            for unsharded in self._unsharded
-        )
+        address = local_tensor(tensor).data_ptr()
+        for unsharded in self._unsharded:
+            if unsharded.bytes and 0 <= address - unsharded.buffer.data_ptr() < unsharded.bytes:
+                return True
+        return False
 
     def free(self) -> None:
         """Free the gathered parameters."""
@@ -198,6 +215,8 @@ class ShardedUnit:
             return
         self.state = State.IDLE
         self.pending = self.running = 0
+        self.uncalled.clear()
+        self.run = None
         self._unsharded_in_forward = None
         self.to_sharded()
         self.free()
@@ -234,17 +253,17 @@ class ShardedUnit:
 class Run:
     """One forward of a unit, whose backward may come. Autograd's graph holds it, so that it goes when the graph does.
 
-    `before` are the units that ended their forward before it in the same pass, `counted` says whether the unit waits
-    for its backward; a checkpoint's second forward is not counted. `passed` is autograd's number of the last backward
-    that went through its inputs before it began.
+    `before` are the units that ended their forward before it in the same pass, `watched` says whether it has outputs
+    with a gradient, `counted` whether the unit waits for its backward; a checkpoint's second forward is not counted.
+    `passed` is autograd's number of the last backward that went through its inputs before it began.
     """
 
-    __slots__ = ("before", "began", "counted", "ended", "passed", "unit")
+    __slots__ = ("before", "began", "counted", "ended", "passed", "unit", "watched")
 
     def __init__(self, unit: ShardedUnit) -> None:
         self.unit = unit
         self.before: Sequence[ShardedUnit] = ()
-        self.began = self.ended = self.counted = False
+        self.began = self.ended = self.counted = self.watched = False
         self.passed = -1
 
 

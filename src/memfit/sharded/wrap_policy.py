@@ -6,32 +6,44 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from memfit.errors import InputError
 from memfit.paths import around, repeated_blocks, unwrapped
 from memfit.sharded.flat_param import Member, ParameterSlot
 from memfit.sharded.options import UnitOptions
+from memfit.sharding import JoinableUnit, join_neighbours
 from memfit.torch_private.modules import parameter_table
 from memfit.torch_private.wrappers import INNER_NAMES, name_in_state
 
+UnitModule = str | nn.Module | type[nn.Module]
 Units = (
     Mapping[str, UnitOptions]
-    | Sequence[str | nn.Module | type[nn.Module]]
+    | Mapping[tuple[str, ...], UnitOptions]
+    | Sequence[UnitModule | Sequence[UnitModule]]
     | Callable[[str, nn.Module], bool]
     | type[nn.Module]
 )
-"""Which modules are units: paths, modules, classes, a function of path and module, or paths with options."""
+"""Which modules are units: paths, modules, classes, a function of path and module, or paths with options.
+
+A list or tuple of modules among them is one unit.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundUnit:
-    """A module that becomes a unit, and its parameters."""
+    """A module, or several, that becomes a unit, and its parameters."""
 
-    name: str
-    module: nn.Module
+    paths: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
     options: UnitOptions
     members: tuple[Member, ...]
+
+    @property
+    def name(self) -> str:
+        """The path of its first module, empty for the root."""
+        return self.paths[0]
 
 
 def find_units(
@@ -43,11 +55,15 @@ def find_units(
     """
     _check_forward("the model", model)
     named = _named(model, units)
-    options = {path: each if each is not None else UnitOptions(keep=keep) for path, each in named.items()}
-    options[""] = options.get("", UnitOptions(keep=True))
     modules = dict(model.named_modules(remove_duplicate=False))
+    paths: dict[str, tuple[str, ...]] = {"": ("",)}
+    options = {"": UnitOptions(keep=True)}
+    for together, each in named.items():
+        first, *_ = ordered = tuple(path for path in modules if path in together)
+        paths[first] = ordered
+        options[first] = each if each is not None else UnitOptions(keep=keep)
     options = {path: options[path] for path in modules if path in options}
-    unit_of = {modules[path]: path for path in options}
+    unit_of = {modules[each]: path for path in options for each in paths[path]}
     members: dict[str, list[Member]] = {path: [] for path in options}
     for names, places, parameter in _parameters(model, _ignored(model, ignored)):
         inside = [[unit_of[modules[path]] for path in around(name) if modules[path] in unit_of] for name in names]
@@ -55,10 +71,42 @@ def find_units(
         saved = tuple(name_in_state(name) for name in names)
         members[owner].append(Member(parameter=parameter, names=saved, places=places))
     return [
-        FoundUnit(name=path, module=model.get_submodule(path), options=options[path], members=tuple(members[path]))
+        FoundUnit(
+            paths=paths[path],
+            modules=tuple(modules[each] for each in paths[path]),
+            options=options[path],
+            members=tuple(members[path]),
+        )
         for path in options
         if members[path] or not path
     ]
+
+
+def join_small_units(found: Sequence[FoundUnit], param_dtype: torch.dtype | None, cap_bytes: int) -> list[FoundUnit]:
+    """Join neighbouring small units, the root excepted and what a user has grouped."""
+    root, *inner = found
+
+    def gathered_bytes(unit: FoundUnit) -> int:
+        return sum(
+            parameter.numel()
+            * (param_dtype if param_dtype and parameter.is_floating_point() else parameter.dtype).itemsize
+            for parameter in (member.parameter for member in unit.members)
+        )
+
+    joinable = [
+        JoinableUnit(each.name, gathered_bytes(each), each.options if len(each.modules) == 1 else each.paths)
+        for each in inner
+    ]
+    return [root, *(_joined([inner[number] for number in numbers]) for numbers in join_neighbours(joinable, cap_bytes))]
+
+
+def _joined(units: Sequence[FoundUnit]) -> FoundUnit:
+    return FoundUnit(
+        paths=tuple(path for unit in units for path in unit.paths),
+        modules=tuple(module for unit in units for module in unit.modules),
+        options=units[0].options,
+        members=tuple(member for unit in units for member in unit.members),
+    )
 
 
 def default_units(model: nn.Module) -> tuple[str, ...]:
@@ -71,39 +119,67 @@ def default_units(model: nn.Module) -> tuple[str, ...]:
     return repeated_blocks(unwrapped(kinds, INNER_NAMES))
 
 
-def _named(model: nn.Module, units: Units | None) -> dict[str, UnitOptions | None]:
+def _named(model: nn.Module, units: Units | None) -> dict[tuple[str, ...], UnitOptions | None]:
+    """Return the paths of each unit's modules, mostly one, and its options."""
     modules = dict(model.named_modules())
     if units is None:
-        return dict.fromkeys(default_units(model))
+        return dict.fromkeys((path,) for path in default_units(model))
     if isinstance(units, str):
         raise InputError(f"units is {units!r}; give a list of module paths, [{units!r}]")
+    named: dict[tuple[str, ...], UnitOptions | None] = {}
     if isinstance(units, Mapping):
-        named: dict[str, UnitOptions | None] = dict(units)
-        wrong = [path for path, each in named.items() if not isinstance(each, UnitOptions)]
-        if wrong:
-            raise InputError(
-                f"units gives {wrong[0]!r} no UnitOptions but {named[wrong[0]]!r}; write UnitOptions(keep=True), say"
-            )
+        for path, options in units.items():
+            if not isinstance(options, UnitOptions):
+                raise InputError(
+                    f"units gives {path!r} no UnitOptions but {options!r}; write UnitOptions(keep=True), say"
+                )
+            named[(path,) if isinstance(path, str) else tuple(path)] = options
     elif isinstance(units, type):
-        named = {path: None for path, module in modules.items() if isinstance(module, units)}
+        named = {(path,): None for path, module in modules.items() if isinstance(module, units)}
     elif isinstance(units, Sequence):
-        named = {}
         for given in units:
-            named.update(dict.fromkeys(_paths(modules, given)))
+            if isinstance(given, Sequence) and not isinstance(given, str | nn.Module):
+                named[tuple(path for each in given for path in _paths(modules, each))] = None
+            else:
+                for path in _paths(modules, given):
+                    named[path,] = None
     elif callable(units):
-        named = {path: None for path, module in modules.items() if units(path, module)}
+        named = {(path,): None for path, module in modules.items() if units(path, module)}
     else:
         raise InputError(
             f"units is a {type(units).__name__}; give module paths, modules, a class of modules, or a function"
         )
     paths = {module: path for path, module in modules.items()}
     shared = {path: paths[module] for path, module in model.named_modules(remove_duplicate=False)}
-    named = {shared.get(path, path): options for path, options in named.items()}
-    for path in named:
+    named = {
+        tuple(dict.fromkeys(shared.get(path, path) for path in together)): options
+        for together, options in named.items()
+    }
+    for path in (path for together in named for path in together):
         if path not in modules:
             raise InputError(f"unit {path!r} is no module of this model; it has {_some(modules)}")
         _check_forward(f"unit {path!r}", modules[path])
+    _check_groups(named)
     return named
+
+
+def _check_groups(named: Iterable[tuple[str, ...]]) -> None:
+    """Refuse groups that are empty, overlap, or have a module inside of another."""
+    unit_of: dict[str, tuple[str, ...]] = {}
+    for together in named:
+        if not together:
+            raise InputError("units has an empty list; give the modules that are to be gathered together")
+        for path in together:
+            if path in unit_of:
+                raise InputError(
+                    f"module {path!r} is in two units, {list(unit_of[path])} and {list(together)}; name it in one"
+                )
+            unit_of[path] = together
+            if len(together) > 1 and (not path or any(each in together for each in around(path) if each)):
+                raise InputError(
+                    f"unit {list(together)} has a module inside of another, {path or 'the model itself'!r}; give "
+                    "modules that are called one after another"
+                )
 
 
 def _check_forward(what: str, module: nn.Module) -> None:
@@ -120,7 +196,7 @@ def _paths(modules: Mapping[str, nn.Module], given: str | nn.Module | type[nn.Mo
     elif not isinstance(given, type):
         raise InputError(
             f"units has a {type(given).__name__}; give module paths, modules or classes of modules, each a unit of its "
-            "own: modules that are to be gathered together can be put into one module"
+            "own, or lists of modules that are one unit"
         )
     else:
         found = [path for path, module in modules.items() if isinstance(module, given)]

@@ -34,6 +34,7 @@ from memfit.errors import InputError
 from memfit.memory import Stream
 from memfit.sharding.flat_layout import FlatLayout, PartTable, group_alike
 from memfit.sharding.gradients import WholeGradient
+from memfit.sharding.joining import BUCKET_CAP_BYTES
 from memfit.sharding.options import ShardDtypes, item_bytes
 from memfit.sharding.schedule import Act, Acting, Role, Scheduler, ShardSchedule
 
@@ -45,6 +46,8 @@ class Schedule:
     `forward_prefetch` and `backward_prefetch` units are gathered ahead of the one that runs; `backward_prefetch_at`
     says whether that begins before a unit's gradients are worked out or after. `in_flight_bytes` bounds what is
     gathered ahead. `order` names units in the order of the forward where the recorded one should not be used.
+    `bucket_cap_bytes` bounds what neighbouring small units are joined to, which are then gathered and reduced together;
+    0 leaves every unit alone.
     """
 
     forward_prefetch: int = 1
@@ -52,6 +55,7 @@ class Schedule:
     backward_prefetch_at: Literal["before", "after"] = "before"
     in_flight_bytes: int | None = None
     order: tuple[str, ...] | None = None
+    bucket_cap_bytes: int = BUCKET_CAP_BYTES
 
     def __post_init__(self) -> None:
         for name in ("forward_prefetch", "backward_prefetch"):
@@ -62,6 +66,9 @@ class Schedule:
             raise InputError(f"backward_prefetch_at is {self.backward_prefetch_at!r}; give 'before' or 'after'")
         if self.in_flight_bytes is not None and self.in_flight_bytes < 0:
             raise InputError(f"in_flight_bytes is {self.in_flight_bytes}; give bytes, or None for no bound")
+        cap = self.bucket_cap_bytes
+        if isinstance(cap, bool) or not isinstance(cap, int) or cap < 0:
+            raise InputError(f"bucket_cap_bytes is {cap!r}; give bytes, or 0 to join no units")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

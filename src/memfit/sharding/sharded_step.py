@@ -23,6 +23,7 @@ from memfit.sharding.flat_schedule import FlatScheduler, FlatUnit, Schedule, Uni
 from memfit.sharding.fsdp2_schedule import FSDP2Scheduler
 from memfit.sharding.gradients import WholeGradient, casts_of, gradients_before, whole_gradients, without_casts
 from memfit.sharding.input_gradients import held_input_gradients
+from memfit.sharding.joining import JoinableUnit, join_neighbours
 from memfit.sharding.options import (
     ShardDtype,
     ShardDtypes,
@@ -41,6 +42,7 @@ from memfit.sharding.units import (
     find_passes,
     find_units,
     in_order_of_fsdp2,
+    join_units,
     members_of,
     repeated_blocks,
 )
@@ -142,7 +144,11 @@ def shard(
             for unit in units
             if unit.reshard_after_forward is not True and unit.module
         }
-        flats = flat_units(trace, members, {**last, **flat.units}, ranks, dtypes)
+        each = {**last, **flat.units}
+        members, units = _joined(trace, members, units, each, dtypes, flat.schedule.bucket_cap_bytes)
+        joined = {module for unit in units for module in unit.joined}
+        each = {module: choice for module, choice in each.items() if module not in joined}
+        flats = flat_units(trace, members, each, ranks, dtypes)
         units = tuple(_in_flat_layout(unit, own) for unit, own in zip(units, flats, strict=True))
         kept, padding = _kept_of_flat(flats, len(trace.parameters))
         begun = gradients_before(trace)
@@ -194,6 +200,39 @@ def shard(
         shard_dtype=dtypes.shard,
         param_dtype=dtypes.param,
         reduce_dtype=dtypes.reduce,
+    )
+
+
+def _joined(
+    trace: Trace,
+    members: Mapping[str, list[int]],
+    units: Sequence[ShardUnit],
+    options: Mapping[str, UnitOptions],
+    dtypes: ShardDtypes,
+    cap_bytes: int,
+) -> tuple[dict[str, list[int]], tuple[ShardUnit, ...]]:
+    """Join small units as the runtime does, for which those without parameters are no units."""
+    inner = [unit for unit in units if unit.module and members[unit.module]]
+
+    def gathered_bytes(number: int) -> int:
+        parameter = trace.parameters[number]
+        return elements(parameter) * item_bytes(dtypes.gathered(parameter))
+
+    joinable = [
+        JoinableUnit(
+            unit.module,
+            sum(map(gathered_bytes, members[unit.module])),
+            options.get(unit.module, UnitOptions()),
+        )
+        for unit in inner
+    ]
+    found = [[inner[number] for number in numbers] for numbers in join_neighbours(joinable, cap_bytes)]
+    groups = {each[0].module: each for each in found}
+    others = {unit.module for each in found for unit in each[1:]}
+    kept = [groups.get(unit.module, [unit]) for unit in units if unit.module not in others]
+    return (
+        {each[0].module: [number for unit in each for number in members[unit.module]] for each in kept},
+        tuple(join_units(each, units[0]) for each in kept),
     )
 
 

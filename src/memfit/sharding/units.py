@@ -49,8 +49,9 @@ class ShardCall:
 class ShardUnit:
     """A module whose parameters are gathered together, those of units inside it excepted, and its runs.
 
-    One that is `kept` does not reshard after its forward: the root, with `keep_last` the last that runs, and with
-    `reshard_after_forward=False` all. With `reshard_ranks` it reshards to so many ranks until its backward.
+    `joined` are the modules after the first where small neighbours are one unit. One that is `kept` does not reshard
+    after its forward: the root, with `keep_last` the last that runs, and with `reshard_after_forward=False` all. With
+    `reshard_ranks` it reshards to so many ranks until its backward.
     """
 
     module: str
@@ -62,6 +63,12 @@ class ShardUnit:
     reduced_bytes: int
     calls: tuple[ShardCall, ...]
     reshard_ranks: int | None = None
+    joined: tuple[str, ...] = ()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The paths of all its modules."""
+        return self.module, *self.joined
 
     @property
     def reshard_after_forward(self) -> bool | int:
@@ -184,6 +191,55 @@ def find_units(
         last = max(inner, key=lambda unit: max((call.end, call.depth) for call in unit.calls))
         found[found.index(last)] = replace(last, kept=True)
     return tuple(found)
+
+
+def join_units(units: Sequence[ShardUnit], root: ShardUnit) -> ShardUnit:
+    """Return units as one, whose runs begin with the first call of any of them and end when all were called.
+
+    One of which not all are called ends with the forward of the root.
+    """
+    first = units[0]
+    if len(units) == 1:
+        return first
+    found: list[ShardCall] = []
+    current: list[ShardCall] = []
+    called: set[str] = set()
+    calls = sorted(((call, unit.module) for unit in units for call in unit.calls), key=lambda each: each[0].begin)
+    for call, module in calls:
+        ends = [each.end for each in root.calls if current and current[-1].end <= each.end <= call.begin]
+        if ends:
+            found.append(replace(_joined_call(current), end=ends[0]))
+            current, called = [], set()
+        current.append(call)
+        called.add(module)
+        if len(called) == len(units):
+            found.append(_joined_call(current))
+            current, called = [], set()
+    if current:
+        ends = [each.end for each in root.calls if each.end >= current[-1].end]
+        found.append(replace(_joined_call(current), end=ends[0] if ends else current[-1].end))
+    return replace(
+        first,
+        joined=tuple(unit.module for unit in units[1:]),
+        parameters=sum(unit.parameters for unit in units),
+        shard_bytes=sum(unit.shard_bytes for unit in units),
+        gathered_bytes=sum(unit.gathered_bytes for unit in units),
+        gradient_bytes=sum(unit.gradient_bytes for unit in units),
+        reduced_bytes=sum(unit.reduced_bytes for unit in units),
+        calls=tuple(found),
+    )
+
+
+def _joined_call(calls: Sequence[ShardCall]) -> ShardCall:
+    backwards = [call for call in calls if call.backward_begin != NO_INDEX]
+    return ShardCall(
+        begin=calls[0].begin,
+        end=max(call.end for call in calls),
+        backward_begin=min((call.backward_begin for call in backwards), default=NO_INDEX),
+        backward_end=max((call.backward_end for call in backwards), default=NO_INDEX),
+        depth=min(call.depth for call in calls),
+        reduces=calls[0].reduces,
+    )
 
 
 def _calls(trace: Trace, name: str, passes: Sequence[Pass]) -> tuple[ShardCall, ...]:

@@ -20,6 +20,10 @@ queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._
 set_version_counters = torch._C._autograd._unsafe_set_version_counter
 """Puts version counters back (torch/csrc/autograd/init.cpp): gathering into a parameter is no write of the user's."""
 
+increment_versions: Callable[[Sequence[Tensor]], None] = torch._C._increment_version
+"""Counts a write of tensors (torch/csrc/autograd/init.cpp): `torch.autograd.graph.increment_version` less its checks,
+which every op of an optimizer would pay for."""
+
 preserve_version_counters = torch.autograd._unsafe_preserve_version_counter
 """A block whose writes are not counted (torch/autograd/grad_mode.py): `verify` restores values in place."""
 
