@@ -32,7 +32,7 @@ from torch import nn
 
 from memfit.errors import StateError
 from memfit.sharded.comm import CollectiveError, RankMismatch, ShardComm, Transfer, check_agreement
-from memfit.sharded.options import Precision, Schedule
+from memfit.sharded.options import Schedule
 from memfit.sharded.order import Order
 from memfit.sharded.unit import Run, RunHook, ShardedUnit, State
 from memfit.sharded.values import map_values, tensors_in
@@ -61,14 +61,12 @@ class ShardedRuntime:
         units: Sequence[ShardedUnit],
         links: Sequence[ShardComm],
         device: torch.device,
-        precision: Precision,
         schedule: Schedule,
     ) -> None:
         self.model = model
         self.units = list(units)
         self.links = list(links)
         self.device = device
-        self.precision = precision
         self.schedule = schedule
         self.communicates = True
         self.order = Order(self.units, self.links)
@@ -97,6 +95,10 @@ class ShardedRuntime:
         """Whether no forward and no backward is running."""
         self.settle()
         return not self._active and not self._in_backward
+
+    def is_running(self, unit: ShardedUnit) -> bool:
+        """Return whether a forward of a unit is under way, or was when an interrupt came that nothing has settled."""
+        return unit in self._active
 
     def before_forward(
         self, unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -403,8 +405,8 @@ class ShardedRuntime:
 
     def _own(self, unit: ShardedUnit, tensor: torch.Tensor) -> torch.Tensor:
         """Return an output in the root's dtype, in memory that stays, with a hook where it needs a gradient."""
-        if unit.outermost and self.precision.output_dtype is not None:
-            tensor = _cast(tensor, self.precision.output_dtype)
+        if unit.outermost or unit.precision.cast_outputs == "units":
+            tensor = _cast(tensor, unit.precision.output_dtype)
         if unit.lends(tensor):
             return tensor.clone()
         if tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled():
@@ -430,7 +432,7 @@ class ShardedRuntime:
     def _cast_inputs(
         self, unit: ShardedUnit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        wanted, precision = self.precision.param_dtype, self.precision
+        wanted, precision = unit.precision.param_dtype, unit.precision
         if wanted is None or precision.cast_inputs == "none":
             return args, kwargs
         if precision.cast_inputs == "root" and not unit.outermost:

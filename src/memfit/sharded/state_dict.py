@@ -12,7 +12,7 @@ from torch import nn
 from memfit.errors import InputError, StateError
 from memfit.sharded.flat_dtensor import FlatDTensor
 from memfit.sharded.flat_param import FlatShard
-from memfit.sharded.full_parameters import gather_alike, gather_shard
+from memfit.sharded.full_parameters import gather_alike, gather_values
 from memfit.sharded.fully_shard import get_runtime
 from memfit.sharded.optimizer_state import NamedState, flat_places, get_named_state, load_named_state, parameter_names
 from memfit.sharded.runtime import ShardedRuntime
@@ -108,11 +108,10 @@ def _full_model(model: nn.Module, runtime: ShardedRuntime, keeps: bool, cpu: boo
     found: dict[str, torch.Tensor] = {}
     for unit in runtime.units:
         for flat in unit.flats:
-            buffer = gather_shard(flat, f"gather of {unit.title} for full_state_dict")
+            values = gather_values(flat, f"gather of {unit.title} for full_state_dict")
             if keeps:
-                for slot in flat.layout.slots:
-                    whole = _copy(buffer[slot.begin : slot.end].view(slot.shape), cpu)
-                    found.update(dict.fromkeys(slot.names, whole))
+                for slot, value in zip(flat.layout.slots, values, strict=True):
+                    found.update(dict.fromkeys(slot.names, _copy(value, cpu)))
     if not keeps:
         return {}
     return {
@@ -132,7 +131,9 @@ def _full_optimizer(
     for name, values in named["state"].items():
         state[name] = {}
         for key, value in values.items():
-            if isinstance(value, FlatDTensor):
+            if isinstance(value, FlatDTensor) and type(value.local) is not torch.Tensor:
+                state[name][key] = _copy(value.full_tensor(), cpu)
+            elif isinstance(value, FlatDTensor):
                 flat, number = places[names[name]]
                 sharded[flat, key, value.dtype].append((name, number, value))
                 state[name][key] = None  # in its place, for the order of the keys
@@ -142,7 +143,7 @@ def _full_optimizer(
 
         def fill(own: torch.Tensor, flat: FlatShard = flat, members: list[Any] = members) -> None:
             for _, number, value in members:
-                flat.local(number, own).copy_(value.local)
+                flat.local(number, own).copy_(value.local.reshape(-1))
 
         buffer = gather_alike(flat, dtype, fill, f"gather of optimizer state {key!r} for full_state_dict")
         if keeps:

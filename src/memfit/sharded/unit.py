@@ -15,6 +15,7 @@ from memfit.sharded.flat_param import FlatShard, UnshardedParams
 from memfit.sharded.gradients import Gradients
 from memfit.sharded.mesh import Streams
 from memfit.sharded.options import Precision, UnitOptions
+from memfit.torch_private.dispatch import inner_tensors, is_wrapper_subclass
 
 _KINDS = 2
 _FLATS = 64
@@ -61,7 +62,7 @@ class ShardedUnit:
         self.backward_prefetch: tuple[ShardedUnit, ...] | None = None
         self.turn = 0
         """Which pass of the model this is. A rank that skipped one must not meet the others in the next."""
-        self._precision = precision
+        self.precision = precision
         self._streams = streams
         self._nearby = nearby
         self._resharded = False
@@ -157,11 +158,10 @@ class ShardedUnit:
         """Return whether a tensor is in the memory of gathered parameters, which is going to be freed."""
         if tensor.layout is not torch.strided:
             return False
+        if is_wrapper_subclass(tensor):  # it has no memory of its own
+            return any(self.lends(each) for each in inner_tensors(tensor))
         address = tensor.untyped_storage().data_ptr()
-        return any(
-            unsharded.bytes and unsharded.buffer.untyped_storage().data_ptr() == address
-            for unsharded in self._unsharded
-        )
+        return any(unsharded.holds(address) for unsharded in self._unsharded)
 
     def free(self) -> None:
         """Free the gathered parameters."""
@@ -218,10 +218,9 @@ class ShardedUnit:
 
     def gather_dtype(self, flat: FlatShard) -> torch.dtype:
         """Return the dtype that parameters are gathered in."""
-        wanted = self._precision.param_dtype
-        if wanted is None or not flat.dtype.is_floating_point:
+        if not flat.dtype.is_floating_point or (self.precision.full_in_eval and not self.module.training):
             return flat.dtype
-        return flat.dtype if self._precision.full_in_eval and not self.module.training else wanted
+        return self.precision.param_dtype or flat.model_dtype
 
 
 class Run:

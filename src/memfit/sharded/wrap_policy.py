@@ -22,6 +22,8 @@ Units = (
     | type[nn.Module]
 )
 """Which modules are units: paths, modules, classes, a function of path and module, or paths with options."""
+Ignored = str | nn.Parameter | nn.Module
+"""What stays whole on every rank: a parameter or all those of a module, itself or by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,15 +37,15 @@ class FoundUnit:
 
 
 def find_units(
-    model: nn.Module, units: Units | None, *, keep: bool, ignored: Iterable[str | nn.Parameter]
+    model: nn.Module, units: Units | None, *, default: UnitOptions, ignored: Iterable[Ignored]
 ) -> list[FoundUnit]:
-    """Find the units of a model, the root first.
+    """Find the units of a model, the root first; those without options of their own get the default.
 
     A parameter belongs to the innermost unit around all the places that hold it.
     """
     _check_forward("the model", model)
     named = _named(model, units)
-    options = {path: each if each is not None else UnitOptions(keep=keep) for path, each in named.items()}
+    options = {path: each if each is not None else default for path, each in named.items()}
     options[""] = options.get("", UnitOptions(keep=True))
     modules = dict(model.named_modules(remove_duplicate=False))
     options = {path: options[path] for path in modules if path in options}
@@ -148,14 +150,23 @@ def _parameters(
         yield tuple(found), tuple(places[parameter]), parameter
 
 
-def _ignored(model: nn.Module, given: Iterable[str | nn.Parameter]) -> set[nn.Parameter]:
+def _ignored(model: nn.Module, given: Iterable[Ignored]) -> set[nn.Parameter]:
+    if isinstance(given, str | nn.Module):
+        raise InputError(f"ignored is one {type(given).__name__}; give a list of them")
     named = dict(model.named_parameters(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))
     found: set[nn.Parameter] = set()
     for each in given:
         if isinstance(each, str):
-            if each not in named:
-                raise InputError(f"ignored names {each!r}, which is no parameter of this model; it has {_some(named)}")
-            found.add(named[each])
+            if each not in named and each not in modules:
+                raise InputError(
+                    f"ignored names {each!r}, which is no parameter and no module of this model; it has {_some(named)}"
+                )
+            found.update([named[each]] if each in named else modules[each].parameters())
+        elif isinstance(each, nn.Module):
+            if all(each is not module for module in modules.values()):
+                raise InputError(f"ignored has a {type(each).__name__} that is no part of the model; give its modules")
+            found.update(each.parameters())
         elif any(each is parameter for parameter in named.values()):
             found.add(each)
         else:
