@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from memfit.errors import InputError
@@ -93,6 +94,18 @@ def trains_as_with_fsdp2() -> None:
             results.append([*seen, *rows(model)])
         for number, (one, other) in enumerate(zip(*results, strict=True)):
             assert torch.equal(one, other), (make, sizes, number, one, other)
+
+
+def trains_on_replicas() -> None:
+    """Replicas that shard within have the gradients of FSDP2's."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    results = []
+    for wrap in (fully_shard, shard):
+        model: Any = wrap(built(PairWeight.of, (6, 5, 7)), mesh=mesh)
+        model(torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))).square().mean().backward()
+        results.append([block[1].weight.grad.full_tensor() for block in model])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def state_of_subclasses(folder: str) -> None:

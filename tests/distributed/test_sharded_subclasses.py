@@ -20,3 +20,7 @@ def test_state_of_subclass_parameters(two_ranks: Ranks, tmp_path: Path) -> None:
 
 def test_subclasses_that_say_nothing_of_gathers_are_refused(two_ranks: Ranks) -> None:
     two_ranks.run(cases.what_cannot_be_gathered_is_refused)
+
+
+def test_subclass_parameters_on_replicas(four_ranks: Ranks) -> None:
+    four_ranks.run(cases.trains_on_replicas)

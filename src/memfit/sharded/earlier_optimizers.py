@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memfit.errors import InputError
 from memfit.sharded.flat_dtensor import FlatDTensor
+from memfit.torch_private.dispatch import is_wrapper_subclass
 
 _SUCCESSOR = "_memfit_successor"
 _COUNTER = "step"
@@ -28,7 +29,7 @@ def give_up(parameter: nn.Parameter, successor: nn.Parameter) -> None:
     """Free the data of a parameter that another one has taken the place of."""
     parameter.grad = None
     parameter.__dict__[_SUCCESSOR] = successor
-    if not parameter.is_meta and type(parameter) is nn.Parameter:  # a subclass goes when the module drops it
+    if not parameter.is_meta and not is_wrapper_subclass(parameter):  # whose memory is that of its inner tensors
         parameter.data = parameter.data.new_empty(0)
     parameter.__class__ = _given_up(type(parameter))
     if not _watched:

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from memfit.errors import InputError, StateError
 from memfit.sharded.comm import ShardComm, Transfer, wait_all
@@ -41,9 +42,9 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def is_subclass(tensor: torch.Tensor) -> bool:
-    """Return whether a parameter is more than a plain tensor; a class that only names it is not."""
+    """Return whether a parameter is more than a plain tensor; a class that only names it is not, nor is a DTensor."""
     kind = type(tensor)
-    if kind in _PLAIN:
+    if kind in _PLAIN or isinstance(tensor, DTensor):
         return False
     named_only = isinstance(tensor, nn.Parameter) and nn.Parameter in kind.__mro__
     own_function = kind.__torch_function__ is not nn.Parameter.__torch_function__
