@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from memfit.errors import InputError
 from memfit.sharded import FlatDTensor, full_parameters, full_state_dict, load_state_dict, save, shard
@@ -42,28 +42,33 @@ def built(make: Make, sizes: tuple[int, ...] = (8, 16, 8)) -> nn.Sequential:
     return nn.Sequential(*blocks)
 
 
-def by_fsdp2(model: nn.Sequential) -> nn.Module:
+def by_fsdp2(model: nn.Sequential, **options: Any) -> nn.Module:
     for block in model:
-        fully_shard(block)
-    return fully_shard(model)
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
 
 
-def by_memfit(model: nn.Sequential) -> nn.Module:
-    return shard(model, units=list(model))
+def by_memfit(model: nn.Sequential, **options: Any) -> nn.Module:
+    return shard(model, units=list(model), **options)
 
 
-def trained(model: Any, width: int, steps: int = 3, **options: Any) -> tuple[list[torch.Tensor], Any]:
-    """Return the losses, the rows of subclass weights and their gradients' norms, and the optimizer."""
+def trained(
+    model: Any, width: int, steps: int = 3, **options: Any
+) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.optim.Optimizer]:
+    """Return the losses and the norms of all gradients, and the optimizer."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, **options)
-    found: list[torch.Tensor] = []
+    losses: list[torch.Tensor] = []
+    norms: list[torch.Tensor] = []
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(steps):
-        loss = model(torch.randn(4, width, generator=generator)).square().mean()
+        loss = model(torch.randn(4, width, generator=generator)).float().square().mean()
         loss.backward()
-        found += [loss.detach(), torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)]
+        losses.append(loss.detach())
+        norm: Any = torch.nn.utils.get_total_norm([each.grad for each in model.parameters() if each.grad is not None])
+        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         optimizer.step()
         optimizer.zero_grad()
-    return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in found], optimizer
+    return losses, norms, optimizer
 
 
 def rows(model: Any) -> list[torch.Tensor]:
@@ -80,20 +85,28 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def trains_as_with_fsdp2() -> None:
     """Losses and weights are FSDP2's to the bit; the forward has the class that the extension made; foreach or not."""
-    for make, inside, sizes, foreach in (
-        (CastWeight, ByteWeight, (8, 16, 8), None),
-        (CastWeight, ByteWeight, (8, 16, 8), False),
-        (PairWeight.of, PairWeight, (8, 16, 8), False),
-        (PairWeight.of, PairWeight, (6, 5, 7), False),  # rows that ranks cannot divide evenly
-    ):
-        results = []
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    cases: tuple[tuple[Make, type, tuple[int, ...], bool, bool | None, dict[str, Any]], ...] = (
+        (CastWeight, ByteWeight, (8, 16, 8), True, None, {}),
+        (CastWeight, ByteWeight, (8, 16, 8), True, False, {"mp_policy": low, "reshard_after_forward": False}),
+        (CastWeight, ByteWeight, (8, 16, 8), True, False, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+        (PairWeight.of, PairWeight, (8, 16, 8), False, False, {}),
+        (PairWeight.of, PairWeight, (6, 5, 7), True, False, {}),  # rows that ranks cannot divide evenly
+    )
+    for make, inside, sizes, trains, foreach, options in cases:
+        exact, close = [], []
         for wrap in (by_fsdp2, by_memfit):
-            model: Any = wrap(built(make, sizes))
-            seen, _ = trained(model, sizes[0], foreach=foreach)
+            plain = built(make, sizes)
+            for block in plain:
+                block[1].weight.requires_grad_(trains)
+            model: Any = wrap(plain, **options)
+            losses, norms, _ = trained(model, sizes[0], foreach=foreach)
             assert all(block[1].kinds == {inside} for block in model)
-            results.append([*seen, *rows(model)])
-        for number, (one, other) in enumerate(zip(*results, strict=True)):
-            assert torch.equal(one, other), (make, sizes, number, one, other)
+            exact.append([*losses, *rows(model)])
+            close.append(norms)  # of other elements on each rank, which are added up in another order
+        for number, (one, other) in enumerate(zip(*exact, strict=True)):
+            assert torch.equal(one, other), (make, sizes, options, number, one, other)
+        torch.testing.assert_close(*close)
 
 
 def trains_on_replicas() -> None:
@@ -111,7 +124,7 @@ def trains_on_replicas() -> None:
 def state_of_subclasses(folder: str) -> None:
     """Whole weights are of their class again; state goes out and in, by DCP too; memfit's own save refuses."""
     model: Any = by_memfit(built(CastWeight))
-    _, optimizer = trained(model, 8)
+    optimizer = trained(model, 8)[-1]
     before = rows(model)
     weight = model[0][1].weight
     assert isinstance(weight, FlatDTensor) and isinstance(weight.to_local(), CastWeight)
