@@ -128,15 +128,12 @@ def buffers_in(dtype: torch.dtype) -> list[torch.dtype]:
 
 def refusals() -> dict[str, str]:
     """What is said about models and options that cannot be sharded."""
-    compiled = GPT()
-    compiled.blocks[0].compile()
     sharded = shard(GPT())
     given: dict[str, tuple[Any, dict[str, Any]]] = {
         "no module": ([1], {}),
         "wrapped": (DistributedDataParallel(GPT()), {}),
         "twice": (sharded, {}),
         "inside": (sharded.blocks[0], {}),
-        "compiled": (compiled, {}),
         "unknown unit": (GPT(), {"units": ["blocks.7"]}),
         "one path": (GPT(), {"units": "blocks.0"}),
         "list": (GPT(), {"units": ["blocks"]}),

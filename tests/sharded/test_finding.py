@@ -17,7 +17,7 @@ class Model(nn.Module):
 
 
 def owners(model: nn.Module, units: Units | None = None, **options: object) -> dict[str, list[str]]:
-    found = find_units(model, units, keep=False, ignored=options.get("ignored", ()))  # type: ignore[arg-type]
+    found = find_units(model, units, default=UnitOptions(), ignored=options.get("ignored", ()))  # type: ignore[arg-type]
     return {unit.name: [name for member in unit.members for name in member.names] for unit in found}
 
 
@@ -129,7 +129,7 @@ def test_wrong_units_are_refused_with_what_to_give(units: Units, said: str) -> N
 
 
 def test_ignored_parameters_must_be_the_models() -> None:
-    with pytest.raises(InputError, match="ignored names 'tail', which is no parameter of this model"):
+    with pytest.raises(InputError, match="ignored names 'tail', which is no parameter and no module of this model"):
         owners(Model(), ignored=("tail",))
     with pytest.raises(InputError, match="ignored has a parameter that is not the model's"):
         owners(Model(), ignored=(Model().head.weight,))

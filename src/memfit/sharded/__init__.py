@@ -8,7 +8,14 @@ from memfit.sharded.comm import CollectiveError, OrderError, RankMismatch, check
 from memfit.sharded.earlier_optimizers import move_optimizer
 from memfit.sharded.flat_dtensor import FlatDTensor
 from memfit.sharded.full_parameters import full_parameters
-from memfit.sharded.fully_shard import find_runtime, get_runtime, no_sync, register_forward_method, shard
+from memfit.sharded.fully_shard import (
+    find_runtime,
+    get_runtime,
+    no_sync,
+    register_forward_method,
+    shard,
+    unreduced_gradients,
+)
 from memfit.sharded.gradient_scaling import ShardedGradScaler, clip_grad_norm_, finite_gradients
 from memfit.sharded.mesh import device_of, make_comms, resolve_mesh
 from memfit.sharded.optimizer_state import plain_optimizer_state
@@ -50,4 +57,5 @@ __all__ = [
     "saves",
     "shard",
     "sharded_state_dict",
+    "unreduced_gradients",
 ]

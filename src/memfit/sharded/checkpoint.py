@@ -248,6 +248,11 @@ def _divided(state: Mapping[str, Any], tied: Mapping[str, str]) -> tuple[dict[Pa
     tensors: dict[PathNames, torch.Tensor] = {}
     values: dict[str, Any] = {}
     for name, value in state["model"].items():
+        if isinstance(value, FlatDTensor) and type(value.local) is not torch.Tensor:
+            raise InputError(
+                f"{name!r} is a {type(value.local).__name__}, a tensor subclass, which only its own class can write; "
+                "save with torch.distributed.checkpoint.save({'model': model.state_dict()}, checkpoint_id=folder)"
+            )
         if isinstance(value, torch.Tensor):
             if name not in tied:
                 tensors["model", name] = value
@@ -281,7 +286,7 @@ def _write_own(
 
         def stored(path: PathNames, value: torch.Tensor) -> StoredTensor:
             sharded = isinstance(value, FlatDTensor)
-            local = value.local if isinstance(value, FlatDTensor) else value.reshape(-1)
+            local = (value.local if isinstance(value, FlatDTensor) else value).reshape(-1)
             begin = value.begin if isinstance(value, FlatDTensor) else 0
             pieces: tuple[Piece, ...] = ()
             if local.numel() and (coordinator.writes or not sharded):
@@ -339,7 +344,7 @@ def _load_model(
         if name.rpartition(".")[2] == _EXTRA_STATE:
             model.get_submodule(module).set_extra_state(_whole(reader, tensor))
         elif isinstance(value, FlatDTensor):
-            value.local.copy_(reader.read(tensor, value.begin, value.end))
+            value.local.copy_(reader.read(tensor, value.begin, value.end).view(value.local.shape))
         else:
             value.copy_(_whole(reader, tensor))
 

@@ -1,12 +1,14 @@
 """Optimizers that were made before their model was sharded: they are given the sharded parameters when they step.
 
 Sharding puts other objects in the place of a model's parameters. FSDP2's users must make the optimizer afterwards, and
-one that was made before trains nothing, without a word. Here a given-up parameter knows its successor.
+one that was made before trains nothing, without a word. Here a given-up parameter knows its successor, and its gradient
+is the successor's: what clears, clips or unscales gradients before the first step sees and changes the right ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memfit.errors import InputError
 from memfit.sharded.flat_dtensor import FlatDTensor
+from memfit.torch_private.dispatch import is_wrapper_subclass
 from memfit.torch_private.distributed_tensors import local_tensor
 
 _SUCCESSOR = "_memfit_successor"
@@ -26,11 +29,12 @@ _watched: list[Any] = []
 
 def give_up(parameter: nn.Parameter, successor: nn.Parameter) -> None:
     """Free the data of a parameter that another one has taken the place of."""
-    parameter.__dict__[_SUCCESSOR] = successor
     parameter.grad = None
+    parameter.__dict__[_SUCCESSOR] = successor
     local = local_tensor(parameter.detach()) if isinstance(parameter, DTensor) else parameter
-    if not local.is_meta:
+    if not local.is_meta and not is_wrapper_subclass(local):  # whose memory is that of its inner tensors
         local.data = local.data.new_empty(0)
+    parameter.__class__ = _given_up(type(parameter))
     if not _watched:
         _watched.append(register_optimizer_step_pre_hook(lambda optimizer, *_: move_optimizer(optimizer)))
 
@@ -38,6 +42,19 @@ def give_up(parameter: nn.Parameter, successor: nn.Parameter) -> None:
 def is_given_up(parameter: torch.Tensor) -> bool:
     """Return whether another parameter has taken the place of this one."""
     return _SUCCESSOR in parameter.__dict__
+
+
+@cache
+def _given_up(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """Return the class of given-up parameters of a class."""
+
+    def get_grad(parameter: nn.Parameter) -> torch.Tensor | None:
+        return parameter.__dict__[_SUCCESSOR].grad
+
+    def set_grad(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        parameter.__dict__[_SUCCESSOR].grad = gradient
+
+    return type(f"GivenUp{kind.__name__}", (kind,), {"grad": property(get_grad, set_grad)})
 
 
 def move_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -161,10 +161,31 @@ class Home:
         """Return this rank's elements of its tensor parallel block, which is the whole tensor where there is none."""
         return block.reshape(-1)[self.begin : self.end]
 
+    def gather(self, value: FlatDTensor) -> torch.Tensor:
+        """Gather a whole tensor at this home, outside of autograd."""
+        block = self.gather_block(value)
+        if self.inner is None:
+            return block
+        with torch.no_grad():
+            return self.inner.wrap(block).full_tensor()
+
+    def gather_block(self, value: FlatDTensor) -> torch.Tensor:
+        """Gather this rank's tensor parallel block, which is the whole tensor where there is none."""
+        link, layout = self.link, self.layout
+        lengths = [layout.part(self.slot, rank).elements for rank in range(link.ranks)]
+        longest = max(lengths)
+        buffer = torch.zeros(longest * link.ranks, dtype=value.dtype, device=self.device)
+        with torch.no_grad():
+            link.part(buffer)[: self.end - self.begin].copy_(value.local.reshape(-1))
+        link.gather(buffer, GATHER_TAG, f"gather of {self.slot.names[0]!r}").wait()
+        parts = [buffer[rank * longest : rank * longest + length] for rank, length in enumerate(lengths)]
+        return torch.cat(parts).view(self.slot.shape)
+
     def alike(self, other: Home) -> bool:
         """Return whether both have the same elements on every rank."""
         return self is other or (
-            self.begin == other.begin
+            type(self) is type(other)
+            and self.begin == other.begin
             and self.slot.begin == other.slot.begin
             and self.slot.shape == other.slot.shape
             and self.layout.elements == other.layout.elements
@@ -249,7 +270,8 @@ class FlatDTensor(LocalDTensor):
             raise StateError(f"the gradient of {self!r} is sharded as it is: leave grad_placements out")
         if self.requires_grad and torch.is_grad_enabled():
             return _ToLocal.apply(self)
-        return LocalElements.of(self.local.detach(), self.home)
+        local = self.local.detach()
+        return LocalElements.of(local, self.home) if type(local) is torch.Tensor else local
 
     def redistribute(
         self,
@@ -300,7 +322,9 @@ class FlatDTensor(LocalDTensor):
         for box in self._boxes():
             elements = math.prod(box.sizes)
             if index.offset is not None and tuple(index.offset) == box.offsets:
-                return self.local[begin : begin + elements].view(box.sizes)
+                if type(self.local) is not torch.Tensor:  # rows of a subclass, which are one box
+                    return self.local
+                return self.local.reshape(-1)[begin : begin + elements].view(box.sizes)
             begin += elements
         raise StateError(f"{self!r} of {index.fqn!r} has no box that begins at {index.offset} on this rank")
 
@@ -327,25 +351,7 @@ attach_methods(FlatDTensor)
 
 def gather(value: FlatDTensor) -> torch.Tensor:
     """Gather the whole tensor, outside of autograd."""
-    block = gather_block(value)
-    if value.home.inner is None:
-        return block
-    with torch.no_grad():
-        return value.home.inner.wrap(block).full_tensor()
-
-
-def gather_block(value: FlatDTensor) -> torch.Tensor:
-    """Gather this rank's tensor parallel block, which is the whole tensor where there is none."""
-    home = value.home
-    link, layout = home.link, home.layout
-    lengths = [layout.part(home.slot, rank).elements for rank in range(link.ranks)]
-    longest = max(lengths)
-    buffer = torch.zeros(longest * link.ranks, dtype=value.dtype, device=home.device)
-    with torch.no_grad():
-        link.part(buffer)[: home.end - home.begin].copy_(value.local)
-    link.gather(buffer, GATHER_TAG, f"gather of {home.slot.names[0]!r}").wait()
-    parts = [buffer[rank * longest : rank * longest + length] for rank, length in enumerate(lengths)]
-    return torch.cat(parts).view(home.slot.shape)
+    return value.home.gather(value)
 
 
 class _Gather(torch.autograd.Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from memfit.errors import StateError
 from memfit.sharded.comm import ShardComm, Transfer
+from memfit.sharded.custom_comm import gather_by
 from memfit.sharded.earlier_optimizers import give_up
 from memfit.sharded.flat_dtensor import FlatDTensor, Home
 from memfit.sharded.mesh import Streams
@@ -63,6 +65,9 @@ class FlatShard:
         mesh: DeviceMesh,
         value: Callable[[Member], torch.Tensor],
         inners: Sequence[ModelParallelSpec | None],
+        *,
+        dtype: torch.dtype | None = None,
+        pin_memory: bool = True,
     ) -> None:
         self.layout = FlatLayout.of(
             ((member.names, local_tensor(member.parameter.detach()).shape) for member in members), link.ranks
@@ -70,7 +75,8 @@ class FlatShard:
         self.inners = inners
         self.link = link
         self.device = compute_device
-        self.dtype = members[0].parameter.dtype
+        self.model_dtype = members[0].parameter.dtype
+        self.dtype = dtype if dtype is not None and self.model_dtype.is_floating_point else self.model_dtype
         self.parameters = [member.parameter for member in members]
         self.places = [member.places for member in members]
         self.parts: list[Part] = [self.layout.part(slot, link.rank) for slot in self.layout.slots]
@@ -82,15 +88,17 @@ class FlatShard:
             self.layout.shard_elements,
             dtype=self.dtype,
             device=device,
-            pin_memory=device.type == "cpu" and compute_device.type == "cuda",
+            pin_memory=pin_memory and device.type == "cpu" and compute_device.type == "cuda",
         )
         self.listener: Callable[[int, torch.Tensor], None] | None = None
         self._addresses = [
             self.shard.data_ptr() + part.at * self.shard.element_size() if part.elements else 0 for part in self.parts
         ]
+        self.custom_all_gather: Any = None
         self._streams = streams
         self._unsharded: dict[torch.dtype, UnshardedParams] = {}
         self._kept: torch.Tensor | None = None
+        self._kinds = [type(member.parameter) for member in members]
         for member, part in zip(members, self.parts, strict=True):
             block = local_tensor(value(member))
             self.shard[part.at : part.at + part.elements].copy_(block.reshape(-1)[part.begin : part.end])
@@ -118,8 +126,8 @@ class FlatShard:
         self.layout = replace(self.layout, slots=slots)
         self.link, self.inners = link, inners
         self.homes = [
-            Home.of(slot, self.layout, link, mesh, self.device, inner)
-            for slot, inner in zip(slots, inners, strict=True)
+            type(home).of(slot, self.layout, link, mesh, self.device, inner)
+            for home, slot, inner in zip(self.homes, slots, inners, strict=True)
         ]
         for parameter, home in zip(self.parameters, self.homes, strict=True):
             for each in (parameter, parameter.grad):
@@ -140,7 +148,7 @@ class FlatShard:
         for number, parameter in enumerate(self.parameters):
             with torch.no_grad():
                 made = nn.Parameter(self.home_value(number), requires_grad=parameter.requires_grad)
-            made.__dict__.update(parameter.__dict__)
+            made.__dict__.update(_attributes(parameter))
             self.parameters[number] = made
             give_up(parameter, made)
         self.to_sharded()
@@ -157,6 +165,9 @@ class FlatShard:
                 found = UnshardedParams(self.layout, self.shard, self.inners, owned=False)
             else:
                 found = UnshardedParams.empty(self.layout, dtype, self.device, self.inners)
+            for parameter, kind in zip(found.parameters, self._kinds, strict=True):
+                if kind is not nn.Parameter and type(parameter) is nn.Parameter:  # a class that only names it
+                    parameter.__class__ = kind
             if self.listener is not None and (dtype.is_floating_point or dtype.is_complex):
                 for number, parameter in enumerate(found.parameters):
                     parameter.requires_grad_(True)
@@ -179,7 +190,7 @@ class FlatShard:
             prepared = streams.event(streams.prepare)
         with streams.on(streams.gather):
             streams.wait(prepared)
-            return self.link.gather(unsharded.buffer, tag, about)
+            return self._gather(self.link, unsharded.buffer, tag, about)
 
     def keep_part(self, unsharded: UnshardedParams, link: ShardComm) -> None:
         """Keep this rank's part in a smaller group of the gathered parameters, and free them."""
@@ -197,7 +208,14 @@ class FlatShard:
             link.part(unsharded.buffer).copy_(kept)
         streams.after_current(streams.gather)
         with streams.on(streams.gather):
-            return link.gather(unsharded.buffer, tag, about)
+            return self._gather(link, unsharded.buffer, tag, about)
+
+    def _gather(self, link: ShardComm, buffer: torch.Tensor, tag: int, about: str) -> Transfer | None:
+        if self.custom_all_gather is None:
+            return link.gather(buffer, tag, about)
+        with torch.no_grad():
+            gather_by(self.custom_all_gather, link, buffer, about)
+        return None
 
     def to_unsharded(self, unsharded: UnshardedParams) -> None:
         """Set the gathered parameters on the modules."""
@@ -275,6 +293,12 @@ class FlatShard:
 # unit. So does a change of the parameters between forward and backward.
 
 
+def _attributes(parameter: nn.Parameter) -> dict[str, object]:
+    """Return what users put on a parameter; a subclass keeps its inner tensors there, too, which every copy has."""
+    own = set() if type(parameter) is nn.Parameter else set(parameter.detach().__dict__)
+    return {name: value for name, value in parameter.__dict__.items() if name not in own}
+
+
 class UnshardedParams:
     """A flat buffer in one dtype and the parameters that are its views."""
 
@@ -292,7 +316,7 @@ class UnshardedParams:
             ]
         # autograd may keep a DTensor, or the tensor in it
         inside = [block for block, inner in zip(blocks, inners, strict=True) if inner is not None]
-        self._tensors = (*self.parameters, *inside)
+        self._tensors: tuple[torch.Tensor, ...] = (*self.parameters, *inside)
         self._versions = tuple(version_of(tensor) for tensor in self._tensors)
         self.changes = 0
         """How often the shards had been changed when they were gathered for a forward."""
@@ -314,6 +338,10 @@ class UnshardedParams:
     @property
     def allocated(self) -> bool:
         return not self._owned or self.buffer.untyped_storage().nbytes() > 0
+
+    def holds(self, address: int) -> bool:
+        """Return whether memory at this address is going to be freed."""
+        return bool(self.bytes) and 0 <= address - self.buffer.data_ptr() < self.bytes
 
     def allocate(self) -> None:
         """Allocate the buffer's memory."""

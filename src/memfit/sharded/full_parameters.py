@@ -9,9 +9,12 @@ import torch
 from torch import nn
 
 from memfit.errors import InputError, StateError
+from memfit.sharded.comm import check_agreement
+from memfit.sharded.flat_dtensor import FlatDTensor
 from memfit.sharded.flat_param import FlatShard
 from memfit.sharded.fully_shard import get_runtime
 from memfit.sharded.runtime import ShardedRuntime
+from memfit.sharded.subclass_params import SubclassShard
 from memfit.sharded.unit import ShardedUnit, State, check_transition
 from memfit.torch_private.autograd import in_backward
 from memfit.torch_private.modules import parameter_table
@@ -22,35 +25,50 @@ STATE_TAG = 1 << 28
 
 @contextmanager
 def full_parameters(
-    model: nn.Module, *, write_back: bool = False, units: Sequence[str] | None = None
+    model: nn.Module,
+    *,
+    write_back: bool = False,
+    units: Sequence[str] | None = None,
+    with_grads: bool = False,
+    rank_0_only: bool = False,
+    cpu: bool = False,
 ) -> Iterator[nn.Module]:
     """Make the modules hold full parameters, in their own dtype and shape, while the block runs.
 
     With `write_back` every rank takes its part of what they hold at the end, also of parameters and data put in their
-    place; make the same change on all ranks. A parameter that tensor or expert parallel has divided is the DTensor
-    that it was before `shard`. After an exception nothing is written. `units` names some units instead
-    of all; the root is the empty name.
+    place; make the same change on all ranks. After an exception nothing is written. `units` names some units instead
+    of all; the root is the empty name. `with_grads` shows the whole gradients in `.grad`, too, and writes them back.
+    With `rank_0_only` the modules of other ranks keep their shards, which takes the memory of one unit there; with
+    `cpu` full parameters are on the host. A parameter that tensor or expert parallel has divided is the DTensor that it
+    was before `shard`.
     """
     runtime = get_runtime(model)
+    if write_back and (rank_0_only or cpu):
+        raise InputError(
+            "write_back takes every rank's part of what the rank itself has changed; leave rank_0_only and cpu out"
+        )
     chosen = _chosen(runtime, units)
     _recover(runtime)
     _check_between_steps(runtime, chosen)
-    summoned: list[tuple[FlatShard, torch.Tensor]] = []
-    shown: list[list[nn.Parameter]] = []
+    if with_grads:
+        _check_gradients(runtime, chosen)
+    keeps = not rank_0_only or all(link.rank == 0 for link in runtime.links)
+    summoned: list[_Summoned] = []
     try:
         for unit in chosen:
             unit.go(State.SUMMONED)
             for flat in unit.flats:
-                summoned.append((flat, gather_shard(flat, f"gather of {unit.title} for full_parameters")))
-        for flat, buffer in summoned:
-            shown.append(_show(flat, buffer))
+                each = _summon(flat, f"gather of {unit.title} for full_parameters", with_grads=with_grads)
+                if keeps:
+                    summoned.append(each.to_host() if cpu else each)
+        for each in summoned:
+            each.show()
         yield model
         if write_back:
-            for (flat, buffer), parameters in zip(summoned, shown, strict=True):
-                _take_replacements(flat, buffer, parameters)
-            for flat, buffer in summoned:
-                with torch.no_grad():
-                    flat.shard.copy_(flat.link.part(buffer))
+            for each in summoned:
+                each.take_replacements()
+            for each in summoned:
+                each.write_back(with_grads=with_grads)
     finally:
         for unit in chosen:
             if unit.state is State.SUMMONED:
@@ -58,10 +76,13 @@ def full_parameters(
                 unit.go(State.IDLE)
 
 
-def gather_shard(flat: FlatShard, about: str) -> torch.Tensor:
-    """Gather all elements of a flat shard into a buffer of their own."""
+def gather_values(flat: FlatShard, about: str) -> list[torch.Tensor]:
+    """Gather the parameters of a flat shard: views of one buffer, or what a tensor subclass is."""
     flat.realign()
-    return gather_alike(flat, flat.dtype, lambda own: own.copy_(flat.shard), about)
+    if isinstance(flat, SubclassShard):
+        return [flat.home_value(0).full_tensor()]
+    buffer = gather_alike(flat, flat.dtype, lambda own: own.copy_(flat.shard), about)
+    return [buffer[slot.begin : slot.end].view(slot.shape) for slot in flat.layout.slots]
 
 
 def gather_alike(
@@ -105,42 +126,111 @@ def _check_between_steps(runtime: ShardedRuntime, chosen: Sequence[ShardedUnit])
         )
 
 
-def _show(flat: FlatShard, buffer: torch.Tensor) -> list[nn.Parameter]:
-    """Set parameters on the modules that are views of a buffer."""
-    shown: list[nn.Parameter] = []
-    for slot, places, own, inner in zip(flat.layout.slots, flat.places, flat.parameters, flat.inners, strict=True):
-        block = buffer[slot.begin : slot.end].view(slot.shape).detach()
-        parameter = nn.Parameter(block if inner is None else inner.wrap(block), requires_grad=own.requires_grad)
-        shown.append(parameter)
-        for place in places:
-            place.put(parameter)
-    return shown
+def _check_gradients(runtime: ShardedRuntime, chosen: Sequence[ShardedUnit]) -> None:
+    """Compare between ranks which parameters have gradients, since all ranks gather them."""
+    described = [
+        f"{slot.names[0]!r} {'without a gradient' if parameter.grad is None else f'with one in {parameter.grad.dtype}'}"
+        for unit in chosen
+        for flat in unit.flats
+        for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True)
+    ]
+    for link in runtime.links:
+        check_agreement(link, described)
 
 
-def _take_replacements(flat: FlatShard, buffer: torch.Tensor, shown: Sequence[nn.Parameter]) -> None:
-    """Copy into a buffer what was put in the place of its parameters, or of their data."""
-    for slot, places, parameter, home in zip(flat.layout.slots, flat.places, shown, flat.homes, strict=True):
-        target = buffer[slot.begin : slot.end].view(slot.shape)
-        held = {
-            id(each): each
-            for place in places
-            if (each := parameter_table(place.module).get(place.attribute)) is not None
-        }
-        if len(held) > 1 and id(parameter) in held:  # tied, and replaced in one place
-            del held[id(parameter)]
-        if len(held) != 1:
-            what = "removed" if not held else "replaced by different ones in the places that share it"
-            raise StateError(
-                f"parameter {slot.names[0]!r} was {what} inside of full_parameters; nothing was written: put one "
-                "parameter of the same shape there"
-            )
-        (found,) = held.values()
-        if found.shape != home.shape or found.dtype != flat.dtype:
-            raise StateError(
-                f"parameter {slot.names[0]!r} was {flat.dtype} of shape {home.shape}, and what was put in its place is "
-                f"{found.dtype} of shape {tuple(found.shape)}; nothing was written: change dtype and shape before shard"
-            )
+def _summon(flat: FlatShard, about: str, *, with_grads: bool) -> _Summoned:
+    values = gather_values(flat, about)
+    gradients: list[torch.Tensor | None] = [None] * len(values)
+    for number, parameter in enumerate(flat.parameters if with_grads else ()):
+        gradient = parameter.grad
+        if gradient is not None:
+            home = flat.homes[number]
+            gradients[number] = home.gather_block(gradient) if isinstance(gradient, FlatDTensor) else gradient.clone()
+    return _Summoned(flat, values, gradients)
+
+
+class _Summoned:
+    """The full parameters of a flat shard while modules hold them, and their gradients where these are wanted."""
+
+    def __init__(self, flat: FlatShard, values: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> None:
+        self._flat = flat
+        self._values = values
+        self._gradients = gradients
+        self._shown: list[nn.Parameter] = []
+
+    def to_host(self) -> _Summoned:
+        """Return the same in host memory."""
+        gradients = [None if each is None else each.cpu() for each in self._gradients]
+        return _Summoned(self._flat, [each.cpu() for each in self._values], gradients)
+
+    def show(self) -> None:
+        """Set them on the modules."""
+        flat = self._flat
+        members = zip(flat.places, flat.parameters, flat.inners, self._values, self._gradients, strict=True)
+        for places, own, inner, block, block_gradient in members:
+            value, gradient = block.detach(), block_gradient
+            if inner is not None:
+                value = inner.wrap(value)
+                gradient = None if gradient is None else inner.wrap(gradient)
+            parameter = nn.Parameter(value, requires_grad=own.requires_grad)
+            if gradient is not None and gradient.dtype != parameter.dtype:
+                parameter.grad_dtype = gradient.dtype
+            parameter.grad = gradient
+            self._shown.append(parameter)
+            for place in places:
+                place.put(parameter)
+
+    def take_replacements(self) -> None:
+        """Copy into the values what was put in the place of their parameters, or of their data."""
+        flat = self._flat
+        for number, (slot, parameter) in enumerate(zip(flat.layout.slots, self._shown, strict=True)):
+            target, home = self._values[number], flat.homes[number]
+            held = {
+                id(each): each
+                for place in flat.places[number]
+                if (each := parameter_table(place.module).get(place.attribute)) is not None
+            }
+            if len(held) > 1 and id(parameter) in held:  # tied, and replaced in one place
+                del held[id(parameter)]
+            if len(held) != 1:
+                what = "removed" if not held else "replaced by different ones in the places that share it"
+                raise StateError(
+                    f"parameter {slot.names[0]!r} was {what} inside of full_parameters; nothing was written: put one "
+                    "parameter of the same shape there"
+                )
+            (found,) = held.values()
+            if found.shape != home.shape or found.dtype != flat.dtype:
+                raise StateError(
+                    f"parameter {slot.names[0]!r} was {flat.dtype} of shape {home.shape}, and what was put in its "
+                    f"place is {found.dtype} of shape {tuple(found.shape)}; nothing was written: change dtype and "
+                    "shape before shard"
+                )
+            if found.grad is not None and found.grad.shape != home.shape:
+                raise StateError(
+                    f"the gradient of {slot.names[0]!r} has shape {tuple(found.grad.shape)}; nothing was written"
+                )
+            with torch.no_grad():
+                block, gradient = found.detach(), found.grad
+                if home.inner is not None:
+                    block = home.inner.block_of(block)
+                    gradient = None if gradient is None else home.inner.block_of(gradient)
+                self._gradients[number] = gradient
+                if isinstance(flat, SubclassShard):
+                    self._values[number] = block
+                elif block.data_ptr() != target.data_ptr():
+                    target.copy_(block)
+
+    def write_back(self, *, with_grads: bool) -> None:
+        """Take this rank's part of the values, and of the gradients where they were shown."""
+        flat = self._flat
         with torch.no_grad():
-            block = found if home.inner is None else home.inner.block_of(found)
-            if block.data_ptr() != target.data_ptr():
-                target.copy_(block)
+            for number, (value, gradient) in enumerate(zip(self._values, self._gradients, strict=True)):
+                home, parameter = flat.homes[number], flat.parameters[number]
+                flat.own(number).copy_(home.own_of_block(value))
+                if with_grads and gradient is None:
+                    parameter.grad = None
+                elif with_grads and gradient is not None:
+                    own = home.own_of_block(gradient).to(parameter.device, copy=True)
+                    if own.dtype != parameter.dtype:
+                        parameter.grad_dtype = own.dtype
+                    parameter.grad = home.wrap(own)

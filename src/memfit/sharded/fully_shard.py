@@ -15,11 +15,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import OffloadPolicy
+from torch.utils.hooks import RemovableHandle
 
 from memfit.errors import InputError, StateError
 from memfit.sharded.comm import RankMismatch, ShardComm, check_agreement
 from memfit.sharded.flat_dtensor import FlatDTensor
 from memfit.sharded.flat_param import FlatShard, Member
+from memfit.sharded.fsdp2_options import (
+    AnyPrecision,
+    Offload,
+    PrecisionByUnit,
+    resolve_ignored,
+    resolve_offload,
+    resolve_precision,
+    resolve_unit_options,
+    to_policy,
+)
 from memfit.sharded.gradients import Gradients
 from memfit.sharded.inner_models import (
     check_groups,
@@ -38,13 +50,13 @@ from memfit.sharded.module_state import attach_state
 from memfit.sharded.options import Precision, Reduction, Schedule, UnitOptions
 from memfit.sharded.placements import ShardPlacementFn, check_placements
 from memfit.sharded.runtime import ShardedRuntime
+from memfit.sharded.subclass_params import SubclassShard, check_subclass, is_subclass
 from memfit.sharded.unit import Run, ShardedUnit
-from memfit.sharded.wrap_policy import FoundUnit, Units, find_units, join_small_units
+from memfit.sharded.wrap_policy import FoundUnit, Ignored, Units, find_units, join_small_units
 from memfit.sharding import group_alike
 from memfit.torch_private.autograd import post_accumulate_hooks, tensor_hooks
 from memfit.torch_private.compiler import disable_dynamo
-from memfit.torch_private.modules import forward_hooks
-from memfit.torch_private.wrappers import has_compiled_parts
+from memfit.torch_private.modules import compiled_call, forward_hooks, set_compiled_call
 
 _CALLS = "_memfit_calls"
 _RUNTIME = "_memfit_runtime"
@@ -55,30 +67,37 @@ def shard(
     *,
     mesh: DeviceMesh | None = None,
     units: Units | None = None,
-    precision: Precision | None = None,
+    precision: AnyPrecision | PrecisionByUnit | None = None,
     schedule: Schedule | None = None,
     reduction: Reduction | None = None,
-    keep: bool = False,
-    ignored: Iterable[str | nn.Parameter] = (),
+    keep: bool | None = None,
+    ignored: Iterable[Ignored] = (),
     init: Init | None = None,
     from_rank_0: bool = False,
-    offload: bool = False,
+    offload: bool | OffloadPolicy | None = None,
     timeout: timedelta | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: AnyPrecision | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> nn.Module:
     """Shard a model's parameters, gradients and optimizer state over ranks; it stays the same plain module.
 
     `mesh` has one dimension, of ranks that shard, or two, of replicas and of ranks that shard within one; by default
     all ranks shard. Parameters that tensor or expert parallel made DTensors are on another part of the same mesh.
     `units` are gathered one at a time, by default the repeated blocks; a list of modules among them is one unit, and
-    neighbours that are tiny are joined (`Schedule.bucket_cap_bytes`). What is in none belongs to the
-    root. `keep` leaves every unit gathered between its forward and backward. `ignored` parameters stay whole.
+    neighbours that are tiny are joined (`Schedule.bucket_cap_bytes`). What is in none belongs to the root.
+    `precision` is for all units, or by unit. `keep` leaves every unit gathered between its forward and backward.
+    `ignored` parameters and modules stay whole.
     `init` fills the parameters and buffers that one module holds, where they are on the meta device; its
     `reset_parameters` does by default. `from_rank_0` starts from rank 0's values. `offload` keeps shards, gradients and
-    with them the optimizer's state on the host. `shard_placement_fn` is `fully_shard`'s: it is checked, and changes
-    nothing, as shards are flat (docs/design/sharded.md). Modules inside that were sharded before stay units of theirs.
+    with them the optimizer's state on the host. `mp_policy`, `offload_policy`, `reshard_after_forward` and
+    `ignored_params` are `precision`, `offload`, `keep` and `ignored` under the names of `fully_shard`.
+    `shard_placement_fn` is `fully_shard`'s: it is checked, and changes nothing, as shards are flat
+    (docs/design/sharded.md). Modules inside that were sharded before stay units of theirs.
     """
-    precision, schedule, reduction = precision or Precision(), schedule or Schedule(), reduction or Reduction()
+    schedule, reduction = schedule or Schedule(), reduction or Reduction()
     _check(model)
     inner = [module.__dict__[_RUNTIME] for module in model.modules() if _RUNTIME in module.__dict__]
     reshard_inner(inner)
@@ -88,12 +107,24 @@ def shard(
         timeout = inner[0].links[0].timeout
     refusal: InputError | StateError | None = None
     found: list[FoundUnit] = []
+    precisions: list[Precision] = []
+    on_host, default = Offload(), UnitOptions()
     try:
         _check_parts(model, mesh)
         check_inner(model, inner, units, schedule)
+        on_host = resolve_offload(offload, offload_policy)
+        default = resolve_unit_options(keep, reshard_after_forward, mesh)
         before = [parameter for each in inner for parameter in each.parameters]
-        found = find_units(model, () if inner and units is None else units, keep=keep, ignored=[*ignored, *before])
-        found = join_small_units(found, precision.param_dtype, schedule.bucket_cap_bytes)
+        found = find_units(
+            model,
+            () if inner and units is None else units,
+            default=default,
+            ignored=[*resolve_ignored(ignored, ignored_params), *before],
+        )
+        precisions = resolve_precision(precision, mp_policy, found)
+        for member in (member for each in found for member in each.members):
+            check_subclass(member.names[0], member.parameter, from_rank_0=from_rank_0)
+        found, precisions = join_small_units(found, precisions, schedule.bucket_cap_bytes)
         check_placements(found, shard_placement_fn)
         _check_order(schedule, [path for each in found for path in each.paths], inner_names(model, inner))
         if not from_rank_0:
@@ -114,19 +145,23 @@ def shard(
         refusal = refusal or error
     settings = ["no error" if refusal is None else f"an error: {refusal}"]
     if refusal is None:
-        settings += [f"offload={offload}", f"from_rank_0={from_rank_0}", f"init={'given' if init else None}"]
-        settings += _agreed_settings(model, found, precision, schedule, reduction)
+        settings += [f"offload={on_host.on}", f"from_rank_0={from_rank_0}", f"init={'given' if init else None}"]
+        settings += _agreed_settings(model, found, precisions, schedule, reduction)
         settings += describe_inner(model, inner)
     _agree([*links, *meshes.links], settings)
     if refusal is not None:
         raise refusal
     streams = Streams(device)
-    home = torch.device("cpu") if offload else device
+    home = torch.device("cpu") if on_host.on else device
     made: list[ShardedUnit] = []
-    for each, inside in zip(found, _insides(found, [each.model for each in inner]), strict=True):
+    buffer_dtypes: dict[nn.Module, torch.dtype | None] = {}
+    for each, own, inside in zip(found, precisions, _insides(found, [each.model for each in inner]), strict=True):
+        buffer_dtypes.update(dict.fromkeys(inside, own.buffer_dtype))
         with with_values(each, inside, device, init, links if from_rank_0 else None) as value:
             flats = [
-                FlatShard(
+                SubclassShard(members[0], shards, home, device, streams, mesh, value, to_policy(own))
+                if is_subclass(members[0].parameter)
+                else FlatShard(
                     members,
                     shards,
                     home,
@@ -135,6 +170,8 @@ def shard(
                     mesh,
                     value,
                     [meshes.spec_of(member.parameter) for member in members],
+                    dtype=own.shard_dtype,
+                    pin_memory=on_host.pin_memory,
                 )
                 for members in group_alike(each.members, _kind)
             ]
@@ -143,9 +180,9 @@ def shard(
                 names=each.paths,
                 modules=each.modules,
                 flats=flats,
-                gradients=[Gradients(flat, replicas, streams, precision, reduction) for flat in flats],
+                gradients=[Gradients(flat, replicas, streams, own, reduction) for flat in flats],
                 options=each.options,
-                precision=precision,
+                precision=own,
                 streams=streams,
                 nearby=nearby(mesh, each.options.reshard_ranks, device, timeout),
             )
@@ -155,10 +192,8 @@ def shard(
     at = {module: number for number, module in enumerate(model.modules())}
     every = sorted([*made, *taken], key=lambda unit: at[unit.module])
     as_root = made[0].options
-    as_inner = as_root if isinstance(units, Mapping) and "" in units else UnitOptions(keep=keep)
-    runtime = ShardedRuntime(
-        model, every, [*links, *meshes.links], device, precision, schedule, mesh, (as_root, as_inner)
-    )
+    as_inner = as_root if isinstance(units, Mapping) and "" in units else default
+    runtime = ShardedRuntime(model, every, [*links, *meshes.links], device, schedule, mesh, (as_root, as_inner))
     if schedule.order is not None:
         by_name = {name: unit for unit in every for name in unit.names}
         runtime.order.expect([unit for unit, _ in itertools.groupby(by_name[name] for name in schedule.order)])
@@ -172,7 +207,7 @@ def shard(
             module.__dict__[_CALLS].runtime = runtime
     for each in inner:
         del each.model.__dict__[_RUNTIME], each.model.__dict__["zero_grad"]
-    prepare_buffers(outside, device, precision.buffer_dtype, links if from_rank_0 else None)
+    prepare_buffers(outside, device, buffer_dtypes, links if from_rank_0 else None)
     attach_state(made)
     attach_methods(runtime)
     model.__dict__[_RUNTIME] = runtime
@@ -222,11 +257,6 @@ def _check_parts(model: nn.Module, mesh: DeviceMesh | None) -> None:
         raise InputError(f"this model is wrapped in {type(model).__name__}; shard model.module instead")
     if _RUNTIME in model.__dict__:
         raise StateError("this model is sharded already; shard it once, with all its units, or inner modules first")
-    if has_compiled_parts(model):
-        raise InputError(
-            "this model is compiled, and its parameters would be gathered inside of compiled code; shard it first, "
-            "then compile the forwards of its units: unit.forward = torch.compile(unit.forward)"
-        )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, FlatDTensor):  # of a module that was sharded before
             continue
@@ -251,8 +281,9 @@ def _agree(links: Sequence[ShardComm], settings: Sequence[str]) -> None:
         raise refused
 
 
-def _kind(member: Member) -> tuple[torch.dtype, bool]:
-    return member.parameter.dtype, member.parameter.requires_grad
+def _kind(member: Member) -> tuple[object, bool]:
+    alone = is_subclass(member.parameter)  # each has a layout of its own
+    return member.names if alone else member.parameter.dtype, member.parameter.requires_grad
 
 
 def _modules_outside(model: nn.Module, inner: Sequence[ShardedRuntime]) -> list[nn.Module]:
@@ -281,24 +312,30 @@ def _check_order(schedule: Schedule, found: Sequence[str], before: Sequence[str]
 
 
 def _agreed_settings(
-    model: nn.Module, found: Sequence[FoundUnit], precision: Precision, schedule: Schedule, reduction: Reduction
+    model: nn.Module,
+    found: Sequence[FoundUnit],
+    precisions: Sequence[Precision],
+    schedule: Schedule,
+    reduction: Reduction,
 ) -> list[str]:
     """List what must be the same on every rank, one a line."""
     hook = reduction.hook  # shown with its address, which no two ranks have in common
     named = "None" if hook is None else getattr(hook, "__qualname__", type(hook).__qualname__)
     settings = [
         f"{field.name}={named if field.name == 'hook' else getattr(options, field.name)} in {type(options).__name__}"
-        for options in (precision, schedule, reduction)
+        for options in (precisions[0], schedule, reduction)
         for field in fields(options)
     ]
-    for unit in found:
+    for unit, precision in zip(found, precisions, strict=True):
         settings.append(f"unit {', '.join(map(repr, unit.paths))} with {unit.options}")
+        if precision != precisions[0]:
+            settings.append(f"unit {unit.name!r} with {precision}")
         for member in unit.members:
             parameter = member.parameter
             settings.append(
                 f"{member.names[0]!r} of shape {tuple(parameter.shape)}, {parameter.dtype}, "
                 f"{'trained' if parameter.requires_grad else 'frozen'}, in {unit.name or 'the root'!r}"
-                f"{describe(parameter)}"
+                f"{describe(parameter)}" + (f", a {type(parameter).__name__}" if is_subclass(parameter) else "")
             )
     settings += [
         f"buffer {name!r} of shape {tuple(buffer.shape)}, {buffer.dtype}" for name, buffer in model.named_buffers()
@@ -318,6 +355,7 @@ class UnitCalls:
         self._module = module
         self._entered: list[tuple[Run | None, BaseException | None]] = []
         self._in_method = False
+        self.last: RemovableHandle | None = None
 
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -325,9 +363,12 @@ class UnitCalls:
         """Gather the parameters."""
         if self._in_method:  # which gathered them
             return args, kwargs
+        if not self.runtime.is_running(self._unit):  # what an interrupt left, after which no hook runs
+            self._entered.clear()
         self._entered.append((None, sys.exc_info()[1]))
-        hooks = forward_hooks(module)
-        hooks[self.last.id] = hooks.pop(self.last.id)
+        if self.last is not None:
+            hooks = forward_hooks(module)
+            hooks[self.last.id] = hooks.pop(self.last.id)
         run, args, kwargs = self.runtime.before_forward(self._unit, args, kwargs)
         self._entered[-1] = run, self._entered[-1][1]
         return args, kwargs
@@ -352,23 +393,28 @@ class UnitCalls:
             return self.after(*args)
 
         module = self._module
+        module.__dict__[_CALLS] = self
+        compiled = compiled_call(module)
+        if compiled is not None:  # by module.compile(): hooks would be traced, and would break its graph
+            set_compiled_call(module, disable_dynamo(self.method(compiled)))
+            return
         module.register_forward_pre_hook(disable_dynamo(before), prepend=True, with_kwargs=True)
         self.last = module.register_forward_hook(disable_dynamo(after), with_kwargs=True, always_call=True)
-        module.__dict__[_CALLS] = self
 
     def method(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method of the module that runs on gathered parameters, as its forward does."""
 
         @functools.wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
+            self.runtime.settle()
             if self._in_method or self.runtime.is_running(self._unit):  # the parameters are there
                 return method(*args, **kwargs)
-            args, kwargs = self.before(self._module, args, kwargs)
             output = None
-            self._in_method = True
             try:
+                args, kwargs = self.before(self._unit.module, args, kwargs)
+                self._in_method = True
                 output = method(*args, **kwargs)
-            except BaseException:
+            except BaseException:  # also of the gather: no hook runs after a method
                 self._in_method = False
                 self.after(self._module, args, kwargs, None)
                 raise
@@ -400,7 +446,8 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """Keep unreduced gradients inside the block; the first backward after it reduces them all.
 
     It saves communication and takes the memory of whole gradients. Without it every pass adds to the gradients of the
-    shards, which takes no more memory than one pass does.
+    shards, which takes no more memory than one pass does. As with FSDP2 `p.grad`, the gradient of the shard, has
+    nothing of these passes until then: `unreduced_gradients(model)` shows what is kept.
     """
     runtime = get_runtime(model)
     before, runtime.communicates = runtime.communicates, False
@@ -408,3 +455,17 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         runtime.communicates = before
+
+
+def unreduced_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of the gradients that passes inside of `no_sync` left, by names: whole, and of this rank alone.
+
+    They are not averaged over ranks, and in the dtype in which they are going to be summed. Nothing is sent.
+    """
+    return {
+        gradients.flat.layout.slots[number].names[0]: found
+        for unit in get_runtime(model).units
+        for gradients in unit.gradients
+        for number in range(len(gradients.flat.parameters))
+        if (found := gradients.unreduced(number)) is not None
+    }

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -25,6 +26,7 @@ from torch.profiler import record_function
 
 from memfit.errors import InputError
 from memfit.sharded.comm import ShardComm, SumTransfer, Transfer, join_parts
+from memfit.sharded.custom_comm import AllReduceHook, sum_by
 from memfit.sharded.flat_dtensor import FlatDTensor
 from memfit.sharded.flat_param import FlatShard
 from memfit.sharded.mesh import Streams
@@ -62,6 +64,9 @@ class Gradients:
         self._replica_sum: Transfer | None = None
         self._event: torch.cuda.Event | None = None
         self._about, self._tag = "", 0
+        self.custom_reduce_scatter: Any = None
+        self.all_reduce_hook: AllReduceHook | None = None
+        self.all_reduce_stream: torch.cuda.Stream | None = None
         self._came: set[int] = set()
         self._missing: dict[int, torch.Tensor] = {}
         self.all_reduces = True
@@ -144,6 +149,8 @@ class Gradients:
         with torch.no_grad(), streams.on(streams.reduce):
             if self._reduction.hook is not None:
                 self._total = self._reduction.hook(join_parts(parts), link.group)
+            elif self.custom_reduce_scatter is not None:
+                self._total = sum_by(self.custom_reduce_scatter, link, parts, about)
             else:
                 self._sum = link.sum_parts(parts, tag, about)
             self._event = streams.event(streams.reduce)
@@ -201,6 +208,13 @@ class Gradients:
                 return
             total = self._total
             self._partial_came.clear()
+            if self.all_reduce_hook is not None:
+                streams, stream = self._streams, self.all_reduce_stream
+                streams.after_current(stream)
+                with streams.on(stream):
+                    self.all_reduce_hook(total)
+                    done = streams.event(stream)
+                streams.wait(done)
             collected = frozenset(self._collected)
             self._came |= collected
             self._forget()
@@ -228,6 +242,22 @@ class Gradients:
         if self.under_way:
             return [number in self._came or number in self._collected for number in numbers]
         return [number in self._came or number not in self._missing for number in numbers]
+
+    def unreduced(self, number: int) -> torch.Tensor | None:
+        """Return the whole gradient of passes that were not to be sent, as autograd made it; None where none came."""
+        if number not in self._collected or self.under_way:
+            return None
+        slot = self.flat.layout.slots[number]
+        found = torch.zeros(slot.elements, dtype=self._dtype, device=self.flat.device)
+        with torch.no_grad():
+            for rank in self._table.ranks_of[number]:
+                place, begin = self._place(number, rank) if rank in self._filled else (None, 0)
+                if place is not None:
+                    torch.mul(place, self._before, out=found[begin : begin + place.numel()])
+            held = self._held.get(number)
+            if held is not None:
+                found.copy_(held.reshape(-1))
+        return found.view(slot.shape)
 
     def drop(self) -> None:
         """Drop what was collected, and wait for a reduction that other ranks take part in."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -79,10 +79,14 @@ def check_init(model: nn.Module, init: Init | None) -> None:
 
 
 def prepare_buffers(
-    modules: Iterable[nn.Module], device: torch.device, dtype: torch.dtype | None, links: Sequence[ShardComm] | None
+    modules: Iterable[nn.Module],
+    device: torch.device,
+    dtypes: Mapping[nn.Module, torch.dtype | None],
+    links: Sequence[ShardComm] | None,
 ) -> None:
-    """Move buffers to the device, in their dtype; with `links`, give them rank 0's values."""
+    """Move buffers to the device, in the dtype of their module; with `links`, give them rank 0's values."""
     for module in modules:
+        dtype = dtypes.get(module)
         for name, buffer in buffer_table(module).items():
             if buffer is None:
                 continue

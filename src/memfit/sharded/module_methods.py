@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import nn
 
 from memfit.errors import InputError
+from memfit.sharded.custom_comm import AllReduceHook, check_comm
 from memfit.sharded.runtime import ShardedRuntime
 from memfit.sharded.unit import ShardedUnit, State, check_transition
 
@@ -96,6 +99,40 @@ class UnitMethods:
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""
         self.set_gradient_divide_factor(factor)
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gather the parameters of this unit by a collective of the user's, an `AllGather` of FSDP2's."""
+        check_comm(comm, "set_custom_all_gather")
+        for flat in self._unit.flats:
+            flat.custom_all_gather = comm
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Sum the gradients of this unit by a collective of the user's, a `ReduceScatter` of FSDP2's.
+
+        It is given sums to make (`op`): what is divided, is divided before and after.
+        """
+        check_comm(comm, "set_custom_reduce_scatter")
+        for gradients in self._unit.gradients:
+            gradients.custom_reduce_scatter = comm
+
+    def set_all_reduce_hook(self, hook: AllReduceHook, *, stream: torch.cuda.Stream | None = None) -> None:
+        """Call a function with this rank's part of the summed gradients, after the sum over replicas if there are any.
+
+        It may change them in place, say by an all-reduce over yet another group; `stream` is where it runs.
+        """
+        for gradients in self._unit.gradients:
+            gradients.all_reduce_hook, gradients.all_reduce_stream = hook, stream
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accept what FSDP2 wants to know: gradients are always summed here, and divided apart from it."""
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Refuse memory of a process group: that of gathered parameters comes and goes under them."""
+        if enable:
+            raise InputError(
+                "gathered parameters are views of memory that comes and goes, which a process group cannot allocate; "
+                "leave set_allocate_memory_from_process_group_for_comm out, or use set_custom_all_gather"
+            )
 
     def _units(self, recurse: bool) -> Iterable[ShardedUnit]:
         if not recurse:

@@ -20,10 +20,11 @@ class Precision:
     """The dtypes of a sharded step; None is the parameter's own.
 
     Parameters are gathered in `param_dtype`, which is then the dtype of compute and of whole gradients; gradients are
-    summed in `reduce_dtype`, by default that of the shards. `cast_inputs` casts floating inputs of every unit, of the
-    root only, or of none. Buffers get `buffer_dtype` for good, outputs of the root get `output_dtype`. `full_in_eval`
-    gathers in the parameters' own dtype where the model is in eval mode. `keep_reduced_gradients` leaves gradients in
-    `reduce_dtype`.
+    summed in `reduce_dtype`, by default that of the shards. `shard_dtype` is that of the shards, and so of the
+    optimizer: a model in bfloat16 may be trained with shards in float32. `cast_inputs` casts floating inputs of every
+    unit, of the root only, or of none. Buffers get `buffer_dtype` for good, outputs of the root, or with
+    `cast_outputs="units"` of every unit, get `output_dtype`. `full_in_eval` gathers in the dtype of the shards where
+    the model is in eval mode. `keep_reduced_gradients` leaves gradients in `reduce_dtype`.
     """
 
     param_dtype: torch.dtype | None = None
@@ -33,9 +34,11 @@ class Precision:
     cast_inputs: Literal["units", "root", "none"] = "units"
     full_in_eval: bool = False
     keep_reduced_gradients: bool = False
+    shard_dtype: torch.dtype | None = None
+    cast_outputs: Literal["units", "root"] = "root"
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype"):
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "output_dtype", "shard_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise InputError(
@@ -43,6 +46,8 @@ class Precision:
                 )
         if self.cast_inputs not in ("units", "root", "none"):
             raise InputError(f"cast_inputs is {self.cast_inputs!r}; give 'units', 'root' or 'none'")
+        if self.cast_outputs not in ("units", "root"):
+            raise InputError(f"cast_outputs is {self.cast_outputs!r}; give 'units' or 'root'")
 
 
 GradientHook = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]

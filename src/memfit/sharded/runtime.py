@@ -40,7 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from memfit.errors import StateError
 from memfit.sharded.comm import CollectiveError, RankMismatch, ShardComm, Transfer, check_agreement
-from memfit.sharded.options import Precision, Schedule, UnitOptions
+from memfit.sharded.options import Schedule, UnitOptions
 from memfit.sharded.order import Order
 from memfit.sharded.unit import Run, RunHook, ShardedUnit, State
 from memfit.sharded.values import map_values, tensors_in
@@ -69,7 +69,6 @@ class ShardedRuntime:
         units: Sequence[ShardedUnit],
         links: Sequence[ShardComm],
         device: torch.device,
-        precision: Precision,
         schedule: Schedule,
         mesh: DeviceMesh,
         options_inside: tuple[UnitOptions, UnitOptions],
@@ -83,7 +82,6 @@ class ShardedRuntime:
         """The root's options, and those it has when a model around it is sharded, too."""
         self.links = list(links)
         self.device = device
-        self.precision = precision
         self.schedule = schedule
         self.communicates = True
         self.order = Order(self.units, self.links)
@@ -121,7 +119,7 @@ class ShardedRuntime:
         return not self._active and not self._in_backward
 
     def is_running(self, unit: ShardedUnit) -> bool:
-        """Return whether a forward of one of a unit's modules is running."""
+        """Return whether a forward of a unit's modules runs, or did when an interrupt came that nothing has settled."""
         return unit in self._active
 
     def before_forward(
@@ -469,9 +467,8 @@ class ShardedRuntime:
 
     def _own(self, unit: ShardedUnit, tensor: torch.Tensor) -> torch.Tensor:
         """Return an output in the root's dtype, in memory that stays, with a hook where it needs a gradient."""
-        if unit.outermost or unit.was_root:
-            wanted = (self if unit.outermost else unit).precision.output_dtype
-            tensor = tensor if wanted is None else _cast(tensor, wanted)
+        if unit.outermost or unit.was_root or unit.precision.cast_outputs == "units":
+            tensor = _cast(tensor, unit.precision.output_dtype)
         if unit.lends(tensor):
             return tensor.clone()
         if tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled():

@@ -12,7 +12,7 @@ from torch import nn
 from memfit.errors import InputError, StateError
 from memfit.sharded.flat_dtensor import FlatDTensor
 from memfit.sharded.flat_param import FlatShard
-from memfit.sharded.full_parameters import gather_alike, gather_shard
+from memfit.sharded.full_parameters import gather_alike, gather_values
 from memfit.sharded.fully_shard import get_runtime
 from memfit.sharded.optimizer_state import (
     NamedState,
@@ -117,9 +117,9 @@ def _full_model(model: nn.Module, runtime: ShardedRuntime, keeps: bool, cpu: boo
     found: dict[str, torch.Tensor] = {}
     for unit in runtime.units:
         for flat in unit.flats:
-            buffer = gather_shard(flat, f"gather of {unit.title} for full_state_dict")
-            for number, slot in enumerate(flat.layout.slots):
-                whole = _whole(flat, number, buffer)
+            values = gather_values(flat, f"gather of {unit.title} for full_state_dict")
+            for number, (slot, value) in enumerate(zip(flat.layout.slots, values, strict=True)):
+                whole = _whole(flat, number, value)
                 if keeps:
                     found.update(dict.fromkeys(slot.names, _copy(whole, cpu)))
     if not keeps:
@@ -141,7 +141,9 @@ def _full_optimizer(
     for name, values in named["state"].items():
         state[name] = {}
         for key, value in values.items():
-            if isinstance(value, FlatDTensor):
+            if isinstance(value, FlatDTensor) and type(value.local) is not torch.Tensor:
+                state[name][key] = _copy(value.full_tensor(), cpu)
+            elif isinstance(value, FlatDTensor):
                 flat, number = places[names[name]]
                 sharded[flat, key, value.dtype].append((name, number, value))
                 state[name][key] = None  # in its place, for the order of the keys
@@ -151,20 +153,20 @@ def _full_optimizer(
 
         def fill(own: torch.Tensor, flat: FlatShard = flat, members: list[Any] = members) -> None:
             for _, number, value in members:
-                flat.local(number, own).copy_(value.local)
+                flat.local(number, own).copy_(value.local.reshape(-1))
 
         buffer = gather_alike(flat, dtype, fill, f"gather of optimizer state {key!r} for full_state_dict")
         for name, number, _ in members:
-            whole = _whole(flat, number, buffer)
+            slot = flat.layout.slots[number]
+            whole = _whole(flat, number, buffer[slot.begin : slot.end].view(slot.shape))
             if keeps:
                 state[name][key] = _copy(whole, cpu)
     return {"state": state, "param_groups": named["param_groups"]}
 
 
-def _whole(flat: FlatShard, number: int, buffer: torch.Tensor) -> torch.Tensor:
-    """Return a whole tensor from a gathered buffer; of a block of tensor or expert parallel all ranks gather it."""
-    slot, inner = flat.layout.slots[number], flat.inners[number]
-    block = buffer[slot.begin : slot.end].view(slot.shape)
+def _whole(flat: FlatShard, number: int, block: torch.Tensor) -> torch.Tensor:
+    """Return a whole tensor; of a block of tensor or expert parallel all ranks gather it."""
+    inner = flat.inners[number]
     return block if inner is None else inner.wrap(block).full_tensor()
 
 

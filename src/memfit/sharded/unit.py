@@ -15,6 +15,7 @@ from memfit.sharded.flat_param import FlatShard, UnshardedParams
 from memfit.sharded.gradients import Gradients
 from memfit.sharded.mesh import Streams
 from memfit.sharded.options import Precision, UnitOptions
+from memfit.torch_private.dispatch import inner_tensors, is_wrapper_subclass
 from memfit.torch_private.distributed_tensors import local_tensor
 
 _KINDS = 2
@@ -181,11 +182,11 @@ class ShardedUnit:
         """Return whether a tensor is in the memory of gathered parameters, which is going to be freed."""
         if tensor.layout is not torch.strided:
             return False
-        address = local_tensor(tensor).data_ptr()
-        for unsharded in self._unsharded:
-            if unsharded.bytes and 0 <= address - unsharded.buffer.data_ptr() < unsharded.bytes:
-                return True
-        return False
+        tensor = local_tensor(tensor)
+        if is_wrapper_subclass(tensor):  # it has no memory of its own
+            return any(self.lends(each) for each in inner_tensors(tensor))
+        address = tensor.data_ptr()
+        return any(unsharded.holds(address) for unsharded in self._unsharded)
 
     def free(self) -> None:
         """Free the gathered parameters."""
@@ -244,10 +245,9 @@ class ShardedUnit:
 
     def gather_dtype(self, flat: FlatShard) -> torch.dtype:
         """Return the dtype that parameters are gathered in."""
-        wanted = self.precision.param_dtype
-        if wanted is None or not flat.dtype.is_floating_point:
+        if not flat.dtype.is_floating_point or (self.precision.full_in_eval and not self.module.training):
             return flat.dtype
-        return flat.dtype if self.precision.full_in_eval and not self.module.training else wanted
+        return self.precision.param_dtype or flat.model_dtype
 
 
 class Run:

@@ -12,7 +12,7 @@ from torch import nn
 from memfit.errors import InputError
 from memfit.paths import around, repeated_blocks, unwrapped
 from memfit.sharded.flat_param import Member, ParameterSlot
-from memfit.sharded.options import UnitOptions
+from memfit.sharded.options import Precision, UnitOptions
 from memfit.sharding import JoinableUnit, join_neighbours
 from memfit.torch_private.modules import parameter_table
 from memfit.torch_private.wrappers import INNER_NAMES, name_in_state
@@ -29,6 +29,8 @@ Units = (
 
 A list or tuple of modules among them is one unit.
 """
+Ignored = str | nn.Parameter | nn.Module
+"""What stays whole on every rank: a parameter or all those of a module, itself or by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +49,9 @@ class FoundUnit:
 
 
 def find_units(
-    model: nn.Module, units: Units | None, *, keep: bool, ignored: Iterable[str | nn.Parameter]
+    model: nn.Module, units: Units | None, *, default: UnitOptions, ignored: Iterable[Ignored]
 ) -> list[FoundUnit]:
-    """Find the units of a model, the root first.
+    """Find the units of a model, the root first; those without options of their own get the default.
 
     A parameter belongs to the innermost unit around all the places that hold it.
     """
@@ -61,7 +63,7 @@ def find_units(
     for together, each in named.items():
         first, *_ = ordered = tuple(path for path in modules if path in together)
         paths[first] = ordered
-        options[first] = each if each is not None else UnitOptions(keep=keep)
+        options[first] = each if each is not None else default
     options = {path: options[path] for path in modules if path in options}
     unit_of = {modules[each]: path for path in options for each in paths[path]}
     members: dict[str, list[Member]] = {path: [] for path in options}
@@ -82,22 +84,30 @@ def find_units(
     ]
 
 
-def join_small_units(found: Sequence[FoundUnit], param_dtype: torch.dtype | None, cap_bytes: int) -> list[FoundUnit]:
-    """Join neighbouring small units, the root excepted and what a user has grouped."""
-    root, *inner = found
-
-    def gathered_bytes(unit: FoundUnit) -> int:
-        return sum(
-            parameter.numel()
-            * (param_dtype if param_dtype and parameter.is_floating_point() else parameter.dtype).itemsize
-            for parameter in (member.parameter for member in unit.members)
-        )
-
+def join_small_units(
+    found: Sequence[FoundUnit], precisions: Sequence[Precision], cap_bytes: int
+) -> tuple[list[FoundUnit], list[Precision]]:
+    """Join neighbouring small units of one precision, the root excepted and what a user has grouped."""
     joinable = [
-        JoinableUnit(each.name, gathered_bytes(each), each.options if len(each.modules) == 1 else each.paths)
-        for each in inner
+        JoinableUnit(
+            unit.name,
+            _gathered_bytes(unit, precision.param_dtype),
+            (unit.options if len(unit.modules) == 1 else unit.paths, precision),
+        )
+        for unit, precision in zip(found[1:], precisions[1:], strict=True)
     ]
-    return [root, *(_joined([inner[number] for number in numbers]) for numbers in join_neighbours(joinable, cap_bytes))]
+    together = [[0], *([1 + number for number in numbers] for numbers in join_neighbours(joinable, cap_bytes))]
+    return (
+        [_joined([found[number] for number in numbers]) for numbers in together],
+        [precisions[numbers[0]] for numbers in together],
+    )
+
+
+def _gathered_bytes(unit: FoundUnit, param_dtype: torch.dtype | None) -> int:
+    return sum(
+        parameter.numel() * (param_dtype if param_dtype and parameter.is_floating_point() else parameter.dtype).itemsize
+        for parameter in (member.parameter for member in unit.members)
+    )
 
 
 def _joined(units: Sequence[FoundUnit]) -> FoundUnit:
@@ -224,14 +234,23 @@ def _parameters(
         yield tuple(found), tuple(places[parameter]), parameter
 
 
-def _ignored(model: nn.Module, given: Iterable[str | nn.Parameter]) -> set[nn.Parameter]:
+def _ignored(model: nn.Module, given: Iterable[Ignored]) -> set[nn.Parameter]:
+    if isinstance(given, str | nn.Module):
+        raise InputError(f"ignored is one {type(given).__name__}; give a list of them")
     named = dict(model.named_parameters(remove_duplicate=False))
+    modules = dict(model.named_modules(remove_duplicate=False))
     found: set[nn.Parameter] = set()
     for each in given:
         if isinstance(each, str):
-            if each not in named:
-                raise InputError(f"ignored names {each!r}, which is no parameter of this model; it has {_some(named)}")
-            found.add(named[each])
+            if each not in named and each not in modules:
+                raise InputError(
+                    f"ignored names {each!r}, which is no parameter and no module of this model; it has {_some(named)}"
+                )
+            found.update([named[each]] if each in named else modules[each].parameters())
+        elif isinstance(each, nn.Module):
+            if all(each is not module for module in modules.values()):
+                raise InputError(f"ignored has a {type(each).__name__} that is no part of the model; give its modules")
+            found.update(each.parameters())
         elif any(each is parameter for parameter in named.values()):
             found.add(each)
         else:

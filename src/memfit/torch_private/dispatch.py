@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode,
+    is_traceable_wrapper_subclass,
 )
 
 __all__ = [
@@ -80,6 +81,19 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 TensorBase: Any = torch._C.TensorBase
 """The class below `torch.Tensor` (torch/csrc/autograd/python_variable.cpp):
 its getters are what function modes are called with."""
+
+
+def is_wrapper_subclass(tensor: Any) -> bool:
+    """Return whether a tensor is of a subclass that only holds others, and names them by `__tensor_flatten__`.
+
+    `is_traceable_wrapper_subclass` (torch/utils/_python_dispatch.py).
+    """
+    return is_traceable_wrapper_subclass(tensor)
+
+
+def inner_tensors(tensor: Any) -> list[torch.Tensor]:
+    """Return the tensors that a wrapper subclass holds (torch/utils/_python_dispatch.py says how it names them)."""
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
 
 
 def schema_of(func: Any) -> Any:

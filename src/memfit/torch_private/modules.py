@@ -42,3 +42,13 @@ def forward_pre_hooks(module: nn.Module) -> Any:
 def is_compiled(module: nn.Module) -> bool:
     """Return whether `module.compile()` was called (`Module._compiled_call_impl`)."""
     return module._compiled_call_impl is not None
+
+
+def compiled_call(module: nn.Module) -> Any:
+    """Return what a module's call runs since `module.compile()`, None without (`Module._compiled_call_impl`)."""
+    return module._compiled_call_impl
+
+
+def set_compiled_call(module: nn.Module, call: Any) -> None:
+    """Replace what the call of a compiled module runs (`Module._compiled_call_impl`)."""
+    module._compiled_call_impl = call
