@@ -147,7 +147,7 @@ CASES = {
         kept=True,
     ),
     "t5": Case(
-        title="T5 of 33 M parameters with tied weights, batch 2 x 64",
+        title="T5 of 34 M parameters with tied weights, batch 2 x 64",
         build=lambda: T5(512, 4, 8192),
         unit=Block,
         batch=lambda: torch.randint(0, 8192, (2, 64)),
