@@ -143,10 +143,10 @@ def work(arguments: argparse.Namespace) -> None:
     target = "cpu"
     folder = Path(arguments.folder)
     if arguments.times:
-        calibration = calibrate_on_ranks(name=f"cpu-{dist.get_world_size()}-ranks")
-        target = str(folder / f"cpu-{dist.get_world_size()}.toml")
+        target = f"cpu-{dist.get_world_size()}-ranks"
+        calibration = calibrate_on_ranks(name=target)
         if dist.get_rank() == 0:
-            calibration.save(Path(target))
+            calibration.save(folder / f"{target}.toml")
         dist.barrier()
     names = product(arguments.engines, arguments.models, arguments.configurations)
     cases = [Case(engine=engine, model=model, configuration=name) for engine, model, name in names]
@@ -251,7 +251,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for ranks in arguments.ranks:
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEMFIT_DEVICES": folder}
             given = [*command, __file__, *sys.argv[1:], "--folder", folder]
             subprocess.run(given, check=True, env=environment)
             rows += json.loads(Path(folder, f"ranks-{ranks}.json").read_text())

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from memfit.capture import Op, trace
+from memfit.capture import Op, Step, Trace, trace
 from memfit.cost.benchmark import Benchmark
-from memfit.cost.host import reference_steps
-from memfit.cost.roofline import Float32Precision, dtype_of, estimate_work, real_flops
-from memfit.cost.runtime import Times
+from memfit.cost.host import phases_ms, reference_steps
+from memfit.cost.roofline import Float32Precision, Roofline, dtype_of, estimate_work, real_flops
+from memfit.cost.runtime import Runtime, Times
 from memfit.cost.timing import OpTimer, identity
 from memfit.errors import InputError
 from memfit.hardware import (
@@ -37,6 +37,8 @@ from memfit.hardware import (
 
 _COPY_BYTES = 128 << 20
 _COPIES = 9
+_TELLING_MS = 5.0
+_LONG_RUN_RANGE = (0.5, 1.1)
 _RATES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -55,6 +57,8 @@ class Calibration:
     link: Link | None = None
     """Between ranks that share the machine, where several were calibrated together."""
     ranks: int = 1
+    long_run: float | None = None
+    """What ops of a CPU's step keep of the rates that they have by themselves; see `Sustained.long_run`."""
 
     def to_toml(self) -> str:
         """The device file."""
@@ -67,6 +71,8 @@ class Calibration:
         lines = [f'name = "{self.name}"', f'base = "{self.base}"', f'title = "{self.machine}, calibrated"']
         lines += table("memory", {"bandwidth_bytes_per_s": self.memory_bandwidth_bytes_per_s})
         lines += table("flops", self.flops_per_s)
+        if self.long_run is not None:
+            lines += table("sustained", {"long_run": self.long_run})
         for each in self.efficiency.families:
             figures = {"compute": each.compute, "bandwidth": each.bandwidth, "overhead_ms": each.overhead_ms}
             lines += table(f"efficiency.{each.family.value}", figures)
@@ -110,15 +116,18 @@ def calibrate(
     console = Console(stderr=True, quiet=not progress)
     benchmark = Benchmark(folder=folder, progress=progress)
     measured: list[tuple[Op, float]] = []
+    steps: list[tuple[Step, Trace]] = []
     for label, step in reference_steps():
         console.print(f"timing {label}")
         captured = trace(step, target=base)
+        steps.append((step, captured))
         kernel_ms = benchmark.kernel_ms(captured).tolist()
         measured += [(op, op_ms) for op, op_ms in zip(captured.ops, kernel_ms, strict=True) if not op.view]
     console.print("timing the host")
     host = benchmark.host_times(base)
     peaks = _peaks(measured, base)
     families = fitted(measured, peaks)
+    fitted_device = replace(peaks, efficiency=Efficiency(families=families, host=host))
     return Calibration(
         name=name or f"{base.name}-calibrated",
         base=base.name,
@@ -128,7 +137,23 @@ def calibrate(
         memory_bandwidth_bytes_per_s=peaks.memory_bandwidth_bytes_per_s,
         efficiency=Efficiency(families=families, host=host),
         samples=len(measured),
+        long_run=_long_run(fitted_device, steps) if base.type == "cpu" else None,
     )
+
+
+def _long_run(device: Device, steps: Sequence[tuple[Step, Trace]]) -> float:
+    """Return what ops of whole steps keep of the rates that they were timed with.
+
+    An op that is timed again and again finds its inputs in the caches, and its results in pages that are there; in a
+    step both are colder. Steps of some milliseconds tell: in smaller ones the host decides.
+    """
+    cost = Roofline(device=device)
+    kept = []
+    for step, captured in steps:
+        expected = Runtime.of(captured, cost).total_ms
+        if expected >= _TELLING_MS and step.autocast is None:
+            kept.append(expected / float(phases_ms(step, device.type).sum()))
+    return float(np.clip(np.median(kept), *_LONG_RUN_RANGE)) if kept else 1.0
 
 
 def fitted(measured: Sequence[tuple[Op, float]], device: Device) -> tuple[FamilyEfficiency, ...]:

@@ -36,7 +36,7 @@ def measure_host(kernels: KernelTimes, device: Device) -> HostTimes:
     for step in tiny_steps():
         captured = trace(step, target=device)
         kernel = kernels.kernel_ms(captured) if device.type == "cpu" else np.zeros(len(captured.ops))
-        measured = _phases_ms(step, device.type)
+        measured = phases_ms(step, device.type)
         calls = sum(call.phase is not Phase.BACKWARD for call in captured.calls)
         spare_ms += measured
         spare_ms[0] -= calls * call_ms
@@ -53,7 +53,7 @@ def measure_host(kernels: KernelTimes, device: Device) -> HostTimes:
 _PLACES = {Phase.FORWARD: 0, Phase.LOSS: 0, Phase.BACKWARD: 1, Phase.OPTIMIZER: 2}
 
 
-def _phases_ms(step: Step, device_type: str) -> Times:
+def phases_ms(step: Step, device_type: str) -> Times:
     """Medians of forward, backward and optimizer."""
     with torch.random.fork_rng(devices=[]):
         model = step.build_model().to(device_type)

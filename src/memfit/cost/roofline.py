@@ -80,9 +80,11 @@ def kernel_ms(op: Op, device: Device, precision: Float32Precision | None = None,
     work = estimate_work(op, device, precision or Float32Precision())
     factors = device.efficiency[work.family]
     compute, bandwidth = factors.compute, factors.bandwidth
-    if in_step and device.type == "cuda":
+    if in_step:
         compute *= device.sustained.long_run
-        if work.family in _BROADCAST:
+        if device.type == "cpu":
+            bandwidth *= device.sustained.long_run  # caches are colder in a step, and so is the memory of results
+        elif work.family in _BROADCAST:
             bandwidth *= kernel_figures().steps_elementwise
     return work.joined_ms(compute, bandwidth) + factors.overhead_ms
 

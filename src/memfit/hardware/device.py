@@ -83,7 +83,7 @@ class Sustained:
 
     `vector` is for float32 and float64, `matrix` for the matrix units, `bandwidth` for the memory. A family's parts
     are multiplied by them. `long_run` is what steps that follow one another keep of the rates that a kernel has by
-    itself: the clock falls when power runs out.
+    itself: the clock of a GPU falls when power runs out, the caches of a CPU are colder.
     """
 
     vector: float = 1.0
