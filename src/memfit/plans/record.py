@@ -46,6 +46,11 @@ class Checkpoint(_Part, frozen=True):
     including) `end` of the step. Ops up to offset `stop` run again, but those that are saved. `dropped` are what is
     not held for backward, each as the op that makes it and its place among the new storages of that op. The
     region of the loss begins after call `after_call` of the module `after`; after the whole model when that is None.
+
+    `offload` are results that are held and leave for the host, named as in `dropped`: copied from the end of the unit's
+    forward on, freed at the end of the forward of the unit `offload_next`, allocated and copied back when the backward
+    of that one begins, awaited when the unit's own begins. They take `offloaded_bytes`, and `exposed_ms` of the copies
+    are not hidden. A unit that offloads and recomputes nothing has a `stop` of -1, and drops nothing.
     """
 
     unit: str
@@ -55,7 +60,7 @@ class Checkpoint(_Part, frozen=True):
     kind: str
     begin: Count
     end: Count
-    stop: Count
+    stop: Annotated[int, Meta(ge=-1)]
     discard_ratio: Ratio
     discarded_bytes: Bytes
     cached_bytes: Bytes
@@ -66,11 +71,23 @@ class Checkpoint(_Part, frozen=True):
     dropped: tuple[tuple[Count, Count], ...]
     after: str | None = None
     after_call: Count = 0
+    offload: tuple[tuple[Count, Count], ...] = ()
+    offload_next: str | None = None
+    offloaded_bytes: Bytes = 0
+    exposed_ms: Ms = 0.0
 
     @property
     def is_loss(self) -> bool:
         """Whether this is the region of the loss, which is no module."""
         return self.unit.partition("#")[0] == LOSS
+
+
+class OffloadLinkRecord(_Part, frozen=True):
+    """The link over which a plan assumes that units offload, and its bytes a second each way."""
+
+    name: str
+    to_host_bytes_per_s: Annotated[float, Meta(gt=0)]
+    to_device_bytes_per_s: Annotated[float, Meta(gt=0)]
 
 
 class RecomputedCollective(_Row, frozen=True):
@@ -124,10 +141,12 @@ class Prediction(Estimate, frozen=True, kw_only=True):
 
     `room` says whether the caching allocator has room: enough; only without the margin; tight, when it must empty its
     cache in every step; or too little, when it runs out. It is None in plans of earlier versions.
+    `exposed_offload_ms` is how long compute waits for what units offload; plans that offload nothing have none.
     """
 
     recompute_ms: Ms
     exposed_communication_ms: Ms
+    exposed_offload_ms: Ms | msgspec.UnsetType = msgspec.UNSET
     room: Literal["enough", "margin", "tight", "too little"] | None = None
 
 

@@ -29,6 +29,7 @@ def check_content(plan: Plan, where: str) -> None:
 def _problems(plan: Plan) -> Iterator[str]:
     for entry in plan.checkpoint:
         yield from _checkpoint_problems(entry, plan.trace.ops)
+        yield from _offload_problems(entry)
     yield from _overlap_problems(plan)
     if plan.status == "infeasible":
         yield from _infeasible_problems(plan)
@@ -39,6 +40,8 @@ def _problems(plan: Plan) -> Iterator[str]:
         yield from _estimate_problems("predicted", plan.predicted)
     if plan.blocker is not None:
         yield from _estimate_problems("blocker", plan.blocker)
+    if any(entry.offload for entry in plan.checkpoint) and not plan.offload_link:
+        yield "units offload, and there is no offload_link that says over what"
     yield from _shard_problems(plan)
     for name in _twice(name for parameter in plan.trace.parameters for name in parameter.names):
         yield f"parameter {name} is there twice"
@@ -74,6 +77,9 @@ def _answer_problems(plan: Plan) -> Iterator[str]:
     summed_ms, recompute_ms = sum(entry.recompute_ms for entry in plan.checkpoint), plan.predicted.recompute_ms
     if abs(summed_ms - recompute_ms) > _SLACK * recompute_ms + _SLACK_MS:
         yield f"predicted.recompute_ms is {recompute_ms}, and that of the units adds up to {summed_ms:.6f}"
+    exposed_ms, waited_ms = plan.predicted.exposed_offload_ms or 0.0, sum(entry.exposed_ms for entry in plan.checkpoint)
+    if abs(exposed_ms - waited_ms) > _SLACK * waited_ms + _SLACK_MS:
+        yield f"predicted.exposed_offload_ms is {exposed_ms}, and that of the units adds up to {waited_ms:.6f}"
 
 
 def _estimate_problems(name: str, estimate: Estimate | Blocker) -> Iterator[str]:
@@ -97,7 +103,7 @@ def _checkpoint_problems(entry: Checkpoint, ops: int) -> Iterator[str]:
     both = sorted(set(saved) & set(again))
     if both:
         yield f"op {both[0]} of unit {entry.unit!r} is in saved_ops and in recomputed_ops"
-    last = max(entry.stop, *saved, *again)
+    last = max(entry.stop, *saved, *again, *(op for op, _ in entry.offload))
     if last >= entry.end - entry.begin:
         yield f"op {last} of unit {entry.unit!r} is beyond its {entry.end - entry.begin} ops"
     if again and again[-1] > entry.stop:
@@ -111,6 +117,29 @@ def _checkpoint_problems(entry: Checkpoint, ops: int) -> Iterator[str]:
     missing = next((op for op in range(entry.stop + 1) if op not in known), None)
     if missing is not None:
         yield f"op {missing} of unit {entry.unit!r} is neither in saved_ops nor in recomputed_ops"
+
+
+def _offload_problems(entry: Checkpoint) -> Iterator[str]:
+    if entry.stop < 0 and (entry.recomputed_ops or entry.dropped or not entry.offload):
+        yield f"unit {entry.unit!r} has no second run (stop is {entry.stop}), and offloads nothing or drops something"
+    if bool(entry.offload) != (entry.offload_next is not None) or bool(entry.offload) != (entry.offloaded_bytes > 0):
+        yield (
+            f"unit {entry.unit!r} offloads {len(entry.offload)} results of {entry.offloaded_bytes} bytes beside "
+            f"{entry.offload_next!r} (offload_next)"
+        )
+    if entry.exposed_ms and not entry.offload:
+        yield f"unit {entry.unit!r} waits {entry.exposed_ms} ms for copies, and offloads nothing"
+    saved = {op.offset for op in entry.saved_ops}
+    wrong = next((op for op, _ in entry.offload if op not in saved), None)
+    if wrong is not None:
+        yield f"op {wrong} of unit {entry.unit!r} is in offload, and not in saved_ops"
+    if entry.offloaded_bytes > entry.cached_bytes:
+        yield (
+            f"unit {entry.unit!r} offloads {entry.offloaded_bytes} bytes, and holds only {entry.cached_bytes} "
+            "(cached_bytes)"
+        )
+    for name in _twice(f"{op}.{place}" for op, place in entry.offload):
+        yield f"result {name} of unit {entry.unit!r} is in offload twice"
 
 
 def _overlap_problems(plan: Plan) -> Iterator[str]:

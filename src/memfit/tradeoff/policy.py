@@ -208,6 +208,9 @@ class Policy:
     is newly held; `cached_bytes` is what is held because of this policy. `recompute_peak_bytes` is the highest point of
     the recompute above the level just before the unit's backward. `profile` is what changes while the unit runs for
     the first time: after an op, by so many bytes.
+
+    `offload` are storages that stay for backward and leave for the host, named as in `dropped`; they take
+    `offloaded_bytes`, and `exposed_ms` of their copies are not hidden by compute (offload.py, Note [Offload]).
     """
 
     saved: tuple[int, ...]
@@ -219,6 +222,24 @@ class Policy:
     recompute_ms: float
     recompute_peak_bytes: int
     profile: tuple[tuple[int, int], ...] = ()
+    offload: tuple[tuple[int, int], ...] = ()
+    offloaded_bytes: int = 0
+    exposed_ms: float = 0.0
+
+    @property
+    def freed_bytes(self) -> int:
+        """What is gone from the device between forward and backward once copies have left."""
+        return self.discarded_bytes + self.offloaded_bytes
+
+    @property
+    def added_ms(self) -> float:
+        """What the policy adds to the step."""
+        return self.recompute_ms + self.exposed_ms
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether the unit runs as it would without a plan."""
+        return self.stop < 0 and not self.offload
 
 
 def build_policy(unit_columns: UnitColumns, dropped: Flags) -> Policy:
@@ -240,7 +261,7 @@ def build_policy(unit_columns: UnitColumns, dropped: Flags) -> Policy:
     return Policy(
         saved=tuple(np.flatnonzero(np.where(reached, ~runs, carries)).tolist()),
         recomputed=tuple(np.flatnonzero(runs).tolist()),
-        dropped=_results(unit_columns, discardable & of_dropped),
+        dropped=name_results(unit_columns, discardable & of_dropped),
         stop=stop,
         discarded_bytes=gone - newly_held - unit_columns.input_bytes if stop >= 0 else 0,
         cached_bytes=kept + newly_held,
@@ -263,7 +284,7 @@ def _profile(unit_columns: UnitColumns, dropped: Flags, held: Flags, stop: int) 
     return tuple((int(op), int(change[op])) for op in np.flatnonzero(change[: count - 1]))
 
 
-def _results(unit_columns: UnitColumns, chosen: Flags) -> tuple[tuple[int, int], ...]:
+def name_results(unit_columns: UnitColumns, chosen: Flags) -> tuple[tuple[int, int], ...]:
     """Return storages by the op that makes them and their place among the new storages of that op."""
     made = np.flatnonzero(unit_columns.role != Role.LOOSE)
     alloc_at = unit_columns.alloc_at[made]
