@@ -169,7 +169,15 @@ class Problem:
             key = (id(frontier), window.forward_ms, window.backward_ms)
             if key not in known:
                 columns = UnitColumns.of(self.trace_columns, unit)
-                known[key] = add_offload(frontier, columns, window, link, points=self.options.points)
+                known[key] = add_offload(
+                    frontier,
+                    columns,
+                    window,
+                    link,
+                    points=self.options.points,
+                    # The caching allocator gives smaller ones out of segments of their own: nobody else would use them.
+                    least_bytes=self.target.device.allocator.small_limit_bytes,
+                )
             found.append(known[key])
         return found
 

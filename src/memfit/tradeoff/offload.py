@@ -43,7 +43,7 @@ from memfit.tradeoff.units import find_units
 
 ITEMS = 24
 """So many storages of a policy are chosen one by one; smaller ones leave together."""
-SUMS = 2048
+SUMS = 8192
 """The most sums of subsets that are kept; beyond them a frontier is no longer exact."""
 
 
@@ -110,7 +110,8 @@ def choose_level(
 ) -> dict[str, OffloadWindow]:
     """Return the windows of one level of nested units: that through which most bytes can be hidden.
 
-    A unit whose next unit contains one of that level is left out: their copies would share the link.
+    Nor does one offload beside a unit that contains another of that level: their copies would share the link, and those
+    stay that can hide more.
     """
     ordered = sorted((each for each in units if each.name in windows), key=lambda each: (each.begin, -each.end))
     best: list[tuple[int, tuple[str, ...]]] = [(0, ())] * len(ordered)
@@ -130,26 +131,39 @@ def choose_level(
         names = tuple(name for child in inside[number] for name in best[child][1])
         best[number] = (own, (ordered[number].name,)) if own >= parts else (parts, names)
     chosen = {name for root in roots for name in best[root][1]}
-    level = [unit for unit in ordered if unit.name in chosen]
-    return {unit.name: windows[unit.name] for unit in level if not _contains_any(windows[unit.name].next, level)}
+    level: list[Unit] = []
+    for unit in sorted(ordered, key=lambda each: (-hidden_bytes[each.name], each.begin)):
+        beside = windows[unit.name].next
+        if unit.name in chosen and not any(
+            _is_inside(each, beside) or _is_inside(unit, windows[each.name].next) for each in level
+        ):
+            level.append(unit)
+    return {unit.name: windows[unit.name] for unit in sorted(level, key=lambda each: each.begin)}
 
 
-def _contains_any(outer: Unit, units: Iterable[Unit]) -> bool:
-    return any(outer.begin <= each.begin and each.end <= outer.end and each.name != outer.name for each in units)
+def _is_inside(unit: Unit, outer: Unit) -> bool:
+    return outer.begin <= unit.begin and unit.end <= outer.end and unit.name != outer.name
 
 
 def add_offload(
-    frontier: Frontier, unit_columns: UnitColumns, window: OffloadWindow, link: OffloadLink, *, points: int
+    frontier: Frontier,
+    unit_columns: UnitColumns,
+    window: OffloadWindow,
+    link: OffloadLink,
+    *,
+    points: int,
+    least_bytes: int = 1,
 ) -> Frontier:
     """Return a unit's frontier with policies that offload: its own policies, and at most `points` others.
 
     The others are the Pareto set of freed bytes against added time over the policies of the frontier and the subsets of
-    what stays under each (Note [Offload]).
+    what stays under each (Note [Offload]). Storages below `least_bytes` stay.
     """
+    large = unit_columns.size >= max(least_bytes, 1)
     made: list[tuple[Policy, _Subsets]] = []
     freed, time, number, total = [], [], [], []
     for place, policy in enumerate(frontier.policies):
-        subsets = _Subsets(unit_columns, offloadable(unit_columns, policy), window.hidden_bytes(link))
+        subsets = _Subsets(unit_columns, offloadable(unit_columns, policy) & large, window.hidden_bytes(link))
         sums = subsets.sums
         made.append((policy, subsets))
         freed.append(policy.discarded_bytes + sums)
@@ -215,7 +229,7 @@ class _Subsets:
 
     def __init__(self, unit_columns: UnitColumns, candidates: Flags, hidden_bytes: int) -> None:
         self._columns = unit_columns
-        storages = np.flatnonzero(candidates & (unit_columns.size > 0))
+        storages = np.flatnonzero(candidates)
         order = storages[np.argsort(-unit_columns.size[storages], kind="stable")]
         self._items = [each.reshape(1) for each in order[: ITEMS - 1]]
         if len(order) >= ITEMS:
