@@ -145,7 +145,7 @@ def offloading_programs(draw: st.DrawFn, *, mirrored: bool = True) -> Program:
     windows = {
         one.name: OffloadWindow(next=other, forward_ms=1.0, backward_ms=1.0)
         for one, other in pairs
-        if other.backward_begin < one.backward_begin
+        if other.end < other.backward_begin < one.backward_begin
     }
     slope = 3 * np.minimum(np.arange(2 * LENGTH + 1), np.arange(2 * LENGTH, -1, -1))
     during = slope + np.array(draw(st.lists(st.integers(20, 60), min_size=len(slope), max_size=len(slope))))
@@ -173,7 +173,7 @@ def offloading_frontiers(draw: st.DrawFn) -> Frontier:
                 recompute_ms=float(draw(st.integers(1, 30))) if dropped else 0.0,
                 recompute_peak_bytes=draw(st.integers(0, 30)) << 20 if dropped else 0,
                 profile=draw(profiles()) if dropped else (),
-                offload=((1, 0),) if offloaded else (),
+                offload=(1,) if offloaded else (),
                 offloaded_bytes=offloaded << 20,
                 exposed_ms=float(draw(st.integers(0, 9))) if offloaded else 0.0,
             )

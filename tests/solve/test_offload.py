@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -168,8 +169,9 @@ def test_a_plan_with_offload_is_a_document_that_says_over_what(captured: Trace) 
     assert again == plan and plan.predicted is not None and plan.predicted.peak_bytes <= budget
     offloading = [entry for entry in plan.checkpoint if entry.offload]
     assert offloading and plan.offload_link and plan.offload_link.to_host_bytes_per_s > 0
-    names = {unit.name for unit in problem.units}
-    assert all(entry.offload_next in names for entry in offloading)
+    modules = {unit.module for unit in problem.units}
+    assert all(entry.offload_next in modules for entry in offloading)
+    assert all(entry.offload_next is msgspec.UNSET for entry in plan.checkpoint if not entry.offload)
     assert any("offload" in note for note in plan.notes)
     assert plan.predicted.step_ms == pytest.approx(
         plan.baseline.step_ms + plan.predicted.recompute_ms + (plan.predicted.exposed_offload_ms or 0.0)

@@ -40,23 +40,26 @@ def window_of(forward_ms: float, backward_ms: float, following: Unit | None = No
     return OffloadWindow(next=following or unit_at("next", 50, 60), forward_ms=forward_ms, backward_ms=backward_ms)
 
 
-def staying(literal: Literal, unit: Unit, policy: Policy) -> list[int]:
-    """Storages that stay for the unit's backward alone, from the trace itself."""
+def staying(literal: Literal, unit: Unit, policy: Policy) -> dict[int, int]:
+    """The bytes of each op's results that stay for the unit's backward alone, from the trace itself."""
     storages = literal.trace.storages
     dropped = set(policy.dropped)
-    found = []
+    found: dict[int, int] = {}
     for op in literal.inside:
-        made = [s for s in literal.alloc_at if storages[s].alloc_at == op and literal.made(s)]
-        for place, storage in enumerate(made):
-            held = literal.discardable(storage) and (op - unit.begin, place) not in dropped
-            fresh = (
-                op - unit.begin <= policy.stop
-                and op - unit.begin in policy.saved
-                and not literal.held(storage)
-                and storages[storage].free_after < unit.end
-            )
-            if (held or fresh) and not literal.fixed(op) and literal.size(storage):
-                found.append(storage)
+        all_made = [s for s in literal.alloc_at if storages[s].alloc_at == op and literal.made(s)]
+        kept = [s for s in all_made if literal.held(s) and not literal.discardable(s)]
+        outlive = [s for s in all_made if not literal.held(s) and storages[s].free_after >= unit.end]
+        if literal.fixed(op) or kept or outlive:
+            continue
+        fresh = op - unit.begin <= policy.stop and op - unit.begin in policy.saved
+        n_bytes = sum(
+            literal.size(storage)
+            for place, storage in enumerate(all_made)
+            if (literal.discardable(storage) and (op - unit.begin, place) not in dropped)
+            or (fresh and not literal.held(storage))
+        )
+        if n_bytes:
+            found[op - unit.begin] = n_bytes
     return found
 
 
@@ -72,10 +75,10 @@ def test_the_frontier_is_that_of_every_policy_and_every_subset(
     literal = Literal(trace, unit, times.tolist())
     tried: list[tuple[int, float]] = []
     for policy in plain.policies:
-        storages = staying(literal, unit, policy)
-        for count in range(len(storages) + 1):
-            for subset in combinations(storages, count):
-                n_bytes = sum(map(literal.size, subset))
+        sizes = list(staying(literal, unit, policy).values())
+        for count in range(len(sizes) + 1):
+            for subset in combinations(sizes, count):
+                n_bytes = sum(subset)
                 waits = max(0.0, n_bytes / 8 - forward_ms) + max(0.0, n_bytes / 4 - backward_ms)
                 tried.append((policy.discarded_bytes + n_bytes, policy.recompute_ms + waits))
     assert found.exact
@@ -88,7 +91,7 @@ def test_the_frontier_is_that_of_every_policy_and_every_subset(
 
 @SETTINGS
 @given(units_in_traces(most_ops=7))
-def test_what_a_policy_offloads_is_named_by_op_and_place_and_found_again(drawn: tuple[Trace, Unit, np.ndarray]) -> None:
+def test_what_a_policy_offloads_is_named_by_op_and_found_again(drawn: tuple[Trace, Unit, np.ndarray]) -> None:
     trace, unit, times = drawn
     columns = TraceColumns.of(trace, times)
     unit_columns = UnitColumns.of(columns, unit)
@@ -97,9 +100,9 @@ def test_what_a_policy_offloads_is_named_by_op_and_place_and_found_again(drawn: 
     for policy in add_offload(build_frontier(unit_columns), unit_columns, window, LINK, points=24).policies:
         offloads = build_offloads(columns, [(unit, policy)], {unit.name: window})
         storages = [] if not offloads else offloads[0].storages.tolist()
-        assert len(set(storages)) == len(policy.offload)
+        assert {trace.storages[each].alloc_at - unit.begin for each in storages} == set(policy.offload)
         assert sum(int(columns.size[each]) for each in storages) == policy.offloaded_bytes
-        assert policy.offloaded_bytes <= int(unit_columns.size[offloadable(unit_columns, policy)].sum())
+        assert policy.offloaded_bytes <= int(offloadable(unit_columns, policy).sum())
         if policy.stop < 0 and offloads:
             level = Timeline.of(trace, columns.rounding_bytes, offloads=offloads)
             missing = Timeline.of(trace, columns.rounding_bytes).during_bytes - level.during_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -129,11 +129,17 @@ def build_checkpoint(trace: Trace, unit: Unit, policy: Policy, window: OffloadWi
         dropped=policy.dropped,
         after=None if after is None else after.module,
         after_call=0 if after is None else _number_in_model(trace, after),
-        offload=policy.offload,
-        offload_next=window.next.name if window is not None and policy.offload else None,
-        offloaded_bytes=policy.offloaded_bytes,
-        exposed_ms=round(float(policy.exposed_ms), _DIGITS),
+        **({} if window is None or not policy.offload else _offload_fields(trace, unit, policy, window)),
     )
+
+
+def _offload_fields(trace: Trace, unit: Unit, policy: Policy, window: OffloadWindow) -> dict[str, Any]:
+    return {
+        "offload": _named(trace, unit, policy.offload),
+        "offload_next": window.next.module,
+        "offloaded_bytes": policy.offloaded_bytes,
+        "exposed_ms": round(float(policy.exposed_ms), _DIGITS),
+    }
 
 
 def _calls(trace: Trace, module: str) -> int:
@@ -223,6 +229,7 @@ def _rounded(value: float | None) -> float | None:
 
 def _rounded_estimate(estimate: _E) -> _E:
     names = [name for name in estimate.__struct_fields__ if name.endswith("_ms")]
+    names = [name for name in names if getattr(estimate, name) is not msgspec.UNSET]
     return msgspec.structs.replace(estimate, **{name: _rounded(getattr(estimate, name)) for name in names})
 
 
@@ -237,7 +244,7 @@ def build_policy(entry: Checkpoint) -> Policy:
         cached_bytes=entry.cached_bytes,
         recompute_ms=entry.recompute_ms,
         recompute_peak_bytes=entry.recompute_peak_bytes,
-        offload=entry.offload,
-        offloaded_bytes=entry.offloaded_bytes,
-        exposed_ms=entry.exposed_ms,
+        offload=tuple(op.offset for op in entry.offload or ()),
+        offloaded_bytes=entry.offloaded_bytes or 0,
+        exposed_ms=entry.exposed_ms or 0.0,
     )

@@ -116,7 +116,7 @@ def curve(model: Model, batch: Any = None, *, points: int = 16, **inputs: Unpack
 
 def _choice(problem: Problem, start: Plan) -> Choice:
     """Return the choice that a plan made, with the nearest policies where its own are not among the candidates'."""
-    dropped = {entry.unit: entry.discarded_bytes + entry.offloaded_bytes for entry in start.checkpoint}
+    dropped = {entry.unit: entry.discarded_bytes + (entry.offloaded_bytes or 0) for entry in start.checkpoint}
     choice = choose_nothing(problem)
     for index, candidate in enumerate(problem.candidates):
         if candidate.unit.name in dropped:

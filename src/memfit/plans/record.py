@@ -47,10 +47,11 @@ class Checkpoint(_Part, frozen=True):
     not held for backward, each as the op that makes it and its place among the new storages of that op. The
     region of the loss begins after call `after_call` of the module `after`; after the whole model when that is None.
 
-    `offload` are results that are held and leave for the host, named as in `dropped`: copied from the end of the unit's
-    forward on, freed at the end of the forward of the unit `offload_next`, allocated and copied back when the backward
-    of that one begins, awaited when the unit's own begins. They take `offloaded_bytes`, and `exposed_ms` of the copies
-    are not hidden. A unit that offloads and recomputes nothing has a `stop` of -1, and drops nothing.
+    Results of the ops in `offload` leave for the host: begun at the end of the unit's forward, freed at the end of the
+    forward of the next unit, brought back when that one's backward begins. `offload_next` is the path of the module
+    whose next call is that unit, None for a unit that has none after it; without it, it is the next in the plan. A unit
+    of which nothing is dropped only offloads, and has -1 as its `stop`. They take `offloaded_bytes`, and `exposed_ms`
+    of their copies are not hidden by compute.
     """
 
     unit: str
@@ -71,10 +72,10 @@ class Checkpoint(_Part, frozen=True):
     dropped: tuple[tuple[Count, Count], ...]
     after: str | None = None
     after_call: Count = 0
-    offload: tuple[tuple[Count, Count], ...] = ()
-    offload_next: str | None = None
-    offloaded_bytes: Bytes = 0
-    exposed_ms: Ms = 0.0
+    offload: tuple[UnitOp, ...] | msgspec.UnsetType = msgspec.UNSET
+    offload_next: str | msgspec.UnsetType | None = msgspec.UNSET
+    offloaded_bytes: Bytes | msgspec.UnsetType = msgspec.UNSET
+    exposed_ms: Ms | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def is_loss(self) -> bool:

@@ -40,8 +40,6 @@ def _problems(plan: Plan) -> Iterator[str]:
         yield from _estimate_problems("predicted", plan.predicted)
     if plan.blocker is not None:
         yield from _estimate_problems("blocker", plan.blocker)
-    if any(entry.offload for entry in plan.checkpoint) and not plan.offload_link:
-        yield "units offload, and there is no offload_link that says over what"
     yield from _shard_problems(plan)
     for name in _twice(name for parameter in plan.trace.parameters for name in parameter.names):
         yield f"parameter {name} is there twice"
@@ -77,7 +75,10 @@ def _answer_problems(plan: Plan) -> Iterator[str]:
     summed_ms, recompute_ms = sum(entry.recompute_ms for entry in plan.checkpoint), plan.predicted.recompute_ms
     if abs(summed_ms - recompute_ms) > _SLACK * recompute_ms + _SLACK_MS:
         yield f"predicted.recompute_ms is {recompute_ms}, and that of the units adds up to {summed_ms:.6f}"
-    exposed_ms, waited_ms = plan.predicted.exposed_offload_ms or 0.0, sum(entry.exposed_ms for entry in plan.checkpoint)
+    exposed_ms, waited_ms = (
+        plan.predicted.exposed_offload_ms or 0.0,
+        sum(entry.exposed_ms or 0.0 for entry in plan.checkpoint),
+    )
     if abs(exposed_ms - waited_ms) > _SLACK * waited_ms + _SLACK_MS:
         yield f"predicted.exposed_offload_ms is {exposed_ms}, and that of the units adds up to {waited_ms:.6f}"
 
@@ -103,7 +104,15 @@ def _checkpoint_problems(entry: Checkpoint, ops: int) -> Iterator[str]:
     both = sorted(set(saved) & set(again))
     if both:
         yield f"op {both[0]} of unit {entry.unit!r} is in saved_ops and in recomputed_ops"
-    last = max(entry.stop, *saved, *again, *(op for op, _ in entry.offload))
+    away = [op.offset for op in entry.offload or ()]
+    if any(first >= second for first, second in pairwise(away)):
+        yield f"offload of unit {entry.unit!r} is not in the order of its offsets"
+    gone = sorted(set(away) & {op for op, _ in entry.dropped})
+    if gone:
+        yield f"op {gone[0]} of unit {entry.unit!r} is offloaded (offload), and its result is dropped"
+    if away and entry.is_loss:
+        yield "the loss is offloaded (offload), and its backward comes next"
+    last = max(entry.stop, *saved, *again, *away)
     if last >= entry.end - entry.begin:
         yield f"op {last} of unit {entry.unit!r} is beyond its {entry.end - entry.begin} ops"
     if again and again[-1] > entry.stop:
@@ -122,24 +131,19 @@ def _checkpoint_problems(entry: Checkpoint, ops: int) -> Iterator[str]:
 def _offload_problems(entry: Checkpoint) -> Iterator[str]:
     if entry.stop < 0 and (entry.recomputed_ops or entry.dropped or not entry.offload):
         yield f"unit {entry.unit!r} has no second run (stop is {entry.stop}), and offloads nothing or drops something"
-    if bool(entry.offload) != (entry.offload_next is not None) or bool(entry.offload) != (entry.offloaded_bytes > 0):
-        yield (
-            f"unit {entry.unit!r} offloads {len(entry.offload)} results of {entry.offloaded_bytes} bytes beside "
-            f"{entry.offload_next!r} (offload_next)"
-        )
-    if entry.exposed_ms and not entry.offload:
-        yield f"unit {entry.unit!r} waits {entry.exposed_ms} ms for copies, and offloads nothing"
+    if not entry.offload:
+        if entry.offloaded_bytes or entry.exposed_ms:
+            yield f"unit {entry.unit!r} offloads {entry.offloaded_bytes} bytes (offloaded_bytes), and no op's result"
+        return
     saved = {op.offset for op in entry.saved_ops}
-    wrong = next((op for op, _ in entry.offload if op not in saved), None)
+    wrong = next((op.offset for op in entry.offload if op.offset not in saved), None)
     if wrong is not None:
         yield f"op {wrong} of unit {entry.unit!r} is in offload, and not in saved_ops"
-    if entry.offloaded_bytes > entry.cached_bytes:
+    if (entry.offloaded_bytes or 0) > entry.cached_bytes:
         yield (
-            f"unit {entry.unit!r} offloads {entry.offloaded_bytes} bytes, and holds only {entry.cached_bytes} "
-            "(cached_bytes)"
+            f"unit {entry.unit!r} offloads {entry.offloaded_bytes} bytes (offloaded_bytes), and holds only "
+            f"{entry.cached_bytes} (cached_bytes)"
         )
-    for name in _twice(f"{op}.{place}" for op, place in entry.offload):
-        yield f"result {name} of unit {entry.unit!r} is in offload twice"
 
 
 def _overlap_problems(plan: Plan) -> Iterator[str]:

@@ -197,6 +197,30 @@ def policy_profile(policy: Policy, ops: int) -> Bytes:
     return np.cumsum(change)
 
 
+def _known_windows(
+    units: Sequence[Unit], frontiers: Sequence[Frontier], windows: Mapping[str, OffloadWindow]
+) -> Mapping[str, OffloadWindow]:
+    """Return the windows beside candidates, or beside units without any inside."""
+    while True:
+        able = [
+            unit
+            for unit, frontier in zip(units, frontiers, strict=True)
+            if any(
+                policy.freed_bytes > 0 and (not policy.offload or unit.name in windows) for policy in frontier.policies
+            )
+        ]
+        names = {unit.name for unit in able}
+        left = {
+            name: window
+            for name, window in windows.items()
+            if window.next.name in names
+            or not any(window.next.begin <= unit.begin and unit.end <= window.next.end for unit in able)
+        }
+        if len(left) == len(windows):
+            return windows
+        windows = left  # a unit that may not offload may be no candidate any longer
+
+
 def build_candidates(
     units: Sequence[Unit],
     frontiers: Sequence[Frontier],
@@ -211,14 +235,7 @@ def build_candidates(
     `windows` are those of units that may offload. The dynamic program knows when copies are gone by the next unit, as a
     candidate or as one without any inside; others do not offload.
     """
-    able = [unit for unit, frontier in zip(units, frontiers, strict=True) if frontier.policies[-1].freed_bytes > 0]
-    names = {unit.name for unit in able}
-    windows = {
-        name: window
-        for name, window in (windows or {}).items()
-        if window.next.name in names
-        or not any(window.next.begin <= unit.begin and unit.end <= window.next.end for unit in able)
-    }
+    windows = _known_windows(units, frontiers, windows or {})
     useful = []
     for unit, frontier in zip(units, frontiers, strict=True):
         extra_ms = second_run_ms * (unit.end - unit.begin)

@@ -3,8 +3,8 @@
 Note [Offload]: what a unit offloads is copied to the host from the end of its forward on, on a stream of its own, and
 freed on the device at the end of the forward of the next unit, where the compute stream waits for the copy. It comes
 back, allocated and begun when the backward of that next unit begins, and awaited when the unit's own backward begins.
-The next unit is the next call of a module under the same parent that has a backward. A backward begins with the first
-op that asks for a saved tensor.
+The next unit is the next call of a module under the same parent that saves tensors for its backward, which begins with
+the first op that asks for one of them.
 
 So copies have the time of the ops between: `OffloadWindow.forward_ms` from the end of the unit to the end of the next,
 `backward_ms` from the next unit's backward to the unit's own. With n bytes offloaded,
@@ -15,9 +15,10 @@ and both copies of a unit have the link alone, since those of its neighbours hav
 which the next unit is recomputed, or a rank waits for others, would hide more; it is not counted.
 
 A unit may offload what it holds for its backward and nobody else does: of each policy the discardable storages that
-stay, and those that are newly held and would have been gone with the forward. Inputs that a checkpointed unit holds are
-not among them. The time depends on the sum of bytes alone, so that of each policy the undominated points are sums of
-subsets: the largest that is hidden, and all larger ones.
+stay, and those that are newly held and would have been gone with the forward. What one op makes leaves together, so an
+op is left out of which somebody else holds a result. Inputs that a checkpointed unit holds are not among them. The time
+depends on the sum of bytes alone, so that of each policy the undominated points are sums of subsets: the largest that
+is hidden, and all larger ones.
 
 Offload is offered on one level of nested units: that through which most bytes can be hidden. Units on two levels would
 copy at the same time, and neither would have the link alone.
@@ -38,11 +39,11 @@ from memfit.memory import Flags, Ints, Offload, Unit
 from memfit.tradeoff.columns import PICOSECONDS, Times, TraceColumns
 from memfit.tradeoff.frontier import Frontier
 from memfit.tradeoff.pareto import thin_out
-from memfit.tradeoff.policy import Policy, Role, UnitColumns, name_results
+from memfit.tradeoff.policy import Policy, Role, UnitColumns
 from memfit.tradeoff.units import find_units
 
 ITEMS = 24
-"""So many storages of a policy are chosen one by one; smaller ones leave together."""
+"""The results of so many ops are chosen one by one; smaller ones leave together."""
 SUMS = 8192
 """The most sums of subsets that are kept; beyond them a frontier is no longer exact."""
 
@@ -88,13 +89,15 @@ def find_windows(trace: Trace, op_ms: Times, units: Sequence[Unit]) -> dict[str,
     for unit in units:
         if unit.call != NO_INDEX:
             siblings[trace.calls[unit.call].parent].append(unit)
+    saving = np.unique([op for storage in trace.storages for op in storage.saved_by])
     elapsed = np.concatenate(([0.0], np.cumsum(op_ms)))
     found = {}
     for group in siblings.values():
         group.sort(key=lambda unit: unit.begin)
         for place, unit in enumerate(group):
-            after = next((each for each in group[place + 1 :] if each.begin >= unit.end), None)
-            if after is None or not after.end <= after.backward_begin < unit.backward_begin:
+            later = (each for each in group[place + 1 :] if each.begin >= unit.end)
+            after = next((each for each in later if _saves(each, saving)), None)
+            if after is None or not after.end < after.backward_begin < unit.backward_begin:
                 continue
             # Rounded: equal layers differ in the last digits of a sum, and share a frontier.
             forward_ms = float(elapsed[after.end] - elapsed[unit.end])
@@ -103,6 +106,11 @@ def find_windows(trace: Trace, op_ms: Times, units: Sequence[Unit]) -> dict[str,
                 next=after, forward_ms=round(forward_ms, 6), backward_ms=round(backward_ms, 6)
             )
     return found
+
+
+def _saves(unit: Unit, saving: Ints) -> bool:
+    low, high = np.searchsorted(saving, (unit.begin, unit.end))
+    return bool(low < high)
 
 
 def choose_level(
@@ -157,13 +165,12 @@ def add_offload(
     """Return a unit's frontier with policies that offload: its own policies, and at most `points` others.
 
     The others are the Pareto set of freed bytes against added time over the policies of the frontier and the subsets of
-    what stays under each (Note [Offload]). Storages below `least_bytes` stay.
+    what stays under each (Note [Offload]). Results of less than `least_bytes` stay.
     """
-    large = unit_columns.size >= max(least_bytes, 1)
     made: list[tuple[Policy, _Subsets]] = []
     freed, time, number, total = [], [], [], []
     for place, policy in enumerate(frontier.policies):
-        subsets = _Subsets(unit_columns, offloadable(unit_columns, policy) & large, window.hidden_bytes(link))
+        subsets = _Subsets(offloadable(unit_columns, policy), window.hidden_bytes(link), least_bytes)
         sums = subsets.sums
         made.append((policy, subsets))
         freed.append(policy.discarded_bytes + sums)
@@ -184,15 +191,28 @@ def add_offload(
     )
 
 
-def offloadable(unit_columns: UnitColumns, policy: Policy) -> Flags:
-    """Return the storages that stay under a policy for the unit's backward alone."""
+def offloadable(unit_columns: UnitColumns, policy: Policy) -> Ints:
+    """Return, for each op, the bytes of its results that stay under a policy for the unit's backward alone.
+
+    None of an op of which somebody else holds a result.
+    """
+    stays = _staying(unit_columns, policy)
+    role, alloc_at = unit_columns.role, unit_columns.alloc_at
+    n_bytes = np.zeros(len(unit_columns.view), np.int64)
+    np.add.at(n_bytes, alloc_at[stays], unit_columns.size[stays])
+    outlives = (role == Role.FRESH) & (unit_columns.gone >= len(unit_columns.view))
+    n_bytes[alloc_at[(role == Role.KEPT) | outlives]] = 0
+    n_bytes[unit_columns.fixed] = 0  # what is overwritten after the unit has another value then
+    return n_bytes
+
+
+def _staying(unit_columns: UnitColumns, policy: Policy) -> Flags:
+    """Return the storages that are held under a policy because of the unit's backward, or of its recompute."""
     role, alloc_at = unit_columns.role, unit_columns.alloc_at
     saved = np.zeros(len(unit_columns.view), bool)
     saved[list(policy.saved)] = True
-    newly_held = (role == Role.FRESH) & saved[alloc_at] & (alloc_at <= policy.stop)
-    inside = unit_columns.gone < len(unit_columns.view)  # nobody after the unit holds it
-    stays = ((role == Role.DISCARDABLE) & saved[alloc_at]) | (newly_held & inside)
-    return stays & ~unit_columns.fixed[alloc_at]  # what is overwritten after the unit has another value then
+    newly_held = (role == Role.FRESH) & (alloc_at <= policy.stop)
+    return ((role == Role.DISCARDABLE) | newly_held) & saved[alloc_at]
 
 
 def build_offloads(
@@ -214,30 +234,26 @@ def _build_offload(columns: TraceColumns, unit: Unit, policy: Policy, window: Of
     low, high = np.searchsorted(columns.forward_alloc_at, (unit.begin, unit.end))
     own = columns.forward_storages[low:high]
     unit_columns = UnitColumns.of(columns, unit)
-    everything = np.ones(len(own), bool)
-    made = own[unit_columns.role != Role.LOOSE]
-    named = dict(zip(name_results(unit_columns, everything), made.tolist(), strict=True))
-    unknown = [each for each in policy.offload if each not in named]
+    able = offloadable(unit_columns, policy)
+    unknown = [op for op in policy.offload if op >= len(able) or not able[op]]
     if unknown:
-        raise InputError(f"{unit.name!r} has no result {unknown[0]}, which is to be offloaded; plan the step again")
-    storages = np.array([named[each] for each in policy.offload], np.int64)
-    return Offload(unit=unit, storages=storages, gone_at=window.gone_at, back_at=window.back_at)
+        raise InputError(f"op {unknown[0]} of {unit.name!r} has nothing to offload; plan the step again")
+    leaves = _staying(unit_columns, policy) & np.isin(unit_columns.alloc_at, policy.offload)
+    return Offload(unit=unit, storages=own[leaves], gone_at=window.gone_at, back_at=window.back_at)
 
 
 class _Subsets:
-    """The sums of subsets of some storages that matter: the largest hidden one, and all larger ones."""
+    """The sums of subsets of some ops' bytes that matter: the largest hidden one, and all larger ones."""
 
-    def __init__(self, unit_columns: UnitColumns, candidates: Flags, hidden_bytes: int) -> None:
-        self._columns = unit_columns
-        storages = np.flatnonzero(candidates)
-        order = storages[np.argsort(-unit_columns.size[storages], kind="stable")]
-        self._items = [each.reshape(1) for each in order[: ITEMS - 1]]
-        if len(order) >= ITEMS:
-            self._items.append(order[ITEMS - 1 :])
-        self.exact = len(order) <= ITEMS
+    def __init__(self, op_bytes: Ints, hidden_bytes: int, least_bytes: int) -> None:
+        ops = np.flatnonzero(op_bytes >= max(least_bytes, 1))
+        ops = ops[np.argsort(-op_bytes[ops], kind="stable")]
+        self._items = [(each.reshape(1), int(op_bytes[each])) for each in ops[: ITEMS - 1]]
+        if len(ops) >= ITEMS:
+            self._items.append((ops[ITEMS - 1 :], int(op_bytes[ops[ITEMS - 1 :]].sum())))
+        self.exact = len(ops) <= ITEMS
         self._lists = [np.zeros(1, np.int64)]
-        for item in self._items:
-            size = int(unit_columns.size[item].sum())
+        for _, size in self._items:
             longer = np.unique(np.concatenate((self._lists[-1], self._lists[-1] + size)))
             if len(longer) > SUMS:
                 self.exact = False
@@ -247,23 +263,22 @@ class _Subsets:
         first = int(np.searchsorted(sums, hidden_bytes, "right")) - 1
         self.sums: Ints = np.unique(np.concatenate((sums[:1], sums[max(first, 0) :])))
 
-    def chosen(self, total: int) -> Flags:
-        """Return the storages of a subset with this sum: without smaller ones where the larger ones do."""
-        found = np.zeros(len(self._columns.size), bool)
-        for item, before in zip(reversed(self._items), reversed(self._lists[:-1]), strict=True):
+    def ops_of(self, total: int) -> tuple[int, ...]:
+        """Return the ops of a subset with this sum: without smaller ones where the larger ones do."""
+        found: list[int] = []
+        for (ops, size), before in zip(reversed(self._items), reversed(self._lists[:-1]), strict=True):
             place = int(np.searchsorted(before, total))
             if place < len(before) and before[place] == total:
                 continue
-            found[item] = True
-            total -= int(self._columns.size[item].sum())
-        return found
+            found += ops.tolist()
+            total -= size
+        return tuple(sorted(found))
 
 
 def _offloading(policy: Policy, subsets: _Subsets, total: int, window: OffloadWindow, link: OffloadLink) -> Policy:
-    chosen = subsets.chosen(total)
     return replace(
         policy,
-        offload=name_results(subsets._columns, chosen),
+        offload=subsets.ops_of(total),
         offloaded_bytes=total,
         exposed_ms=float(window.exposed_ms(np.array([total]), link)[0]),
     )

@@ -209,8 +209,8 @@ class Policy:
     the recompute above the level just before the unit's backward. `profile` is what changes while the unit runs for
     the first time: after an op, by so many bytes.
 
-    `offload` are storages that stay for backward and leave for the host, named as in `dropped`; they take
-    `offloaded_bytes`, and `exposed_ms` of their copies are not hidden by compute (offload.py, Note [Offload]).
+    `offload` are ops whose results stay for backward and leave for the host; they take `offloaded_bytes`, and
+    `exposed_ms` of their copies are not hidden by compute (offload.py, Note [Offload]).
     """
 
     saved: tuple[int, ...]
@@ -222,7 +222,7 @@ class Policy:
     recompute_ms: float
     recompute_peak_bytes: int
     profile: tuple[tuple[int, int], ...] = ()
-    offload: tuple[tuple[int, int], ...] = ()
+    offload: tuple[int, ...] = ()
     offloaded_bytes: int = 0
     exposed_ms: float = 0.0
 
@@ -261,7 +261,7 @@ def build_policy(unit_columns: UnitColumns, dropped: Flags) -> Policy:
     return Policy(
         saved=tuple(np.flatnonzero(np.where(reached, ~runs, carries)).tolist()),
         recomputed=tuple(np.flatnonzero(runs).tolist()),
-        dropped=name_results(unit_columns, discardable & of_dropped),
+        dropped=_results(unit_columns, discardable & of_dropped),
         stop=stop,
         discarded_bytes=gone - newly_held - unit_columns.input_bytes if stop >= 0 else 0,
         cached_bytes=kept + newly_held,
@@ -284,7 +284,7 @@ def _profile(unit_columns: UnitColumns, dropped: Flags, held: Flags, stop: int) 
     return tuple((int(op), int(change[op])) for op in np.flatnonzero(change[: count - 1]))
 
 
-def name_results(unit_columns: UnitColumns, chosen: Flags) -> tuple[tuple[int, int], ...]:
+def _results(unit_columns: UnitColumns, chosen: Flags) -> tuple[tuple[int, int], ...]:
     """Return storages by the op that makes them and their place among the new storages of that op."""
     made = np.flatnonzero(unit_columns.role != Role.LOOSE)
     alloc_at = unit_columns.alloc_at[made]
