@@ -17,6 +17,7 @@ from rich.console import Console
 
 from memfit.capture import Op, trace
 from memfit.cost.benchmark import Benchmark
+from memfit.cost.disk import measure_disk
 from memfit.cost.host import reference_steps
 from memfit.cost.roofline import Float32Precision, dtype_of, estimate_work, real_flops
 from memfit.cost.runtime import Times
@@ -30,6 +31,7 @@ from memfit.hardware import (
     FamilyEfficiency,
     HostTimes,
     Link,
+    OffloadLink,
     Rates,
     load_device,
     user_device_paths,
@@ -55,6 +57,8 @@ class Calibration:
     link: Link | None = None
     """Between ranks that share the machine, where several were calibrated together."""
     ranks: int = 1
+    disk: OffloadLink | None = None
+    """What a CPU offloads to; None where it could not be measured, and for a GPU."""
 
     def to_toml(self) -> str:
         """The device file."""
@@ -78,6 +82,12 @@ class Calibration:
             lines += ["", "[links]", f"ranks_per_node = {{ value = {self.ranks}, {source} }}"]
             lines += ["", "[links.peer]", f'kind = "{self.link.kind}"']
             lines += [f"{key} = {{ value = {value:.6g}, {source} }}" for key, value in figures.items()]
+        if self.disk is not None:
+            rates = {
+                "write_bytes_per_s": self.disk.to_host_bytes_per_s,
+                "read_bytes_per_s": self.disk.to_device_bytes_per_s,
+            }
+            lines += table("links.disk", rates)
         shared = "" if self.link is None else f", {self.ranks} ranks at once"
         lines += [
             "",
@@ -119,6 +129,13 @@ def calibrate(
     host = benchmark.host_times(base)
     peaks = _peaks(measured, base)
     families = fitted(measured, peaks)
+    disk = None
+    if base.type == "cpu":
+        console.print("timing the disk")
+        try:
+            disk = measure_disk(n_bytes=_COPY_BYTES // 2)
+        except OSError as error:
+            console.print(f"the disk is not measured, so plans for this device do not offload: {error}")
     return Calibration(
         name=name or f"{base.name}-calibrated",
         base=base.name,
@@ -128,6 +145,7 @@ def calibrate(
         memory_bandwidth_bytes_per_s=peaks.memory_bandwidth_bytes_per_s,
         efficiency=Efficiency(families=families, host=host),
         samples=len(measured),
+        disk=disk,
     )
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from memfit.capture import Implementation, ParameterCast, Step, Trace, find_step, step_with
 from memfit.capture import trace as capture
-from memfit.errors import InputError
+from memfit.errors import InputError, MissingFeatureError
 from memfit.files import write_whole
 from memfit.plans.mismatch import PlanMismatch, find_differences
 from memfit.plans.record import (
@@ -28,6 +28,7 @@ from memfit.plans.record import (
     Engine,
     Estimate,
     Ms,
+    OffloadLinkRecord,
     Prediction,
     RecomputedCollective,
     ShardPlan,
@@ -78,6 +79,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What the step's own code has wrapped or sharded the model with, on a mesh: `fully_shard`, `DTensor`."""
     collectives: tuple[RecomputedCollective, ...] | msgspec.UnsetType = msgspec.UNSET
     """What ranks of the mesh do together once more where units are recomputed, in the order of the forward."""
+    offload_link: OffloadLinkRecord | msgspec.UnsetType = msgspec.UNSET
+    """What units offload over; plans that offload nothing have none."""
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "the document") -> Plan:
@@ -149,6 +152,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """
         from memfit.engines import apply
 
+        if any(entry.offload for entry in self.checkpoint):
+            raise MissingFeatureError("no engine carries out plans that offload yet; plan without offload")
         return apply(self, model, optimizer, mesh, engine)
 
     def remove(self, model: nn.Module) -> nn.Module:
