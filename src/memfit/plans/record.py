@@ -46,6 +46,11 @@ class Checkpoint(_Part, frozen=True):
     including) `end` of the step. Ops up to offset `stop` run again, but those that are saved. `dropped` are what is
     not held for backward, each as the op that makes it and its place among the new storages of that op. The
     region of the loss begins after call `after_call` of the module `after`; after the whole model when that is None.
+
+    Results of the ops in `offload` leave for the host: begun at the end of the unit's forward, freed at the end of the
+    forward of the next unit, brought back when that one's backward begins. `offload_next` is the path of the module
+    whose next call is that unit, None for a unit that has none after it; without it, it is the next in the plan. A unit
+    of which nothing is dropped only offloads, and has -1 as its `stop`.
     """
 
     unit: str
@@ -55,7 +60,7 @@ class Checkpoint(_Part, frozen=True):
     kind: str
     begin: Count
     end: Count
-    stop: Count
+    stop: Annotated[int, Meta(ge=-1)]
     discard_ratio: Ratio
     discarded_bytes: Bytes
     cached_bytes: Bytes
@@ -66,6 +71,8 @@ class Checkpoint(_Part, frozen=True):
     dropped: tuple[tuple[Count, Count], ...]
     after: str | None = None
     after_call: Count = 0
+    offload: tuple[UnitOp, ...] | msgspec.UnsetType = msgspec.UNSET
+    offload_next: str | msgspec.UnsetType | None = msgspec.UNSET
 
     @property
     def is_loss(self) -> bool:

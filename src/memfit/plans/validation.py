@@ -97,7 +97,15 @@ def _checkpoint_problems(entry: Checkpoint, ops: int) -> Iterator[str]:
     both = sorted(set(saved) & set(again))
     if both:
         yield f"op {both[0]} of unit {entry.unit!r} is in saved_ops and in recomputed_ops"
-    last = max(entry.stop, *saved, *again)
+    away = [op.offset for op in entry.offload or ()]
+    if any(first >= second for first, second in pairwise(away)):
+        yield f"offload of unit {entry.unit!r} is not in the order of its offsets"
+    gone = sorted(set(away) & {op for op, _ in entry.dropped})
+    if gone:
+        yield f"op {gone[0]} of unit {entry.unit!r} is offloaded (offload), and its result is dropped"
+    if away and entry.is_loss:
+        yield "the loss is offloaded (offload), and its backward comes next"
+    last = max(entry.stop, *saved, *again, *away)
     if last >= entry.end - entry.begin:
         yield f"op {last} of unit {entry.unit!r} is beyond its {entry.end - entry.begin} ops"
     if again and again[-1] > entry.stop:
