@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -21,13 +22,13 @@ from memfit.engines.offload import OffloadedCall
 from memfit.errors import InputError
 from memfit.hardware import Target
 from memfit.memory import Timeline, measured
-from memfit.plans import Plan
+from memfit.plans import Checkpoint, Plan
 from memfit.solve import Problem, SolveOptions, minimum_budget_bytes
 from memfit.tradeoff import find_units
 from tests.engines.engine_cases import both, same
 from tests.engines.offloading import Offloading, gradients, offload_saved, offload_units, store_of
 from tests.engines.test_exact import Blocks, Remembers, Shared, squares
-from tests.engines.test_memory import Flops
+from tests.engines.test_memory import STEPS, Flops
 
 pytestmark = pytest.mark.usefixtures("frozen_heap")
 
@@ -192,6 +193,29 @@ def test_bytes_are_really_gone_to_the_byte() -> None:
         found[planned] = [int(here.timeline_bytes[mark]), here.end_bytes]
     assert found[False][0] - found[True][0] == sum(made.bytes.values()) > 0
     assert found[False][1] == found[True][1], "nothing stays after the step"
+
+
+@pytest.mark.parametrize("name", ["blocks", "attention"])
+def test_saved_results_of_a_recomputed_unit_are_gone_too(name: str) -> None:
+    """All that a policy holds because it saves ops: what autograd packs and what it would not have packed."""
+    torch.manual_seed(0)
+    step = STEPS[name]()
+    plan = saving_plan(step, 0.3)
+    found = []
+    for each in (msgspec.structs.replace(plan, checkpoint=tuple(map(not_offloaded, plan.checkpoint))), plan):
+        model = copy.deepcopy(step.build_model())
+        each.apply(model)
+        run_marked(model, step.batch)  # compiles
+        model.zero_grad()
+        with measured() as here:
+            run_marked(model, step.batch)
+        mark = next(i for i, event in enumerate(here.events) if event.bytes == 777)
+        found.append(int(here.timeline_bytes[mark]))
+    assert found[0] - found[1] == sum(entry.cached_bytes for entry in plan.checkpoint) > 0
+
+
+def not_offloaded(entry: Checkpoint) -> Checkpoint:
+    return msgspec.structs.replace(entry, offload=msgspec.UNSET)
 
 
 def peak_when_away(made: Offloading, nexts: dict[str, str | None]) -> int:
