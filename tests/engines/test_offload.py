@@ -6,10 +6,12 @@ import copy
 import gc
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,13 +20,16 @@ import memfit
 from memfit.capture import Step
 from memfit.cost import Runtime
 from memfit.engines import offload_store
+from memfit.engines.local import replace_policies
 from memfit.engines.offload import OffloadedCall
-from memfit.errors import InputError
+from memfit.errors import InputError, StateError
 from memfit.hardware import Target
 from memfit.memory import Timeline, measured
-from memfit.plans import Checkpoint, Plan
+from memfit.plans import Checkpoint, Plan, UnitOp
+from memfit.plans.build import build_checkpoint
 from memfit.solve import Problem, SolveOptions, minimum_budget_bytes
-from memfit.tradeoff import find_units
+from memfit.tradeoff import TraceColumns, UnitColumns, find_units
+from memfit.tradeoff.policy import build_policy
 from tests.engines.engine_cases import both, same
 from tests.engines.offloading import Offloading, gradients, offload_saved, offload_units, store_of
 from tests.engines.test_exact import Blocks, Remembers, Shared, squares
@@ -337,6 +342,80 @@ def test_an_exception_in_the_step_leaves_nothing_behind() -> None:
     assert all(map(torch.equal, gradients(plain), gradients(model)))
 
 
+def test_a_guard_runs_half_a_step_again_under_another_plan() -> None:
+    """What a guard does after a step that ended midway: it begins anew, with the policies of another plan."""
+    step = wide_step(64)
+    made = offload_units(step, WIDE)
+    other = offload_units(step, WIDE[1:3])
+    model = copy.deepcopy(step.build_model())
+    plain = copy.deepcopy(model)
+    made.plan.apply(model)
+    for plan in (made.plan, other.plan, made.plan):
+        for stop_at in (1, 3):
+            hook = model.blocks[stop_at].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError()))
+            with pytest.raises(MemoryError):
+                model(step.batch)
+            hook.remove()
+            replace_policies(plan, model)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                for each in (plain, model):
+                    each.zero_grad()
+                    squares(each(step.batch), None).backward()
+            assert all(map(torch.equal, gradients(plain), gradients(model)))
+            gc.collect()
+            assert not store_of(model).extents.used_bytes
+
+
+class Kept(nn.Module):
+    """A block whose result is also an output of it, which the model may write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.result = torch.sigmoid(self.up(x))
+        return self.result
+
+
+class WritesLater(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Kept() for _ in range(2))
+        self.writes = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.blocks[0](x)
+        if self.writes:
+            self.blocks[0].result.detach().add_(1)
+        return self.blocks[1](y * 2)
+
+
+def test_a_result_that_is_written_to_while_it_leaves_is_an_error() -> None:
+    torch.manual_seed(0)
+    step = Step(WritesLater(), torch.randn(8, 16), loss=squares)
+    trace = memfit.trace(step, target="cpu")
+    plan = memfit.plan(trace, progress=False)
+    unit = next(each for each in find_units(trace) if each.name == "blocks.0")
+    columns = TraceColumns.of(trace, np.ones(len(trace.ops)))
+    unit_columns = UnitColumns.of(columns, unit)
+    entry = build_checkpoint(trace, unit, build_policy(unit_columns, np.zeros(unit_columns.groups, bool)))
+    last = unit.end - unit.begin - 1
+    result = UnitOp(offset=last, name=trace.ops[unit.end - 1].name, bytes=8 * 16 * 4)
+    entry = msgspec.structs.replace(entry, offload=(result,), offload_next="blocks.1")
+    model = step.build_model()
+    assert isinstance(model, WritesLater)
+    msgspec.structs.replace(plan, checkpoint=(entry,)).apply(model)
+    squares(model(step.batch), None).backward()
+    model.writes = True
+    with pytest.raises(StateError, match=r"blocks\.0.*written to in place"):
+        model(step.batch)
+    model.writes = False
+    model.zero_grad()
+    squares(model(step.batch), None).backward()
+
+
 def test_a_plan_is_removed_between_forward_and_backward() -> None:
     step = wide_step(64)
     model = step.build_model()
@@ -386,4 +465,11 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         made.plan.apply(model)
     assert "forward" not in model.blocks[0].__dict__
     monkeypatch.delenv("MEMFIT_OFFLOAD")
+    first, *others = made.plan.checkpoint
+    lost = msgspec.structs.replace(first, offload_next="blocks.9")
+    with pytest.raises(InputError, match=r"'blocks\.9' runs, and the model has no such module"):
+        msgspec.structs.replace(made.plan, checkpoint=(lost, *others)).apply(model)
+    both_ways = msgspec.structs.replace(first, dropped=((first.offload[0].offset, 0),))  # type: ignore[index]
+    with pytest.raises(InputError, match=r"offloaded .*dropped"):
+        Plan.from_json(msgspec.structs.replace(made.plan, checkpoint=(both_ways, *others)).to_json())
     made.plan.apply(model)

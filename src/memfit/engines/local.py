@@ -27,7 +27,7 @@ from memfit.engines.offload_store import open_store
 from memfit.engines.selection import check_ranks, check_replicas, resolve_engine, warn_policies_only
 from memfit.engines.step_position import Calls, Mode, StepPosition, needs_step
 from memfit.engines.unit import BoundaryUnit, PlannedUnit
-from memfit.errors import InputError, MemfitError, PlanDrift, StateError
+from memfit.errors import InputError, MemfitError, MissingFeatureError, PlanDrift, StateError
 from memfit.plans import (
     Checkpoint,
     Engine,
@@ -493,6 +493,17 @@ def _check_units(plan: Plan, model: nn.Module) -> None:
             )
     paths = dict(named_modules(model))
     for entry in modules:
+        if entry.offload and isinstance(entry.offload_next, str) and entry.offload_next not in paths:
+            raise InputError(
+                f"unit {entry.unit!r} offloads until {entry.offload_next!r} runs, and the model has no such module: "
+                "the plan is of another model, or its document was changed; plan the step again"
+            )
+        if any(op.offset > entry.stop for op in entry.offload or ()) and absent_casts(plan, entry) is not None:
+            raise MissingFeatureError(
+                f"unit {entry.unit!r} offloads results, and its parameters are gathered in autocast's dtype: casts of "
+                "the captured step do not run then, and ops cannot be told by their place. Plan without offloading, or "
+                "with ShardOptions(param_dtype=None)"
+            )
         if attached(paths[entry.module]) is not None:
             raise StateError(
                 f"module {entry.module!r} already runs the plan of another model that it is part of; remove that first"

@@ -312,12 +312,12 @@ class Offloads:
 class _Watched:
     """What autograd holds for a tensor of such a module. Hooks end autograd's own check of the version."""
 
-    __slots__ = ("_call", "_tensor", "_version")
+    __slots__ = ("_call", "_saved_at", "_tensor")
 
     def __init__(self, tensor: torch.Tensor, call: UnitCall) -> None:
         self._call: UnitCall | None = call
         self._tensor = detached(tensor) if tensor.grad_fn is not None else tensor
-        self._version = None if tensor.is_inference() else version_of(tensor)
+        self._saved_at = None if tensor.is_inference() else version_of(tensor)
 
     @staticmethod
     def unpack(watched: _Watched) -> torch.Tensor:
@@ -326,11 +326,11 @@ class _Watched:
         if call is not None:
             call.begin_backward()
         tensor = watched._tensor
-        if watched._version is not None and version_of(tensor) != watched._version:
+        if watched._saved_at is not None and version_of(tensor) != watched._saved_at:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"[{tensor.dtype}, {tuple(tensor.shape)}] is at version {version_of(tensor)}; expected version "
-                f"{watched._version} instead"
+                f"{watched._saved_at} instead"
             )
         return tensor
 
