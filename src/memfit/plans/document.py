@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from memfit.capture import Implementation, ParameterCast, Step, Trace, find_step, step_with
 from memfit.capture import trace as capture
-from memfit.errors import InputError, MissingFeatureError
+from memfit.errors import InputError
 from memfit.files import write_whole
 from memfit.plans.mismatch import PlanMismatch, find_differences
 from memfit.plans.record import (
@@ -152,8 +152,6 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """
         from memfit.engines import apply
 
-        if any(entry.offload for entry in self.checkpoint):
-            raise MissingFeatureError("no engine carries out plans that offload yet; plan without offload")
         return apply(self, model, optimizer, mesh, engine)
 
     def remove(self, model: nn.Module) -> nn.Module:
