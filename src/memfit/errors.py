@@ -17,5 +17,9 @@ class MissingFeatureError(MemfitError, NotImplementedError):
     """The request makes sense, and memfit cannot do it yet."""
 
 
+class OffloadError(MemfitError, OSError):
+    """What a plan offloads could not be written to the host, or did not come back as it was written."""
+
+
 class PlanDrift(UserWarning):
     """Training is not the step that its plan was made for; the message says what differs and what that costs."""

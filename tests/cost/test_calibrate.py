@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from memfit.capture import trace
 from memfit.cli import main
 from memfit.cost import Roofline, calibrate, calibration, fit_link
 from memfit.cost.calibration import Sample, fit_family
+from memfit.cost.disk import measure_disk
 from memfit.cost.host import Size, image_step, language_step
 from memfit.cost.roofline import Float32Precision, kernel_ms
 from memfit.errors import InputError
@@ -82,6 +84,9 @@ def test_the_written_device_can_be_loaded_and_predicts_with_what_was_measured(sm
     device = load_device(str(path))
     assert device.name == "my-machine" and device.type == "cpu"
     assert device.memory_bandwidth_bytes_per_s == pytest.approx(found.memory_bandwidth_bytes_per_s, rel=1e-4)
+    assert found.disk is not None and device.offload_link is not None
+    assert device.offload_link.to_host_bytes_per_s == pytest.approx(found.disk.to_host_bytes_per_s, rel=1e-4)
+    assert device.offload_link.to_device_bytes_per_s == pytest.approx(found.disk.to_device_bytes_per_s, rel=1e-4)
     for mine, theirs in zip(device.efficiency.families, found.efficiency.families, strict=True):
         assert dataclasses.astuple(mine)[1:] == pytest.approx(dataclasses.astuple(theirs)[1:], rel=1e-4)
     captured = trace(language_step(Size(batch=1, length=16, width=32), plain=True), target=device)
@@ -128,3 +133,18 @@ def test_a_link_is_recovered_from_its_own_times_and_its_file_is_loaded(tmp_path:
     device = load_device(str(found.save(tmp_path / "four-ranks.toml")))
     assert device.ranks_per_node == 4 and device.peer_link is not None and device.host_link == cpu.host_link
     assert device.peer_link.bandwidth_bytes_per_s == pytest.approx(1e9) and device.peer_link.latency_ms == 0.2
+
+
+def test_a_disk_that_cannot_be_written_to_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        measure_disk(tmp_path / "missing")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            measure_disk(tmp_path, n_bytes=1 << 16)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    found = measure_disk(tmp_path, n_bytes=1 << 16)
+    assert found.to_host_bytes_per_s > 0 and found.to_device_bytes_per_s > 0
+    assert list(tmp_path.iterdir()) == []

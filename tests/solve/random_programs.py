@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 
 import numpy as np
 from hypothesis import strategies as st
@@ -11,9 +11,19 @@ from hypothesis import strategies as st
 from memfit.capture import NO_INDEX
 from memfit.memory import Bytes
 from memfit.solve.program import Choice, Program, build_candidates
-from memfit.tradeoff import Frontier, Policy, Unit
+from memfit.tradeoff import Frontier, OffloadWindow, Policy, Unit
 
 LENGTH = 24
+NOTHING = Policy(
+    saved=(),
+    recomputed=(),
+    dropped=(),
+    stop=-1,
+    discarded_bytes=0,
+    cached_bytes=0,
+    recompute_ms=0.0,
+    recompute_peak_bytes=0,
+)
 
 
 @st.composite
@@ -99,6 +109,79 @@ def unmirrored_programs(draw: st.DrawFn) -> Program:
     return Program(program.before, program.during, program.budget_bytes, candidates)
 
 
+@st.composite
+def offloading_programs(draw: st.DrawFn, *, mirrored: bool = True) -> Program:
+    """Units one after another, some with two inside, that may drop, offload or both; with any order of the backward.
+
+    Either the outer or the inner ones offload. Some have nothing to give up: copies beside them are no node's business.
+    """
+    count = draw(st.integers(2, 3))
+    size, inner = LENGTH // count, draw(st.booleans())
+    units, chosen, pairs = [], [], []
+    if draw(st.booleans()):
+        units.append(_unit("model", 0, LENGTH))
+        chosen.append(draw(frontiers(most=1)))
+    outer = []
+    for number in range(count):
+        begin, end = number * size + draw(st.integers(0, 1)), (number + 1) * size - draw(st.integers(0, 1))
+        outer.append(_unit(f"layer{number}", begin, end))
+        parts = [_unit(f"layer{number}.a", begin + 1, begin + 3), _unit(f"layer{number}.b", begin + 3, end)]
+        parts = parts if draw(st.booleans()) else []
+        useful = bool(parts) or draw(st.integers(0, 3)) > 0
+        units += [outer[-1], *parts]
+        chosen.append(draw(offloading_frontiers() if useful and not inner else frontiers(most=2 if useful else 0)))
+        chosen += [
+            draw(offloading_frontiers() if inner and place == 0 else frontiers(most=1)) for place in range(len(parts))
+        ]
+        pairs += [tuple(parts)] if inner and parts else []
+    pairs += [] if inner else list(pairwise(outer))
+    if not mirrored:
+        again = dict(
+            zip((unit.name for unit in units), draw(st.permutations(range(LENGTH + 1, 2 * LENGTH))), strict=False)
+        )
+        units = [replace(unit, backward_begin=again[unit.name]) for unit in units]
+        by_name = {unit.name: unit for unit in units}
+        pairs = [(by_name[one.name], by_name[other.name]) for one, other in pairs]
+    windows = {
+        one.name: OffloadWindow(next=other, forward_ms=1.0, backward_ms=1.0)
+        for one, other in pairs
+        if other.end < other.backward_begin < one.backward_begin
+    }
+    slope = 3 * np.minimum(np.arange(2 * LENGTH + 1), np.arange(2 * LENGTH, -1, -1))
+    during = slope + np.array(draw(st.lists(st.integers(20, 60), min_size=len(slope), max_size=len(slope))))
+    before = np.minimum(np.concatenate(([during[0]], during[:-1])), during)
+    budget = draw(st.integers(20, int(during.max())))
+    found = build_candidates(units, chosen, windows=windows)
+    return Program(before << 20, during << 20, budget << 20, found)
+
+
+@st.composite
+def offloading_frontiers(draw: st.DrawFn) -> Frontier:
+    """Policies that drop, offload or do both, by growing bytes."""
+    policies = []
+    for _ in range(draw(st.integers(1, 3))):
+        dropped, offloaded = draw(st.sampled_from(((1, 0), (0, 1), (1, 1), (0, 1))))
+        dropped, offloaded = dropped * draw(st.integers(1, 30)), offloaded * draw(st.integers(1, 30))
+        policies.append(
+            Policy(
+                saved=(),
+                recomputed=(0,) if dropped else (),
+                dropped=((0, 0),) if dropped else (),
+                stop=0 if dropped else -1,
+                discarded_bytes=dropped << 20,
+                cached_bytes=0,
+                recompute_ms=float(draw(st.integers(1, 30))) if dropped else 0.0,
+                recompute_peak_bytes=draw(st.integers(0, 30)) << 20 if dropped else 0,
+                profile=draw(profiles()) if dropped else (),
+                offload=(1,) if offloaded else (),
+                offloaded_bytes=offloaded << 20,
+                exposed_ms=float(draw(st.integers(0, 9))) if offloaded else 0.0,
+            )
+        )
+    policies.sort(key=lambda policy: (policy.freed_bytes, policy.added_ms))
+    return Frontier(policies=tuple(policies), exact=True, discardable_bytes=policies[-1].freed_bytes)
+
+
 def _program(draw: st.DrawFn, during: Bytes, units: list[Unit], chosen: list[Frontier]) -> Program:
     before = np.minimum(np.concatenate(([during[0]], during[:-1])), during)
     budget = draw(st.integers(20, int(during.max())))
@@ -125,7 +208,9 @@ def nearly(draw: st.DrawFn, frontier: Frontier) -> Frontier:
 @st.composite
 def frontiers(draw: st.DrawFn, *, most: int = 3) -> Frontier:
     """Policies by growing bytes and time."""
-    count = draw(st.integers(1, most))
+    count = draw(st.integers(min(1, most), most))
+    if not count:
+        return Frontier(policies=(NOTHING,), exact=True, discardable_bytes=0)
     freed = sorted(draw(st.lists(st.integers(1, 40), min_size=count, max_size=count, unique=True)))
     times = sorted(draw(st.lists(st.integers(0, 30), min_size=count, max_size=count, unique=True)))
     policies = tuple(
@@ -200,7 +285,7 @@ def best_by_trying_all(program: Program) -> float | None:
         choice = np.array(policies, np.int64)
         if holds(program, choice):
             ms = sum(
-                candidate.policies[policy].recompute_ms
+                candidate.policies[policy].recompute_ms + candidate.policies[policy].exposed_ms
                 for candidate, policy in zip(program.candidates, policies, strict=True)
                 if policy != NO_INDEX
             )
@@ -217,12 +302,18 @@ def holds(program: Program, choice: Choice) -> bool:
     ]
     if any(c.forced and p == NO_INDEX for c, p in zip(program.candidates, choice.tolist(), strict=True)):
         return False
+    copies = [
+        (candidate.window, candidate.policies[policy].offloaded_bytes)
+        for candidate, policy in zip(program.candidates, choice.tolist(), strict=True)
+        if policy != NO_INDEX and candidate.window is not None
+    ]
     for one, _ in chosen:
         for other, _ in chosen:
             if one is not other and one.begin <= other.begin and other.end <= one.end:
                 return False
     for op in range(len(program.during)):
         lacking = sum(p.discarded_bytes for unit, p in chosen if unit.end <= op < unit.backward_begin)
+        lacking += sum(n for window, n in copies if window.next.end <= op < window.next.backward_begin)
         changed = sum(
             n_bytes
             for unit, p in chosen
@@ -238,6 +329,8 @@ def holds(program: Program, choice: Choice) -> bool:
             for other, p in chosen
             if other is unit or other.end <= unit.backward_begin - 1 < other.backward_begin
         )
+        begin = unit.backward_begin  # what comes back here is there before the unit is recomputed
+        lacking += sum(n for window, n in copies if window.next.end <= begin < window.next.backward_begin)
         if program.before[unit.backward_begin] - lacking + policy.recompute_peak_bytes > program.budget_bytes:
             return False
     return True

@@ -133,6 +133,8 @@ class SolverOptions:
     """In which gradients are summed over ranks."""
     shard_dtype: Annotated[Dtypes, arg("DTYPE", "the parameter's")] = None
     """Of shards, their gradients and the optimizer's state."""
+    offload: Json = False
+    """Units may also offload what they hold for their backward: to the host, or from a CPU to a calibrated disk."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -321,6 +321,7 @@ def solve_options(
             ShardOptions(replicas=options.replicas).shard_ranks(ranks)
     with about("--force and --forbid"):
         return SolveOptions(
+            offload=options.offload,
             force=named["force"],
             forbid=named["forbid"],
             ac_units=named["units"] or None,

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from memfit.capture import Op, Step, Trace, trace
 from memfit.cost.benchmark import Benchmark
+from memfit.cost.disk import measure_disk
 from memfit.cost.host import phases_ms, reference_steps
 from memfit.cost.roofline import Float32Precision, Roofline, dtype_of, estimate_work, real_flops
 from memfit.cost.runtime import Runtime, Times
@@ -30,6 +31,7 @@ from memfit.hardware import (
     FamilyEfficiency,
     HostTimes,
     Link,
+    OffloadLink,
     Rates,
     load_device,
     user_device_paths,
@@ -59,6 +61,8 @@ class Calibration:
     ranks: int = 1
     long_run: float | None = None
     """What ops of a CPU's step keep of the rates that they have by themselves; see `Sustained.long_run`."""
+    disk: OffloadLink | None = None
+    """What a CPU offloads to; None where it could not be measured, and for a GPU."""
 
     def to_toml(self) -> str:
         """The device file."""
@@ -84,6 +88,12 @@ class Calibration:
             lines += ["", "[links]", f"ranks_per_node = {{ value = {self.ranks}, {source} }}"]
             lines += ["", "[links.peer]", f'kind = "{self.link.kind}"']
             lines += [f"{key} = {{ value = {value:.6g}, {source} }}" for key, value in figures.items()]
+        if self.disk is not None:
+            rates = {
+                "write_bytes_per_s": self.disk.to_host_bytes_per_s,
+                "read_bytes_per_s": self.disk.to_device_bytes_per_s,
+            }
+            lines += table("links.disk", rates)
         shared = "" if self.link is None else f", {self.ranks} ranks at once"
         lines += [
             "",
@@ -128,6 +138,13 @@ def calibrate(
     peaks = _peaks(measured, base)
     families = fitted(measured, peaks)
     fitted_device = replace(peaks, efficiency=Efficiency(families=families, host=host))
+    disk = None
+    if base.type == "cpu":
+        console.print("timing the disk")
+        try:
+            disk = measure_disk(n_bytes=_COPY_BYTES // 2)
+        except OSError as error:
+            console.print(f"the disk is not measured, so plans for this device do not offload: {error}")
     return Calibration(
         name=name or f"{base.name}-calibrated",
         base=base.name,
@@ -138,6 +155,7 @@ def calibrate(
         efficiency=Efficiency(families=families, host=host),
         samples=len(measured),
         long_run=_long_run(fitted_device, steps) if base.type == "cpu" else None,
+        disk=disk,
     )
 
 

@@ -31,7 +31,8 @@ class RunPolicy:
     """The policy of one call of a unit, as a plan gives it.
 
     `names` are those of the ops that the plan knows, by offset. `saved` ops up to `stop` are not recomputed. `absent`
-    ops do not run here, see `absent_casts`; None where all of them do.
+    ops do not run here, see `absent_casts`; None where all of them do. Results of `offload` ops leave for the host
+    until the backward (offload.py); `offload_next` is the path of the module that they wait for, None for none.
     """
 
     unit: str
@@ -44,13 +45,18 @@ class RunPolicy:
     dropped: frozenset[tuple[int, int]]
     stop: int
     absent: frozenset[int] | None = None
+    offload: frozenset[int] = frozenset()
+    offload_next: str | None = None
 
     @classmethod
-    def of(cls, entry: Checkpoint, absent: frozenset[int] | None = None) -> RunPolicy:
-        """Return the policy of an entry of a plan."""
-        known = (*entry.saved_ops, *entry.recomputed_ops)
+    def of(cls, entry: Checkpoint, absent: frozenset[int] | None = None, offload_next: str | None = None) -> RunPolicy:
+        """Return the policy of an entry of a plan; `offload_next` is for entries that do not say it themselves."""
+        offload = tuple(entry.offload or ())
+        known = (*entry.saved_ops, *entry.recomputed_ops, *offload)
         if absent is not None:  # what is absent after `stop` is not in the document
             known = tuple(op for op in known if op.offset <= entry.stop)
+        if isinstance(entry.offload_next, str | None):
+            offload_next = entry.offload_next
         return cls(
             unit=entry.unit,
             module=entry.module,
@@ -62,12 +68,14 @@ class RunPolicy:
             dropped=frozenset(entry.dropped),
             stop=entry.stop,
             absent=absent,
+            offload=frozenset(op.offset for op in offload),
+            offload_next=offload_next,
         )
 
     @property
     def content(self) -> tuple[object, ...]:
         """What is done, whichever call it is for."""
-        return self.ops, tuple(sorted(self.names.items())), self.saved, self.dropped, self.stop
+        return self.ops, tuple(sorted(self.names.items())), self.saved, self.dropped, self.stop, self.offload
 
 
 def absent_casts(plan: Plan, entry: Checkpoint) -> frozenset[int] | None:
@@ -310,3 +318,20 @@ class CompiledPolicy:
     rewritten: bool = False
     """Whether inputs, parameters or such buffers are written to between forward and backward, and what is recomputed is
     the same all the same: the ops that read them are saved."""
+    offloaded: frozenset[int] = frozenset()
+    """Packs whose storages leave for the host."""
+    offloaded_kept: frozenset[tuple[int, OpKey]] = frozenset()
+    """The same of results that are kept when they are made: `id` of the gap, and the op."""
+
+
+def next_units(plan: Plan) -> dict[str, str | None]:
+    """Return, for each entry of a plan, the module of the entry that follows it in the same pass, None for none."""
+    entries = [entry for entry in plan.checkpoint if not entry.is_loss]
+    passes = plan.trace.micro_batches or 1
+    found: dict[str, str | None] = {}
+    for entry in entries:
+        of_pass = entry.call * passes // entry.calls
+        later = (each for each in entries if each.begin >= entry.end and each.call * passes // each.calls == of_pass)
+        following = min(later, key=lambda each: each.begin, default=None)
+        found[entry.unit] = None if following is None else following.module
+    return found

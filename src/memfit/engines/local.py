@@ -18,14 +18,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memfit.capture import implementations, is_container, set_flags, set_implementation
 from memfit.engines.attachment import Handler, Outermost, attach, attached, detach
-from memfit.engines.compiled_policy import RunPolicy, absent_casts
+from memfit.engines.compiled_policy import RunPolicy, absent_casts, next_units
 from memfit.engines.loop_watch import LoopWatch, WatchedUnit, user_level
 from memfit.engines.loss import LossRegion
 from memfit.engines.mesh_agreement import agree, check_wrapped, compare_kinds, kind_of
+from memfit.engines.offload import Offloads
+from memfit.engines.offload_store import open_store
 from memfit.engines.selection import check_ranks, check_replicas, resolve_engine, warn_policies_only
 from memfit.engines.step_position import Calls, Mode, StepPosition, needs_step
-from memfit.engines.unit import PlannedUnit
-from memfit.errors import InputError, MemfitError, PlanDrift, StateError
+from memfit.engines.unit import BoundaryUnit, PlannedUnit
+from memfit.errors import InputError, MemfitError, MissingFeatureError, PlanDrift, StateError
 from memfit.plans import (
     Checkpoint,
     Engine,
@@ -59,6 +61,8 @@ class Applied:
         """Whether DTensors among the parameters are shards, which a runtime swaps for others, and no tensor parallel
         ones that stay."""
         self.position = StepPosition(plan, self._warn_once)
+        self.offloads: Offloads | None = None
+        """What leaves for the host, where the plan has any of it do so."""
         self._losses: list[LossRegion] = []
         self._modules: list[weakref.ref[nn.Module]] = []
         self._warned: set[str] = set()
@@ -74,6 +78,8 @@ class Applied:
     def reset(self) -> None:
         """Begin a new step, whatever the last one did."""
         self.position.reset()
+        if self.offloads is not None:
+            self.offloads.reset()
         for region in self._losses:
             region.end()
 
@@ -172,6 +178,8 @@ class Applied:
     def attach(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Attach the plan to its modules; all are detached when one of them cannot be attached."""
         try:
+            if any(entry.offload for entry in self.plan.checkpoint):
+                self.offloads = Offloads(open_store(self.device_type), self.reset)
             for module, handler in self._watched(self._handlers()):
                 attach(module, handler)
                 self._modules.append(weakref.ref(module))
@@ -212,6 +220,7 @@ class Applied:
         for optimizer, flags in self._optimizers:
             set_flags(optimizer, flags)
         self._optimizers = []
+        self.offloads = None  # graphs that are there keep its store
 
     def _handlers(self) -> list[tuple[nn.Module, Handler]]:
         model = self._paths[""]
@@ -220,10 +229,22 @@ class Applied:
         for entry in self.plan.checkpoint:
             losses.append(entry) if entry.is_loss else entries[self._paths[entry.module]].append(entry)
         found: list[tuple[nn.Module, Handler]] = []
+        following = next_units(self.plan)
+        next_modules: dict[str, weakref.ref[nn.Module]] = {}
         for module, members in entries.items():
-            policies = {entry.call: RunPolicy.of(entry, absent_casts(self.plan, entry)) for entry in members}
+            policies = {
+                entry.call: RunPolicy.of(entry, absent_casts(self.plan, entry), following[entry.unit])
+                for entry in members
+            }
+            for policy in policies.values():
+                if policy.offload and policy.offload_next is not None:
+                    next_modules[policy.offload_next] = weakref.ref(self._paths[policy.offload_next])
             calls = Calls(self.position, members, policies)
-            found.append((module, PlannedUnit(self, self._mode(members[0].module), calls)))
+            found.append((module, PlannedUnit(self, self._mode(members[0].module), calls, next_modules)))
+        for path, reference in next_modules.items():
+            boundary = reference()
+            if boundary is not None and all(module is not boundary for module, _ in found):
+                found.append((boundary, BoundaryUnit(self, self._mode(path))))
         if losses:
             inner = next((handler for module, handler in found if module is model), None)
             found = [each for each in found if each[0] is not model]
@@ -488,6 +509,17 @@ def _check_units(plan: Plan, model: nn.Module) -> None:
             )
     paths = dict(named_modules(model))
     for entry in modules:
+        if entry.offload and isinstance(entry.offload_next, str) and entry.offload_next not in paths:
+            raise InputError(
+                f"unit {entry.unit!r} offloads until {entry.offload_next!r} runs, and the model has no such module: "
+                "the plan is of another model, or its document was changed; plan the step again"
+            )
+        if any(op.offset > entry.stop for op in entry.offload or ()) and absent_casts(plan, entry) is not None:
+            raise MissingFeatureError(
+                f"unit {entry.unit!r} offloads results, and its parameters are gathered in autocast's dtype: casts of "
+                "the captured step do not run then, and ops cannot be told by their place. Plan without offloading, or "
+                "with ShardOptions(param_dtype=None)"
+            )
         if attached(paths[entry.module]) is not None:
             raise StateError(
                 f"module {entry.module!r} already runs the plan of another model that it is part of; remove that first"

@@ -89,6 +89,8 @@ class PolicyCompiler(DispatchMode):
         if self._ops <= max(self.policy.names, default=-1):
             self._differ(f"it ran {self._ops} ops and has {self.policy.ops} in the plan")
         compiled = self._compile() if self.followed else None
+        if compiled is not None and (compiled.offloaded or compiled.offloaded_kept):
+            self._run.offload(compiled, [saved for _, saved in self._packs if saved.index in compiled.offloaded])
         if compiled is None and self._tried_before and not self.writes_older:
             for maker, saved in self._packs:  # as `RecomputedCall.run_forward_dropping_all` does
                 if maker is not None and saved.index in self._made_with_grad and saved.tensor is not None:
@@ -211,6 +213,8 @@ class PolicyCompiler(DispatchMode):
 
     def _compile(self) -> CompiledPolicy:
         holders: dict[Maker, int] = {}
+        offload = self.policy.offload
+        offloaded_kept: set[tuple[int, OpKey]] = set()
         drops: list[torch.Size | None] = []
         for index, (maker, saved) in enumerate(self._packs):
             assert saved.tensor is not None
@@ -249,6 +253,8 @@ class PolicyCompiler(DispatchMode):
                 found.fresh.add(key)
                 fresh += 1
                 self._run.kept[id(found), key] = kept
+                if any(each is not None and each[0][0] in offload for each in tensors):
+                    offloaded_kept.add((id(found), key))
         for index, shape in enumerate(drops):
             if shape is not None:
                 self._run.drop(self._packs[index][1], shape)
@@ -267,4 +273,10 @@ class PolicyCompiler(DispatchMode):
             keeping=TrackedCalls.through(root, lambda gap: bool(gap.fresh)),
             answering=TrackedCalls.through(root, lambda gap: True) if answers else None,
             reads=frozenset(self._reads),
+            offloaded=frozenset(
+                index
+                for index, (maker, _) in enumerate(self._packs)
+                if drops[index] is None and maker is not None and maker[0] in offload
+            ),
+            offloaded_kept=frozenset(offloaded_kept),
         )

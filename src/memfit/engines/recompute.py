@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memfit.capture import host_state, with_host_state
 from memfit.engines.compiled_policy import CompiledPolicy, Gap, OpKey, OpKind, SubmoduleTracker, op_kind
 from memfit.engines.forward_context import Bindings, ForwardContext, generators_of, with_generators
+from memfit.engines.offload import OffloadedCall
 from memfit.engines.tensors import StridedView, detached, is_outer, is_strided, local_key, plain, strided_view_of
 from memfit.errors import StateError
 from memfit.torch_private.autograd import version_of
@@ -50,7 +51,7 @@ class _Stop(Exception):
 class SavedTensor:
     """What autograd holds for a tensor it packed: the tensor, or the run that will make it."""
 
-    __slots__ = ("index", "run", "tensor")
+    __slots__ = ("__weakref__", "index", "run", "tensor")
 
     def __init__(self, run: RecomputedCall, index: int, tensor: torch.Tensor | None) -> None:
         self.run: RecomputedCall | None = run
@@ -80,6 +81,7 @@ class RecomputedCall:
         "device_type",
         "held",
         "kept",
+        "offloaded",
         "samples",
         "watched",
     )
@@ -102,6 +104,8 @@ class RecomputedCall:
         self.compiled: CompiledPolicy | None = None
         self.held: dict[int, torch.Tensor] = {}
         self.kept: dict[tuple[int, OpKey], Any] = {}
+        self.offloaded: OffloadedCall | None = None
+        """What leaves for the host until the backward."""
         self.samples: dict[int, list[float]] = {}
         """Values of dropped tensors, by pack."""
         self.watched = False
@@ -129,9 +133,21 @@ class RecomputedCall:
     def settle(self, compiled: CompiledPolicy | None) -> None:
         """Note how the forward ended: as this compiled policy says, or None."""
         self.compiled = compiled
-        if compiled is not None:
+        if not self._shapes:  # nothing will be recomputed, and nothing is held for that
+            self._inputs, self._bound, self._versions = None, [], []
+        elif compiled is not None:
             read = [each for number, each in self.buffers() if number in compiled.reads] if compiled.reads else []
             self._read = self._versions_now(read)
+
+    def offload(self, compiled: CompiledPolicy, leaving: Sequence[SavedTensor]) -> None:
+        """Note what leaves for the host: these tensors, and saved results."""
+        self.offloaded = offloaded = OffloadedCall(self._name)
+        for saved in leaving:
+            offloaded.add_saved(saved)
+            if saved.index in self.held:
+                offloaded.add_entry(self.held, saved.index)
+        for key in compiled.offloaded_kept:
+            offloaded.add_entry(self.kept, key)
 
     def _versions_now(self, others: Sequence[torch.Tensor] = ()) -> list[tuple[torch.Tensor, int]]:
         assert self._inputs is not None
@@ -157,10 +173,13 @@ class RecomputedCall:
 
     def run_forward(self, compiled: CompiledPolicy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
         """Run the forward as the compiled policy says. False when it ran otherwise."""
-        self.remember_context(args, kwargs)
+        if compiled.last >= 0:
+            self.remember_context(args, kwargs)
         drops, needed, held = compiled.drops, compiled.needed, self.held
         expected = len(drops)
         compared = compiled.compared if self.watched else frozenset()
+        offloaded = compiled.offloaded
+        leaving: list[SavedTensor] = []
         count = 0
         same = True
 
@@ -180,7 +199,10 @@ class RecomputedCall:
                 held[index] = tensor
                 same = same and needed[index] == strided_view_of(tensor)
                 same = same and compiled.storage_bytes[index] == local_tensor(tensor).untyped_storage().nbytes()
-            return SavedTensor(self, index, tensor)
+            saved = SavedTensor(self, index, tensor)
+            if index in offloaded:
+                leaving.append(saved)
+            return saved
 
         with saved_tensors_hooks(pack, unpack):
             if compiled.fresh:
@@ -193,6 +215,9 @@ class RecomputedCall:
                 result = self._forward(*args, **kwargs)
         same = same and count == expected
         self.settle(compiled if same else None)
+        if same and (leaving or compiled.offloaded_kept):
+            self.offload(compiled, leaving)
+        leaving.clear()  # autograd keeps the hook, and the hook this list
         return result, same
 
     def run_forward_dropping_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -321,17 +346,21 @@ class RecomputedCall:
     def ensure_recomputed(self) -> None:
         """Recompute, unless that has been done or nothing was dropped."""
         if self._recomputed is None:
-            self._recomputed = {}
             self._on_backward()
+            if self.offloaded is not None:
+                self.offloaded.restore()
+                self.offloaded = None
+            self._recomputed = {}
             if self._shapes:
                 self._recomputed = self.recompute()
 
 
 def unpack(saved: SavedTensor) -> torch.Tensor:
     """Unpack what backward asks for; the first request recomputes the unit."""
-    run, saved.run = saved.run, None
+    run = saved.run
     if run is not None:
         run.ensure_recomputed()
+        saved.run = None
         if saved.tensor is None:
             saved.tensor = run.take(saved.index)
     assert saved.tensor is not None

@@ -189,7 +189,7 @@ def _signature(compiled: CompiledPolicy) -> Hashable:
     dropped = tuple(None if shape is None else len(shape) for shape in compiled.drops)
     kinds = tuple((pack, len(view.size), view.dtype, view.device) for pack, view in compiled.needed.items())
     views = tuple((len(view.size), view.dtype, view.device) for view in compiled.views)
-    return dropped, kinds, views, compiled.last, compiled.fresh, compiled.overwrites_inputs, tree
+    return dropped, kinds, views, compiled.last, compiled.fresh, compiled.overwrites_inputs, compiled.offloaded, tree
 
 
 def _tree(node: CallNode) -> Hashable:

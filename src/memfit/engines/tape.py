@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memfit.engines.compiled_policy import RunPolicy, not_counted, same_op
 from memfit.engines.forward_context import Generators, generators_of, with_generators
+from memfit.engines.offload import OffloadedCall
 from memfit.engines.tensors import (
     StridedView,
     detached,
@@ -67,7 +68,7 @@ class _Line(NamedTuple):
 class TapedTensor:
     """What autograd holds for a tensor it packed: the tensor, or where to find it once the region is replayed."""
 
-    __slots__ = ("number", "tape", "tensor", "view", "wrap")
+    __slots__ = ("__weakref__", "number", "tape", "tensor", "view", "wrap")
 
     def __init__(
         self,
@@ -106,13 +107,35 @@ class Tape(DispatchMode):
         self._needed = 0
         self._replayed: dict[int, torch.UntypedStorage] | None = None
         self._wanted: dict[int, int] = {}
+        self.offloaded: OffloadedCall | None = None
+        """What leaves for the host until the backward, known when `run` has ended."""
+        self._leaving: list[TapedTensor] = []
 
     # -- recording --------------------------------------------------------------------------------------------------
 
     def run(self, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run a forward and record it."""
         with saved_tensors_hooks(self.pack, Tape.unpack), self:
-            return forward(*args, **kwargs)
+            result = forward(*args, **kwargs)
+        self._offload()
+        return result
+
+    def _offload(self) -> None:
+        """Note what leaves for the host: tensors that autograd packed, and saved results."""
+        kept = [
+            (line.kept, number)
+            for line in self._lines
+            if line.kept is not None
+            for number in line.kept
+            if self._made_by[number][0] in self.policy.offload
+        ]
+        if self.followed and (self._leaving or kept):
+            self.offloaded = OffloadedCall(self.policy.unit)
+            for saved in self._leaving:
+                self.offloaded.add_saved(saved)
+            for entries, number in kept:
+                self.offloaded.add_storage(entries, number)
+        self._leaving.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if is_outer(types):
@@ -204,7 +227,10 @@ class Tape(DispatchMode):
                 self._needed = len(self._lines)
                 self._wanted[number] = self._wanted.get(number, 0) + 1
                 return TapedTensor(self, None, number, strided_view_of(tensor), wrapping_like(tensor))
-            return TapedTensor(self, detached(tensor) if tensor.grad_fn is not None else tensor)
+            saved = TapedTensor(self, detached(tensor) if tensor.grad_fn is not None else tensor)
+            if self.followed and number >= 0 and self._made_by[number][0] in self.policy.offload:
+                self._leaving.append(saved)
+            return saved
         finally:
             del guard
 
@@ -225,13 +251,17 @@ class Tape(DispatchMode):
     @staticmethod
     def unpack(saved: TapedTensor) -> torch.Tensor:
         """Unpack what backward asks for; the first request replays the region."""
-        tape, saved.tape = saved.tape, None
+        tape = saved.tape
         if tape is not None:
             tape.end()
             if tape._replayed is None:
                 if tape._on_backward is not None:
                     tape._on_backward()
+                if tape.offloaded is not None:
+                    tape.offloaded.restore()
+                    tape.offloaded = None
                 tape._replayed = tape._replay()
+            saved.tape = None
             if saved.tensor is None:
                 saved.tensor = tape._take(saved)
         assert saved.tensor is not None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Hashable
+import weakref
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from memfit.engines.compiled_policy import CompiledPolicy, RunPolicy
 from memfit.engines.forward_context import Bindings
 from memfit.engines.loop_watch import checkpointed_by_itself
+from memfit.engines.offload import OffloadedCall, run_watched
 from memfit.engines.policy_compiler import PolicyCompiler
 from memfit.engines.recompute import RecomputedCall, is_recomputing
 from memfit.engines.shapes import Changing, InputFamily, Sizes, kind_of_call, structure_of_call
@@ -71,7 +73,13 @@ _MOST_KINDS = 64
 class PlannedUnit:
     """Runs the calls of one module as the plan says; calls that the plan does not name run as they are."""
 
-    def __init__(self, applied: Applied, mode: Mode, calls: Calls) -> None:
+    def __init__(
+        self,
+        applied: Applied,
+        mode: Mode,
+        calls: Calls,
+        next_modules: Mapping[str, weakref.ref[nn.Module]] | None = None,
+    ) -> None:
         self._applied = applied
         self._mode = mode
         self._calls = calls
@@ -81,6 +89,8 @@ class PlannedUnit:
         self._bindings: Bindings | None = None
         self._looked = False
         self._runs = 0
+        self._next_modules = next_modules or {}
+        """By path, those that units wait for with what they offload."""
 
     def __call__(
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -101,33 +111,65 @@ class PlannedUnit:
             return forward(*args, **kwargs)
         position = self._applied.position
         policy = self._calls.next()
+        offloads = self._applied.offloads
+        if offloads is None:
+            return self._run_policy(policy, position.leave, module, forward, args, kwargs)[0]
+        with offloads.call() as call:
+
+            def begin_backward() -> None:
+                position.leave()
+                call.begin_backward()
+
+            if policy is None:
+                result, offloaded = position.leave_after(run_watched(call, forward, args, kwargs)), None
+            else:
+                result, offloaded = self._run_policy(policy, begin_backward, module, forward, args, kwargs)
+        following = None if policy is None else self._next_module(policy)
+        offloads.end_call(call, module, offloaded, following)
+        return result
+
+    def _next_module(self, policy: RunPolicy) -> weakref.ref[nn.Module] | None:
+        """Return the module whose next call what the policy offloads waits for."""
+        return self._next_modules.get(policy.offload_next) if policy.offload_next is not None else None
+
+    def _run_policy(
+        self,
+        policy: RunPolicy | None,
+        begin_backward: Callable[[], None],
+        module: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Any, OffloadedCall | None]:
+        """Run a call under its policy, and return what it offloads too."""
+        position = self._applied.position
         if policy is None or checkpointed_by_itself():  # which counts what is saved in both of its runs
-            return position.leave_after(forward(*args, **kwargs))
+            return position.leave_after(forward(*args, **kwargs)), None
         device_type = self._applied.device_type
         try:
             kind = (policy.call, kind_of_call(args, kwargs, device_type))
         except Changing:
-            tape = Tape(policy, device_type, position.leave)
+            tape = Tape(policy, device_type, begin_backward)
             result = tape.run(forward, args, kwargs)
             if tape.differs is not None:
                 self._applied.warn(policy.unit, tape.differs)
-            return result
+            return result, tape.offloaded
         compiled = self._compiled.get(kind)
         if compiled is None:
             compiled = self._predict(kind, args, kwargs)
         if compiled is not None and self._tries[kind].compiles_anew(compiled):
             compiled = None
         if compiled is _Unplanned.AS_IT_IS:
-            return position.leave_after(forward(*args, **kwargs))
+            return position.leave_after(forward(*args, **kwargs)), None
         if self._bindings is None:
             self._bindings = Bindings(module, fully_sharded=self._applied.fully_sharded)
-        run = RecomputedCall(policy.unit, module, self._bindings, forward, device_type, position.leave)
+        run = RecomputedCall(policy.unit, module, self._bindings, forward, device_type, begin_backward)
         self._runs += 1
         run.watched = self._runs & (self._runs - 1) == 0  # see Note [Samples]
         if compiled is None:
-            return self._compile_policy(policy, module, kind, run, args, kwargs)
+            return self._compile_policy(policy, module, kind, run, args, kwargs), run.offloaded
         if compiled is _Unplanned.WHOLE:
-            return run.run_forward_dropping_all(args, kwargs)
+            return run.run_forward_dropping_all(args, kwargs), None
         assert isinstance(compiled, CompiledPolicy)
         result, same = run.run_forward(compiled, args, kwargs)
         tries = self._tries.setdefault(kind, _Tries())
@@ -136,7 +178,7 @@ class PlannedUnit:
             family, _ = self._family(kind, args, kwargs)
             if family is not None:
                 family.miss()
-        return result
+        return result, run.offloaded
 
     def _family(
         self, kind: tuple[int, Hashable], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -193,4 +235,23 @@ class PlannedUnit:
             family, sizes = self._family(kind, args, kwargs)
             if family is not None:
                 family.add(sizes, compiled)
+        return result
+
+
+class BoundaryUnit:
+    """A module without a policy that units before it wait for with what they offload (offload.py, Note [Offload])."""
+
+    def __init__(self, applied: Applied, mode: Mode) -> None:
+        self._applied = applied
+        self._mode = mode
+
+    def __call__(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        offloads = self._applied.offloads
+        if offloads is None or is_recomputing() or transform_active() or in_backward() or not self._mode.training:
+            return forward(*args, **kwargs)
+        with offloads.call() as call:
+            result = run_watched(call, forward, args, kwargs)
+        offloads.end_call(call, module)
         return result

@@ -1,7 +1,17 @@
 """Devices and links as data with source and date, and the Target made of them."""
 
 from memfit.hardware.context import MeasuredContext, measure_context
-from memfit.hardware.device import RATE_NAMES, AllocatorRules, Device, DeviceType, Link, Provenance, Rates, Sustained
+from memfit.hardware.device import (
+    RATE_NAMES,
+    AllocatorRules,
+    Device,
+    DeviceType,
+    Link,
+    OffloadLink,
+    Provenance,
+    Rates,
+    Sustained,
+)
 from memfit.hardware.efficiency import Efficiency, Family, FamilyEfficiency, HostTimes
 from memfit.hardware.kernels import ConvolutionFigures, KernelFigures, TileModel, kernel_figures
 from memfit.hardware.load import list_devices, list_links, load_device, load_link, user_device_paths
@@ -25,6 +35,7 @@ __all__ = [
     "KernelFigures",
     "Link",
     "MeasuredContext",
+    "OffloadLink",
     "Provenance",
     "RankMemory",
     "Rates",

@@ -44,6 +44,15 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadLink:
+    """Where saved tensors are offloaded to: a GPU's host, or a disk for a CPU. Bytes a second each way."""
+
+    name: str
+    to_host_bytes_per_s: float
+    to_device_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorRules:
     """The constants of PyTorch's caching allocator, or of plain malloc when everything is 1."""
 
@@ -134,6 +143,8 @@ class Device:
     sustained: Sustained = Sustained()
     context_low_bytes: int | None = None
     context_high_bytes: int | None = None
+    disk: OffloadLink | None = None
+    """The disk that a CPU offloads to, where `memfit calibrate` has measured one."""
     notes: str = ""
     provenance: tuple[Provenance, ...] = ()
 
@@ -144,6 +155,14 @@ class Device:
     def intra_node_link(self) -> Link:
         """The link to the other devices of the node: the peer link, or the host link where there is none."""
         return self.peer_link or self.host_link
+
+    @property
+    def offload_link(self) -> OffloadLink | None:
+        """The link over which saved tensors are offloaded; None for a CPU whose disk was not measured."""
+        if self.type == "cpu":
+            return self.disk
+        bandwidth = self.host_link.bandwidth_bytes_per_s
+        return OffloadLink(name=self.host_link.name, to_host_bytes_per_s=bandwidth, to_device_bytes_per_s=bandwidth)
 
     @property
     def context(self) -> ByteRange:

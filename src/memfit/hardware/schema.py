@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from memfit.errors import InputError
-from memfit.hardware.device import AllocatorRules, Device, DeviceType, Link, Provenance, Rates, Sustained
+from memfit.hardware.device import AllocatorRules, Device, DeviceType, Link, OffloadLink, Provenance, Rates, Sustained
 from memfit.hardware.efficiency import Efficiency, Family, FamilyEfficiency, HostTimes
 from memfit.hardware.rank_memory import check_margin
 
@@ -90,11 +90,17 @@ class LinkTable(FigureTable, frozen=True):
     lanes: int | None = None
 
 
+class DiskTable(FigureTable, frozen=True):
+    write_bytes_per_s: Number
+    read_bytes_per_s: Number
+
+
 class LinksTable(FigureTable, frozen=True):
     host: str | LinkTable
     inter_node: str | LinkTable
     ranks_per_node: int | Figure
     peer: str | LinkTable | None = None
+    disk: DiskTable | None = None
 
 
 class AllocatorTable(FigureTable, frozen=True):
@@ -323,6 +329,7 @@ def build_device(
         host_link=link("host", file.links.host),
         peer_link=None if file.links.peer is None else link("peer", file.links.peer),
         inter_node_link=link("inter_node", file.links.inter_node),
+        disk=None if file.links.disk is None else _disk(file.links.disk, reader),
         ranks_per_node=reader.whole("links.ranks_per_node", file.links.ranks_per_node),
         allocator=allocators[file.allocator],
         context_bytes=reader.whole("overheads.context_bytes", overheads.context_bytes, least=0),
@@ -395,6 +402,14 @@ def _link(name: str, table: LinkTable, reader: Reader) -> Link:
         lanes=table.lanes,
         bandwidth_bytes_per_s=reader.number(f"links.{name}.bandwidth_bytes_per_s", table.bandwidth_bytes_per_s),
         latency_ms=reader.number(f"links.{name}.latency_ms", table.latency_ms),
+    )
+
+
+def _disk(table: DiskTable, reader: Reader) -> OffloadLink:
+    return OffloadLink(
+        name="disk",
+        to_host_bytes_per_s=reader.number("links.disk.write_bytes_per_s", table.write_bytes_per_s),
+        to_device_bytes_per_s=reader.number("links.disk.read_bytes_per_s", table.read_bytes_per_s),
     )
 
 

@@ -7,7 +7,10 @@ those of its ops that are recomputed. A storage lives as it did in the captured 
    lives until the original would have been freed;
 2. a result that a policy saves and autograd would not have kept, and an input of a checkpointed unit that would be gone
    by then, live until the recompute that needs them is over. Several units may need one; it is there once;
-3. whatever else a recompute makes lives as long within it as it did in the forward, at most until its end.
+3. whatever else a recompute makes lives as long within it as it did in the forward, at most until its end;
+4. one that a unit offloads stays while it is copied, until the forward of the next unit has ended, and is freed then.
+   Its copy is allocated where the backward of that next unit begins, ahead of the next unit's own recompute, and lives
+   until the original would have been freed.
 
 Under sharding some storages are replaced by intervals: shards, gathered parameters, buffers. What sharding makes and
 frees between two ops it does in an order, where that is given. Whenever it has made something and frees something
@@ -89,6 +92,16 @@ class Recompute:
     remade_at: Ints
     remade_until: Ints
     replaces: Flags
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Offload:
+    """Storages that a unit offloads: freed before op `gone_at`, allocated once more ahead of op `back_at`."""
+
+    unit: Unit
+    storages: Ints
+    gone_at: int
+    back_at: int
 
 
 class Stream(str, enum.Enum):
@@ -199,7 +212,11 @@ class AllocationTable:
         )
 
     def under_plan(
-        self, recomputes: Sequence[Recompute], added: Sequence[Interval], removed: frozenset[int]
+        self,
+        recomputes: Sequence[Recompute],
+        added: Sequence[Interval],
+        removed: frozenset[int],
+        offloads: Sequence[Offload] = (),
     ) -> AllocationTable:
         """Return the table of the step under a plan, from that of the captured one.
 
@@ -230,6 +247,21 @@ class AllocationTable:
                     )
                 )
             )
+        for each in offloads:
+            # The first instant at `back_at` that is none of sharding's: of a recompute, if one runs there, or the op.
+            back = int(at[each.back_at - 1]) + 1
+            back += int(np.argmax(run[back:] != BETWEEN))
+            columns.append(
+                np.stack(
+                    (
+                        each.storages,
+                        np.full_like(each.storages, NO_INDEX),
+                        np.full_like(each.storages, back),
+                        free_after[each.storages],
+                    )
+                )
+            )
+            free_after[each.storages] = at[each.gone_at - 1]
         columns[0][3] = free_after
         storage, remade, alloc_at, free_after = np.concatenate(columns, axis=1)
         here = ~np.isin(storage, list(removed))

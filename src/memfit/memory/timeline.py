@@ -29,6 +29,7 @@ from memfit.memory.allocations import (
     Bytes,
     Interval,
     Ints,
+    Offload,
     Recompute,
     Unit,
     in_order,
@@ -87,25 +88,27 @@ class Timeline:
         rounding_bytes: int = 1,
         *,
         recomputes: Iterable[Recompute] = (),
+        offloads: Sequence[Offload] = (),
         intervals: Sequence[Interval] = (),
         removed: frozenset[int] = frozenset(),
     ) -> Timeline:
         """Build the timeline of a step, storages and workspaces rounded up to `rounding_bytes` (512 on CUDA).
 
-        A plan is given as the `recomputes` of its checkpointed units, none of them inside another. Under sharding
-        `removed` are the storages that a rank does not have and `intervals` what it has instead.
+        A plan is given as the `recomputes` of its checkpointed units, none of them inside another, and the `offloads`
+        of units. Under sharding `removed` are the storages that a rank does not have, `intervals` what it has instead.
         """
         if rounding_bytes < 1:
             raise InputError(f"rounding_bytes is {rounding_bytes}; give 1 for none, 512 for CUDA's allocator")
         captured = cls._from_table(trace, rounding_bytes, AllocationTable.of(trace), (), ())
-        if not (recomputes or intervals or removed):
+        if not (recomputes or offloads or intervals or removed):
             return captured
-        return captured.under_plan(recomputes, intervals=intervals, removed=removed)
+        return captured.under_plan(recomputes, offloads=offloads, intervals=intervals, removed=removed)
 
     def under_plan(
         self,
         recomputes: Iterable[Recompute] = (),
         *,
+        offloads: Sequence[Offload] = (),
         intervals: Sequence[Interval] = (),
         removed: frozenset[int] = frozenset(),
     ) -> Timeline:
@@ -113,7 +116,7 @@ class Timeline:
         assert not (self.units or self.intervals), "one plan, on the step as it was captured"
         ordered = in_order(recomputes)
         added = [interval for interval in intervals if is_there(interval, len(self.trace.ops))]
-        table = self.allocations.under_plan(ordered, added, removed)
+        table = self.allocations.under_plan(ordered, added, removed, offloads)
         return self._from_table(self.trace, self.rounding_bytes, table, ordered, added)
 
     @classmethod

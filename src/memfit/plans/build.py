@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from memfit._version import __version__
 from memfit.capture import NO_INDEX, Implementation, ModuleCall, Phase, Trace
@@ -17,6 +19,7 @@ from memfit.plans.record import (
     DdpPlan,
     Engine,
     Estimate,
+    OffloadLinkRecord,
     Prediction,
     RecomputedCollective,
     ShardPlan,
@@ -25,7 +28,7 @@ from memfit.plans.record import (
     UnitOp,
 )
 from memfit.plans.trace_record import build_trace_record
-from memfit.tradeoff import LOSS, Policy, Unit
+from memfit.tradeoff import LOSS, OffloadWindow, Policy, Unit, find_units, find_windows
 
 _DIGITS = 6
 """Milliseconds are kept to the nanosecond: sums in another order are then the same text."""
@@ -53,7 +56,11 @@ def build_plan(
     notes: Sequence[str] = (),
 ) -> Plan:
     """Build the plan, validated as if it came from a file; policies that discard nothing are left out."""
-    chosen = sorted((each for each in checkpoint if each[1].stop >= 0), key=lambda each: each[0].begin)
+    chosen = sorted((each for each in checkpoint if not each[1].changes_nothing), key=lambda each: each[0].begin)
+    windows: dict[str, OffloadWindow] = {}
+    if any(policy.offload for _, policy in chosen):
+        windows = find_windows(trace, np.zeros(len(trace.ops)), find_units(trace))
+    link = target.device.offload_link if windows else None
     plan = Plan(
         memfit=__version__,
         fingerprint=trace.fingerprint,
@@ -67,7 +74,7 @@ def build_plan(
         predicted=None if predicted is None else _rounded_estimate(predicted),
         minimum_budget_bytes=None if minimum_budget_bytes is None else int(minimum_budget_bytes),
         blocker=blocker,
-        checkpoint=tuple(build_checkpoint(trace, unit, policy) for unit, policy in chosen),
+        checkpoint=tuple(build_checkpoint(trace, *each, windows.get(each[0].name)) for each in chosen),
         shard=shard,
         ddp=ddp,
         engine=engine,
@@ -75,6 +82,7 @@ def build_plan(
         rank=trace.rank if trace.rank or trace.pipelines else msgspec.UNSET,
         wrappers=trace.wrappers if trace.mesh else msgspec.UNSET,
         collectives=_recomputed_collectives(trace, chosen) if trace.mesh else msgspec.UNSET,
+        offload_link=msgspec.UNSET if link is None else OffloadLinkRecord(**dataclasses.asdict(link)),
         optimizer=optimizer,
         notes=tuple(notes),
         trace=build_trace_record(trace),
@@ -98,8 +106,8 @@ def _recomputed_collectives(
     return tuple(found) or msgspec.UNSET
 
 
-def build_checkpoint(trace: Trace, unit: Unit, policy: Policy) -> Checkpoint:
-    """Build the entry of a unit that is checkpointed with this policy."""
+def build_checkpoint(trace: Trace, unit: Unit, policy: Policy, window: OffloadWindow | None = None) -> Checkpoint:
+    """Build the entry of a unit that is checkpointed with this policy; `window` is that of a unit that offloads."""
     held = policy.discarded_bytes + policy.cached_bytes
     after = _last_call_before(trace, unit) if unit.call == NO_INDEX else None
     return Checkpoint(
@@ -121,7 +129,17 @@ def build_checkpoint(trace: Trace, unit: Unit, policy: Policy) -> Checkpoint:
         dropped=policy.dropped,
         after=None if after is None else after.module,
         after_call=0 if after is None else _number_in_model(trace, after),
+        **({} if window is None or not policy.offload else _offload_fields(trace, unit, policy, window)),
     )
+
+
+def _offload_fields(trace: Trace, unit: Unit, policy: Policy, window: OffloadWindow) -> dict[str, Any]:
+    return {
+        "offload": _named(trace, unit, policy.offload),
+        "offload_next": window.next.module,
+        "offloaded_bytes": policy.offloaded_bytes,
+        "exposed_ms": round(float(policy.exposed_ms), _DIGITS),
+    }
 
 
 def _calls(trace: Trace, module: str) -> int:
@@ -211,6 +229,7 @@ def _rounded(value: float | None) -> float | None:
 
 def _rounded_estimate(estimate: _E) -> _E:
     names = [name for name in estimate.__struct_fields__ if name.endswith("_ms")]
+    names = [name for name in names if getattr(estimate, name) is not msgspec.UNSET]
     return msgspec.structs.replace(estimate, **{name: _rounded(getattr(estimate, name)) for name in names})
 
 
@@ -225,4 +244,7 @@ def build_policy(entry: Checkpoint) -> Policy:
         cached_bytes=entry.cached_bytes,
         recompute_ms=entry.recompute_ms,
         recompute_peak_bytes=entry.recompute_peak_bytes,
+        offload=tuple(op.offset for op in entry.offload or ()),
+        offloaded_bytes=entry.offloaded_bytes or 0,
+        exposed_ms=entry.exposed_ms or 0.0,
     )

@@ -28,6 +28,7 @@ from memfit.plans.record import (
     Engine,
     Estimate,
     Ms,
+    OffloadLinkRecord,
     Prediction,
     RecomputedCollective,
     ShardPlan,
@@ -78,6 +79,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What the step's own code has wrapped or sharded the model with, on a mesh: `fully_shard`, `DTensor`."""
     collectives: tuple[RecomputedCollective, ...] | msgspec.UnsetType = msgspec.UNSET
     """What ranks of the mesh do together once more where units are recomputed, in the order of the forward."""
+    offload_link: OffloadLinkRecord | msgspec.UnsetType = msgspec.UNSET
+    """What units offload over; plans that offload nothing have none."""
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "the document") -> Plan:

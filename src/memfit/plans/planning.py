@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
+import msgspec
+
 from memfit.capture import Implementation, Step, implementations_of_step, step_with, trace
 from memfit.cost import Cost, Runtime
 from memfit.errors import InputError
@@ -30,6 +32,7 @@ from memfit.solve import (
     find_blocker,
     solve,
 )
+from memfit.text import counted
 from memfit.units import display_bytes, display_ms
 
 if TYPE_CHECKING:
@@ -113,11 +116,11 @@ def curve(model: Model, batch: Any = None, *, points: int = 16, **inputs: Unpack
 
 def _choice(problem: Problem, start: Plan) -> Choice:
     """Return the choice that a plan made, with the nearest policies where its own are not among the candidates'."""
-    dropped = {entry.unit: entry.discarded_bytes for entry in start.checkpoint}
+    dropped = {entry.unit: entry.discarded_bytes + (entry.offloaded_bytes or 0) for entry in start.checkpoint}
     choice = choose_nothing(problem)
     for index, candidate in enumerate(problem.candidates):
         if candidate.unit.name in dropped:
-            distances = [abs(policy.discarded_bytes - dropped[candidate.unit.name]) for policy in candidate.policies]
+            distances = [abs(policy.freed_bytes - dropped[candidate.unit.name]) for policy in candidate.policies]
             choice[index] = distances.index(min(distances))
     return choice
 
@@ -140,6 +143,7 @@ def _document(
     notes += [] if room is None else [room]
     if problem.min_budget_is_unproven:
         notes.append("the smallest budget is the lowest found in the time limit, not proven to be the lowest there is")
+    notes += note_on_offload(problem, solved)
     if solved.tightened:
         notes.append(f"the replay sent the solver back {solved.tightened} times")
     fits = solved.status not in (Status.INFEASIBLE, Status.UNKNOWN)
@@ -167,6 +171,19 @@ def _document(
     )
 
 
+def note_on_offload(problem: Problem, solved: Solved) -> list[str]:
+    """Say what offload frees, what it costs and over which link; nothing where no unit offloads."""
+    offloading = [policy for _, policy in solved.chosen if policy.offload]
+    link = problem.offload_link
+    if not offloading or link is None:
+        return []
+    rates = sorted({f"{each / 1e9:.3g} GB/s" for each in (link.to_host_bytes_per_s, link.to_device_bytes_per_s)})
+    return [
+        f"{counted(len(offloading), 'unit')} offload {display_bytes(sum(each.offloaded_bytes for each in offloading))} "
+        f"over {link.name} ({' and '.join(rates)}), for {display_ms(solved.exposed_offload_ms)} that compute waits"
+    ]
+
+
 _ROOMS: dict[Room, Literal["enough", "margin", "tight", "too little"]] = {
     Room.ENOUGH: "enough",
     Room.MARGIN: "margin",
@@ -178,10 +195,12 @@ _ROOMS: dict[Room, Literal["enough", "margin", "tight", "too little"]] = {
 def _prediction(problem: Problem, solved: Solved, reservation: Reservation | None, base_ms: float) -> Prediction | None:
     if solved.replay is None:
         return None
+    offloads = any(policy.offload for _, policy in solved.chosen)
     return Prediction(
         step_ms=base_ms + solved.recompute_ms,
-        recompute_ms=solved.recompute_ms,
+        recompute_ms=max(0.0, solved.recompute_ms - solved.exposed_offload_ms),
         exposed_communication_ms=problem.exposed_ms,
+        exposed_offload_ms=solved.exposed_offload_ms if offloads else msgspec.UNSET,
         room=None if reservation is None else _ROOMS[reservation.room],
         **_peak(problem, solved.replay, reservation),
     )

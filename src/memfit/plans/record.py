@@ -46,6 +46,12 @@ class Checkpoint(_Part, frozen=True):
     including) `end` of the step. Ops up to offset `stop` run again, but those that are saved. `dropped` are what is
     not held for backward, each as the op that makes it and its place among the new storages of that op. The
     region of the loss begins after call `after_call` of the module `after`; after the whole model when that is None.
+
+    Results of the ops in `offload` leave for the host: begun at the end of the unit's forward, freed at the end of the
+    forward of the next unit, brought back when that one's backward begins. `offload_next` is the path of the module
+    whose next call is that unit, None for a unit that has none after it; without it, it is the next in the plan. A unit
+    of which nothing is dropped only offloads, and has -1 as its `stop`. They take `offloaded_bytes`, and `exposed_ms`
+    of their copies are not hidden by compute.
     """
 
     unit: str
@@ -55,7 +61,7 @@ class Checkpoint(_Part, frozen=True):
     kind: str
     begin: Count
     end: Count
-    stop: Count
+    stop: Annotated[int, Meta(ge=-1)]
     discard_ratio: Ratio
     discarded_bytes: Bytes
     cached_bytes: Bytes
@@ -66,11 +72,23 @@ class Checkpoint(_Part, frozen=True):
     dropped: tuple[tuple[Count, Count], ...]
     after: str | None = None
     after_call: Count = 0
+    offload: tuple[UnitOp, ...] | msgspec.UnsetType = msgspec.UNSET
+    offload_next: str | msgspec.UnsetType | None = msgspec.UNSET
+    offloaded_bytes: Bytes | msgspec.UnsetType = msgspec.UNSET
+    exposed_ms: Ms | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def is_loss(self) -> bool:
         """Whether this is the region of the loss, which is no module."""
         return self.unit.partition("#")[0] == LOSS
+
+
+class OffloadLinkRecord(_Part, frozen=True):
+    """The link over which a plan assumes that units offload, and its bytes a second each way."""
+
+    name: str
+    to_host_bytes_per_s: Annotated[float, Meta(gt=0)]
+    to_device_bytes_per_s: Annotated[float, Meta(gt=0)]
 
 
 class RecomputedCollective(_Row, frozen=True):
@@ -124,10 +142,12 @@ class Prediction(Estimate, frozen=True, kw_only=True):
 
     `room` says whether the caching allocator has room: enough; only without the margin; tight, when it must empty its
     cache in every step; or too little, when it runs out. It is None in plans of earlier versions.
+    `exposed_offload_ms` is how long compute waits for what units offload; plans that offload nothing have none.
     """
 
     recompute_ms: Ms
     exposed_communication_ms: Ms
+    exposed_offload_ms: Ms | msgspec.UnsetType = msgspec.UNSET
     room: Literal["enough", "margin", "tight", "too little"] | None = None
 
 

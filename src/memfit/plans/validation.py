@@ -29,6 +29,7 @@ def check_content(plan: Plan, where: str) -> None:
 def _problems(plan: Plan) -> Iterator[str]:
     for entry in plan.checkpoint:
         yield from _checkpoint_problems(entry, plan.trace.ops)
+        yield from _offload_problems(entry)
     yield from _overlap_problems(plan)
     if plan.status == "infeasible":
         yield from _infeasible_problems(plan)
@@ -74,6 +75,12 @@ def _answer_problems(plan: Plan) -> Iterator[str]:
     summed_ms, recompute_ms = sum(entry.recompute_ms for entry in plan.checkpoint), plan.predicted.recompute_ms
     if abs(summed_ms - recompute_ms) > _SLACK * recompute_ms + _SLACK_MS:
         yield f"predicted.recompute_ms is {recompute_ms}, and that of the units adds up to {summed_ms:.6f}"
+    exposed_ms, waited_ms = (
+        plan.predicted.exposed_offload_ms or 0.0,
+        sum(entry.exposed_ms or 0.0 for entry in plan.checkpoint),
+    )
+    if abs(exposed_ms - waited_ms) > _SLACK * waited_ms + _SLACK_MS:
+        yield f"predicted.exposed_offload_ms is {exposed_ms}, and that of the units adds up to {waited_ms:.6f}"
 
 
 def _estimate_problems(name: str, estimate: Estimate | Blocker) -> Iterator[str]:
@@ -97,7 +104,15 @@ def _checkpoint_problems(entry: Checkpoint, ops: int) -> Iterator[str]:
     both = sorted(set(saved) & set(again))
     if both:
         yield f"op {both[0]} of unit {entry.unit!r} is in saved_ops and in recomputed_ops"
-    last = max(entry.stop, *saved, *again)
+    away = [op.offset for op in entry.offload or ()]
+    if any(first >= second for first, second in pairwise(away)):
+        yield f"offload of unit {entry.unit!r} is not in the order of its offsets"
+    gone = sorted(set(away) & {op for op, _ in entry.dropped})
+    if gone:
+        yield f"op {gone[0]} of unit {entry.unit!r} is offloaded (offload), and its result is dropped"
+    if away and entry.is_loss:
+        yield "the loss is offloaded (offload), and its backward comes next"
+    last = max(entry.stop, *saved, *again, *away)
     if last >= entry.end - entry.begin:
         yield f"op {last} of unit {entry.unit!r} is beyond its {entry.end - entry.begin} ops"
     if again and again[-1] > entry.stop:
@@ -111,6 +126,24 @@ def _checkpoint_problems(entry: Checkpoint, ops: int) -> Iterator[str]:
     missing = next((op for op in range(entry.stop + 1) if op not in known), None)
     if missing is not None:
         yield f"op {missing} of unit {entry.unit!r} is neither in saved_ops nor in recomputed_ops"
+
+
+def _offload_problems(entry: Checkpoint) -> Iterator[str]:
+    if entry.stop < 0 and (entry.recomputed_ops or entry.dropped or not entry.offload):
+        yield f"unit {entry.unit!r} has no second run (stop is {entry.stop}), and offloads nothing or drops something"
+    if not entry.offload:
+        if entry.offloaded_bytes or entry.exposed_ms:
+            yield f"unit {entry.unit!r} offloads {entry.offloaded_bytes} bytes (offloaded_bytes), and no op's result"
+        return
+    saved = {op.offset for op in entry.saved_ops}
+    wrong = next((op.offset for op in entry.offload if op.offset not in saved), None)
+    if wrong is not None:
+        yield f"op {wrong} of unit {entry.unit!r} is in offload, and not in saved_ops"
+    if (entry.offloaded_bytes or 0) > entry.cached_bytes:
+        yield (
+            f"unit {entry.unit!r} offloads {entry.offloaded_bytes} bytes (offloaded_bytes), and holds only "
+            f"{entry.cached_bytes} (cached_bytes)"
+        )
 
 
 def _overlap_problems(plan: Plan) -> Iterator[str]:

@@ -1,16 +1,17 @@
 """The program that decides which units are checkpointed, and how: one binary for each candidate and policy.
 
 Variables: x[u,k] is 1 when candidate u is checkpointed with policy k; c[j] is what is missing in segment j, in MiB.
-Minimise the sum of recompute_ms[u,k] x[u,k] subject to five families of rows:
+Minimise the sum of added_ms[u,k] x[u,k], recompute and exposed copies, subject to five families of rows:
 
 1. choice:     sum over k of x[u,k] <= 1, and = 1 for a candidate that the caller forces
 2. path:       sum of x over the candidates of one path of the module tree <= 1: a container or what is inside it
 3. cumulative: c[j] = c[j-1] + freed of candidates whose forward ends at boundary j - freed of those whose recompute
-               begins there, so that rows grow with the number of candidates and not with its square
+               begins there, so that rows grow with the number of candidates and not with its square; likewise what
+               is offloaded, at boundaries of its own
 4. segment:    highest level in segment j - c[j] - relief[u,k,j] x[u,k] of the units u in whose forward it lies
                <= budget, for segments that may be above the budget; relief is what k's profile lowers the level by
-5. recompute:  level just before the recompute of u - what is missing there, u's own part included
-               + recompute_peak_bytes[u,k] x[u,k] <= budget, where a policy could break it
+5. recompute:  level just before the recompute of u - what is missing there, u's own part included, without what
+               comes back ahead of it + recompute_peak_bytes[u,k] x[u,k] <= budget, where a policy could break it
 
 For the smallest feasible budget the budget is a variable too, and the only one that costs.
 """
@@ -18,6 +19,7 @@ For the smallest feasible budget the budget is a variable too, and the only one 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 
 import numpy as np
 
@@ -36,11 +38,11 @@ class CheckpointModel:
         self.program = program
         self.milp = Milp()
         self.x = [
-            [self.milp.variable(cost=0.0 if min_budget else policy.recompute_ms) for policy in candidate.policies]
+            [self.milp.variable(cost=0.0 if min_budget else policy.added_ms) for policy in candidate.policies]
             for candidate in program.candidates
         ]
         self.budget = self.milp.variable(cost=1.0, upper=FREE, integer=False) if min_budget else None
-        most = sum(candidate.policies[-1].discarded_bytes for candidate in program.candidates) / SCALE
+        most = sum(candidate.policies[-1].freed_bytes for candidate in program.candidates) / SCALE
         self.missing = [
             self.milp.variable(lower=0.0, upper=most if index else 0.0, integer=False)
             for index in range(len(program.segments))
@@ -72,6 +74,10 @@ class CheckpointModel:
                 freed = policy.discarded_bytes / SCALE
                 terms[begins[candidate.unit.end]].append((x, freed))
                 terms[begins[candidate.recompute_at]].append((x, -freed))
+                if candidate.window is not None:
+                    offloaded = policy.offloaded_bytes / SCALE
+                    terms[begins[candidate.window.gone_at]].append((x, offloaded))
+                    terms[begins[candidate.window.back_at]].append((x, -offloaded))
         for index in range(1, len(self.missing)):
             balance = [(self.missing[index], -1.0), (self.missing[index - 1], 1.0), *terms[index]]
             self.milp.row(balance, lower=0.0, upper=0.0)
@@ -112,12 +118,13 @@ class CheckpointModel:
         """Family 5. Without a recompute it holds anyway: the level before an op is no higher than during the last."""
         budget = self.program.budget_bytes
         begins = {segment.begin: index for index, segment in enumerate(self.program.segments)}
+        back = self._coming_back()
         for candidate, row in zip(self.program.candidates, self.x, strict=True):
             level = int(self.program.before[candidate.recompute_at])
             highest = level + max(policy.recompute_peak_bytes for policy in candidate.policies)
             if self.budget is None and highest <= budget:
                 continue
-            terms = [(self.missing[begins[candidate.recompute_at] - 1], -1.0)]
+            terms = [(self.missing[begins[candidate.recompute_at] - 1], -1.0), *back[candidate.recompute_at]]
             missing_itself = candidate.unit.end == candidate.recompute_at  # recomputed right where its forward ended
             for x, policy in zip(row, candidate.policies, strict=True):
                 own = policy.discarded_bytes if missing_itself else 0
@@ -126,6 +133,16 @@ class CheckpointModel:
                 self.milp.row(terms, upper=(budget - level) / SCALE)
             else:
                 self.milp.row([*terms, (self.budget, -1.0)], upper=-level / SCALE)
+
+    def _coming_back(self) -> dict[int, list[tuple[int, float]]]:
+        """Return, for each op, the policies whose offloaded bytes come back ahead of it: variable and MiB."""
+        found: dict[int, list[tuple[int, float]]] = defaultdict(list)
+        for candidate, row in zip(self.program.candidates, self.x, strict=True):
+            if candidate.window is not None:
+                found[candidate.window.back_at] += [
+                    (x, policy.offloaded_bytes / SCALE) for x, policy in zip(row, candidate.policies, strict=True)
+                ]
+        return found
 
     def choice_of(self, values: tuple[float, ...]) -> Choice:
         """Return the choice that the solver's values stand for."""

@@ -9,7 +9,8 @@ The answer is then assigned to the units, the largest policies to the layers tha
 the bytes that equal layers dropped are missing lie inside one another, so this leaves the least memory at every moment.
 Rows that the assigned plan breaks are added, and the program is solved again. When the plan holds every row of the full
 program, it has the least time and is optimal there too. When it breaks a row that is here already, only the full
-program can tell. Rows of segments inside the forward of a unit are left out here.
+program can tell. Rows of segments inside the forward of a unit are left out here, and what is offloaded counts as gone
+from the end of its unit's forward to the begin of its backward, which is longer than it is.
 
 It is for steps whose backward does not mirror their forward, where the dynamic program has only a bound. Two towers of
 12 equal layers, each with a backward of its own, are proven in 4 s at half of the budgets' range, and not in 60 s by
@@ -66,7 +67,7 @@ class ClassModel:
         self.milp = Milp()
         self.n = [
             [
-                self.milp.variable(cost=policy.recompute_ms, upper=float(len(each.members)))
+                self.milp.variable(cost=policy.added_ms, upper=float(len(each.members)))
                 for policy in program.candidates[each.members[0]].policies
             ]
             for each in self.classes
@@ -123,7 +124,7 @@ class ClassModel:
                 counted[number] = self.n[number]
             else:
                 counted[number] = self._largest(number, len(active) - own)
-            terms += [(n, policy.discarded_bytes / SCALE) for n, policy in zip(counted[number], policies, strict=True)]
+            terms += [(n, policy.freed_bytes / SCALE) for n, policy in zip(counted[number], policies, strict=True)]
             if own:
                 extra = self._recomputed(number, counted[number])
                 terms += extra
@@ -176,7 +177,7 @@ class ClassModel:
         terms = [(w, 1.0) for w in chosen] + [(n, -1.0) for n in self.n[number]]
         self.milp.row(terms, lower=1.0 - members)
         return [
-            (w, (policy.discarded_bytes - policy.recompute_peak_bytes) / SCALE)
+            (w, (policy.freed_bytes - policy.recompute_peak_bytes) / SCALE)
             for w, policy in zip(chosen, policies, strict=True)
         ]
 

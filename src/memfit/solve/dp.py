@@ -22,11 +22,17 @@ which no level may exceed. With B the budget, `freed`, `time` and `peak` those o
 3. Transition (`_LabelSetting.expand`): v is checkpointed with a policy, or its children are passed instead:
        L(v) = {(F + freed[v,k], T + time[v,k]) : (F, T) in L(before v), F >= required(v, k)}
             + {(F, T) in L(last child of v) that entered v with F >= open(v) : F >= after(v)}
-4. Dominance (`keep_undominated`): (F, T) goes when another label has F' >= F and T' <= T.
+   Offload: what v offloads is missing only after its next unit w, so a label also has P, the bytes in flight, which no
+   level of w's forward, its inside and its recompute finds missing, and which F takes up behind w. For v itself
+   required(v, k) has `offloaded` only in the rows between the end of w and the begin of w's backward; where w is no
+   candidate these are rows of v, and nothing is in flight for any other. Units that offload do not lie inside one
+   another nor inside w (tradeoff, Note [Offload]), so P is one number. The backward of w begins where it is recomputed,
+   so rows that find P missing are those in which w is active: exact wherever 1 to 3 are.
+4. Dominance (`keep_undominated`): (F, P, T) goes when another label has F' >= F, F' + P' >= F + P and T' <= T.
 5. Bound (`completion_bounds`): V(v, F) is at most the least time after v from F on. With each frontier
    replaced by its convex hull, V is convex and non-increasing in F: V(end, F) = 0; a requirement cuts the domain; a
    policy is the infimal convolution with v's hull (a merge of segments by slope); "v or its children" is the convex
-   hull of both. A label with T + V(v, F) above the best plan known goes.
+   hull of both. A label with T + V(v, F + P) above the best plan known goes.
 6. Equal subtrees (`_SubtreePlans`): labels with F >= safe(v), the greatest requirement inside v, pass v by the list of
    undominated plans of its subtree, which is computed once for all equal subtrees.
 7. Beam (`_LabelSetting.prune`, `solve_pass`): with more than `width` labels those with the least T + V stay, and the
@@ -44,7 +50,7 @@ from __future__ import annotations
 import math
 import time as clock
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -137,7 +143,32 @@ class DynamicProgram:
 # ---- 4. Dominance ----
 
 
-def keep_undominated(freed: Ints, time: Ints) -> Indices:
+def keep_undominated(freed: Ints, time: Ints, in_flight: Ints | None = None) -> Indices:
+    """Return the indices of labels that no other dominates; the first of equal ones.
+
+    By falling bytes, for each number of bytes in flight by itself.
+    """
+    if in_flight is None or not in_flight.any():
+        return _keep_undominated(freed, time)
+    kept: dict[int, Indices] = {}
+    for amount in np.unique(in_flight).tolist():
+        own = np.flatnonzero(in_flight == amount)
+        kept[amount] = own[_keep_undominated(freed[own], time[own])]
+    found = []
+    for amount, own in kept.items():
+        alive = np.ones(len(own), bool)
+        for other, rivals in kept.items():
+            if other != amount:
+                # By rising bytes, the least time of those with at least as many: times fall with the bytes.
+                at, least = freed[rivals][::-1], time[rivals][::-1]
+                place = np.searchsorted(at, freed[own] + max(0, amount - other))
+                beaten = place < len(at)
+                alive[beaten] &= least[place[beaten]] > time[own][beaten]
+        found.append(own[alive])
+    return np.concatenate(found)
+
+
+def _keep_undominated(freed: Ints, time: Ints) -> Indices:
     """Return the indices of labels that no other dominates, by falling bytes; the first of equal ones."""
     order = np.argsort(-freed, kind="stable")  # one key: half the time of sorting by both
     by_bytes = time[order]
@@ -242,9 +273,13 @@ def completion_bounds(nodes: tuple[UnitNode, ...]) -> tuple[ConvexBound, dict[in
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SubtreePlans:
-    """Undominated plans of a subtree by falling bytes, each as (post-order number in the subtree, policy) pairs."""
+    """Undominated plans of a subtree, each as (post-order number in the subtree, policy) pairs.
+
+    `freed` is what is gone at its end, `in_flight` what is gone after the next node.
+    """
 
     freed: Ints
+    in_flight: Ints
     time: Ints
     chosen: tuple[Picks, ...]
 
@@ -269,26 +304,28 @@ class _SubtreePlans:
         inner = None if node.forced else self._combine(node.children)
         if inner is None and not node.forced:
             return None
-        freed, time = np.zeros(0, np.int64), np.zeros(0, np.int64)
+        freed, in_flight, time = (np.zeros(0, np.int64) for _ in range(3))
         chosen: list[Picks] = []
         if inner is not None:
-            freed, time, chosen = inner.freed, inner.time, list(inner.chosen)
+            freed, in_flight, time, chosen = inner.freed, inner.in_flight, inner.time, list(inner.chosen)
         if not node.must_open:
             own = sum(1 for _ in _subtree(node)) - 1
-            freed, time = np.concatenate((freed, node.freed)), np.concatenate((time, node.time))
+            freed = np.concatenate((freed, node.freed - node.in_flight))
+            in_flight, time = np.concatenate((in_flight, node.in_flight)), np.concatenate((time, node.time))
             chosen += [((own, policy),) for policy in range(len(node.time))]
-        kept = keep_undominated(freed, time)
-        return SubtreePlans(freed[kept], time[kept], tuple(chosen[plan] for plan in kept.tolist()))
+        kept = keep_undominated(freed, time, in_flight)
+        picks = tuple(chosen[plan] for plan in kept.tolist())
+        return SubtreePlans(freed[kept], in_flight[kept], time[kept], picks)
 
     def _combine(self, children: Sequence[UnitNode]) -> SubtreePlans | None:
-        """Return the undominated sums of the children's plans."""
+        """Return the undominated sums of the children's plans; behind the last of them nothing is in flight."""
         zero = np.zeros(1, np.int64)
-        plans, units = SubtreePlans(zero, zero, ((),)), 0
+        plans, units = SubtreePlans(zero, zero, zero, ((),)), 0
         for child in children:
             more = self.of(child)
             if more is None:
                 return None
-            freed = (plans.freed[:, None] + more.freed).ravel()
+            freed = (plans.freed[:, None] + more.freed + more.in_flight).ravel()
             time = (plans.time[:, None] + more.time).ravel()
             kept = keep_undominated(freed, time)
             if len(kept) > _MAX_SUBTREE_PLANS:
@@ -298,7 +335,7 @@ class _SubtreePlans:
                 (*plans.chosen[i], *((units + number, policy) for number, policy in more.chosen[j]))
                 for i, j in zip(one.tolist(), other.tolist(), strict=True)
             )
-            plans = SubtreePlans(freed[kept], time[kept], chosen)
+            plans = SubtreePlans(freed[kept], np.zeros_like(freed[kept]), time[kept], chosen)
             units += sum(1 for _ in _subtree(child))
         return plans
 
@@ -319,15 +356,22 @@ class _LimitReachedError(Exception):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Labels:
-    """Labels after one node, F and T. `step` and `row` are where each was recorded, step -1 for the start."""
+    """Labels after one node, F, P and T. `step` and `row` are where each was recorded, step -1 for the start."""
 
     reached: Ints
+    in_flight: Ints
     time: Ints
     step: npt.NDArray[np.int32]
     row: npt.NDArray[np.int32]
 
     def part(self, kept: Indices | npt.NDArray[np.bool_]) -> _Labels:
-        return _Labels(self.reached[kept], self.time[kept], self.step[kept], self.row[kept])
+        return _Labels(self.reached[kept], self.in_flight[kept], self.time[kept], self.step[kept], self.row[kept])
+
+    def behind(self, node: UnitNode) -> _Labels:
+        """Return the labels with what the node releases."""
+        if not node.releases:
+            return self
+        return replace(self, reached=self.reached + self.in_flight, in_flight=np.zeros_like(self.in_flight))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -373,7 +417,8 @@ class _LabelSetting:
         """Pass all nodes with at most this many labels after each; return the best plan and its time."""
         self.width, self.lost, self.recorded, self.steps = width, math.inf, 0, []
         start = np.zeros(1, np.int32)
-        labels = _Labels(np.array([self.budget_bytes]), np.zeros(1, np.int64), start - 1, start)
+        zero = np.zeros(1, np.int64)
+        labels = _Labels(np.array([self.budget_bytes]), zero, zero, start - 1, start)
         for node in self.nodes:
             labels = self.advance(node, labels)
             if not len(labels.time):
@@ -391,7 +436,8 @@ class _LabelSetting:
             return self.expand(node, labels)
         from_label = np.repeat(np.arange(np.count_nonzero(safe)), len(plans.time))
         plan = np.tile(np.arange(len(plans.time)), np.count_nonzero(safe))
-        free = self.extend(node, plans, labels.part(safe), from_label, plan, plans.freed, plans.time)
+        behind = labels.part(safe).behind(node)
+        free = self.extend(node, plans, behind, from_label, plan, plans.freed, plans.in_flight, plans.time)
         return self.prune(node, [free] if safe.all() else [free, self.expand(node, labels.part(~safe))])
 
     def expand(self, node: UnitNode, labels: _Labels) -> _Labels:
@@ -401,10 +447,14 @@ class _LabelSetting:
             inner = labels.part(labels.reached >= node.open_bytes)
             for child in node.children:
                 inner = self.advance(child, inner)
+            inner = inner.behind(node)
             found.append(inner.part(inner.reached >= node.after_bytes))
         if not node.must_open:
-            from_label, policy = np.nonzero(labels.reached[:, None] >= node.required_bytes)
-            found.append(self.extend(node, None, labels, from_label, policy, node.freed, node.time))
+            behind = labels.behind(node)
+            holds = (labels.reached[:, None] >= node.required_bytes) & (behind.reached[:, None] >= node.required_after)
+            from_label, policy = np.nonzero(holds)
+            gone = node.freed - node.in_flight
+            found.append(self.extend(node, None, behind, from_label, policy, gone, node.in_flight, node.time))
         return self.prune(node, found)
 
     def extend(
@@ -415,19 +465,21 @@ class _LabelSetting:
         from_label: Indices,
         taken: Indices,
         freed: Ints,
+        in_flight: Ints,
         time: Ints,
     ) -> _Labels:
         """Add what was taken to labels, drop those that are hopeless, and record the rest."""
         reached, time = labels.reached[from_label] + freed[taken], labels.time[from_label] + time[taken]
-        kept = np.flatnonzero(time + self.after[node.index](reached) <= self.best + _ROUNDING_PS)
-        kept = kept[keep_undominated(reached[kept], time[kept])]
+        in_flight = labels.in_flight[from_label] + in_flight[taken]
+        kept = np.flatnonzero(time + self.after[node.index](reached + in_flight) <= self.best + _ROUNDING_PS)
+        kept = kept[keep_undominated(reached[kept], time[kept], in_flight[kept])]
         from_label = from_label[kept]
         self.steps.append(
             _Step(node, plans, labels.step[from_label], labels.row[from_label], taken[kept].astype(np.int32))
         )
         self.recorded += len(kept)
         step = np.full(len(kept), len(self.steps) - 1, np.int32)
-        return _Labels(reached[kept], time[kept], step, np.arange(len(kept), dtype=np.int32))
+        return _Labels(reached[kept], in_flight[kept], time[kept], step, np.arange(len(kept), dtype=np.int32))
 
     def prune(self, node: UnitNode, found: list[_Labels]) -> _Labels:
         """Recurrences 4, 5 and 7: keep undominated labels that may still become the best plan, at most `width`."""
@@ -435,12 +487,13 @@ class _LabelSetting:
         if len(found) > 1:
             labels = _Labels(
                 np.concatenate([each.reached for each in found]),
+                np.concatenate([each.in_flight for each in found]),
                 np.concatenate([each.time for each in found]),
                 np.concatenate([each.step for each in found]),
                 np.concatenate([each.row for each in found]),
             )
-            labels = labels.part(keep_undominated(labels.reached, labels.time))
-        least = labels.time + self.after[node.index](labels.reached)
+            labels = labels.part(keep_undominated(labels.reached, labels.time, labels.in_flight))
+        least = labels.time + self.after[node.index](labels.reached + labels.in_flight)
         hopeful = least <= self.best + _ROUNDING_PS
         if np.count_nonzero(hopeful) > self.width:
             order = np.argsort(least, kind="stable")

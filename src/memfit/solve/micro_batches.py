@@ -76,14 +76,17 @@ def _shape(candidates: Sequence[Candidate], index: int, group: Sequence[int], be
     candidate = candidates[index]
     outer = group.index(candidate.outer) if candidate.outer in group else NO_INDEX
     unit = candidate.unit
-    return unit.module, unit.kind, unit.begin - begin, unit.end - begin, outer, candidate.forced
+    offloads = candidate.window is not None
+    return unit.module, unit.kind, unit.begin - begin, unit.end - begin, outer, candidate.forced, offloads
 
 
 def _anchors(candidates: Sequence[Candidate], found: MicroBatches, number: int) -> list[int]:
     """Return where candidates of a micro-batch begin, end and are recomputed, and where it begins and ends itself."""
     inside = [candidates[index] for index in found.members[number]]
     begin, end = found.spans[number]
-    return [begin, *(at for each in inside for at in (each.unit.begin, each.unit.end, each.recompute_at)), end]
+    points = [at for each in inside for at in (each.unit.begin, each.unit.end, each.recompute_at)]
+    windows = [each.window for each in inside if each.window is not None]
+    return [begin, *points, *(at for window in windows for at in (window.gone_at, window.back_at)), end]
 
 
 def _order(candidates: Sequence[Candidate], found: MicroBatches, number: int) -> list[int]:
@@ -112,6 +115,7 @@ def fold(program: Program, found: MicroBatches) -> Program:
             frontier=each.frontier,
             outer=places.get(each.outer, NO_INDEX),
             forced=each.forced,
+            window=each.window,
         )
         for each in (program.candidates[index] for index in found.members[-1])
     )

@@ -65,7 +65,8 @@ def min_budget(program: Program, limits: Limits | None = None, *, dp: DynamicPro
 def _bisect(program: Program, dp: DynamicProgram) -> MinBudget | None:
     """Bisect for the smallest budget whose requirements a plan holds; a bound where backward does not mirror forward.
 
-    When time is free, dropping more is never worse, so one label is enough at every node.
+    When time is free, dropping more is never worse, so one label is enough at every node, or a few where bytes are in
+    flight behind it.
     """
     highest = max(
         (int(policy.recompute_peak_bytes) for each in program.candidates for policy in each.policies), default=0
@@ -94,35 +95,64 @@ class _Picked:
 
 
 def _plan_within(dp: DynamicProgram, budget_bytes: int) -> Choice | None:
-    """Return the plan that drops the most at every node, None when it does not hold the requirements."""
+    """Return the plan that drops the most, None when no plan holds the requirements."""
     choice = np.full(dp.candidate_count, NO_INDEX, np.int64)
     for each in dp.passes:
-        reached = budget_bytes
-        picks: _Picked | None = None
+        states = [_Reached(budget_bytes, 0, None)]
         for node in each.nodes:
-            passed = _most_dropped(node, reached, picks)
-            if passed is None:
-                return None
-            reached, picks = passed
+            states = _most_dropped(node, states)
+        if not states:
+            return None
+        picks = states[0].picks
         while picks is not None:
             choice[picks.index] = picks.policy
             picks = picks.before
     return choice
 
 
-def _most_dropped(node: UnitNode, reached: int, picks: _Picked | None) -> tuple[int, _Picked | None] | None:
-    """Return the most that budget and dropped bytes reach after a node (dp.py, F of recurrence 2)."""
-    closed = node.forced or reached < node.open_bytes
-    inner: tuple[int, _Picked | None] | None = None if closed else (reached, picks)
-    for child in node.children:
-        if inner is not None:
-            inner = _most_dropped(child, inner[0], inner[1])
-    if inner is not None and inner[0] < node.after_bytes:
-        inner = None
-    if node.must_open:
-        return inner
-    for policy in range(len(node.freed) - 1, -1, -1):  # by falling bytes
-        if reached >= node.required_bytes[policy]:
-            whole = reached + int(node.freed[policy])
-            return inner if inner is not None and inner[0] >= whole else (whole, _Picked(picks, node.index, policy))
-    return inner
+@dataclass(frozen=True, slots=True)
+class _Reached:
+    """What budget and dropped bytes reach, what is in flight beside them, and the plan so far."""
+
+    reached: int
+    in_flight: int
+    picks: _Picked | None
+
+    def behind(self, node: UnitNode) -> _Reached:
+        return _Reached(self.reached + self.in_flight, 0, self.picks) if node.releases else self
+
+
+def _most_dropped(node: UnitNode, states: list[_Reached]) -> list[_Reached]:
+    """Return the most that budget and dropped bytes reach after a node (dp.py, F and P of recurrence 2)."""
+    found: list[_Reached] = []
+    if not node.forced:
+        inner = [state for state in states if state.reached >= node.open_bytes]
+        for child in node.children:
+            inner = _most_dropped(child, inner)
+        found = [state.behind(node) for state in inner]
+        found = [state for state in found if state.reached >= node.after_bytes]
+    if not node.must_open:
+        gone = node.freed - node.in_flight
+        for state in states:
+            behind = state.behind(node)
+            holds = (state.reached >= node.required_bytes) & (behind.reached >= node.required_after)
+            for policy in np.flatnonzero(holds)[::-1].tolist():  # by falling bytes
+                found.append(
+                    _Reached(
+                        behind.reached + int(gone[policy]),
+                        behind.in_flight + int(node.in_flight[policy]),
+                        _Picked(behind.picks, node.index, policy),
+                    )
+                )
+                if not node.in_flight.any():
+                    break  # one that drops less is no better
+    return _best(found)
+
+
+def _best(states: list[_Reached]) -> list[_Reached]:
+    """Return the states that no other dominates, the one that reaches most in the end first."""
+    kept: list[_Reached] = []
+    for state in sorted(states, key=lambda each: (-(each.reached + each.in_flight), -each.reached)):
+        if not kept or state.reached > kept[-1].reached:
+            kept.append(state)
+    return kept

@@ -28,6 +28,7 @@ class SolveOptions:
     `optimizer` lets a plan choose how the optimizer does its step: one tensor after another, on lists, or fused.
     `micro_batches` is `"same"` for one policy in all micro-batches of a step, however many of them a loop really runs;
     with `"own"` each has its own, which is a little faster and needs a loop that keeps to the step exactly.
+    `offload` lets units offload what they hold for their backward to the host, where the device has a link to it.
     """
 
     ac_units: tuple[str, ...] | None = None
@@ -38,6 +39,7 @@ class SolveOptions:
     points: int = POINTS
     optimizer: bool = False
     micro_batches: Literal["same", "own"] = "same"
+    offload: bool = False
 
     def __post_init__(self) -> None:
         for field_name in ("ac_units", "forbid", "force"):
@@ -58,6 +60,8 @@ class SolveOptions:
                 raise InputError(f"{field_name} is {value!r}; write {field_name}=memfit.solve.{kind.__name__}(...)")
         if self.micro_batches not in ("same", "own"):
             raise InputError(f"micro_batches is {self.micro_batches!r}; write 'same' or 'own'")
+        if not isinstance(self.offload, bool):
+            raise InputError(f"offload is {self.offload!r}; write True or False")
         if isinstance(self.points, bool) or not isinstance(self.points, int) or self.points < 1:
             raise InputError(f"points is {self.points!r}; write a whole number of at least 1")
 

@@ -13,13 +13,18 @@ them, saved results and inputs stay. So inside its forward
 
     during[t] + profile[u,k](t) - sum of freed over units active at t  <=  B
 
+What u offloads under k, `offloaded[u,k]`, is missing for a shorter time (tradeoff, Note [Offload]): from op
+`gone_at(u)`, the end of the next unit's forward, up to op `back_at(u)`, the begin of its backward, ahead of its
+recompute. It is one more interval of the same sum, and a recompute at `back_at(u)` does not miss it any longer.
+
 All of this is linear. Between two neighbouring boundaries (ends of forwards, begins of recomputes) the sum does not
 change, so one row for each segment with the highest `during` in it says all of the first family.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -29,7 +34,7 @@ import numpy.typing as npt
 
 from memfit.capture import NO_INDEX
 from memfit.memory import Bytes
-from memfit.tradeoff import Frontier, Policy, Unit
+from memfit.tradeoff import Frontier, OffloadWindow, Policy, Unit
 
 Choice = npt.NDArray[np.int64]
 """For each candidate the index of its policy, or `NO_INDEX` when it is not checkpointed."""
@@ -37,13 +42,17 @@ Choice = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A unit that a plan may checkpoint, with the policies that free something. `outer` is the candidate around it."""
+    """A unit that a plan may checkpoint, with the policies that free something. `outer` is the candidate around it.
+
+    Policies are by growing `freed_bytes`. `window` says when what they offload is gone; None where none of them does.
+    """
 
     unit: Unit
     policies: tuple[Policy, ...]
     frontier: Frontier
     outer: int
     forced: bool = False
+    window: OffloadWindow | None = None
 
     @property
     def recompute_at(self) -> int:
@@ -85,6 +94,8 @@ class Program:
         """Ops at which a candidate becomes active or stops to be."""
         points = {candidate.unit.end for candidate in self.candidates}
         points |= {candidate.recompute_at for candidate in self.candidates}
+        windows = [candidate.window for candidate in self.candidates if candidate.window is not None]
+        points |= {window.gone_at for window in windows} | {window.back_at for window in windows}
         return tuple(sorted(points))
 
     @cached_property
@@ -117,6 +128,9 @@ class Program:
         for candidate, policy in self.chosen(choice):
             change[candidate.unit.end] += policy.discarded_bytes
             change[candidate.recompute_at] -= policy.discarded_bytes
+            if candidate.window is not None:
+                change[candidate.window.gone_at] += policy.offloaded_bytes
+                change[candidate.window.back_at] -= policy.offloaded_bytes
         return np.cumsum(change)[:-1]
 
     def chosen(self, choice: Choice) -> list[tuple[Candidate, Policy]]:
@@ -137,8 +151,8 @@ class Program:
         return levels
 
     def recompute_ms(self, choice: Choice) -> float:
-        """Return the time that a choice adds to the step, summed in the order of the candidates."""
-        return float(sum(policy.recompute_ms for _, policy in self.chosen(choice)))
+        """Return the time that a choice adds to the step, exposed copies included, in the order of the candidates."""
+        return float(sum(policy.added_ms for _, policy in self.chosen(choice)))
 
     def peaks(self, choice: Choice) -> tuple[Bytes, list[tuple[Candidate, int]]]:
         """Return the level while each op runs, and the highest point of each recompute."""
@@ -148,10 +162,15 @@ class Program:
             begin, end = candidate.unit.begin, candidate.unit.end
             level[begin:end] += policy_profile(policy, end - begin)
         recomputes = []
+        back: dict[int, int] = defaultdict(int)
+        for candidate, policy in self.chosen(choice):
+            if candidate.window is not None:
+                back[candidate.window.back_at] += policy.offloaded_bytes
         for candidate, policy in self.chosen(choice):
             # A unit that is recomputed right where its forward ended (the loss) is in the sum of no op.
             own = policy.discarded_bytes if candidate.unit.end == candidate.recompute_at else 0
             begin = int(self.before[candidate.recompute_at]) - int(freed[candidate.recompute_at - 1]) - own
+            begin += back[candidate.recompute_at]
             recomputes.append((candidate, begin + policy.recompute_peak_bytes))
         return level, recomputes
 
@@ -178,24 +197,52 @@ def policy_profile(policy: Policy, ops: int) -> Bytes:
     return np.cumsum(change)
 
 
+def _known_windows(
+    units: Sequence[Unit], frontiers: Sequence[Frontier], windows: Mapping[str, OffloadWindow]
+) -> Mapping[str, OffloadWindow]:
+    """Return the windows beside candidates, or beside units without any inside."""
+    while True:
+        able = [
+            unit
+            for unit, frontier in zip(units, frontiers, strict=True)
+            if any(
+                policy.freed_bytes > 0 and (not policy.offload or unit.name in windows) for policy in frontier.policies
+            )
+        ]
+        names = {unit.name for unit in able}
+        left = {
+            name: window
+            for name, window in windows.items()
+            if window.next.name in names
+            or not any(window.next.begin <= unit.begin and unit.end <= window.next.end for unit in able)
+        }
+        if len(left) == len(windows):
+            return windows
+        windows = left  # a unit that may not offload may be no candidate any longer
+
+
 def build_candidates(
     units: Sequence[Unit],
     frontiers: Sequence[Frontier],
     *,
     forced: frozenset[str] = frozenset(),
     second_run_ms: float = 0.0,
+    windows: Mapping[str, OffloadWindow] | None = None,
 ) -> tuple[Candidate, ...]:
     """Return the units that can free something, outer ones before those inside them.
 
     `second_run_ms` is what the host takes for each op of a unit that is recomputed, beyond the ops themselves.
+    `windows` are those of units that may offload. The dynamic program knows when copies are gone by the next unit, as a
+    candidate or as one without any inside; others do not offload.
     """
+    windows = _known_windows(units, frontiers, windows or {})
     useful = []
     for unit, frontier in zip(units, frontiers, strict=True):
         extra_ms = second_run_ms * (unit.end - unit.begin)
         policies = tuple(
-            replace(policy, recompute_ms=policy.recompute_ms + extra_ms) if extra_ms else policy
+            replace(policy, recompute_ms=policy.recompute_ms + extra_ms) if extra_ms and policy.stop >= 0 else policy
             for policy in frontier.policies
-            if policy.discarded_bytes > 0
+            if policy.freed_bytes > 0 and (not policy.offload or unit.name in windows)
         )
         if policies:
             useful.append((unit, frontier, policies))
@@ -210,6 +257,13 @@ def build_candidates(
         outer = open_units[-1] if open_units else NO_INDEX
         open_units.append(len(found))
         found.append(
-            Candidate(unit=unit, policies=policies, frontier=frontier, outer=outer, forced=unit.name in forced)
+            Candidate(
+                unit=unit,
+                policies=policies,
+                frontier=frontier,
+                outer=outer,
+                forced=unit.name in forced,
+                window=windows.get(unit.name),
+            )
         )
     return tuple(found)

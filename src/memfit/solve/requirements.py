@@ -24,6 +24,10 @@ class UnitNode:
 
     `first_run_bytes` is the least that any policy requires for its first run. From `safe_bytes` on no requirement in
     the subtree binds. `must_open` says that a candidate inside is forced. Nodes of one `kind` have equal subtrees.
+
+    `freed` is all that a policy frees in the end; `in_flight` is the part of it that is gone only after the next node,
+    which `releases` it. `required_bytes` is for the budget and what was gone before the node, `required_after` for that
+    and what the node releases.
     """
 
     index: int
@@ -31,13 +35,16 @@ class UnitNode:
     children: tuple[UnitNode, ...]
     forced: bool
     must_open: bool
+    releases: bool
     after_bytes: int
     open_bytes: int
     first_run_bytes: int
     safe_bytes: int
     freed: Ints
+    in_flight: Ints
     time: Ints
     required_bytes: Ints
+    required_after: Ints
 
 
 def build_passes(
@@ -53,6 +60,7 @@ def build_passes(
     if ends != sorted(ends):
         return None
     requirements = _Requirements.of(program, order)
+    released_by = _released_by(program)
     for index, needed in (raised or {}).items():
         requirements.after[index] = max(requirements.after[index], needed)
     kinds: dict[tuple[object, ...], int] = {}
@@ -62,7 +70,7 @@ def build_passes(
         levels = _recompute_levels(program, part)
         for index in part:
             inside = tuple(nodes[child] for child in children[index])
-            nodes[index] = _build_node(program, index, inside, requirements, levels[index], kinds)
+            nodes[index] = _build_node(program, index, inside, requirements, levels[index], released_by, kinds)
         passes.append(tuple(nodes[index] for index in part if program.candidates[index].outer == NO_INDEX))
     return tuple(passes), requirements.floor_bytes
 
@@ -73,10 +81,12 @@ class _Requirements:
 
     A level inside a candidate's forward, before anything inside it has ended, is there only when it stays open: each
     policy has levels of its own. A later row whose last active candidate lies inside a container finds only what was
-    dropped before the container when that is checkpointed as a whole.
+    dropped before the container when that is checkpointed as a whole. `copying` is `after` while what the candidate
+    itself offloads is still there, or there again.
     """
 
     after: dict[int, int]
+    copying: dict[int, int]
     open: dict[int, int]
     whole: dict[int, int]
     floor_bytes: int = 0
@@ -85,7 +95,7 @@ class _Requirements:
     def of(cls, program: Program, order: Sequence[int]) -> _Requirements:
         """Go through the ops once, with the units whose forward runs and the last active candidate."""
         nothing = dict.fromkeys(order, NO_REQUIREMENT)
-        found = cls(after=dict(nothing), open=dict(nothing), whole=nothing)
+        found = cls(after=dict(nothing), copying=dict(nothing), open=dict(nothing), whole=nothing)
         begins = sorted((candidate.unit.begin, index) for index, candidate in enumerate(program.candidates))
         begun = 0
         running: list[int] = []
@@ -105,7 +115,10 @@ class _Requirements:
                 elif last == NO_INDEX:
                     found.floor_bytes = max(found.floor_bytes, level)
                 else:
-                    found.after[last] = max(found.after[last], level)
+                    window = program.candidates[last].window
+                    gone = window is None or window.gone_at <= at < window.back_at
+                    levels = found.after if gone else found.copying
+                    levels[last] = max(levels[last], level)
                     for outer in around[1:]:
                         if program.candidates[outer].unit.end <= at:
                             found.whole[outer] = max(found.whole[outer], level)
@@ -128,6 +141,19 @@ def _post_order(program: Program) -> tuple[dict[int, list[int]], list[int]]:
     for root in children[NO_INDEX]:
         visit(root)
     return children, order
+
+
+def _released_by(program: Program) -> dict[int, int]:
+    """Return, for candidates that offload, the candidate after which it is gone: their next unit, where it is one.
+
+    A next unit that is no candidate has none inside. What is offloaded is then gone before the next candidate begins.
+    """
+    places = {candidate.unit.name: index for index, candidate in enumerate(program.candidates)}
+    return {
+        index: places[candidate.window.next.name]
+        for index, candidate in enumerate(program.candidates)
+        if candidate.window is not None and candidate.window.next.name in places
+    }
 
 
 def _split_passes(program: Program, order: Sequence[int]) -> list[list[int]]:
@@ -187,29 +213,44 @@ def _build_node(
     children: tuple[UnitNode, ...],
     requirements: _Requirements,
     recompute_level: int,
+    released_by: Mapping[int, int],
     kinds: dict[tuple[object, ...], int],
 ) -> UnitNode:
     candidate = program.candidates[index]
-    freed = np.array([policy.discarded_bytes for policy in candidate.policies], np.int64)
-    time = np.array([round(policy.recompute_ms * PICOSECONDS) for policy in candidate.policies], np.int64)
+    dropped = np.array([policy.discarded_bytes for policy in candidate.policies], np.int64)
+    offloaded = np.array([policy.offloaded_bytes for policy in candidate.policies], np.int64)
+    freed = dropped + offloaded
+    time = np.array([round(policy.added_ms * PICOSECONDS) for policy in candidate.policies], np.int64)
     peak = np.array([policy.recompute_peak_bytes for policy in candidate.policies], np.int64)
-    after, open_bytes = requirements.after[index], requirements.open[index]
+    after, copying, open_bytes = requirements.after[index], requirements.copying[index], requirements.open[index]
     first_run = np.maximum(program.in_forward(index).max(axis=1), requirements.whole[index])
-    required = np.maximum(np.maximum(after - freed, first_run), recompute_level + peak - freed)
-    kind = (id(candidate.frontier), candidate.forced, *(child.kind for child in children))
+    required = np.maximum(first_run, recompute_level + peak - dropped)  # by then copies are back
+    required_after = np.maximum(after - freed, copying - dropped)
+    after = max(after, copying)
+    later, releases = index in released_by, index in released_by.values()
+    kind = (id(candidate.frontier), candidate.forced, later, releases, *(child.kind for child in children))
     return UnitNode(
         index=index,
         kind=kinds.setdefault(kind, len(kinds)),
         children=children,
         forced=candidate.forced,
         must_open=any(child.forced or child.must_open for child in children),
+        releases=releases,
         after_bytes=after,
         open_bytes=open_bytes,
         first_run_bytes=int(first_run.min()),
-        safe_bytes=max(after, open_bytes, int(required.max()), *(child.safe_bytes for child in children)),
+        safe_bytes=max(
+            after,
+            open_bytes,
+            int(required.max()),
+            int(required_after.max()),
+            *(child.safe_bytes for child in children),
+        ),
         freed=freed,
+        in_flight=offloaded if later else np.zeros_like(offloaded),
         time=time,
         required_bytes=required,
+        required_after=required_after,
     )
 
 
@@ -219,7 +260,7 @@ def violated_requirements(program: Program, choice: Choice) -> dict[int, int]:
     dropped: dict[int, int] = {}
     for part in _split_passes(program, order):
         taken = [(program.candidates[index].policies, choice[index]) for index in part]
-        freed = [policies[policy].discarded_bytes if policy != NO_INDEX else 0 for policies, policy in taken]
+        freed = [policies[policy].freed_bytes if policy != NO_INDEX else 0 for policies, policy in taken]
         dropped |= zip(part, accumulate(freed), strict=True)
     level, recomputes = program.peaks(choice)
     highest = {segment.begin: int(level[segment.begin : segment.end].max()) for segment in program.segments}

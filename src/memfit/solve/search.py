@@ -208,7 +208,7 @@ def choose_most_freed(program: Program) -> Choice:
     forced = [candidate.forced for candidate in program.candidates]
     for index in range(count - 1, -1, -1):  # those inside come after those around them
         parts = sum(best[child] for child in inside[index])
-        own = program.candidates[index].policies[-1].discarded_bytes
+        own = program.candidates[index].policies[-1].freed_bytes
         must_open = any(forced[child] for child in inside[index])
         forced[index] = forced[index] or must_open
         best[index] = parts if must_open else max(own, parts) if not program.candidates[index].forced else own
@@ -217,9 +217,7 @@ def choose_most_freed(program: Program) -> Choice:
     for index, candidate in enumerate(program.candidates):
         if candidate.outer in taken:
             taken.add(index)
-        elif best[index] == candidate.policies[-1].discarded_bytes and not any(
-            forced[child] for child in inside[index]
-        ):
+        elif best[index] == candidate.policies[-1].freed_bytes and not any(forced[child] for child in inside[index]):
             choice[index] = len(candidate.policies) - 1
             taken.add(index)
     return choice

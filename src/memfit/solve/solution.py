@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,7 +13,7 @@ import numpy as np
 from memfit.capture import NO_INDEX, Trace, no_garbage_collection
 from memfit.cost import Runtime
 from memfit.errors import InputError
-from memfit.hardware import Target
+from memfit.hardware import OffloadLink, Target
 from memfit.memory import Bytes, Timeline
 from memfit.sharding import ShardEngine, Sharding, captured_ranks, shard
 from memfit.solve.dp import DynamicProgram
@@ -23,7 +23,21 @@ from memfit.solve.min_budget import MinBudget, min_budget
 from memfit.solve.options import SolveOptions
 from memfit.solve.program import Candidate, Choice, MicroBatches, Program, build_candidates
 from memfit.solve.search import SAME_MS, SearchResult, infeasible, search
-from memfit.tradeoff import Frontiers, Policy, TraceColumns, Unit, build_frontiers, build_recompute
+from memfit.tradeoff import (
+    Frontier,
+    Frontiers,
+    OffloadWindow,
+    Policy,
+    TraceColumns,
+    Unit,
+    UnitColumns,
+    add_offload,
+    build_frontiers,
+    build_offloads,
+    build_recompute,
+    choose_level,
+    find_windows,
+)
 
 _TIGHTENINGS = 8
 
@@ -46,6 +60,11 @@ class Problem:
     def of(cls, runtime: Runtime, target: Target, options: SolveOptions | None = None) -> Problem:
         """Return everything that does not depend on the budget; options that the step cannot follow are refused."""
         options = options or SolveOptions()
+        if options.offload and target.device.offload_link is None:
+            raise InputError(
+                f"nothing is known of the disk that {target.device.name!r} would offload to; measure it with memfit "
+                "calibrate and give the device that it writes as target, or leave offload out"
+            )
         timeline = Timeline.of(runtime.trace, target.device.allocator.rounding_bytes)
         if runtime.trace.mesh:
             sharding = captured_ranks(timeline, runtime, target)
@@ -69,7 +88,7 @@ class Problem:
         """Return the same problem, to be solved under other limits; what was built is shared."""
         other = replace(self, options=replace(self.options, limits=limits))
         _ = self.candidates
-        built = ("frontiers", "candidates", "micro_batches", "dynamic_program", "_captured")
+        built = ("frontiers", "windows", "candidates", "micro_batches", "dynamic_program", "_captured")
         other.__dict__.update({name: self.__dict__[name] for name in built if name in self.__dict__})
         return other
 
@@ -109,12 +128,68 @@ class Problem:
     @no_garbage_collection()
     def candidates_among(self, units: Sequence[Unit]) -> tuple[Candidate, ...]:
         """Return those of these units that have something to give up, with their policies."""
+        frontiers = [self.frontiers.of(unit) for unit in units]
+        windows: dict[str, OffloadWindow] = {}
+        link = self.offload_link
+        if link is not None:
+            hidden = {
+                unit.name: min(frontier.discardable_bytes, self.windows[unit.name].hidden_bytes(link))
+                for unit, frontier in zip(units, frontiers, strict=True)
+                if unit.name in self.windows
+            }
+            able = [unit for unit in units if hidden.get(unit.name)]
+            windows = choose_level(able, self.windows, hidden)
+            frontiers = self._with_offload(units, frontiers, windows, link)
         return build_candidates(
             units,
-            [self.frontiers.of(unit) for unit in units],
+            frontiers,
             forced=self.options.forced(units),
             second_run_ms=self.target.device.efficiency.host.second_run_ms,
+            windows=windows,
         )
+
+    def _with_offload(
+        self,
+        units: Sequence[Unit],
+        frontiers: Sequence[Frontier],
+        windows: Mapping[str, OffloadWindow],
+        link: OffloadLink,
+    ) -> list[Frontier]:
+        """Return the frontiers, with policies that offload where units have windows.
+
+        Units that share a frontier still do where the units after them take the same time.
+        """
+        known: dict[tuple[int, float, float], Frontier] = {}
+        found = []
+        for unit, frontier in zip(units, frontiers, strict=True):
+            window = windows.get(unit.name)
+            if window is None:
+                found.append(frontier)
+                continue
+            key = (id(frontier), window.forward_ms, window.backward_ms)
+            if key not in known:
+                columns = UnitColumns.of(self.trace_columns, unit)
+                known[key] = add_offload(
+                    frontier,
+                    columns,
+                    window,
+                    link,
+                    points=self.options.points,
+                    # The caching allocator gives smaller ones out of segments of their own: nobody else would use them.
+                    least_bytes=self.target.device.allocator.small_limit_bytes,
+                )
+            found.append(known[key])
+        return found
+
+    @property
+    def offload_link(self) -> OffloadLink | None:
+        """The link over which units may offload; None where they may not."""
+        return self.target.device.offload_link if self.options.offload else None
+
+    @cached_property
+    def windows(self) -> dict[str, OffloadWindow]:
+        """When units may copy what they offload, by name."""
+        return find_windows(self.runtime.trace, self.runtime.op_ms, self.units)
 
     def program(self, budget_bytes: int) -> Program:
         """Build the program of one budget."""
@@ -173,11 +248,15 @@ class Problem:
 
     def replay(self, chosen: Iterable[tuple[Unit, Policy]]) -> Timeline:
         """Replay the step under these policies, op by op; without any, no frontier is built."""
+        chosen = [each for each in chosen if not each[1].changes_nothing]
         recomputes = [build_recompute(self.trace_columns, *each) for each in chosen if each[1].stop >= 0]
+        offloads = build_offloads(self.trace_columns, chosen, self.windows) if chosen else []
         sharding = self.sharding
         if sharding is None:
-            return self._captured.under_plan(recomputes) if recomputes else self._captured
-        return self._captured.under_plan(recomputes, intervals=sharding.allocations, removed=sharding.removed)
+            return self._captured.under_plan(recomputes, offloads=offloads) if chosen else self._captured
+        return self._captured.under_plan(
+            recomputes, offloads=offloads, intervals=sharding.allocations, removed=sharding.removed
+        )
 
     def replay_on(self, engine: ShardEngine, chosen: Iterable[tuple[Unit, Policy]]) -> Timeline:
         """Replay the step under these policies with its parameters sharded by an engine, planned for it or not."""
@@ -188,7 +267,7 @@ class Problem:
 
     def _with_frontiers_of(self, other: Problem) -> Problem:
         """Take over what another problem of the same trace has built."""
-        built = ("frontiers", "_captured")
+        built = ("frontiers", "windows", "_captured")
         self.__dict__.update({name: other.__dict__[name] for name in built if name in other.__dict__})
         return self
 
@@ -200,8 +279,10 @@ class Problem:
 
 def replay(trace_columns: TraceColumns, chosen: Iterable[tuple[Unit, Policy]]) -> Timeline:
     """Return the memory of the step with these units checkpointed, none of them inside another."""
+    chosen = list(chosen)
     recomputes = [build_recompute(trace_columns, *each) for each in chosen if each[1].stop >= 0]
-    return Timeline.of(trace_columns.trace, trace_columns.rounding_bytes, recomputes=recomputes)
+    offloads = build_offloads(trace_columns, chosen)
+    return Timeline.of(trace_columns.trace, trace_columns.rounding_bytes, recomputes=recomputes, offloads=offloads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +290,7 @@ class Solved:
     """The answer for one budget. `chosen` is empty when nothing fits or nothing needs to be done.
 
     `minimum_budget_bytes` is the smallest budget that can be met, known when this one cannot. `tightened` counts how
-    often the replay sent the solver back.
+    often the replay sent the solver back. `recompute_ms` is all that the plan adds, with `exposed_offload_ms`.
     """
 
     status: Status
@@ -224,6 +305,11 @@ class Solved:
     columns: int
     tightened: int
     minimum_budget_bytes: int | None
+
+    @property
+    def exposed_offload_ms(self) -> float:
+        """The part of the time that the plan adds in which copies to the host and back are awaited."""
+        return float(sum(policy.exposed_ms for _, policy in self.chosen))
 
     @property
     def gap(self) -> float:

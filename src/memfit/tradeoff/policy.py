@@ -208,6 +208,9 @@ class Policy:
     is newly held; `cached_bytes` is what is held because of this policy. `recompute_peak_bytes` is the highest point of
     the recompute above the level just before the unit's backward. `profile` is what changes while the unit runs for
     the first time: after an op, by so many bytes.
+
+    `offload` are ops whose results stay for backward and leave for the host; they take `offloaded_bytes`, and
+    `exposed_ms` of their copies are not hidden by compute (offload.py, Note [Offload]).
     """
 
     saved: tuple[int, ...]
@@ -219,6 +222,24 @@ class Policy:
     recompute_ms: float
     recompute_peak_bytes: int
     profile: tuple[tuple[int, int], ...] = ()
+    offload: tuple[int, ...] = ()
+    offloaded_bytes: int = 0
+    exposed_ms: float = 0.0
+
+    @property
+    def freed_bytes(self) -> int:
+        """What is gone from the device between forward and backward once copies have left."""
+        return self.discarded_bytes + self.offloaded_bytes
+
+    @property
+    def added_ms(self) -> float:
+        """What the policy adds to the step."""
+        return self.recompute_ms + self.exposed_ms
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether the unit runs as it would without a plan."""
+        return self.stop < 0 and not self.offload
 
 
 def build_policy(unit_columns: UnitColumns, dropped: Flags) -> Policy:

@@ -99,4 +99,7 @@ def _table(calibration: Calibration) -> Table:
         table.add_row(each.family.value, f"{each.compute:.2f}", f"{each.bandwidth:.2f}", display_ms(each.overhead_ms))
     rates = ", ".join(f"{name} {rate / 1e9:,.0f} GFLOP/s" for name, rate in calibration.flops_per_s.items())
     table.caption = f"{rates}; memory {calibration.memory_bandwidth_bytes_per_s / 1e9:.1f} GB/s"
+    if calibration.disk is not None:
+        away, back = calibration.disk.to_host_bytes_per_s, calibration.disk.to_device_bytes_per_s
+        table.caption += f"; disk {away / 1e9:.1f} GB/s there, {back / 1e9:.1f} GB/s back"
     return table

@@ -1,0 +1,48 @@
+"""Plans that offload, from the step to what was measured, on a CPU whose disk is taken to be fast."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import memfit
+from memfit.hardware import OffloadLink, Target
+from memfit.solve import SolveOptions
+
+LINK = OffloadLink(name="disk", to_host_bytes_per_s=2e9, to_device_bytes_per_s=2e9)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def step() -> memfit.Step:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(64) for _ in range(5)))
+    return memfit.Step(model, torch.randn(512, 64), loss=lambda out, _: out.square().mean())
+
+
+@pytest.mark.parametrize("part", [0.4, 0.6])
+def test_a_plan_that_offloads_is_faster_fits_its_budget_and_runs_to_the_same_bits(part: float) -> None:
+    target = Target.parse("cpu")
+    target = replace(target, device=replace(target.device, disk=LINK))
+    tight = memfit.plan(step(), target=target, budget="1KiB", progress=False)
+    least, most = tight.minimum_budget_bytes, tight.baseline.peak_bytes
+    assert least is not None
+    budget = int(least + part * (most - least))
+    without = memfit.plan(step(), target=target, budget=budget, progress=False)
+    plan = memfit.plan(step(), target=target, budget=budget, progress=False, options=SolveOptions(offload=True))
+    assert any(entry.offload for entry in plan.checkpoint) and plan.gap == 0
+    assert plan.predicted is not None and without.predicted is not None
+    assert plan.predicted.step_ms <= without.predicted.step_ms
+    found = plan.verify(step(), 1, time_tolerance=None)
+    assert found.exactness is not None and found.exactness.equal
+    assert found.peak.measured_bytes == found.peak.predicted_bytes <= budget
