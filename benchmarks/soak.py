@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing import connection, get_context
 from multiprocessing.process import BaseProcess
@@ -350,6 +350,8 @@ def soak(
         replicas = 2 if count == 4 and draw.random() < 0.5 else 1
         at = reached + draw.randint(0, 2 * mean_steps)
         fault = Fault(step=at, rank=draw.randrange(count), how=draw.choice(HOW), where=draw.choice(WHERE))
+        if count == 1 and fault.how == "stop":  # nobody would be told
+            fault = replace(fault, how="kill")
         retries = tuple(each for each in range(steps) if draw.random() < 0.01)
         life = Life(
             mode=mode,
