@@ -84,6 +84,7 @@ def test_the_written_device_can_be_loaded_and_predicts_with_what_was_measured(sm
     device = load_device(str(path))
     assert device.name == "my-machine" and device.type == "cpu"
     assert device.memory_bandwidth_bytes_per_s == pytest.approx(found.memory_bandwidth_bytes_per_s, rel=1e-4)
+    assert device.sustained.long_run == pytest.approx(found.long_run, rel=1e-4)
     assert found.disk is not None and device.offload_link is not None
     assert device.offload_link.to_host_bytes_per_s == pytest.approx(found.disk.to_host_bytes_per_s, rel=1e-4)
     assert device.offload_link.to_device_bytes_per_s == pytest.approx(found.disk.to_device_bytes_per_s, rel=1e-4)
@@ -105,6 +106,14 @@ def test_the_command_writes_a_device_that_is_found_by_name(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_ops_of_a_cpus_step_take_longer_than_by_themselves_by_what_was_measured() -> None:
+    base = load_device("cpu")
+    slower = dataclasses.replace(base, sustained=dataclasses.replace(base.sustained, long_run=0.5))
+    captured = trace(language_step(Size(batch=4, length=128, width=256), plain=True), target=base)
+    usual, longer = (Roofline(device=device).kernel_ms(captured.ops, device) for device in (base, slower))
+    assert 1.5 * usual.sum() < longer.sum() < 2 * usual.sum()
+
+
 def test_a_gpu_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(InputError, match="no GPU here for 'h100-sxm'"):
         calibrate("h100-sxm")
