@@ -28,7 +28,8 @@ class ShardedUnit:
     """A module, or a group of modules, with its flat shards; the root has the empty name.
 
     The forward of a group begins with the call of any of its modules and ends when all were called. `uncalled` are
-    those that were not, while it is under way, and `run` is what its backward will be of.
+    those that were not, while it is under way, and `run` is what its backward will be of. `in_parts` says whether some
+    of them were called without a graph in the last pass, and may have backwards of their own.
 
     `outermost` says whether its last forward was that of the whole pass. `pending` counts forwards whose backward has
     not come since the last backward ended, `running` the backwards that have begun. `communicates` says whether its
@@ -63,6 +64,7 @@ class ShardedUnit:
         self.running = 0
         self.uncalled: set[nn.Module] = set()
         self.run: Run | None = None
+        self.in_parts = False
         self.communicates = True
         self.forward_prefetch: tuple[ShardedUnit, ...] | None = None
         self.backward_prefetch: tuple[ShardedUnit, ...] | None = None
