@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from memfit.errors import InputError, StateError
 from memfit.sharded import (
+    FlatDTensor,
     Precision,
     RankMismatch,
     Schedule,
@@ -142,6 +143,11 @@ def options_of_each_call() -> None:
         assert seen == [torch.bfloat16, torch.float32] * 2
         results.append(whole(model))
     assert_same(*results)
+    model = GPT()
+    shard(model.blocks[0], ignored=["up.bias"])
+    shard(model)
+    assert type(model.blocks[0].up.bias) is nn.Parameter  # what an inner call leaves whole, the last one does, too
+    assert isinstance(model.blocks[1].up.bias, FlatDTensor)
 
 
 def inner_refusals() -> None:
@@ -163,6 +169,8 @@ def inner_refusals() -> None:
         (prepared, {"mesh": replicas}, InputError, "over other ranks"),
         (lambda: prepared(schedule=Schedule(forward_prefetch=0)), {}, InputError, "one schedule"),
         (prepared, {"units": {"blocks.0.up": UnitOptions()}}, InputError, "in a call of its own; leave it out"),
+        (prepared, {"units": {("blocks.0", "norm"): UnitOptions()}}, InputError, "in a call of its own; leave it out"),
+        (prepared, {"units": [["blocks.0", "norm"]]}, InputError, "in a call of its own; leave it out"),
         (prepared, {"schedule": Schedule(order=("blocks.7",))}, InputError, "no unit; the units are '', 'blocks.0'"),
         (shared, {}, StateError, "shared with a module"),
         (lambda: shard(GPT()), {}, StateError, "sharded already"),
