@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import Enum
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from memfit.errors import StateError
-from memfit.sharded.comm import ShardComm, Transfer, wait_all
+from memfit.sharded.comm import CollectiveError, ShardComm, Transfer, wait_all
 from memfit.sharded.flat_param import FlatShard, UnshardedParams
 from memfit.sharded.gradients import Gradients
 from memfit.sharded.mesh import Streams
@@ -140,16 +141,22 @@ class ShardedUnit:
                 unsharded.changes = flat.changes
         else:
             self._unsharded = self._unsharded_in_forward
-        self._transfers = []
-        for number, (flat, unsharded) in enumerate(zip(self.flats, self._unsharded, strict=True)):
-            tag = self._tag(number, 0)
-            with record_function("memfit::gather"):
-                if self._resharded and self._nearby is not None and not forward:
-                    transfer = flat.begin_regather(unsharded, self._nearby, tag, about)
-                else:
-                    transfer = flat.unshard(unsharded, tag, about)
-            if transfer is not None:
-                self._transfers.append(transfer)
+        begun: list[Transfer] = []
+        try:
+            for number, (flat, unsharded) in enumerate(zip(self.flats, self._unsharded, strict=True)):
+                tag = self._tag(number, 0)
+                with record_function("memfit::gather"):
+                    if self._resharded and self._nearby is not None and not forward:
+                        transfer = flat.begin_regather(unsharded, self._nearby, tag, about)
+                    else:
+                        transfer = flat.unshard(unsharded, tag, about)
+                if transfer is not None:
+                    begun.append(transfer)
+        except BaseException:  # of an extension or a collective of the user's, say: there is nothing to wait for
+            with suppress(CollectiveError):
+                wait_all(begun)
+            raise
+        self._transfers = begun
         self._event = self._streams.event(self._streams.gather)
 
     def wait(self) -> None:
