@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -63,7 +62,8 @@ def check_inner(model: nn.Module, inner: Sequence[ShardedRuntime], units: Units 
             raise StateError(
                 f"{path!r} was sharded in a call of its own and is in use; shard the model around it between steps"
             )
-        if each.schedule not in (Schedule(), schedule):
+        cap = schedule.bucket_cap_bytes  # it decided only what became a unit
+        if replace(each.schedule, bucket_cap_bytes=cap) not in (Schedule(bucket_cap_bytes=cap), schedule):
             raise InputError(
                 f"{path!r} was sharded with {each.schedule}, and the model around it with {schedule}; units of one "
                 "pass have one schedule: give it to the last call"
@@ -92,9 +92,9 @@ def check_found(found: Sequence[FoundUnit], inner: Sequence[ShardedRuntime]) -> 
 def check_groups(model: nn.Module, inner: Sequence[ShardedRuntime], links: Sequence[ShardComm]) -> None:
     """Refuse an inner model that is sharded over other ranks."""
     paths = {module: path for path, module in model.named_modules()}
-    wanted = [dist.get_process_group_ranks(link.group) for link in links]
+    wanted = [link.members for link in links]
     for each in inner:
-        if [dist.get_process_group_ranks(link.group) for link in each.data_links] != wanted:
+        if [link.members for link in each.data_links] != wanted:
             raise InputError(
                 f"{paths[each.model]!r} was sharded over other ranks than the model around it is to be; give every "
                 "call the same mesh="
