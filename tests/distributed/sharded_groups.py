@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -186,6 +187,36 @@ def methods_of_a_group() -> None:
     check_equal("gradient", whole_gradients(ours), whole_gradients(plain))
 
 
+class _InParts(nn.Module):
+    """Layers of which some run inside of checkpoints whose second forward has a backward of its own."""
+
+    def __init__(self, *checkpointed: int) -> None:
+        super().__init__()
+        self.layers = _layers(4)
+        self.checkpointed = checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = (checkpoint(layer, x, use_reentrant=True) if number in self.checkpointed else layer(x)).relu()
+        return x
+
+
+def hooks_run_once_where_parts_run_again() -> None:
+    """An optimizer in the backward steps once where modules of one unit have backwards of their own."""
+    for checkpointed in ((0, 1, 2, 3), (0, 2), (1,)):
+        ours, plain = _InParts(*checkpointed), _InParts(*checkpointed)
+        shard(ours, units=[["layers.0", "layers.1"], ["layers.2", "layers.3"]])
+        steps: Counter[str] = Counter()
+        for name, parameter in ours.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name, steps=steps: steps.update([name]))
+        for model in (ours, plain):
+            model(torch.ones(2, _WIDTH, requires_grad=True)).sum().backward()
+        assert steps == dict.fromkeys((name for name, _ in plain.named_parameters()), 1)
+        average(plain)
+        check_freed(ours)
+        check_equal("gradient", whole_gradients(ours), whole_gradients(plain))
+
+
 CHECKS = (
     collectives_are_joined,
     gathered_from_first_to_last,
@@ -193,4 +224,5 @@ CHECKS = (
     without_gradients_first,
     failures_inside,
     methods_of_a_group,
+    hooks_run_once_where_parts_run_again,
 )

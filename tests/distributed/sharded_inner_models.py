@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 from memfit.errors import InputError, StateError
 from memfit.sharded import (
+    FlatDTensor,
     Precision,
     RankMismatch,
     Schedule,
@@ -142,6 +143,28 @@ def options_of_each_call() -> None:
         assert seen == [torch.bfloat16, torch.float32] * 2
         results.append(whole(model))
     assert_same(*results)
+    model = GPT()
+    shard(model.blocks[0], ignored=["up.bias"], schedule=Schedule(bucket_cap_bytes=0))
+    shard(model)
+    assert type(model.blocks[0].up.bias) is nn.Parameter  # what an inner call leaves whole, the last one does, too
+    assert isinstance(model.blocks[1].up.bias, FlatDTensor)
+
+
+def state_on_groups_of_its_own() -> None:
+    """State of an optimizer from before the last call, on other groups of the same ranks, is used without a gather."""
+    meshes = [DeviceMesh.from_group(dist.new_group(), "cpu") for _ in range(2)]
+    torch.manual_seed(0)
+    model: Any = GPT()
+    block = shard(model.blocks[0], mesh=meshes[0])
+    optimizer = adamw(block.parameters())
+    loss_of(model, 0).backward()
+    optimizer.step()
+    shard(model, mesh=meshes[1])
+    for parameter in block.parameters():
+        assert isinstance(parameter, FlatDTensor)
+        assert parameter.home.alike(optimizer.state[parameter]["exp_avg"].home)
+    loss_of(model, 1).backward()
+    optimizer.step()
 
 
 def inner_refusals() -> None:
@@ -163,6 +186,8 @@ def inner_refusals() -> None:
         (prepared, {"mesh": replicas}, InputError, "over other ranks"),
         (lambda: prepared(schedule=Schedule(forward_prefetch=0)), {}, InputError, "one schedule"),
         (prepared, {"units": {"blocks.0.up": UnitOptions()}}, InputError, "in a call of its own; leave it out"),
+        (prepared, {"units": {("blocks.0", "norm"): UnitOptions()}}, InputError, "in a call of its own; leave it out"),
+        (prepared, {"units": [["blocks.0", "norm"]]}, InputError, "in a call of its own; leave it out"),
         (prepared, {"schedule": Schedule(order=("blocks.7",))}, InputError, "no unit; the units are '', 'blocks.0'"),
         (shared, {}, StateError, "shared with a module"),
         (lambda: shard(GPT()), {}, StateError, "sharded already"),

@@ -312,6 +312,19 @@ def parameters_know_both_dimensions() -> None:
         whole_one = nn.Parameter(torch.full((HIDDEN, WIDTH), 3.0))
         model.blocks[0].up.weight = whole_one  # type: ignore[index, union-attr]
     assert torch.equal(down.full_tensor(), wanted["blocks.0.down.weight"]) and bool((up == 3.0).all())
+    model.zero_grad()
+    model(batch(0, mesh["dp"].get_local_rank())).square().mean().backward()
+    values = whole(model)
+    gradients = {name: each.grad.full_tensor() for name, each in held.items() if each.grad is not None}
+    with full_parameters(model, rank_0_only=True, with_grads=True):
+        for name, each in model.named_parameters() if dist.get_rank() == 0 else ():  # no other rank takes part in ops
+            assert type(each) is nn.Parameter and torch.equal(each, values[name])
+            assert each.grad is not None and torch.equal(each.grad, gradients[name])
+    with full_parameters(model, write_back=True, with_grads=True):
+        for each in model.parameters():
+            assert each.grad is not None
+            each.grad.mul_(2)
+    assert_same({name: each.grad.full_tensor() / 2 for name, each in held.items() if each.grad is not None}, gradients)
 
 
 def clipping() -> None:

@@ -19,6 +19,7 @@ from memfit.errors import InputError, StateError
 from memfit.sharded import (
     FlatDTensor,
     Precision,
+    Reduction,
     UnitOptions,
     full_parameters,
     get_runtime,
@@ -317,6 +318,9 @@ def collectives_of_the_user() -> None:
     for method in (block.set_custom_all_gather, block.set_custom_reduce_scatter):
         with pytest.raises(InputError, match="allocate"):
             method(lambda: None)
+    hooked: Any = shard(GPT(), reduction=Reduction(hook=lambda whole, group: whole))
+    with pytest.raises(InputError, match="would never call"):
+        hooked.blocks[0].set_custom_reduce_scatter(scatter)
     block.set_force_sum_reduction_for_comms(True)
     with pytest.raises(InputError, match="comes and goes"):
         block.set_allocate_memory_from_process_group_for_comm(True)
@@ -414,6 +418,15 @@ def optimizer_made_before_clears() -> None:
     assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(peer.parameters(), 0.1))  # type: ignore[arg-type]
     peer_optimizer.step()
     assert_same(whole(peer), whole(model))
+    model = GPT().to(torch.bfloat16)
+    optimizer = adamw(model.parameters())
+    for again in (False, True):  # state of a step in bfloat16, then shards in float32
+        if again:
+            shard(model, precision=Precision(shard_dtype=torch.float32))
+        loss_of(model, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert {each["exp_avg"].dtype for each in optimizer.state.values()} == {torch.float32}
 
 
 def gathers_that_fail() -> None:

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 from memfit.errors import InputError
-from memfit.sharded import FlatDTensor, full_parameters, full_state_dict, load_state_dict, save, shard
+from memfit.sharded import FlatDTensor, full_parameters, full_state_dict, get_runtime, load_state_dict, save, shard
+from memfit.sharded.unit import State
 from tests.distributed.tensor_subclasses import ByteWeight, CastWeight, PairWeight
 
 Make = Callable[[torch.Tensor], torch.Tensor]
@@ -119,6 +120,40 @@ def trains_on_replicas() -> None:
         results.append([block[1].weight.grad.full_tensor() for block in model])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other)
+
+
+class Failing(CastWeight):
+    """A weight whose gather fails when it is told to."""
+
+    fails = ""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+        if self.fails == "pre":
+            raise ValueError("not now")
+        return super().fsdp_pre_all_gather(mesh)
+
+    def fsdp_post_all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        if self.fails == "post":
+            raise ValueError("not now")
+        return super().fsdp_post_all_gather(*args, **kwargs)
+
+
+def in_inference_mode_and_after_errors() -> None:
+    """A model runs in inference mode, first or between steps; an error of an extension point leaves nothing behind."""
+    model, peer = by_memfit(built(Failing)), by_memfit(built(CastWeight))
+    given = torch.ones(2, 8)
+    with torch.inference_mode():
+        wanted = peer(given)
+        assert torch.equal(model(given), wanted)
+    for Failing.fails in ("pre", "post"):
+        with pytest.raises(ValueError, match="not now"):
+            model(given)
+        assert all(unit.state is State.IDLE and not unit.in_flight for unit in get_runtime(model).units)
+        Failing.fails = ""
+        assert torch.equal(model(given), wanted)
+    for each in (model, peer):
+        trained(each, 8)
+    assert all(torch.equal(*each) for each in zip(rows(model), rows(peer), strict=True))
 
 
 def state_of_subclasses(folder: str) -> None:

@@ -97,3 +97,11 @@ def test_an_engine_that_one_rank_alone_refuses_is_told_to_all(two_ranks: Ranks) 
     told, why = two_ranks.run(parallel_plans.applied, "plain", [document] * 2, engines=("fsdp2", "local"))
     assert why.startswith("InputError: engine 'local' runs on one device")
     assert told.startswith("InputError: rank 1 refuses the plan, so no rank runs it: engine 'local'")
+
+
+def test_a_plan_of_checkpoints_that_one_rank_alone_refuses_is_told_to_all(two_ranks: Ranks) -> None:
+    plain = CASES["tensor parallel"].step(tensor_parallel_ranks.Model, spec)
+    documents = [memfit.plan(plain, budget=budget, target="cpu", progress=False).to_json() for budget in ("1GiB", 1024)]
+    told, why = two_ranks.run(parallel_plans.applied, "plain", documents)
+    assert why.startswith("InputError: this plan is infeasible")
+    assert told.startswith("InputError: rank 1 refuses the plan, so no rank runs it: this plan is infeasible")

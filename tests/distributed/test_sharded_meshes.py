@@ -41,6 +41,7 @@ def test_checkpoints(four_ranks: Ranks, tmp_path: Path) -> None:
         inner.recipe_of_fsdp2,
         inner.what_the_recipe_leaves,
         inner.options_of_each_call,
+        inner.state_on_groups_of_its_own,
         inner.inner_refusals,
         inner.dimensions_to_shard,
     ],

@@ -14,6 +14,10 @@ def test_subclass_parameters_train_as_with_fsdp2(two_ranks: Ranks) -> None:
     two_ranks.run(cases.trains_as_with_fsdp2)
 
 
+def test_subclass_parameters_in_inference_mode_and_after_errors(two_ranks: Ranks) -> None:
+    two_ranks.run(cases.in_inference_mode_and_after_errors)
+
+
 def test_state_of_subclass_parameters(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(cases.state_of_subclasses, str(tmp_path))
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch import nn
@@ -91,11 +93,13 @@ def test_tiny_neighbours_with_the_same_options_are_joined_up_to_the_cap() -> Non
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(64)))
     layer_bytes = 20 * 4
 
-    def joined(cap_bytes: int, options: dict[str, UnitOptions] | None = None, half: tuple[str, ...] = ()) -> list[int]:
+    def joined(
+        cap_bytes: int, options: dict[str, UnitOptions] | None = None, precisions: Mapping[int, Precision] | None = None
+    ) -> list[int]:
         found = find_units(model, options, default=UnitOptions(), ignored=())
-        precisions = [Precision(param_dtype=torch.bfloat16 if each.name in half else None) for each in found]
-        units, of_units = join_small_units(found, precisions, cap_bytes)
-        assert [each.param_dtype is not None for each in of_units] == [each.name in half for each in units]
+        own = [(precisions or {}).get(number, Precision()) for number in range(-1, 64)]  # the root is first
+        units, kept = join_small_units(found, own, cap_bytes)
+        assert len(units) == len(kept)
         return [len(each.modules) for each in units[1:]]
 
     assert joined(1 << 20) == [4] * 16  # no more than one part in 16 of all
@@ -103,7 +107,7 @@ def test_tiny_neighbours_with_the_same_options_are_joined_up_to_the_cap() -> Non
     assert joined(layer_bytes) == joined(0) == [1] * 64
     options = {str(number): UnitOptions(keep=number == 1) for number in range(64)}
     assert joined(1 << 20, options) == [1, 1, *[4] * 15, 2]
-    assert joined(2 * layer_bytes, half=("1",)) == [1, 1, *[2] * 31]
+    assert joined(1 << 20, None, {1: Precision(reduce_dtype=torch.float64)}) == [1, 1, *[4] * 15, 2]
 
 
 def test_ignored_parameters_belong_to_no_unit() -> None:

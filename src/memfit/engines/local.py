@@ -343,6 +343,8 @@ def apply(
         chosen = resolve_engine(plan, engine, wrappers)
         if plan.shard is not None and not wrappers:
             check_ranks(plan, mesh)
+        elif not plan.mesh:  # plans whose ranks talk once more tell there what they refuse
+            _check_local(plan, model, optimizers)
     except MemfitError as error:
         refusal = error
     if not alone:
@@ -351,16 +353,15 @@ def apply(
         raise refusal
     root = unwrap(model)
     shards = plan.shard is not None and not wrappers
-    try:
-        _check(plan, model, optimizers)
-        if plan.ddp is not None:
-            check_replicas(plan.ddp, model)
-        if plan.mesh:
-            check_wrapped(plan, wrappers)
-    except MemfitError as error:
-        if not plan.mesh and not (shards and dist.is_available() and dist.is_initialized()):
-            raise
-        refusal = error  # perhaps of this rank only: the others are told, and must not wait for it
+    if shards or plan.mesh:
+        try:
+            _check_local(plan, model, optimizers)
+            if plan.mesh:
+                check_wrapped(plan, wrappers)
+        except MemfitError as error:
+            if not plan.mesh and not (dist.is_available() and dist.is_initialized()):
+                raise
+            refusal = error  # perhaps of this rank only: the others are told, and must not wait for it
     if plan.mesh:
         agree(plan, refusal)
     sharding = None
@@ -454,6 +455,13 @@ def plan_of_model(model: nn.Module) -> Applied | None:
 def _check_is_module(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"apply takes the model, an nn.Module, not a {type(model).__name__}")
+
+
+def _check_local(plan: Plan, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse a plan that this model and these optimizers cannot run, whatever other ranks have."""
+    _check(plan, model, optimizers)
+    if plan.ddp is not None:
+        check_replicas(plan.ddp, model)
 
 
 def _check(plan: Plan, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:

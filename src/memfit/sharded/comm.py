@@ -139,7 +139,7 @@ _notices: WeakKeyDictionary[dist.ProcessGroup, Notices] = WeakKeyDictionary()
 
 
 class ShardComm:
-    """A process group and this rank's place in it."""
+    """A process group and this rank's place in it; `members` are the numbers that its ranks have among all."""
 
     def __init__(
         self,
@@ -151,6 +151,7 @@ class ShardComm:
         self.group = group
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_world_size(group)
+        self.members = tuple(dist.get_process_group_ranks(group))
         self.timeout = timeout
         self._talk = talk
         self.notices = _notices.setdefault(group, Notices(group))
@@ -275,7 +276,7 @@ class ShardComm:
 
     def global_rank(self, rank: int) -> int:
         """Return the number that a rank of this group has among all."""
-        return dist.get_global_rank(self.group, rank)
+        return self.members[rank]
 
     def _told(self, message: bytes, about: str) -> list[bytes]:
         """Messages of any length: what does not fit into a frame follows."""

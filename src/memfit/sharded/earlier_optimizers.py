@@ -72,7 +72,7 @@ def move_optimizer(optimizer: torch.optim.Optimizer) -> None:
     if not found:
         return
     state = [
-        (found.get(parameter, parameter), _sharded(optimizer, found[parameter], values))
+        (found.get(parameter, parameter), _sharded(optimizer, parameter.dtype, found[parameter], values))
         if parameter in found
         else (parameter, values)
         for parameter, values in optimizer.state.items()
@@ -83,11 +83,15 @@ def move_optimizer(optimizer: torch.optim.Optimizer) -> None:
     optimizer.state.update(state)
 
 
-def _sharded(optimizer: torch.optim.Optimizer, successor: FlatDTensor, values: Mapping[str, Any]) -> dict[str, Any]:
+def _sharded(
+    optimizer: torch.optim.Optimizer, before: torch.dtype, successor: FlatDTensor, values: Mapping[str, Any]
+) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, torch.Tensor) and name != _COUNTER and value.shape == successor.shape:
-            made[name] = successor.home.wrap(successor.home.own(value).to(successor.device, copy=True))
+            # shards may have another dtype than the model had; as in `load_state_dict` of optimizers, state follows it
+            dtype = successor.dtype if value.is_floating_point() and value.dtype == before else value.dtype
+            made[name] = successor.home.wrap(successor.home.own(value).to(successor.device, dtype, copy=True))
         elif isinstance(value, torch.Tensor) and value.numel() != 1:
             raise InputError(
                 f"{type(optimizer).__name__} keeps {name!r} of {successor.home.slot.names[0]!r}, a tensor of "

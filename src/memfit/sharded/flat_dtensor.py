@@ -190,7 +190,7 @@ class Home:
             and self.slot.shape == other.slot.shape
             and self.layout.elements == other.layout.elements
             and self.layout.ranks == other.layout.ranks
-            and self.link.group is other.link.group
+            and self.link.members == other.link.members  # a model around this one may have groups of its own
             and (other.inner is None if self.inner is None else self.inner.alike(other.inner))
         )
 

@@ -13,6 +13,7 @@ from memfit.sharded.comm import check_agreement
 from memfit.sharded.flat_dtensor import FlatDTensor
 from memfit.sharded.flat_param import FlatShard
 from memfit.sharded.fully_shard import get_runtime
+from memfit.sharded.model_parallel import ModelParallelSpec
 from memfit.sharded.runtime import ShardedRuntime
 from memfit.sharded.subclass_params import SubclassShard
 from memfit.sharded.unit import ShardedUnit, State, check_transition
@@ -40,7 +41,7 @@ def full_parameters(
     of all; the root is the empty name. `with_grads` shows the whole gradients in `.grad`, too, and writes them back.
     With `rank_0_only` the modules of other ranks keep their shards, which takes the memory of one unit there; with
     `cpu` full parameters are on the host. A parameter that tensor or expert parallel has divided is the DTensor that it
-    was before `shard`.
+    was before `shard`; with `rank_0_only`, where no other rank could take part in what a DTensor does, it is whole.
     """
     runtime = get_runtime(model)
     if write_back and (rank_0_only or cpu):
@@ -58,7 +59,8 @@ def full_parameters(
         for unit in chosen:
             unit.go(State.SUMMONED)
             for flat in unit.flats:
-                each = _summon(flat, f"gather of {unit.title} for full_parameters", with_grads=with_grads)
+                about = f"gather of {unit.title} for full_parameters"
+                each = _summon(flat, about, with_grads=with_grads, joins=rank_0_only)
                 if keeps:
                     summoned.append(each.to_host() if cpu else each)
         for each in summoned:
@@ -138,7 +140,8 @@ def _check_gradients(runtime: ShardedRuntime, chosen: Sequence[ShardedUnit]) -> 
         check_agreement(link, described)
 
 
-def _summon(flat: FlatShard, about: str, *, with_grads: bool) -> _Summoned:
+def _summon(flat: FlatShard, about: str, *, with_grads: bool, joins: bool) -> _Summoned:
+    """Gather parameters and gradients; `joins` makes those whole that are blocks of tensor or expert parallel."""
     values = gather_values(flat, about)
     gradients: list[torch.Tensor | None] = [None] * len(values)
     for number, parameter in enumerate(flat.parameters if with_grads else ()):
@@ -146,27 +149,44 @@ def _summon(flat: FlatShard, about: str, *, with_grads: bool) -> _Summoned:
         if gradient is not None:
             home = flat.homes[number]
             gradients[number] = home.gather_block(gradient) if isinstance(gradient, FlatDTensor) else gradient.clone()
-    return _Summoned(flat, values, gradients)
+    if not joins:
+        return _Summoned(flat, values, gradients, flat.inners)
+    for number, inner in enumerate(flat.inners):
+        for blocks in (values, gradients) if inner is not None else ():
+            block = blocks[number]
+            if inner is not None and block is not None:
+                blocks[number] = inner.wrap(block).full_tensor()
+    return _Summoned(flat, values, gradients, [None] * len(values))
 
 
 class _Summoned:
-    """The full parameters of a flat shard while modules hold them, and their gradients where these are wanted."""
+    """The full parameters of a flat shard while modules hold them, and their gradients where these are wanted.
 
-    def __init__(self, flat: FlatShard, values: list[torch.Tensor], gradients: list[torch.Tensor | None]) -> None:
+    `inners` says of which DTensors they are blocks, as modules hold them.
+    """
+
+    def __init__(
+        self,
+        flat: FlatShard,
+        values: list[torch.Tensor],
+        gradients: list[torch.Tensor | None],
+        inners: Sequence[ModelParallelSpec | None],
+    ) -> None:
         self._flat = flat
         self._values = values
         self._gradients = gradients
+        self._inners = inners
         self._shown: list[nn.Parameter] = []
 
     def to_host(self) -> _Summoned:
         """Return the same in host memory."""
         gradients = [None if each is None else each.cpu() for each in self._gradients]
-        return _Summoned(self._flat, [each.cpu() for each in self._values], gradients)
+        return _Summoned(self._flat, [each.cpu() for each in self._values], gradients, self._inners)
 
     def show(self) -> None:
         """Set them on the modules."""
         flat = self._flat
-        members = zip(flat.places, flat.parameters, flat.inners, self._values, self._gradients, strict=True)
+        members = zip(flat.places, flat.parameters, self._inners, self._values, self._gradients, strict=True)
         for places, own, inner, block, block_gradient in members:
             value, gradient = block.detach(), block_gradient
             if inner is not None:

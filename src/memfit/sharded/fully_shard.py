@@ -34,6 +34,7 @@ from memfit.sharded.fsdp2_options import (
 )
 from memfit.sharded.gradients import Gradients
 from memfit.sharded.inner_models import (
+    check_found,
     check_groups,
     check_inner,
     describe_inner,
@@ -114,13 +115,14 @@ def shard(
         check_inner(model, inner, units, schedule)
         on_host = resolve_offload(offload, offload_policy)
         default = resolve_unit_options(keep, reshard_after_forward, mesh)
-        before = [parameter for each in inner for parameter in each.parameters]
+        before = [parameter for each in inner for parameter in each.model.parameters()]  # also what it left whole
         found = find_units(
             model,
             () if inner and units is None else units,
             default=default,
             ignored=[*resolve_ignored(ignored, ignored_params), *before],
         )
+        check_found(found, inner)
         precisions = resolve_precision(precision, mp_policy, found)
         for member in (member for each in found for member in each.members):
             check_subclass(member.names[0], member.parameter, from_rank_0=from_rank_0)

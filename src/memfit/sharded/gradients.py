@@ -74,6 +74,11 @@ class Gradients:
         self._partial_came: set[int] = set()
         flat.listener = self.collect
 
+    @property
+    def has_hook(self) -> bool:
+        """Whether a hook of the user's sums them over the ranks that shard."""
+        return self._reduction.hook is not None
+
     def use_replicas(self, replicas: ShardComm | None) -> None:
         """Sum over the replicas of a model around its own, which are the same ranks."""
         self._replicas = replicas

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -28,7 +27,7 @@ from memfit.sharded.model_parallel import ModelParallelMeshes
 from memfit.sharded.options import Schedule
 from memfit.sharded.runtime import ShardedRuntime
 from memfit.sharded.unit import ShardedUnit, State
-from memfit.sharded.wrap_policy import Units
+from memfit.sharded.wrap_policy import FoundUnit, Units
 from memfit.torch_private.wrappers import name_in_state
 
 
@@ -63,22 +62,39 @@ def check_inner(model: nn.Module, inner: Sequence[ShardedRuntime], units: Units 
             raise StateError(
                 f"{path!r} was sharded in a call of its own and is in use; shard the model around it between steps"
             )
-        if each.schedule not in (Schedule(), schedule):
+        cap = schedule.bucket_cap_bytes  # it decided only what became a unit
+        if replace(each.schedule, bucket_cap_bytes=cap) not in (Schedule(bucket_cap_bytes=cap), schedule):
             raise InputError(
                 f"{path!r} was sharded with {each.schedule}, and the model around it with {schedule}; units of one "
                 "pass have one schedule: give it to the last call"
             )
-        for named in units if isinstance(units, Mapping) else ():
+        for named in _names_in(units):
             if f"{named}.".startswith(f"{path}."):
                 raise InputError(f"units names {named!r}, and {path!r} was sharded in a call of its own; leave it out")
+
+
+def _names_in(units: Units | None) -> Iterator[str]:
+    for named in units if isinstance(units, Mapping) else ():
+        yield from (named,) if isinstance(named, str) else named
+
+
+def check_found(found: Sequence[FoundUnit], inner: Sequence[ShardedRuntime]) -> None:
+    """Refuse a group with a module that is inside of one which was sharded before: it would be of two units."""
+    taken = {module for each in inner for module in each.model.modules()}
+    for unit in found:
+        for path, module in zip(unit.paths, unit.modules, strict=True):
+            if module in taken:
+                raise InputError(
+                    f"unit {list(unit.paths)} has {path!r}, which was sharded in a call of its own; leave it out"
+                )
 
 
 def check_groups(model: nn.Module, inner: Sequence[ShardedRuntime], links: Sequence[ShardComm]) -> None:
     """Refuse an inner model that is sharded over other ranks."""
     paths = {module: path for path, module in model.named_modules()}
-    wanted = [dist.get_process_group_ranks(link.group) for link in links]
+    wanted = [link.members for link in links]
     for each in inner:
-        if [dist.get_process_group_ranks(link.group) for link in each.data_links] != wanted:
+        if [link.members for link in each.data_links] != wanted:
             raise InputError(
                 f"{paths[each.model]!r} was sharded over other ranks than the model around it is to be; give every "
                 "call the same mesh="

@@ -112,6 +112,11 @@ class UnitMethods:
         It is given sums to make (`op`): what is divided, is divided before and after.
         """
         check_comm(comm, "set_custom_reduce_scatter")
+        if any(gradients.has_hook for gradients in self._unit.gradients):
+            raise InputError(
+                f"{self._unit.title} sums its gradients by the hook of its Reduction, and would never call this "
+                "collective; leave one of them out"
+            )
         for gradients in self._unit.gradients:
             gradients.custom_reduce_scatter = comm
 

@@ -22,7 +22,9 @@ A unit may be several modules. Its forward begins with the first call of any of 
 the outermost forward ends; in between the modules hold gathered parameters. All calls of a forward are one run: inputs
 of the first call with gradients are marked, since whatever later calls do is done when those have their gradient, and
 outputs of every call are hooked, since any of them may be what the backward comes to first. A second forward in the
-backward is a run of its own, of one module.
+backward is a run of its own, of one module. Where a call had no graph, as inside of a checkpoint that runs a backward
+of its own (`use_reentrant=True`), nobody knows which run is the last: the unit is summed at the end of the backward,
+once, since a sum for each module would tell `register_post_accumulate_grad_hook` of gradients several times.
 """
 
 from __future__ import annotations
@@ -138,6 +140,7 @@ class ShardedRuntime:
             self._begin_forward(unit)
         args, kwargs = self._cast_inputs(unit, args, kwargs)
         if not torch.is_grad_enabled():
+            unit.in_parts |= len(unit.modules) > 1
             return unit.run, args, kwargs
         if unit.run is not None:
             return unit.run, args, kwargs
@@ -306,7 +309,7 @@ class ShardedRuntime:
         unit.go(State.POST_BACKWARD)
         unit.to_sharded()
         unit.free()
-        if self._sums(unit) and unit.pending <= 0:
+        if self._sums(unit) and unit.pending <= 0 and not unit.in_parts:
             self._owing.discard(unit)
             if unit.begin_sum(everything=True):
                 self._advance_sums()
@@ -429,6 +432,7 @@ class ShardedRuntime:
         for each in self.units:
             each.stale = each.gathered
             each.turn = self._turn
+            each.in_parts = False
 
     def _training(self) -> list[bool]:
         return [parameter.requires_grad for unit in self.units for flat in unit.flats for parameter in flat.parameters]

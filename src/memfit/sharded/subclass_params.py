@@ -226,7 +226,8 @@ class SubclassShard(FlatShard):
         streams = self._streams
         for stream in (streams.prepare, streams.gather):
             streams.after_current(stream)
-        with torch.no_grad(), streams.on(streams.prepare):
+        # in inference mode a class would get ops that others are made of, such as aten::to, and lose itself in them
+        with torch.inference_mode(False), torch.no_grad(), streams.on(streams.prepare):
             inputs = self.extension.inputs(self._local.to(self.device, non_blocking=True))
             unsharded.allocate_for(inputs)
             for buffer, given in zip(unsharded.buffers, inputs, strict=True):

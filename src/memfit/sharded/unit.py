@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from enum import Enum
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from memfit.errors import StateError
-from memfit.sharded.comm import ShardComm, Transfer, wait_all
+from memfit.sharded.comm import CollectiveError, ShardComm, Transfer, wait_all
 from memfit.sharded.flat_param import FlatShard, UnshardedParams
 from memfit.sharded.gradients import Gradients
 from memfit.sharded.mesh import Streams
@@ -28,7 +29,8 @@ class ShardedUnit:
     """A module, or a group of modules, with its flat shards; the root has the empty name.
 
     The forward of a group begins with the call of any of its modules and ends when all were called. `uncalled` are
-    those that were not, while it is under way, and `run` is what its backward will be of.
+    those that were not, while it is under way, and `run` is what its backward will be of. `in_parts` says whether some
+    of them were called without a graph in the last pass, and may have backwards of their own.
 
     `outermost` says whether its last forward was that of the whole pass. `pending` counts forwards whose backward has
     not come since the last backward ended, `running` the backwards that have begun. `communicates` says whether its
@@ -63,6 +65,7 @@ class ShardedUnit:
         self.running = 0
         self.uncalled: set[nn.Module] = set()
         self.run: Run | None = None
+        self.in_parts = False
         self.communicates = True
         self.forward_prefetch: tuple[ShardedUnit, ...] | None = None
         self.backward_prefetch: tuple[ShardedUnit, ...] | None = None
@@ -138,16 +141,22 @@ class ShardedUnit:
                 unsharded.changes = flat.changes
         else:
             self._unsharded = self._unsharded_in_forward
-        self._transfers = []
-        for number, (flat, unsharded) in enumerate(zip(self.flats, self._unsharded, strict=True)):
-            tag = self._tag(number, 0)
-            with record_function("memfit::gather"):
-                if self._resharded and self._nearby is not None and not forward:
-                    transfer = flat.begin_regather(unsharded, self._nearby, tag, about)
-                else:
-                    transfer = flat.unshard(unsharded, tag, about)
-            if transfer is not None:
-                self._transfers.append(transfer)
+        begun: list[Transfer] = []
+        try:
+            for number, (flat, unsharded) in enumerate(zip(self.flats, self._unsharded, strict=True)):
+                tag = self._tag(number, 0)
+                with record_function("memfit::gather"):
+                    if self._resharded and self._nearby is not None and not forward:
+                        transfer = flat.begin_regather(unsharded, self._nearby, tag, about)
+                    else:
+                        transfer = flat.unshard(unsharded, tag, about)
+                if transfer is not None:
+                    begun.append(transfer)
+        except BaseException:  # of an extension or a collective of the user's, say: there is nothing to wait for
+            with suppress(CollectiveError):
+                wait_all(begun)
+            raise
+        self._transfers = begun
         self._event = self._streams.event(self._streams.gather)
 
     def wait(self) -> None:
