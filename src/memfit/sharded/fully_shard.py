@@ -114,12 +114,12 @@ def shard(
         check_inner(model, inner, units, schedule)
         on_host = resolve_offload(offload, offload_policy)
         default = resolve_unit_options(keep, reshard_after_forward, mesh)
-        before = [parameter for each in inner for parameter in each.parameters]
+        before = [parameter for each in inner for parameter in each.model.parameters()]  # also what it ignored
         found = find_units(
             model,
             () if inner and units is None else units,
             default=default,
-            ignored=[*resolve_ignored(ignored, ignored_params), *before],
+            ignored=[*resolve_ignored(model, ignored, ignored_params), *before],
         )
         precisions = resolve_precision(precision, mp_policy, found)
         for member in (member for each in found for member in each.members):
