@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).parents[2] / "docs" / "fsdp-tests.md"
-RESULTS = ("holds", "refused", "not applicable", "pending")
+RESULTS = ("holds", "refused", "not applicable")
 _BEGIN = "<!-- counts: written by `python -m tests.distributed.fsdp_tests` -->\n"
 _END = "<!-- end of counts -->"
 _NAMED = re.compile(r"`([a-z_/0-9]+)::(test_\w+)(?:\[([^`]*)\])?`")
@@ -67,8 +67,6 @@ def counts(rows: Sequence[Row]) -> str:
         f"| behaviours, each a test of memfit's that a row names | {len(named)} |",
         f"| of these in `test_sharded_ported.py` | {len(ported)} |",
     ]
-    for feature, number in sorted(Counter(row.how for row in rows if row.result == "pending").items()):
-        lines.append(f"| pending: {feature} | {number} |")
     return "\n".join(lines) + "\n"
 
 

@@ -30,7 +30,7 @@ def test_every_test_that_a_row_names_exists(rows: list[Row]) -> None:
 
 def test_every_ported_behaviour_is_named(rows: list[Row]) -> None:
     named = {each for row in rows for each in row.named}
-    for name in ("setup", "steps", "gradients", "state", "hybrid"):
+    for name in ("setup", "steps", "gradients", "state", "hybrid", "units", "meshes"):
         function = find_test("ported", f"test_{name}")
         assert function is not None
         assert not [case for case in case_names(function) if ("ported", f"test_{name}", case) not in named]

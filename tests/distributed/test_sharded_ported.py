@@ -6,9 +6,11 @@ import pytest
 
 from tests.distributed import sharded_ported_gradients as gradients
 from tests.distributed import sharded_ported_hybrid as hybrid
+from tests.distributed import sharded_ported_meshes as meshes
 from tests.distributed import sharded_ported_setup as setup
 from tests.distributed import sharded_ported_state as state
 from tests.distributed import sharded_ported_steps as steps
+from tests.distributed import sharded_ported_units as units
 from tests.distributed.ranks import Ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("ranks")]
@@ -37,3 +39,13 @@ def test_state(two_ranks: Ranks, name: str) -> None:
 @pytest.mark.parametrize("name", hybrid.CASES)
 def test_hybrid(four_ranks: Ranks, name: str) -> None:
     four_ranks.run(hybrid.CASES[name])
+
+
+@pytest.mark.parametrize("name", units.CASES)
+def test_units(two_ranks: Ranks, name: str) -> None:
+    two_ranks.run(units.CASES[name])
+
+
+@pytest.mark.parametrize("name", meshes.CASES)
+def test_meshes(four_ranks: Ranks, name: str) -> None:
+    four_ranks.run(meshes.CASES[name])

@@ -139,6 +139,12 @@ def _to_offload(given: bool | OffloadPolicy | None, name: str) -> Offload | None
     raise InputError(f"{name} is {given!r}; give True, False, or a CPUOffloadPolicy of torch.distributed.fsdp")
 
 
-def resolve_ignored(ignored: Iterable[Ignored], ignored_params: Iterable[nn.Parameter] | None) -> list[Ignored]:
-    """Return all that stays whole on every rank; each name only adds to the other."""
-    return [*ignored, *(ignored_params or ())]
+def resolve_ignored(
+    model: nn.Module, ignored: Iterable[Ignored], ignored_params: Iterable[nn.Parameter] | None
+) -> list[Ignored]:
+    """Return all that stays whole on every rank; each name only adds to the other.
+
+    As with FSDP2 one set of `ignored_params` may be given to the calls for several parts of a model.
+    """
+    own = set(model.parameters())
+    return [*ignored, *(each for each in ignored_params or () if not isinstance(each, nn.Parameter) or each in own)]

@@ -120,7 +120,7 @@ def shard(
             model,
             () if inner and units is None else units,
             default=default,
-            ignored=[*resolve_ignored(ignored, ignored_params), *before],
+            ignored=[*resolve_ignored(model, ignored, ignored_params), *before],
         )
         check_found(found, inner)
         precisions = resolve_precision(precision, mp_policy, found)

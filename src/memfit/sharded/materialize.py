@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from memfit.errors import InputError
 from memfit.sharded.comm import ShardComm
@@ -91,6 +92,15 @@ def prepare_buffers(
             if buffer is None:
                 continue
             moved = buffer if links is None else _from_rank_0(buffer, device, links)
+            if isinstance(buffer, DTensor) and links is not None:  # of tensor parallel: it stays what it is
+                moved = DTensor.from_local(
+                    moved,
+                    buffer.device_mesh,
+                    buffer.placements,
+                    run_check=False,
+                    shape=buffer.shape,
+                    stride=buffer.stride(),
+                )
             buffer_table(module)[name] = moved.to(device=device, dtype=dtype if buffer.is_floating_point() else None)
 
 

@@ -141,6 +141,11 @@ def check_distributed(name: str, parameter: torch.Tensor, mesh: DeviceMesh | Non
             f"parameter {name!r} is a DTensor with the placement {wrong[0]!r}; memfit shards blocks of tensors: "
             "redistribute it to Shard and Replicate placements first"
         )
+    if mesh is not None and own.device_type != mesh.device_type:
+        raise InputError(
+            f"parameter {name!r} is a DTensor on a mesh of {own.device_type!r}, and the one given is of "
+            f"{mesh.device_type!r}; make both parts of one mesh, init_device_mesh({mesh.device_type!r}, ...)"
+        )
     ranks = set(own.mesh.flatten().tolist())
     others = set(range(dist.get_world_size())) if mesh is None else set(mesh.mesh.flatten().tolist())
     if len(ranks & others) > 1:
@@ -153,11 +158,11 @@ def check_distributed(name: str, parameter: torch.Tensor, mesh: DeviceMesh | Non
     if mesh is not None:
         try:
             join_meshes([mesh, own])
-        except (RuntimeError, AssertionError, ValueError) as error:
+        except (RuntimeError, AssertionError, ValueError, TypeError) as error:  # TypeError: a mesh without names
             raise InputError(
-                f"parameter {name!r} is a DTensor on a mesh that has no origin in common with the one given; make one "
-                "mesh with a name for each dimension, init_device_mesh(..., mesh_dim_names=('dp', 'tp')), and use its "
-                "parts for both"
+                f"parameter {name!r} is a DTensor on a mesh that cannot be joined with the one given; make one mesh "
+                "with a name for each dimension, init_device_mesh(..., mesh_dim_names=('dp', 'tp')), and use its parts "
+                "for both"
             ) from error
     block, _ = find_block(tuple(parameter.shape), own, tuple(placements))
     found = tuple(local_tensor(parameter).shape)
