@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 from memfit.errors import InputError
-from memfit.sharded.options import UnitOptions
+from memfit.sharded.options import Precision, UnitOptions
 from memfit.sharded.wrap_policy import Units, default_units, find_units, join_small_units
 
 
@@ -90,15 +91,17 @@ def test_tiny_neighbours_with_the_same_options_are_joined_up_to_the_cap() -> Non
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(64)))
     layer_bytes = 20 * 4
 
-    def joined(cap_bytes: int, options: dict[str, UnitOptions] | None = None) -> list[int]:
-        found = find_units(model, options, keep=False, ignored=())
-        return [len(each.modules) for each in join_small_units(found, None, cap_bytes)[1:]]
+    def joined(cap_bytes: int, options: dict[str, UnitOptions] | None = None, low: int | None = None) -> list[int]:
+        found = find_units(model, options, default=UnitOptions(), ignored=())
+        precisions = [Precision(param_dtype=torch.bfloat16 if each.name == str(low) else None) for each in found]
+        return [len(each.modules) for each in join_small_units(found, precisions, cap_bytes)[0][1:]]
 
     assert joined(1 << 20) == [4] * 16  # no more than one part in 16 of all
     assert joined(2 * layer_bytes) == [2] * 32
     assert joined(layer_bytes) == joined(0) == [1] * 64
     options = {str(number): UnitOptions(keep=number == 1) for number in range(64)}
     assert joined(1 << 20, options) == [1, 1, *[4] * 15, 2]
+    assert joined(1 << 20, low=1)[:2] == [1, 1]  # one gather has one dtype
 
 
 def test_ignored_parameters_belong_to_no_unit() -> None:
