@@ -411,7 +411,7 @@ class UnitCalls:
                 return method(*args, **kwargs)
             output = None
             try:
-                args, kwargs = self.before(self._unit.module, args, kwargs)
+                args, kwargs = self.before(self._module, args, kwargs)
                 self._in_method = True
                 output = method(*args, **kwargs)
             except BaseException:  # also of the gather: no hook runs after a method
