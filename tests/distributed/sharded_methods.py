@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from memfit.errors import InputError, StateError
 from memfit.sharded import FlatDTensor, get_runtime, register_forward_method, shard
@@ -64,6 +65,38 @@ def settings_of_fsdp2() -> None:
         loss_of(model, 0).backward()
         gradients.append({name: each.grad.full_tensor() for name, each in model.named_parameters()})
     assert_same({name: each / 2 for name, each in gradients[0].items()}, gradients[1])
+
+
+def methods_of_fsdp2_are_all_there() -> None:
+    """Every public method of FSDP2's modules is there; what would change how it runs and cannot is refused."""
+    model: Any = built(by_memfit)
+    for name in vars(FSDPModule):
+        assert name.startswith("_") or callable(getattr(model.blocks[0], name, None)), name
+    model.set_reshard_after_backward(True)
+    model.set_reduce_scatter_unused_params(True)
+    model.set_reduce_scatter_max_input_buffers(2)
+    refused: list[tuple[str, Any]] = [
+        ("set_reshard_after_backward", False),
+        ("set_separate_reduce_scatter_group", True),
+        ("set_symm_mem_for_comm", "NCCL"),
+        ("set_reduce_scatter_max_input_buffers", 0),
+    ]
+    for name, argument in refused:
+        with pytest.raises(InputError, match=name.removeprefix("set_reduce_scatter_")):
+            getattr(model, name)(argument)
+    optimizer, peer = adamw(model.parameters()), built(by_memfit)
+    handle = model.blocks[1].register_forward_hook(_fails)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, 0)
+    handle.remove()
+    model.reset_iter_state()
+    train(model, optimizer, range(1))
+    train(peer, adamw(peer.parameters()), range(1))
+    assert_same(whole(model), whole(peer))
+
+
+def _fails(*_: Any) -> None:
+    raise ZeroDivisionError
 
 
 def gathers_follow_the_settings() -> None:

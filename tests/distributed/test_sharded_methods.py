@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("ranks")]
     [
         cases.parameters_are_gathered_on_demand,
         cases.settings_of_fsdp2,
+        cases.methods_of_fsdp2_are_all_there,
         cases.gathers_follow_the_settings,
         cases.other_methods_than_forward,
     ],

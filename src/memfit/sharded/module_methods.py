@@ -139,6 +139,44 @@ class UnitMethods:
                 "leave set_allocate_memory_from_process_group_for_comm out, or use set_custom_all_gather"
             )
 
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Refuse symmetric memory, for the same reason."""
+        raise InputError(
+            "gathered parameters are views of memory that comes and goes, which cannot be symmetric memory of "
+            f"{backend}; leave set_symm_mem_for_comm out, or use set_custom_all_gather"
+        )
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Refuse a second group: gathers and sums of a unit are on one."""
+        if enable:
+            raise InputError(
+                "gathers and sums of a unit share one process group here; leave set_separate_reduce_scatter_group out, "
+                "or use set_custom_reduce_scatter with a group of your own"
+            )
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Refuse to hold gathered parameters from a backward to the next forward: the optimizer changes the shards."""
+        if not reshard_after_backward:
+            raise InputError(
+                "units are resharded after every backward here; for micro-batches leave "
+                "set_reshard_after_backward(False) out, and use no_sync() or set_requires_gradient_sync(False)"
+            )
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Accept what FSDP2 wants to know: ranks that use different parameters sum what each of them has, always."""
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Accept what bounds FSDP2's buffers of gradients: here gradients are written into what is sent."""
+        if max_input_buffers < 1:
+            raise InputError(f"max_input_buffers is {max_input_buffers}; give at least 1")
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Accept an event that gathers may wait for: here they wait for the stream of the optimizer, which has it."""
+
+    def reset_iter_state(self) -> None:
+        """Forget a forward or backward that an exception ended; the next forward would do so by itself."""
+        self._runtime.settle()
+
     def _units(self, recurse: bool) -> Iterable[ShardedUnit]:
         if not recurse:
             return [self._unit]
