@@ -57,6 +57,9 @@ class Plan:
         step = given.step
         if self.optimizer_lever and isinstance(step, Trace):
             raise UsageError("--optimizer-lever captures the step in other ways; give the step, not its trace")
+        changes = self.solver.loss_chunks is not None or set(self.solver.decide) - {"offload"}
+        if changes and isinstance(step, Trace):
+            raise UsageError("--decide and --loss-chunks capture the step in other ways; give the step, not its trace")
         given.show()
         plain = self._shows_levers and isinstance(step, Step) and self.hardware.mesh is None
         with EarlyCaptures(step if plain else None, target) as early:
@@ -83,7 +86,7 @@ class Plan:
             cost=resolve_cost(self.step.cost, target),
             options=options,
         )
-        found, problem = plan_problem(inputs, budget=self.hardware.budget)
+        found, problem = plan_problem(inputs, budget=self.hardware.budget, early=early.chunked_trace)
         if self.output is not None:
             write_text("--output", self.output, found.to_json())
         levers: tuple[Lever, ...] | None = None
