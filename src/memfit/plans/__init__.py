@@ -2,6 +2,7 @@
 
 from memfit.plans.build import build_plan, build_policy
 from memfit.plans.document import Plan, load
+from memfit.plans.joint import MOST_CHUNKS, units_with_loss
 from memfit.plans.mesh_result import MeshPoint, MeshSearch, display_mesh
 from memfit.plans.mismatch import (
     PlanMismatch,
@@ -50,6 +51,7 @@ from memfit.plans.wrappers import is_fully_sharded, named_modules, unwrap, wrapp
 
 __all__ = [
     "EXPANDABLE",
+    "MOST_CHUNKS",
     "Blocker",
     "Checkpoint",
     "ChunkedLossRecord",
@@ -105,6 +107,7 @@ __all__ = [
     "resolve_options",
     "search",
     "shard_options_of",
+    "units_with_loss",
     "unwrap",
     "with_room",
     "wrappers_of",

@@ -14,8 +14,8 @@ as more is known of it:
 3. Solved: the step under its plan, proven by the solver.
 
 The first incumbent is the plain solve. Settings are looked at in the order of their bounds until none is below the
-incumbent; those that would have to be captured only if they may gain `WORTH` of the step. The answer is the best over
-these settings, and its gap is the solver's.
+incumbent; those that would have to be captured only if they may gain `WORTH` of the step. Sharding is looked at in a
+second round, for the best setting of the first. The answer is the best over these, and its gap is the solver's.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -55,10 +56,24 @@ from memfit.text import counted
 from memfit.tradeoff import find_units
 from memfit.units import display_bytes, display_ms
 
-CHUNKS = (8, 16, 4, 2)
+CHUNKS = (16, 8, 4, 2)
+"""The most first: if they are not better than the whole loss, none are, and fewer gain little on them."""
+MOST_CHUNKS = max(CHUNKS)
 PREFETCH = (0, 1, 2)
+KEPT = (0, 1, 2, 4, 8, 16)
+"""How many of the last units may stay gathered; all are tried too."""
 WORTH = 1e-3
 """A setting is captured only if its bound is lower than the best by this part of the step."""
+_LOSS_FAMILIES = (
+    Family.NORM,
+    Family.ELEMENTWISE,
+    Family.TRANSCENDENTAL,
+    Family.INDEXING,
+    Family.REDUCTION,
+    Family.COPY,
+    Family.OTHER,
+)
+"""Kernels of a cross entropy."""
 _GIB = 1 << 30
 _LEAST_GAIN_MS = 1e-5
 """Times within ten nanoseconds count as equal."""
@@ -157,8 +172,7 @@ class JointSearch:
     # -- the settings -------------------------------------------------------------------------------------------------
 
     def settings(self) -> list[Setting]:
-        """Return every setting but the given one."""
-        problem = self.first.problem
+        """Return every setting of loss and optimizer but the given one, sharded as it was given."""
         chunks: list[ChunkedLoss | None] = [None]
         if self._fixed is not None:
             chunks = [self._fixed]
@@ -167,20 +181,27 @@ class JointSearch:
         ways: list[Implementation | None] = [None]
         if "optimizer" in self._kinds:
             ways += implementations_of_step(self._step)
-        shards: list[ShardOptions | None] = [None]
-        given = problem.options.shard
-        if problem.sharding is not None and given.parallel == "fsdp" and not problem.trace.mesh:
-            kept = [(given.keep_last, given.reshard_after_forward)]
-            if "reshard" in self._kinds:
-                kept = [(False, True), (True, True), (False, False)]
-            ahead = PREFETCH if "prefetch" in self._kinds else (given.prefetch,)
-            for (last, reshards), number in itertools.product(kept, ahead):
-                changed = replace(given, keep_last=last, reshard_after_forward=reshards, prefetch=number)
-                if changed != given:
-                    shards.append(changed)
-        every = itertools.product(chunks, ways, shards)
-        found = [Setting(chunked=one, implementation=two, shard=three) for one, two, three in every]
+        every = itertools.product(chunks, ways)
+        found = [Setting(chunked=one, implementation=two) for one, two in every]
         return [setting for setting in found if setting != self.best.setting]
+
+    def shardings(self) -> list[Setting]:
+        """Return the best setting so far with every other way to keep and prefetch sharded units."""
+        problem = self.first.problem
+        given = problem.options.shard
+        if problem.sharding is None or given.parallel != "fsdp" or problem.trace.mesh:
+            return []
+        kept: list[tuple[int, bool | int]] = [(given.keep_last, given.reshard_after_forward)]
+        if "reshard" in self._kinds:
+            units = sum(bool(unit.module) for unit in problem.sharding.units)
+            kept = [*((number, True) for number in KEPT if number < units), (False, False)]
+        ahead = PREFETCH if "prefetch" in self._kinds else (given.prefetch,)
+        found = []
+        for number, (last, reshards) in itertools.product(ahead, kept):
+            changed = replace(given, keep_last=last, reshard_after_forward=reshards, prefetch=number)
+            if changed != given:
+                found.append(replace(self.best.setting, shard=changed))
+        return found
 
     @property
     def _step_is_reached(self) -> bool:
@@ -189,27 +210,30 @@ class JointSearch:
         return self._chunkable.inside or self._step.loss is not None
 
     def run(self) -> Answer:
-        """Find the best answer over all settings."""
-        left = self.settings()
+        """Find the best answer over all settings: of loss and optimizer first, then of the sharding of the best."""
+        self._explore(self.settings())
+        self._explore(self.shardings())
+        return self.best
+
+    def _explore(self, left: list[Setting]) -> None:
+        """Try settings in the order of their bounds until none is below the best."""
         while left:
             bounds = [self.bound_ms(setting) for setting in left]
             bound = min(bounds)
             setting = left.pop(bounds.index(bound))
-            known = (setting.chunked, setting.implementation) in self._traces
-            worth = _LEAST_GAIN_MS if known or setting.chunked is None else WORTH * self.best.step_ms
-            if math.isfinite(self.best.step_ms) and bound >= self.best.step_ms - worth:
-                if known or setting.chunked is None:
-                    break  # no other bound is lower
-                continue
+            known = (setting.chunked, setting.implementation) in self._traces or setting.chunked is None
+            worth = _LEAST_GAIN_MS if known else WORTH * self.best.step_ms
             if math.isinf(bound):
                 break
-            self.try_setting(setting)
-        return self.best
+            if math.isinf(self.best.step_ms) or bound < self.best.step_ms - worth:
+                self.try_setting(setting)
+            elif known:
+                break  # nor is any other bound below
 
     def try_setting(self, setting: Setting) -> Answer | None:
         """Solve a setting unless its own bound is no better than the best; None where it cannot be run so."""
         problem = self._problem(setting)
-        if problem is None or base_ms(problem) >= self.best.step_ms - _LEAST_GAIN_MS:
+        if problem is None or base_ms(problem) + self._least_ms(setting) >= self.best.step_ms - _LEAST_GAIN_MS:
             return None
         found = Answer(problem=problem, solved=solve(problem, self._budget_bytes), setting=setting)
         self.tried += 1
@@ -223,26 +247,18 @@ class JointSearch:
     def bound_ms(self, setting: Setting) -> float:
         """Return a time that no plan of the setting is below; infinite for one that is known not to run."""
         chunked, implementation, shard = setting.chunked, setting.implementation, setting.shard
-        parts = (
-            Setting(chunked=chunked),
-            Setting(implementation=implementation),
-            Setting(shard=shard),
-            Setting(chunked=chunked, implementation=implementation),
-            setting,
-        )
+        parts = (Setting(chunked=chunked), Setting(implementation=implementation), setting)
         if any(part in self._problems and self._problems[part] is None for part in parts):
             return math.inf
         problem = self._problems.get(setting)
         if problem is not None:
-            return base_ms(problem)
-        first, alone = self.first.problem, self._problems.get(Setting(shard=shard))
-        if alone is None:
-            # Other sharding may need less memory too, so that nothing is left of the recompute.
-            bound = base_ms(first) - first.exposed_ms + (self._again_ms if chunked else 0.0)
-        elif Setting(shard=shard) not in self._answers:
-            bound = base_ms(alone) + (self._again_ms if chunked else 0.0)
-        else:
-            bound = self._loss_bound_ms(chunked, self._answers[Setting(shard=shard)])
+            return base_ms(problem) + self._least_ms(setting)
+        if shard is not None:
+            whole = self._problems[replace(setting, shard=None)]
+            assert whole is not None
+            return base_ms(whole) - whole.exposed_ms + self._least_ms(setting)
+        first = self.first.problem
+        bound = self._loss_bound_ms(chunked, self.first)
         if implementation is not None:
             known = self._problems.get(Setting(implementation=implementation))
             if known is None:
@@ -250,6 +266,21 @@ class JointSearch:
             else:
                 bound += known.runtime.total_ms - first.runtime.total_ms
         return bound
+
+    def _least_ms(self, setting: Setting) -> float:
+        """Return what the plans of the same step add under a sharding that gathers no more; it needs no more memory."""
+        given = self.first.problem.options.shard
+        shard = setting.shard or given
+        return max(
+            (
+                answer.solved.bound_ms
+                for other, answer in self._answers.items()
+                if replace(other, shard=None) == replace(setting, shard=None)
+                and answer.solved.choice is not None
+                and _gathers_more(shard, other.shard or given)
+            ),
+            default=0.0,
+        )
 
     def _loss_bound_ms(self, chunked: ChunkedLoss | None, whole: Answer) -> float:
         """Return a time that no plan with the loss in so many chunks is below, from the answer with the whole loss."""
@@ -260,7 +291,7 @@ class JointSearch:
         if bound < self.best.step_ms:
             bound += self._relaxed_ms(whole, self._copied_bytes)
         for number in CHUNKS:
-            known = self._answers.get(replace(whole.setting, chunked=chunked.with_chunks(number)))
+            known = self._answers.get(Setting(chunked=chunked.with_chunks(number)))
             if known is None or bound >= self.best.step_ms:
                 continue
             if chunked.chunks > number:
@@ -299,14 +330,16 @@ class JointSearch:
 
     def _kernels_ms(self, problem: Problem, chunks: int) -> float:
         """Return at most what the kernels of one chunk cost beside the bytes that they move."""
-        efficiency = problem.target.device.efficiency
-        each_ms = (
-            max(efficiency[family].overhead_ms for family in Family)
-            + efficiency.host.forward_ms
-            + efficiency.host.backward_ms
-        )
-        more = len(problem.trace.ops) - len(self.first.problem.trace.ops)
-        return each_ms * math.ceil(max(0, more) / chunks)
+        device = problem.target.device
+        kernel_ms = max(device.efficiency[family].overhead_ms for family in _LOSS_FAMILIES)
+        host_ms = max(device.efficiency.host.forward_ms, device.efficiency.host.backward_ms)
+        most_ms = kernel_ms + host_ms if device.type == "cpu" else max(kernel_ms, host_ms)
+        before = Counter(op.name for op in self.first.problem.runtime.trace.ops)
+        times: dict[str, list[float]] = defaultdict(list)
+        for op, op_ms in zip(problem.runtime.trace.ops, problem.runtime.op_ms, strict=True):
+            times[op.name].append(min(float(op_ms), most_ms))
+        added = (sorted(each, reverse=True)[: max(0, len(each) - before[name])] for name, each in times.items())
+        return sum(sum(each) for each in added) / chunks
 
     # -- captured settings --------------------------------------------------------------------------------------------
 
@@ -329,7 +362,7 @@ class JointSearch:
         if setting.shard is not None:
             options = replace(options, shard=setting.shard)
         if setting.chunked is not None:
-            options = replace(options, forbid=(*options.forbid, *_units_with_loss(captured, setting.chunked)))
+            options = replace(options, forbid=(*options.forbid, *units_with_loss(captured, setting.chunked)))
         try:
             return Problem.of(self._runtimes[key], self.first.problem.target, options)
         except InputError as error:  # names of units that this step does not have, or that must be checkpointed
@@ -439,8 +472,16 @@ def describe_reshard(shard: ShardOptions) -> str:
     if shard.reshard_after_forward is False:
         return "all units kept"
     if shard.keep_last:
-        return "the last unit kept"
+        return "the last unit kept" if shard.keep_last == 1 else f"the last {shard.keep_last} units kept"
     return "all units resharded"
+
+
+def _gathers_more(shard: ShardOptions, given: ShardOptions) -> bool:
+    """Return whether as many units are gathered at every instant as with the given sharding, or more."""
+    keeps = shard.reshard_after_forward is False or (
+        given.reshard_after_forward is True and shard.keep_last >= given.keep_last
+    )
+    return keeps and shard.prefetch >= given.prefetch
 
 
 def describe_decision(decision: Decision) -> str:
@@ -453,7 +494,7 @@ def describe_decision(decision: Decision) -> str:
     return f"decided {decision.kind}: {decision.setting}; {bytes_}, {time}{price}"
 
 
-def _units_with_loss(captured: Trace, chunked: ChunkedLoss) -> list[str]:
+def units_with_loss(captured: Trace, chunked: ChunkedLoss) -> list[str]:
     """Name the units that compute chunks of the loss, which recompute themselves: no plan recomputes them again."""
     ops = [index for index, _ in find_softmaxes(captured, chunked.classes)]
     return [

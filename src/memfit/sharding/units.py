@@ -49,7 +49,7 @@ class ShardCall:
 class ShardUnit:
     """A module whose parameters are gathered together, those of units inside it excepted, and its runs.
 
-    One that is `kept` does not reshard after its forward: the root, with `keep_last` the last that runs, and with
+    One that is `kept` does not reshard after its forward: the root, with `keep_last` the last that run, and with
     `reshard_after_forward=False` all. With `reshard_ranks` it reshards to so many ranks until its backward.
     """
 
@@ -152,7 +152,7 @@ def find_units(
     ranks: int,
     dtypes: ShardDtypes,
     *,
-    keep_last: bool = False,
+    keep_last: bool | int = False,
     reshard_after_forward: bool | int = True,
 ) -> tuple[ShardUnit, ...]:
     """Every unit with its sizes and its runs."""
@@ -180,8 +180,8 @@ def find_units(
             )
         )
     inner = [unit for unit in found if unit.module]
-    if keep_last and inner:
-        last = max(inner, key=lambda unit: max((call.end, call.depth) for call in unit.calls))
+    inner.sort(key=lambda unit: max((call.end, call.depth) for call in unit.calls))
+    for last in inner[max(0, len(inner) - int(keep_last)) :]:
         found[found.index(last)] = replace(last, kept=True)
     return tuple(found)
 

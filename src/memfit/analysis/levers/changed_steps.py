@@ -86,14 +86,15 @@ _HOW = "loss = memfit.engines.chunked_cross_entropy(logits.flatten(0, -2), targe
 def loss(case: Case) -> Iterator[Lever]:
     """Yield the lever of a chunked cross entropy: captured where the step calls torch's own, else estimated."""
     logits = find_logits(case.trace)
-    if logits is None:
+    if logits is None or (case.report.plan is not None and case.report.plan.chunked_loss):
         return
     copies = find_copies(case.trace, logits)
     there = [case.trace.storages[each].bytes for each in copies]
     if not case.matters(sum(there)):
         return
     if case.step is not None:
-        step, early = case.step, None if case.early is None else case.early.with_chunked_loss
+        step, known = case.step, case.early
+        early = known.with_chunked_loss if known is not None and known.chunks == CHUNKS else None
         captured = case.noted(
             attempt(lambda: capture_with_chunked_loss(step, case.target, logits.shape[-1], case.trace.captured_on))
             if early is None
@@ -115,10 +116,10 @@ def loss(case: Case) -> Iterator[Lever]:
 
 
 def capture_with_chunked_loss(
-    step: Step, target: Target, classes: int, where: CapturedOn | None = None
+    step: Step, target: Target, classes: int, where: CapturedOn | None = None, *, chunks: int = CHUNKS
 ) -> Trace | None:
     """Capture the step with its cross entropies over so many classes in chunks; None where it calls none of torch's."""
-    setting = ChunkedLoss(classes=classes, inside=False, casts=True)
+    setting = ChunkedLoss(classes=classes, inside=False, casts=True, chunks=chunks)
     with chunked_losses(setting) as calls:
         captured = trace(step, target=target, **(where or {}))
     return captured if calls else None
@@ -198,9 +199,9 @@ def precision(case: Case) -> Iterator[Lever]:
                 option = "--autocast bfloat16"
                 yield case.lever(name, how, case.effect(captured), "captured", same_numbers=False, option=option)
         name = "bfloat16 parameters, gradients and state"
-        step, early = case.step, None if case.early is None else case.early.in_bfloat16
+        step, early = case.step, case.early.in_bfloat16 if case.early is not None and case.has_early else None
         captured = case.noted(
-            attempt(lambda: capture_in_bfloat16(step, case.target, case.trace.captured_on))
+            attempt(lambda: case.capture(lambda: capture_in_bfloat16(step, case.target, case.trace.captured_on)))
             if early is None
             else early.result(),
             what=name,

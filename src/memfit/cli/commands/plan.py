@@ -67,18 +67,18 @@ class Plan:
 
     def _plan(self, given: ResolvedStep, target: Target, early: EarlyCaptures) -> int:
         from memfit.analysis import Report
-        from memfit.capture import Step
-        from memfit.plans import Inputs, plan_problem, resolve_cost
+        from memfit.capture import CHUNKS, Step
+        from memfit.plans import MOST_CHUNKS, Inputs, plan_problem, resolve_cost
         from memfit.report import levers_in_short, plan_report
 
         step = given.step
         trace = capture_step(step, target, self.hardware, self.solver)
         early.drop_useless(trace)
-        early.begin_chunked_loss(trace)
         ranks = target.ranks
         options = solve_options(
             self.solver, trace, several_ranks=ranks > 1, ranks=ranks, optimizer=self.optimizer_lever
         )
+        early.begin_chunked_loss(trace, MOST_CHUNKS if "loss" in options.decide else CHUNKS)
         inputs = Inputs(
             step=step if isinstance(step, Step) else None,
             trace=trace,
