@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -109,7 +110,9 @@ def test_a_plan_with_a_chunked_loss_takes_the_memory_that_it_predicts_and_gives_
     assert plan.chunked_loss and plan.chunked_loss.chunks == 4 and not plan.exact
     assert plan.chunked_loss.inside == (name != "loss of its own")
     assert plan.predicted is not None and plan.predicted.peak_bytes < plan.baseline.peak_bytes
-    check = plan.verify(step, 1, time_tolerance=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PlanDrift)
+        check = plan.verify(step, 1, time_tolerance=None)
     assert check.peak.measured_bytes == check.peak.predicted_bytes == plan.predicted.peak_bytes
     assert check.baseline_peak is not None
     assert check.baseline_peak.measured_bytes == check.baseline_peak.predicted_bytes

@@ -326,7 +326,7 @@ def solve_options(
     with about("--force and --forbid"):
         return SolveOptions(
             offload=options.offload,
-            decide=options.decide,  # type: ignore[arg-type]
+            decide=options.decide or None,  # type: ignore[arg-type]
             loss_chunks=options.loss_chunks,
             force=named["force"],
             forbid=named["forbid"],

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import msgspec
 
+from memfit.capture import find_chunkable
 from memfit.errors import InputError
 from memfit.memory import Timeline, reserved_range
 from memfit.plans.build import build_plan
@@ -18,12 +21,12 @@ from memfit.plans.trace_record import peak_at
 from memfit.progress import Progress
 from memfit.sharding import ShardEngine
 from memfit.solve import (
+    DEFAULT_DECISIONS,
     Choice,
     Curve,
     Incumbent,
     Problem,
     Solved,
-    SolveOptions,
     Status,
     build_curve,
     check_points,
@@ -92,31 +95,47 @@ def plan_problem(
         else:
             reservation = reservation_under(problem, solved)
     best, joint = Answer(problem=problem, solved=solved), None
-    if _kinds(problem.options):
-        joint = _decide(best, inputs, early)
+    kinds = _kinds(problem, inputs)
+    if kinds:
+        joint = _decide(best, inputs, kinds, early)
+        if joint.best is not best and budget is None:
+            # What the allocator loses in pieces is another amount: from the whole budget again.
+            joint.best, roomy = _with_room(joint.best, allowed, best)
+            reservation = roomy if joint.best is not best else reservation
+        elif joint.best is not best:
+            reservation = reservation_under(joint.best.problem, joint.best.solved)
         best = joint.best
-        if best.solved is not solved:
-            reservation = reservation_under(best.problem, best.solved)
         notes += joint.left_out
     return _document(best, reservation, problem, notes, None if budget is None else allowed, joint), best.problem
 
 
-def _kinds(options: SolveOptions) -> tuple[str, ...]:
+def _with_room(answer: Answer, allowed: int, first: Answer) -> tuple[Answer, Reservation | None]:
+    """Return the answer under a budget that the allocator has room for, and its reservation; else the first."""
+    solved, reservation = with_room(answer.problem, solve(answer.problem, allowed))
+    found = replace(answer, solved=solved)
+    return (found, reservation) if found.better_than(first) else (first, None)
+
+
+def _kinds(problem: Problem, inputs: Inputs) -> tuple[str, ...]:
     """Return the kinds of decisions that change the step, its sharding or its optimizer."""
-    kinds = [kind for kind in options.decide if kind not in ("offload", "optimizer")]
+    options = problem.options
+    kinds = [kind for kind in options.decide or () if kind not in ("offload", "optimizer")]
+    if options.decide is None and inputs.step is not None:
+        chunkable = find_chunkable(problem.trace) if "loss" in DEFAULT_DECISIONS else None
+        kinds += ["loss"] if chunkable is not None and chunkable.inside else []  # others need `plan.loss`
     kinds += ["optimizer"] if options.optimizer else []
     if options.loss_chunks is not None:
         kinds = [kind for kind in kinds if kind != "loss"] + (["loss"] if options.loss_chunks > 1 else [])
     return tuple(kinds)
 
 
-def _decide(first: Answer, inputs: Inputs, early: EarlyChunks | None) -> JointSearch:
+def _decide(first: Answer, inputs: Inputs, kinds: Sequence[str], early: EarlyChunks | None) -> JointSearch:
     """Look for a better setting of the step than the given one."""
     options = first.problem.options
     if inputs.step is None:
         named = "optimizer=True" if options.optimizer else f"decide={options.decide!r}"
         raise InputError(f"SolveOptions({named}) captures the step in other ways; give the step, not its trace")
-    joint = JointSearch(first, inputs.step, inputs.cost, _kinds(options), loss_chunks=options.loss_chunks, early=early)
+    joint = JointSearch(first, inputs.step, inputs.cost, kinds, loss_chunks=options.loss_chunks, early=early)
     with Progress("trying other settings of the step", show=inputs.progress):
         joint.run()
     return joint
@@ -181,7 +200,7 @@ def _document(
             "no plan was found within the time limit; give more: SolveOptions(limits=...), or --time-limit"
         )
     decisions, price = None, None
-    if joint is not None and problem.options.decide:
+    if joint is not None and (problem.options.decide or answer.setting.chunked is not None):
         decisions, price = (joint.decisions(), joint.price_ms_per_gib()) if fits else ([], None)
         notes += [describe_decision(each) for each in decisions]
         notes += [] if not price else [f"a GiB less of budget would cost about {display_ms(price)} a step"]

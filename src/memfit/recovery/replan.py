@@ -138,7 +138,7 @@ class Replanner:
         """
         options = self._options
         if options is not None:
-            options = replace(options, decide=(), loss_chunks=None, optimizer=False)
+            options = replace(options, decide=None, loss_chunks=None, optimizer=False)
         if plan.chunked_loss:
             found = units_with_loss(self.trace, plan.chunked_loss.setting)
             options = options or SolveOptions()

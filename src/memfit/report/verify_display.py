@@ -70,6 +70,8 @@ def _headline(found: Verification) -> Text:
             f"\nlosses, {exactness.gradients} gradients, parameters and buffers of {exactness.steps} steps are the "
             "same bit for bit with and without the plan"
         )
+        if exactness.chunked_in_both:
+            text.append(", whose chunks of the loss are in both")
     return text
 
 

@@ -15,6 +15,8 @@ from memfit.tradeoff import Unit
 
 Decided = Literal["loss", "offload", "optimizer", "reshard", "prefetch"]
 DECISIONS: tuple[Decided, ...] = get_args(Decided)
+DEFAULT_DECISIONS: tuple[Decided, ...] = ()
+"""What plans decide unless they are told, where `apply` carries it out by itself."""
 POINTS = 24
 _SHOWN = 3
 """What plans print for the model itself, whose path is empty."""
@@ -34,7 +36,8 @@ class SolveOptions:
     `decide` are further kinds of decisions that a plan may take: `"loss"`, in how many chunks a cross entropy is
     computed (equal up to the order of sums); `"reshard"`, which sharded units stay gathered between forward and
     backward, and `"prefetch"`, how many are gathered ahead, both in the place of what `shard` says; `"optimizer"` and
-    `"offload"` are the same as these options. `loss_chunks` fixes the number of chunks; 1 leaves the loss whole.
+    `"offload"` are the same as these options. Unless given, a plan decides what `DEFAULT_DECISIONS` says, where
+    `apply` carries it out by itself. `loss_chunks` fixes the number of chunks; 1 leaves the loss whole.
     """
 
     ac_units: tuple[str, ...] | None = None
@@ -46,7 +49,7 @@ class SolveOptions:
     optimizer: bool = False
     micro_batches: Literal["same", "own"] = "same"
     offload: bool = False
-    decide: tuple[Decided, ...] = ()
+    decide: tuple[Decided, ...] | None = None
     loss_chunks: int | None = None
 
     def __post_init__(self) -> None:
@@ -75,7 +78,7 @@ class SolveOptions:
             raise InputError(f"points is {self.points!r}; write a whole number of at least 1")
 
     def _check_decisions(self) -> None:
-        given = self.decide
+        given = () if self.decide is None else self.decide
         if isinstance(given, str) or not isinstance(given, tuple | list):
             raise InputError(f"decide is {given!r}; give a tuple of {', '.join(map(repr, DECISIONS))}")
         for name in given:
@@ -85,9 +88,10 @@ class SolveOptions:
         chunks = self.loss_chunks
         if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
             raise InputError(f"loss_chunks is {chunks!r}; write a whole number of at least 1, which leaves it whole")
-        object.__setattr__(self, "decide", tuple(dict.fromkeys(given)))
+        if self.decide is not None:
+            object.__setattr__(self, "decide", tuple(dict.fromkeys(given)))
         for name in ("offload", "optimizer"):
-            if name in self.decide:
+            if name in given:
                 object.__setattr__(self, name, True)
 
     def allowed(self, units: Sequence[Unit], sharded: Sequence[str]) -> tuple[Unit, ...]:

@@ -39,7 +39,8 @@ class Exactness:
 
     `reproducible` says whether the step without the plan gives the same when it is run twice; None when that was not
     asked, because nothing differs. With a `tolerance` the plan sums in another order: losses and gradients of the first
-    step may differ by that part of their largest value, and what follows from them is not compared.
+    step may differ by that part of their largest value, and what follows from them is not compared. On ranks,
+    `chunked_in_both` says that the loss is in chunks in what the plan is compared with, too.
     """
 
     steps: int
@@ -47,6 +48,7 @@ class Exactness:
     differences: tuple[Difference, ...]
     reproducible: bool | None = None
     tolerance: float | None = None
+    chunked_in_both: bool = False
 
     @property
     def equal(self) -> bool:

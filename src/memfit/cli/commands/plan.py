@@ -70,6 +70,7 @@ class Plan:
         from memfit.capture import CHUNKS, Step
         from memfit.plans import MOST_CHUNKS, Inputs, plan_problem, resolve_cost
         from memfit.report import levers_in_short, plan_report
+        from memfit.solve import DEFAULT_DECISIONS
 
         step = given.step
         trace = capture_step(step, target, self.hardware, self.solver)
@@ -78,7 +79,7 @@ class Plan:
         options = solve_options(
             self.solver, trace, several_ranks=ranks > 1, ranks=ranks, optimizer=self.optimizer_lever
         )
-        early.begin_chunked_loss(trace, MOST_CHUNKS if "loss" in options.decide else CHUNKS)
+        early.begin_chunked_loss(trace, MOST_CHUNKS if "loss" in (options.decide or DEFAULT_DECISIONS) else CHUNKS)
         inputs = Inputs(
             step=step if isinstance(step, Step) else None,
             trace=trace,
