@@ -268,6 +268,19 @@ def test_a_loss_that_the_engine_does_not_reach_is_not_offered(loss: Any) -> None
         plan_in_chunks(step)
 
 
+def test_a_loss_in_models_of_a_container_is_not_offered() -> None:
+    class Pair(nn.ModuleDict):
+        """Two models that a loop calls one after the other."""
+
+    step = Step(
+        lambda: Pair({"one": Talker(next_token), "two": Talker(next_token)}),
+        memfit.spec((ROWS, LENGTH), torch.int64),
+        run=lambda models, optimizer, tokens: (models["one"](tokens) + models["two"](tokens)).backward(),
+        optimizer=None,
+    )
+    assert find_chunkable(trace(step, target="cpu")) is None
+
+
 def test_a_cast_that_something_else_reads_too_stays_where_it_is() -> None:
     def traced(loss: Any) -> Any:
         step = Step(

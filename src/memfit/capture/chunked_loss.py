@@ -169,12 +169,15 @@ def find_chunkable(trace: Trace) -> ChunkedLoss | None:
     if logits is None or trace.mesh or trace.pipelines:
         return None
     classes = logits.shape[-1]
-    softmaxes = [op for _, op in find_softmaxes(trace, classes)]
-    phases = {op.phase for op in softmaxes}
-    exact = all(op.outputs[0].dtype in ("float32", "float64") for op in softmaxes)
-    if len(phases) != 1 or not exact:
+    softmaxes = find_softmaxes(trace, classes)
+    model = [call for call in trace.calls if call.module == "" and call.phase is Phase.FORWARD]
+    inside = {any(call.begin <= index < call.end for call in model) for index, _ in softmaxes}
+    exact = all(op.outputs[0].dtype in ("float32", "float64") for _, op in softmaxes)
+    outside = all(op.phase is Phase.LOSS for _, op in softmaxes)
+    # Engines know the loss by calls of the model itself: one is around it, or comes before it.
+    if not model or not exact or not (inside == {True} or (inside == {False} and outside)):
         return None
-    return ChunkedLoss(classes=classes, inside=phases == {Phase.FORWARD}, casts=_casts_are_for_softmax(trace, classes))
+    return ChunkedLoss(classes=classes, inside=inside == {True}, casts=_casts_are_for_softmax(trace, classes))
 
 
 def _casts_are_for_softmax(trace: Trace, classes: int) -> bool:

@@ -100,8 +100,11 @@ def plan_problem(
         joint = _decide(best, inputs, kinds, early)
         if joint.best is not best and budget is None:
             # What the allocator loses in pieces is another amount: from the whole budget again.
-            joint.best, roomy = _with_room(joint.best, allowed, best)
-            reservation = roomy if joint.best is not best else reservation
+            found, roomy = _with_room(joint.best, allowed)
+            if found.better_than(best) or problem.options.loss_chunks is not None:
+                joint.best, reservation = found, roomy
+            else:
+                joint.best = best
         elif joint.best is not best:
             reservation = reservation_under(joint.best.problem, joint.best.solved)
         best = joint.best
@@ -109,11 +112,10 @@ def plan_problem(
     return _document(best, reservation, problem, notes, None if budget is None else allowed, joint), best.problem
 
 
-def _with_room(answer: Answer, allowed: int, first: Answer) -> tuple[Answer, Reservation | None]:
-    """Return the answer under a budget that the allocator has room for, and its reservation; else the first."""
+def _with_room(answer: Answer, allowed: int) -> tuple[Answer, Reservation | None]:
+    """Return the answer under a budget that the allocator has room for, and its reservation."""
     solved, reservation = with_room(answer.problem, solve(answer.problem, allowed))
-    found = replace(answer, solved=solved)
-    return (found, reservation) if found.better_than(first) else (first, None)
+    return replace(answer, solved=solved), reservation
 
 
 def _kinds(problem: Problem, inputs: Inputs) -> tuple[str, ...]:
