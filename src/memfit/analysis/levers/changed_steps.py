@@ -93,8 +93,8 @@ def loss(case: Case) -> Iterator[Lever]:
     if not case.matters(sum(there)):
         return
     if case.step is not None:
-        step, known = case.step, case.early
-        early = known.with_chunked_loss if known is not None and known.chunks == CHUNKS else None
+        step, early = case.step, None if case.early is None else case.early.with_chunked_loss
+        chunks = CHUNKS if case.early is None else case.early.chunks
         captured = case.noted(
             attempt(lambda: capture_with_chunked_loss(step, case.target, logits.shape[-1], case.trace.captured_on))
             if early is None
@@ -102,7 +102,8 @@ def loss(case: Case) -> Iterator[Lever]:
             what=_NAME,
         )
         if captured is not None:
-            yield case.lever(_NAME, _HOW, case.effect(captured), "captured")
+            how = _HOW if chunks == CHUNKS else _HOW.replace("flatten())", f"flatten(), chunks={chunks})")
+            yield case.lever(_NAME, how, case.effect(captured), "captured")
             return
     parts = {number: -(-case.trace.storages[number].bytes // CHUNKS) for number in copies}
     yield case.lever(
