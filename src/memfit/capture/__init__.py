@@ -7,6 +7,17 @@ from memfit.capture.arguments import GENERATOR, call_of, real_tensor
 from memfit.capture.blas_workspaces import AUTOGRAD_THREAD, product_thread, workspace_thread
 from memfit.capture.call_stack import is_container, is_trained
 from memfit.capture.capture import trace
+from memfit.capture.chunked_loss import (
+    CHUNKS,
+    ChunkedLoss,
+    chunked_cross_entropy,
+    chunked_losses,
+    find_chunkable,
+    find_copies,
+    find_logits,
+    find_softmaxes,
+    is_chunked,
+)
 from memfit.capture.environment import (
     cheap_collections,
     is_capturing,
@@ -57,6 +68,7 @@ __all__ = [
     "AFTER_STEP",
     "AUTOGRAD_THREAD",
     "BEFORE_STEP",
+    "CHUNKS",
     "GENERATOR",
     "NO_INDEX",
     "SEVERAL_PATHS",
@@ -64,6 +76,7 @@ __all__ = [
     "CaptureError",
     "CapturedOn",
     "Category",
+    "ChunkedLoss",
     "CollectiveCall",
     "Companions",
     "Implementation",
@@ -86,7 +99,13 @@ __all__ = [
     "call_of",
     "cheap_collections",
     "check_trace",
+    "chunked_cross_entropy",
+    "chunked_losses",
     "fills_its_memory",
+    "find_chunkable",
+    "find_copies",
+    "find_logits",
+    "find_softmaxes",
     "find_step",
     "find_variables",
     "held_generators",
@@ -95,6 +114,7 @@ __all__ = [
     "implementations_of_step",
     "innermost",
     "is_capturing",
+    "is_chunked",
     "is_container",
     "is_trained",
     "load_trace",

@@ -135,6 +135,10 @@ class SolverOptions:
     """Of shards, their gradients and the optimizer's state."""
     offload: Json = False
     """Units may also offload what they hold for their backward: to the host, or from a CPU to a calibrated disk."""
+    decide: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, arg("KIND")] = ()
+    """What else the plan may decide: loss (chunks of the cross entropy), reshard, prefetch, optimizer, offload."""
+    loss_chunks: Annotated[Count, arg("N", "the step's own, or decided")] = None
+    """In how many chunks the cross entropy is computed; 1 leaves it whole."""
 
 
 @dataclass(frozen=True, kw_only=True)

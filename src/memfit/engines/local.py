@@ -20,7 +20,7 @@ from memfit.capture import implementations, is_container, set_flags, set_impleme
 from memfit.engines.attachment import Handler, Outermost, attach, attached, detach
 from memfit.engines.compiled_policy import RunPolicy, absent_casts, next_units
 from memfit.engines.loop_watch import LoopWatch, WatchedUnit, user_level
-from memfit.engines.loss import LossRegion
+from memfit.engines.loss import ChunkedLossRegion, LossRegion, RecomputedLossRegion
 from memfit.engines.mesh_agreement import agree, check_wrapped, compare_kinds, kind_of
 from memfit.engines.offload import Offloads
 from memfit.engines.offload_store import open_store
@@ -153,6 +153,15 @@ class Applied:
 
     def warn_loss_missing(self) -> None:
         """Say once that a loss outside the model did not go through `plan.loss`."""
+        chunked = self.plan.chunked_loss
+        if chunked:
+            self._warn_once(
+                "loss missing",
+                f"this plan computes the loss in {chunked.chunks} chunks, outside the model, and the loss of this "
+                "backward did not go through plan.loss: it was computed whole, larger than planned. Write "
+                "loss_function = plan.loss(loss_function) before the loop, or plan with SolveOptions(loss_chunks=1)",
+            )
+            return
         more = max((entry.discarded_bytes for entry in self.plan.checkpoint if entry.is_loss), default=0)
         self._warn_once(
             "loss missing",
@@ -245,11 +254,15 @@ class Applied:
             boundary = reference()
             if boundary is not None and all(module is not boundary for module, _ in found):
                 found.append((boundary, BoundaryUnit(self, self._mode(path))))
-        if losses:
+        if losses or self.plan.chunked_loss:
             inner = next((handler for module, handler in found if module is model), None)
             found = [each for each in found if each[0] is not model]
-            regions = {entry.call: (RunPolicy.of(entry), entry.after, entry.after_call) for entry in losses}
-            region = LossRegion(self, self._mode(""), Calls(self.position, losses, regions), inner)
+            region: LossRegion
+            if losses:
+                regions = {entry.call: (RunPolicy.of(entry), entry.after, entry.after_call) for entry in losses}
+                region = RecomputedLossRegion(self, self._mode(""), Calls(self.position, losses, regions), inner)
+            else:
+                region = ChunkedLossRegion(self, self._mode(""), inner)
             self._losses.append(region)
             found.append((model, region))
         roots = list(model.children()) if is_container(model) else [model]
@@ -288,6 +301,7 @@ class Applied:
         """Wrap the calls of the model, or of those in a container, in a watch that compares the loop with the plan."""
         loop = self.plan.trace.loop
         names = dict.fromkeys("" if entry.is_loss else entry.module for entry in self.plan.checkpoint)
+        names.update({"": None} if self.plan.chunked_loss else {})
         if not found or loop is None or self.plan.shard is not None or self.plan.predicted is None:
             return found  # nothing is carried out, or by other means than those of one device
         units = [WatchedUnit(name, weakref.ref(self._paths[name]), self._mode(name)) for name in names]

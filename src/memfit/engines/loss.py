@@ -5,6 +5,9 @@ is recorded from the end of the last module before it to the end of the model's 
 it. A loss outside the model is recorded by the function that `plan.loss` returns: each call of the model chooses the
 policy of the region that follows it, and the next call of that function takes it. A backward that comes to the model's
 output before the policy was taken belongs to a loss that did not go through `plan.loss`, which is told once.
+
+A plan that computes the loss in chunks (Note [Chunked loss]) has no policy for it. Torch's cross entropy is replaced
+while the model's forward runs, where the loss is inside, else while the function that `plan.loss` returned does.
 """
 
 from __future__ import annotations
@@ -13,22 +16,22 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
+from memfit.capture import chunked_losses
 from memfit.engines.attachment import Handler
 from memfit.engines.compiled_policy import RunPolicy
 from memfit.engines.recompute import is_recomputing
 from memfit.engines.step_position import Calls, Mode
 from memfit.engines.tape import Tape
 from memfit.errors import InputError
+from memfit.paths import module_label
 from memfit.plans import Plan, named_modules
 from memfit.torch_private.autograd import in_backward, saved_tensor_hooks_enabled, top_saved_tensor_hooks
 from memfit.torch_private.dispatch import current_dispatch_mode
@@ -54,7 +57,7 @@ _LOSS_NOT_COMPILED = (
 
 
 def plan_loss(plan: Plan, loss: Callable[..., _R]) -> Callable[..., _R]:
-    """Return the loss function as the plan runs it; where the plan does not recompute it, it runs as it is."""
+    """Return the loss function as the plan runs it, recomputed or in chunks; where it does neither, as it is."""
     if not callable(loss):
         raise InputError(f"plan.loss takes the function that computes the loss, not a {type(loss).__name__}")
     known: weakref.WeakKeyDictionary[LossRegion, bool] = weakref.WeakKeyDictionary()
@@ -62,9 +65,13 @@ def plan_loss(plan: Plan, loss: Callable[..., _R]) -> Callable[..., _R]:
     @torch.compiler.disable(reason=_LOSS_NOT_COMPILED)
     def run_recorded(*args: Any, **kwargs: Any) -> _R:
         armed = _take_policy(plan, known)
-        if armed is None or not _may_record():
+        if armed is not None and armed.policy is None:
+            with _in_chunks(armed.region.plan):
+                return loss(*args, **kwargs)
+        if armed is None or armed.policy is None or not _may_record():
             return loss(*args, **kwargs)
         region = armed.region
+        assert isinstance(region, RecomputedLossRegion)
         tape = region.new_tape(armed.policy)
         result = tape.run(loss, args, kwargs)
         region.end_tape(tape)
@@ -87,10 +94,10 @@ def has_planned_loss() -> bool:
 
 @dataclass(slots=True)
 class _Armed:
-    """The policy for the next loss; `number` orders the policies of several models."""
+    """The policy for the next loss, None for one in chunks; `number` orders the policies of several models."""
 
     region: LossRegion
-    policy: RunPolicy
+    policy: RunPolicy | None
     number: int = field(default_factory=lambda: next(_numbers))
 
 
@@ -118,17 +125,14 @@ def _may_record() -> bool:
 
 
 class LossRegion:
-    """Handles the calls of a model whose loss is recomputed, and passes them to the inner handler."""
+    """Handles the calls of a model whose loss is recomputed or in chunks, and passes them to the inner handler."""
 
-    def __init__(self, applied: Applied, mode: Mode, calls: Calls, inner: Handler | None) -> None:
+    def __init__(self, applied: Applied, mode: Mode, inner: Handler | None) -> None:
         self.plan = applied.plan
         self.armed: _Armed | None = None
         self._applied = applied
         self._mode = mode
-        self._calls = calls
         self._inner = inner
-        self._found: dict[str, weakref.ref[nn.Module]] = {}
-        self._begin = torch.compiler.disable(_begin_recording)  # called in the module before, which may be compiled
         _regions.add(self)
 
     def end(self) -> None:
@@ -154,8 +158,62 @@ class LossRegion:
             self.end()
             result = run()
             if self._mode.evaluated_unlike_planned:
-                self._applied.warn_evaluated(self._calls.name, result)
+                self._applied.warn_evaluated(module_label(""), result)
             return result
+        return self._run_planned(model, run)
+
+    def _run_planned(self, model: nn.Module, run: Callable[[], Any]) -> Any:
+        """Run a call of the model in training."""
+        raise NotImplementedError
+
+    def _watch_backward(self, result: Any, armed: _Armed) -> None:
+        """Note when a backward reaches the model's output, and whether its loss went through `plan.loss`."""
+
+        def begun(_: Any) -> None:
+            self._applied.position.leave()
+            if self.armed is armed:
+                self._applied.warn_loss_missing()
+
+        nodes = (each.grad_fn for each in tree_leaves(result) if isinstance(each, torch.Tensor))
+        node = next((each for each in nodes if each is not None), None)
+        if node is not None:
+            node.register_prehook(begun)
+
+
+class ChunkedLossRegion(LossRegion):
+    """Handles the calls of a model whose loss is computed in chunks."""
+
+    def _run_planned(self, model: nn.Module, run: Callable[[], Any]) -> Any:
+        assert self.plan.chunked_loss
+        if self.plan.chunked_loss.inside:
+            with _in_chunks(self.plan):
+                return run()
+        result = run()
+        self.armed = armed = _Armed(self, None)
+        self._watch_backward(result, armed)
+        return result
+
+
+@contextlib.contextmanager
+def _in_chunks(plan: Plan) -> Iterator[None]:
+    """Compute the losses of the block in the plan's chunks; whole inside `torch.func`, which checkpoints nothing."""
+    if not plan.chunked_loss or transform_active():
+        yield
+        return
+    with chunked_losses(plan.chunked_loss.setting):
+        yield
+
+
+class RecomputedLossRegion(LossRegion):
+    """Handles the calls of a model whose loss is recomputed in backward."""
+
+    def __init__(self, applied: Applied, mode: Mode, calls: Calls, inner: Handler | None) -> None:
+        super().__init__(applied, mode, inner)
+        self._calls = calls
+        self._found: dict[str, weakref.ref[nn.Module]] = {}
+        self._begin = torch.compiler.disable(_begin_recording)  # called in the module before, which may be compiled
+
+    def _run_planned(self, model: nn.Module, run: Callable[[], Any]) -> Any:
         found: LossPolicy | None = self._calls.next()
         if found is None:  # a further call of the model before its loss: the policy goes on waiting
             return run()
@@ -176,19 +234,6 @@ class LossRegion:
         differs = tape.end_region()
         if differs is not None:
             self._applied.warn_loss(differs)
-
-    def _watch_backward(self, result: Any, armed: _Armed) -> None:
-        """Note when a backward reaches the model's output, and whether its loss went through `plan.loss`."""
-
-        def begun(_: Any) -> None:
-            self._applied.position.leave()
-            if self.armed is armed:
-                self._applied.warn_loss_missing()
-
-        nodes = (each.grad_fn for each in tree_leaves(result) if isinstance(each, torch.Tensor))
-        node = next((each for each in nodes if each is not None), None)
-        if node is not None:
-            node.register_prehook(begun)
 
     def _last(self, model: nn.Module, path: str) -> nn.Module | None:
         """Find the module at whose end the region begins; None for the model itself."""
@@ -248,39 +293,3 @@ def _after_call(module: nn.Module, call: int, function: Callable[[], None]) -> A
             del module.__dict__["forward"]
         else:
             module.__dict__["forward"] = before
-
-
-# -- Cross entropy in chunks, so that only one chunk of log-probabilities and of their gradients exists at a time -----
-
-
-CHUNKS = 8
-_whole = F.cross_entropy  # also while a capture replaces it
-
-
-def chunked_cross_entropy(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    *,
-    chunks: int = CHUNKS,
-) -> torch.Tensor:
-    """Compute `F.cross_entropy` of logits (rows, classes) and classes (rows,), a chunk of rows at a time.
-
-    Each chunk is computed in float32, and again in the backward; nothing but its sum is kept. Give logits as the model
-    makes them, without `.float()`. What cannot be done in chunks (weights, probabilities, no sum) is done at once.
-    """
-    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    able = logits.dim() == 2 and targets.dim() == 1 and weight is None and reduction in ("mean", "sum")
-    if not able:
-        return _whole(logits.to(torch.float32), targets, weight, reduction=reduction, **options)
-    total: Any = 0.0
-    for rows, wanted in zip(logits.chunk(chunks), targets.chunk(chunks), strict=True):
-        total = total + checkpoint(_summed, rows, wanted, options, use_reentrant=False, preserve_rng_state=False)
-    return total / (targets != ignore_index).sum() if reduction == "mean" else total
-
-
-def _summed(rows: torch.Tensor, wanted: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    return _whole(rows.to(torch.float32), wanted, reduction="sum", **options)

@@ -2,6 +2,7 @@
 
 from memfit.plans.build import build_plan, build_policy
 from memfit.plans.document import Plan, load
+from memfit.plans.joint import MOST_CHUNKS, units_with_loss
 from memfit.plans.mesh_result import MeshPoint, MeshSearch, display_mesh
 from memfit.plans.mismatch import (
     PlanMismatch,
@@ -14,7 +15,9 @@ from memfit.plans.planning import curve, plan, plan_problem
 from memfit.plans.record import (
     Blocker,
     Checkpoint,
+    ChunkedLossRecord,
     DdpPlan,
+    Decision,
     Engine,
     Estimate,
     InputRecord,
@@ -48,9 +51,12 @@ from memfit.plans.wrappers import named_modules, unwrap, wrappers_of
 
 __all__ = [
     "EXPANDABLE",
+    "MOST_CHUNKS",
     "Blocker",
     "Checkpoint",
+    "ChunkedLossRecord",
     "DdpPlan",
+    "Decision",
     "Engine",
     "Estimate",
     "InputRecord",
@@ -100,6 +106,7 @@ __all__ = [
     "resolve_options",
     "search",
     "shard_options_of",
+    "units_with_loss",
     "unwrap",
     "with_room",
     "wrappers_of",

@@ -10,13 +10,15 @@ import msgspec
 import numpy as np
 
 from memfit._version import __version__
-from memfit.capture import NO_INDEX, Implementation, ModuleCall, Phase, Trace
+from memfit.capture import NO_INDEX, ChunkedLoss, Implementation, ModuleCall, Phase, Trace
 from memfit.hardware import Target
 from memfit.plans.document import Plan
 from memfit.plans.record import (
     Blocker,
     Checkpoint,
+    ChunkedLossRecord,
     DdpPlan,
+    Decision,
     Engine,
     Estimate,
     OffloadLinkRecord,
@@ -54,6 +56,9 @@ def build_plan(
     engine: Engine | None = None,
     optimizer: Implementation | None = None,
     notes: Sequence[str] = (),
+    chunked: ChunkedLoss | None = None,
+    decisions: Sequence[Decision] | None = None,
+    price_ms_per_gib: float | None = None,
 ) -> Plan:
     """Build the plan, validated as if it came from a file; policies that discard nothing are left out."""
     chosen = sorted((each for each in checkpoint if not each[1].changes_nothing), key=lambda each: each[0].begin)
@@ -83,6 +88,9 @@ def build_plan(
         wrappers=trace.wrappers if trace.mesh else msgspec.UNSET,
         collectives=_recomputed_collectives(trace, chosen) if trace.mesh else msgspec.UNSET,
         offload_link=msgspec.UNSET if link is None else OffloadLinkRecord(**dataclasses.asdict(link)),
+        chunked_loss=msgspec.UNSET if chunked is None else ChunkedLossRecord(**dataclasses.asdict(chunked)),
+        decisions=msgspec.UNSET if decisions is None else tuple(map(_rounded_decision, decisions)),
+        price_ms_per_gib=msgspec.UNSET if price_ms_per_gib is None else round(price_ms_per_gib, _DIGITS),
         optimizer=optimizer,
         notes=tuple(notes),
         trace=build_trace_record(trace),
@@ -225,6 +233,15 @@ def _target(target: Target) -> TargetRecord:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(float(value), _DIGITS)
+
+
+def _rounded_decision(decision: Decision) -> Decision:
+    price = decision.ms_per_gib
+    return msgspec.structs.replace(
+        decision,
+        costs_ms=round(float(decision.costs_ms), _DIGITS),
+        ms_per_gib=price if price is msgspec.UNSET else round(float(price), _DIGITS),
+    )
 
 
 def _rounded_estimate(estimate: _E) -> _E:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from rich.console import RenderableType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from memfit.capture import Implementation, ParameterCast, Step, Trace, find_step, step_with
+from memfit.capture import Implementation, ParameterCast, Step, Trace, chunked_losses, find_step, step_with
 from memfit.capture import trace as capture
 from memfit.errors import InputError
 from memfit.files import write_whole
@@ -24,7 +25,9 @@ from memfit.plans.record import (
     Blocker,
     Bytes,
     Checkpoint,
+    ChunkedLossRecord,
     DdpPlan,
+    Decision,
     Engine,
     Estimate,
     Ms,
@@ -81,6 +84,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """What ranks of the mesh do together once more where units are recomputed, in the order of the forward."""
     offload_link: OffloadLinkRecord | msgspec.UnsetType = msgspec.UNSET
     """What units offload over; plans that offload nothing have none."""
+    chunked_loss: ChunkedLossRecord | msgspec.UnsetType = msgspec.UNSET
+    """How the loss is computed in chunks; plans that leave it whole have none."""
+    decisions: tuple[Decision, ...] | msgspec.UnsetType = msgspec.UNSET
+    """What was decided beside checkpointing, where the solver was asked to (`SolveOptions.decide`)."""
+    price_ms_per_gib: Ms | msgspec.UnsetType = msgspec.UNSET
+    """What a little less budget would add to the step, for each GiB; where `decisions` are."""
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "the document") -> Plan:
@@ -120,16 +129,23 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise PlanMismatch(found)
 
     def trace_of(self, step: Step) -> Trace:
-        """Capture a step for the plan's device as the plan runs it, with its implementation of the optimizer's step."""
+        """Capture a step for the plan's device as the plan runs it, its loss and its optimizer's step too."""
         mesh = None if self.mesh is msgspec.UNSET else self.mesh
         rank = None if self.rank is msgspec.UNSET else self.rank
         cast = None
         if self.trace.cast is not msgspec.UNSET:
             cast = ParameterCast(dtype=self.trace.cast.dtype, units=self.trace.cast.units)
-        if self.optimizer is None:
+        with contextlib.ExitStack() as stack:
+            if self.chunked_loss is not msgspec.UNSET:
+                stack.enter_context(chunked_losses(self.chunked_loss.setting))
+            if self.optimizer is not None:
+                step = stack.enter_context(step_with(step, self.optimizer))
             return capture(step, target=self.target.device, mesh=mesh, rank=rank, cast=cast)
-        with step_with(step, self.optimizer) as other:
-            return capture(other, target=self.target.device, mesh=mesh, rank=rank, cast=cast)
+
+    @property
+    def exact(self) -> bool:
+        """Whether gradients are the same, bit for bit, as without the plan; else sums are in another order."""
+        return self.chunked_loss is msgspec.UNSET and self.optimizer is None
 
     def apply(
         self,
@@ -166,9 +182,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return remove(self, model)
 
     def loss(self, loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Return a loss function that the plan recomputes in backward: call it where the loop calls the given one.
+        """Return a loss function that the plan recomputes in backward, or in chunks: call it in place of the given one.
 
-        A plan that recomputes a loss outside the model needs it, which it prints. The function takes the model's
+        A plan that does this with a loss outside the model needs it, which it prints. The function takes the model's
         output and computes all of the loss. Elsewhere it does no harm: what is returned runs the given one as it is.
         """
         from memfit.engines import plan_loss

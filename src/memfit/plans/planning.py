@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import msgspec
 
-from memfit.capture import Implementation, Step, implementations_of_step, step_with, trace
-from memfit.cost import Cost, Runtime
+from memfit.capture import find_chunkable
 from memfit.errors import InputError
 from memfit.memory import Timeline, reserved_range
 from memfit.plans.build import build_plan
 from memfit.plans.document import Plan
+from memfit.plans.joint import Answer, EarlyChunks, JointSearch, describe_decision
 from memfit.plans.record import Blocker, DdpPlan, Dtype, Estimate, Prediction, ShardedUnit, ShardPlan
 from memfit.plans.reservation import Reservation, Room, note_on_room, reservation_under, with_room
 from memfit.plans.resolve import Inputs, Model, StepInputs, check_start
@@ -20,6 +21,7 @@ from memfit.plans.trace_record import peak_at
 from memfit.progress import Progress
 from memfit.sharding import ShardEngine
 from memfit.solve import (
+    DEFAULT_DECISIONS,
     Choice,
     Curve,
     Incumbent,
@@ -59,9 +61,16 @@ def plan(
 
 
 def plan_problem(
-    inputs: Inputs, *, budget: str | int | float | None = None, start: Plan | None = None
+    inputs: Inputs,
+    *,
+    budget: str | int | float | None = None,
+    start: Plan | None = None,
+    early: EarlyChunks | None = None,
 ) -> tuple[Plan, Problem]:
-    """Return the plan of `plan`, and the problem that it solves: of the step as the plan runs it, for reports."""
+    """Return the plan of `plan`, and the problem that it solves: of the step as the plan runs it, for reports.
+
+    `early` has traces with a chunked loss that were captured before.
+    """
     asked = inputs.target.budget_bytes(budget)
     check_start(start)
     problem = inputs.problem()
@@ -85,17 +94,53 @@ def plan_problem(
             solved, reservation = with_room(problem, solved, watch)
         else:
             reservation = reservation_under(problem, solved)
-    best = Answer(problem=problem, solved=solved, implementation=None)
-    if problem.options.optimizer:
-        if inputs.step is None:
-            raise InputError(
-                "SolveOptions(optimizer=True) captures the step in other ways; give the step, not its trace"
-            )
-        with Progress("trying other optimizer steps", show=inputs.progress):
-            best = best_implementation(best, inputs.step, inputs.cost)
-        if best.solved is not solved:
-            reservation = reservation_under(best.problem, best.solved)
-    return _document(best, reservation, problem, notes, None if budget is None else allowed), best.problem
+    best, joint = Answer(problem=problem, solved=solved), None
+    kinds = _kinds(problem, inputs)
+    if kinds:
+        joint = _decide(best, inputs, kinds, early)
+        if joint.best is not best and budget is None:
+            # What the allocator loses in pieces is another amount: from the whole budget again.
+            found, roomy = _with_room(joint.best, allowed)
+            if found.better_than(best) or problem.options.loss_chunks is not None:
+                joint.best, reservation = found, roomy
+            else:
+                joint.best = best
+        elif joint.best is not best:
+            reservation = reservation_under(joint.best.problem, joint.best.solved)
+        best = joint.best
+        notes += joint.left_out
+    return _document(best, reservation, problem, notes, None if budget is None else allowed, joint), best.problem
+
+
+def _with_room(answer: Answer, allowed: int) -> tuple[Answer, Reservation | None]:
+    """Return the answer under a budget that the allocator has room for, and its reservation."""
+    solved, reservation = with_room(answer.problem, solve(answer.problem, allowed))
+    return replace(answer, solved=solved), reservation
+
+
+def _kinds(problem: Problem, inputs: Inputs) -> tuple[str, ...]:
+    """Return the kinds of decisions that change the step, its sharding or its optimizer."""
+    options = problem.options
+    kinds = [kind for kind in options.decide or () if kind not in ("offload", "optimizer")]
+    if options.decide is None and inputs.step is not None:
+        chunkable = find_chunkable(problem.trace) if "loss" in DEFAULT_DECISIONS else None
+        kinds += ["loss"] if chunkable is not None and chunkable.inside else []  # others need `plan.loss`
+    kinds += ["optimizer"] if options.optimizer else []
+    if options.loss_chunks is not None:
+        kinds = [kind for kind in kinds if kind != "loss"] + (["loss"] if options.loss_chunks > 1 else [])
+    return tuple(kinds)
+
+
+def _decide(first: Answer, inputs: Inputs, kinds: Sequence[str], early: EarlyChunks | None) -> JointSearch:
+    """Look for a better setting of the step than the given one."""
+    options = first.problem.options
+    if inputs.step is None:
+        named = "optimizer=True" if options.optimizer else f"decide={options.decide!r}"
+        raise InputError(f"SolveOptions({named}) captures the step in other ways; give the step, not its trace")
+    joint = JointSearch(first, inputs.step, inputs.cost, kinds, loss_chunks=options.loss_chunks, early=early)
+    with Progress("trying other settings of the step", show=inputs.progress):
+        joint.run()
+    return joint
 
 
 def curve(model: Model, batch: Any = None, *, points: int = 16, **inputs: Unpack[StepInputs]) -> Curve:
@@ -126,7 +171,12 @@ def _choice(problem: Problem, start: Plan) -> Choice:
 
 
 def _document(
-    answer: Answer, reservation: Reservation | None, given: Problem, notes: list[str], asked_bytes: int | None
+    answer: Answer,
+    reservation: Reservation | None,
+    given: Problem,
+    notes: list[str],
+    asked_bytes: int | None,
+    joint: JointSearch | None,
 ) -> Plan:
     """Build the plan; its baseline is the step as given, also where the plan changes the optimizer's step."""
     problem, solved = answer.problem, answer.solved
@@ -151,6 +201,13 @@ def _document(
         raise InputError(
             "no plan was found within the time limit; give more: SolveOptions(limits=...), or --time-limit"
         )
+    decisions, price = None, None
+    if joint is not None and (problem.options.decide or answer.setting.chunked is not None):
+        decisions, price = (joint.decisions(), joint.price_ms_per_gib()) if fits else ([], None)
+        notes += [describe_decision(each) for each in decisions]
+        notes += [] if not price else [f"a GiB less of budget would cost about {display_ms(price)} a step"]
+    if answer.setting.chunked is not None:
+        notes.append("the loss is summed in chunks: losses and gradients are equal up to the order of sums")
     return build_plan(
         captured,
         target=target,
@@ -166,8 +223,11 @@ def _document(
         shard=_shard_plan(problem, solved) if fits else None,
         ddp=_ddp_plan(problem),
         engine=problem.options.shard.engine if problem.sharding is not None else None,
-        optimizer=answer.implementation,
+        optimizer=answer.setting.implementation,
         notes=notes,
+        chunked=answer.setting.chunked,
+        decisions=decisions,
+        price_ms_per_gib=price,
     )
 
 
@@ -277,42 +337,3 @@ def _why(problem: Problem) -> Blocker | None:
         peak_by_category=found.by_category,
         peak_at=peak_at(problem.trace, found.op, second_run_of=found.second_run_of),
     )
-
-
-# The optimizer's step, where a plan may choose it
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """What was solved, and with which implementation of the optimizer's step; None is the one that was given."""
-
-    problem: Problem
-    solved: Solved
-    implementation: Implementation | None
-
-    @property
-    def step_ms(self) -> float:
-        """The time of the step under the plan, infinite when there is none."""
-        return self.problem.runtime.total_ms + self.problem.exposed_ms + self.solved.recompute_ms
-
-    def better_than(self, other: Answer) -> bool:
-        """Return whether it is faster, or nearer to the budget when neither fits."""
-        if self.solved.choice is None and other.solved.choice is None:
-            mine, theirs = self.solved.minimum_budget_bytes, other.solved.minimum_budget_bytes
-            return mine is not None and (theirs is None or mine < theirs)
-        return self.step_ms < other.step_ms
-
-
-def best_implementation(answer: Answer, step: Step, cost: Cost) -> Answer:
-    """Find the fastest answer over the ways in which the optimizer can do its step."""
-    best, problem = answer, answer.problem
-    for kind in implementations_of_step(step):
-        with step_with(step, kind) as other:
-            captured = trace(other, target=problem.target, **problem.trace.captured_on)
-        if captured.fingerprint == problem.trace.fingerprint:
-            continue
-        tried = Problem.of(Runtime.of(captured, cost), problem.target, problem.options)
-        found = Answer(problem=tried, solved=solve(tried, answer.solved.budget_bytes), implementation=kind)
-        if found.better_than(best):
-            best = found
-    return best

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypedDict
 import msgspec
 from msgspec import Meta
 
-from memfit.capture import Category
+from memfit.capture import Category, ChunkedLoss
 from memfit.tradeoff import LOSS
 from memfit.units import display_bytes
 
@@ -89,6 +89,39 @@ class OffloadLinkRecord(_Part, frozen=True):
     name: str
     to_host_bytes_per_s: Annotated[float, Meta(gt=0)]
     to_device_bytes_per_s: Annotated[float, Meta(gt=0)]
+
+
+class ChunkedLossRecord(_Part, frozen=True):
+    """Cross entropies over so many `classes` are computed in `chunks` of rows: equal up to the order of their sums.
+
+    `inside` says that the model computes them in its forward; others go through `Plan.loss`. With `casts` each chunk
+    casts its own logits to float32, and the loss's own cast is left out.
+    """
+
+    classes: Annotated[int, Meta(ge=1)]
+    chunks: Annotated[int, Meta(ge=2)]
+    inside: bool
+    casts: bool
+
+    @property
+    def setting(self) -> ChunkedLoss:
+        """What the capture and the engines take."""
+        return ChunkedLoss(classes=self.classes, chunks=self.chunks, inside=self.inside, casts=self.casts)
+
+
+class Decision(_Part, frozen=True):
+    """A kind of decision that the plan took: what it saves of the peak, and what it adds to the step.
+
+    Units that are checkpointed or offload save what they drop or move; for other kinds it is the difference to the same
+    step without this decision, nothing checkpointed: either may be negative. `ms_per_gib` is its price, where it has
+    one.
+    """
+
+    kind: Literal["checkpoint", "offload", "loss", "optimizer", "reshard", "prefetch"]
+    setting: str
+    saves_bytes: int
+    costs_ms: float
+    ms_per_gib: Ms | msgspec.UnsetType = msgspec.UNSET
 
 
 class RecomputedCollective(_Row, frozen=True):

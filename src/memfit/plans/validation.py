@@ -41,6 +41,7 @@ def _problems(plan: Plan) -> Iterator[str]:
     if plan.blocker is not None:
         yield from _estimate_problems("blocker", plan.blocker)
     yield from _shard_problems(plan)
+    yield from _decision_problems(plan)
     for name in _twice(name for parameter in plan.trace.parameters for name in parameter.names):
         yield f"parameter {name} is there twice"
 
@@ -155,6 +156,16 @@ def _overlap_problems(plan: Plan) -> Iterator[str]:
             yield f"units {first.unit!r} and {second.unit!r} have ops in common"
     if list(plan.checkpoint) != ordered:
         yield "checkpoint is not in the order in which its units run"
+
+
+def _decision_problems(plan: Plan) -> Iterator[str]:
+    if plan.chunked_loss and any(entry.is_loss for entry in plan.checkpoint):
+        yield "the loss is computed in chunks (chunked_loss), and it is checkpointed as well"
+    for kind in _twice(decision.kind for decision in plan.decisions or ()):
+        yield f"decisions has {kind!r} twice"
+    chunked = any(decision.kind == "loss" for decision in plan.decisions or ())
+    if chunked and not plan.chunked_loss:
+        yield "decisions has a chunked loss, and there is no chunked_loss that says how"
 
 
 def _shard_problems(plan: Plan) -> Iterator[str]:

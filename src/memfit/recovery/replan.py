@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from memfit.engines import apply, has_planned_loss, unplanned
 from memfit.errors import InputError, MemfitError
 from memfit.hardware import Target
 from memfit.memory import Timeline
-from memfit.plans import Engine, Plan, shard_options_of
+from memfit.plans import Engine, Plan, shard_options_of, units_with_loss
 from memfit.plans import plan as make_plan
 from memfit.solve import SolveOptions
 from memfit.torch_private.distributed_tensors import local_tensor
@@ -119,20 +120,35 @@ class Replanner:
 
     def plan(self, plan: Plan, budget: str | int | float) -> Plan:
         """Find the fastest plan of the step under a budget, on the device of another plan."""
-        return make_plan(
+        found = make_plan(
             self.trace,
             target=_target(plan),
             budget=budget,
             cost=self._cost,
-            options=_divided(plan, self._possible_options()),
+            options=_divided(plan, self._possible_options(plan)),
             progress=False,
         )
+        # The trace is that of the step with the plan's loss and optimizer step; these stay.
+        return msgspec.structs.replace(found, chunked_loss=plan.chunked_loss, optimizer=plan.optimizer)
 
-    def _possible_options(self) -> SolveOptions | None:
-        """Return the options, without a loss outside the model where nothing goes through `plan.loss`."""
-        options = self._options or SolveOptions()
+    def _possible_options(self, plan: Plan) -> SolveOptions | None:
+        """Return the options, without what changes the step and without losses that cannot be recomputed.
+
+        These are a loss outside the model where nothing goes through `plan.loss`, and one that is in chunks.
+        """
+        options = self._options
+        if options is not None:
+            options = replace(options, decide=None, loss_chunks=None, optimizer=False)
+        if plan.chunked_loss:
+            found = units_with_loss(self.trace, plan.chunked_loss.setting)
+            options = options or SolveOptions()
+            return replace(options, forbid=tuple(dict.fromkeys((*options.forbid, *found))))
+        return self._without_loss_outside(options)
+
+    def _without_loss_outside(self, given: SolveOptions | None) -> SolveOptions | None:
+        options = given or SolveOptions()
         if has_planned_loss() or {LOSS} & {*options.force, *options.forbid} or not _loss_is_outside(self.trace):
-            return self._options
+            return given
         return replace(options, forbid=(*options.forbid, LOSS))
 
 

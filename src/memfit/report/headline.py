@@ -108,6 +108,10 @@ def _planned(plan: Plan) -> list[str]:
         )
     if plan.optimizer is not None:
         sentences.append(f"The optimizer's step is done {STEP_WAYS[plan.optimizer]}, which needs less at once.")
+    if plan.chunked_loss:
+        sentences.append(
+            f"The loss is computed in {plan.chunked_loss.chunks} chunks, which is equal up to the order of sums."
+        )
     return [*sentences, _proof(plan)]
 
 
@@ -223,7 +227,7 @@ def rank_memory_of(target: TargetRecord) -> str:
 
 def changes_nothing(plan: Plan) -> bool:
     """Return whether the plan leaves the step as it is."""
-    return plan.predicted is not None and not plan.checkpoint and plan.optimizer is None
+    return plan.predicted is not None and not plan.checkpoint and plan.optimizer is None and not plan.chunked_loss
 
 
 def _usable_bytes(plan: Plan) -> int:

@@ -37,6 +37,10 @@ def plan_report(plan: Plan, *, next_step: bool = True) -> Group:
                 Text(),
                 Text("the loss is recomputed and is not in the model: loss = plan.loss(loss), then call that"),
             ]
+    if plan.chunked_loss:
+        chunked = f"the loss is computed in {plan.chunked_loss.chunks} chunks, equal up to the order of sums"
+        outside = "" if plan.chunked_loss.inside else "; it is not in the model: loss = plan.loss(loss), then call that"
+        parts += [Text(), Text(chunked + outside)]
     if plan.optimizer is not None:
         parts += [Text(), Text(f"optimizer: its step is done {STEP_WAYS[plan.optimizer]}, which needs less at once")]
     if plan.shard is not None:

@@ -60,11 +60,18 @@ def _headline(found: Verification) -> Text:
     exactness = found.exactness
     if found.skipped is not None:
         text.append(f"\nthe step without the plan was not run: {found.skipped}", style="yellow")
+    elif exactness is not None and exactness.equal and exactness.tolerance is not None:
+        text.append(
+            f"\nlosses and {exactness.gradients} gradients are the same with and without the plan up to the order of "
+            f"sums (within {exactness.tolerance:.2g} of their largest value): the plan computes the loss in chunks"
+        )
     elif exactness is not None and exactness.equal:
         text.append(
             f"\nlosses, {exactness.gradients} gradients, parameters and buffers of {exactness.steps} steps are the "
             "same bit for bit with and without the plan"
         )
+        if exactness.chunked_in_both:
+            text.append(", whose chunks of the loss are in both")
     return text
 
 

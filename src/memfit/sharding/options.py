@@ -38,7 +38,7 @@ class ShardOptions:
     itself, others are lists (`set_modules_to_forward_prefetch`).
 
     `keep_last` leaves the unit that runs last in the forward unsharded until its backward, which begins right after:
-    `fully_shard(..., reshard_after_forward=False)` for it, as torchtitan does.
+    `fully_shard(..., reshard_after_forward=False)` for it, as torchtitan does. A number is that of the last so many.
 
     `shard_dtype` is that of shards, their gradients and optimizer state, `param_dtype` that of gathered parameters and
     whole gradients, `reduce_dtype` that in which gradients are summed. Each is the parameter's own unless given; only
@@ -54,7 +54,7 @@ class ShardOptions:
     param_dtype: ShardDtype | None = None
     reduce_dtype: ShardDtype | None = None
     parallel: Parallel = "fsdp"
-    keep_last: bool = False
+    keep_last: bool | int = False
     bucket_cap_bytes: int = BUCKET_CAP_BYTES
     gradient_as_bucket_view: bool = False
     engine: ShardEngine | None = None
@@ -99,6 +99,8 @@ class ShardOptions:
             raise InputError(
                 f"reshard_after_forward is {reshards!r}; write True, False, or a number of ranks of at least 2"
             )
+        if not isinstance(self.keep_last, int) or self.keep_last < 0:
+            raise InputError(f"keep_last is {self.keep_last!r}; write True, False, or how many of the last units")
         if self.keep_last and reshards is not True:
             raise InputError(f"keep_last and reshard_after_forward={reshards!r} exclude each other; leave one out")
         cap = self.bucket_cap_bytes

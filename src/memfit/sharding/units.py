@@ -50,7 +50,7 @@ class ShardUnit:
     """A module whose parameters are gathered together, those of units inside it excepted, and its runs.
 
     `joined` are the modules after the first where small neighbours are one unit. One that is `kept` does not reshard
-    after its forward: the root, with `keep_last` the last that runs, and with `reshard_after_forward=False` all. With
+    after its forward: the root, with `keep_last` the last that run, and with `reshard_after_forward=False` all. With
     `reshard_ranks` it reshards to so many ranks until its backward.
     """
 
@@ -159,7 +159,7 @@ def find_units(
     ranks: int,
     dtypes: ShardDtypes,
     *,
-    keep_last: bool = False,
+    keep_last: bool | int = False,
     reshard_after_forward: bool | int = True,
 ) -> tuple[ShardUnit, ...]:
     """Every unit with its sizes and its runs."""
@@ -187,8 +187,8 @@ def find_units(
             )
         )
     inner = [unit for unit in found if unit.module]
-    if keep_last and inner:
-        last = max(inner, key=lambda unit: max((call.end, call.depth) for call in unit.calls))
+    inner.sort(key=lambda unit: max((call.end, call.depth) for call in unit.calls))
+    for last in inner[max(0, len(inner) - int(keep_last)) :]:
         found[found.index(last)] = replace(last, kept=True)
     return tuple(found)
 

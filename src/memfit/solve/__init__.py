@@ -5,11 +5,12 @@ from memfit.solve.curve import Curve, CurvePoint, build_curve, check_points
 from memfit.solve.micro_batches import count_micro_batches
 from memfit.solve.milp import Incumbent, Limits, Milp, Solution, SolverError, Status
 from memfit.solve.min_budget import MinBudget
-from memfit.solve.options import SolveOptions
+from memfit.solve.options import DEFAULT_DECISIONS, SolveOptions
 from memfit.solve.program import Candidate, Choice, Program
 from memfit.solve.solution import Problem, Solved, choose_nothing, minimum_budget_bytes, replay, solve
 
 __all__ = [
+    "DEFAULT_DECISIONS",
     "BlockingPeak",
     "Candidate",
     "Choice",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from memfit.errors import InputError
 from memfit.paths import MODEL_LABEL, around, module_label
@@ -13,6 +13,10 @@ from memfit.solve.milp import Limits
 from memfit.text import close_names, did_you_mean
 from memfit.tradeoff import Unit
 
+Decided = Literal["loss", "offload", "optimizer", "reshard", "prefetch"]
+DECISIONS: tuple[Decided, ...] = get_args(Decided)
+DEFAULT_DECISIONS: tuple[Decided, ...] = ()
+"""What plans decide unless they are told, where `apply` carries it out by itself."""
 POINTS = 24
 _SHOWN = 3
 """What plans print for the model itself, whose path is empty."""
@@ -29,6 +33,11 @@ class SolveOptions:
     `micro_batches` is `"same"` for one policy in all micro-batches of a step, however many of them a loop really runs;
     with `"own"` each has its own, which is a little faster and needs a loop that keeps to the step exactly.
     `offload` lets units offload what they hold for their backward to the host, where the device has a link to it.
+    `decide` are further kinds of decisions that a plan may take: `"loss"`, in how many chunks a cross entropy is
+    computed (equal up to the order of sums); `"reshard"`, which sharded units stay gathered between forward and
+    backward, and `"prefetch"`, how many are gathered ahead, both in the place of what `shard` says; `"optimizer"` and
+    `"offload"` are the same as these options. Unless given, a plan decides what `DEFAULT_DECISIONS` says, where
+    `apply` carries it out by itself. `loss_chunks` fixes the number of chunks; 1 leaves the loss whole.
     """
 
     ac_units: tuple[str, ...] | None = None
@@ -40,6 +49,8 @@ class SolveOptions:
     optimizer: bool = False
     micro_batches: Literal["same", "own"] = "same"
     offload: bool = False
+    decide: tuple[Decided, ...] | None = None
+    loss_chunks: int | None = None
 
     def __post_init__(self) -> None:
         for field_name in ("ac_units", "forbid", "force"):
@@ -62,8 +73,26 @@ class SolveOptions:
             raise InputError(f"micro_batches is {self.micro_batches!r}; write 'same' or 'own'")
         if not isinstance(self.offload, bool):
             raise InputError(f"offload is {self.offload!r}; write True or False")
+        self._check_decisions()
         if isinstance(self.points, bool) or not isinstance(self.points, int) or self.points < 1:
             raise InputError(f"points is {self.points!r}; write a whole number of at least 1")
+
+    def _check_decisions(self) -> None:
+        given = () if self.decide is None else self.decide
+        if isinstance(given, str) or not isinstance(given, tuple | list):
+            raise InputError(f"decide is {given!r}; give a tuple of {', '.join(map(repr, DECISIONS))}")
+        for name in given:
+            if name not in DECISIONS:
+                hint = did_you_mean(map(repr, close_names(str(name), DECISIONS)), f"there are {', '.join(DECISIONS)}")
+                raise InputError(f"decide has {name!r}, which is no decision; {hint}")
+        chunks = self.loss_chunks
+        if chunks is not None and (isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1):
+            raise InputError(f"loss_chunks is {chunks!r}; write a whole number of at least 1, which leaves it whole")
+        if self.decide is not None:
+            object.__setattr__(self, "decide", tuple(dict.fromkeys(given)))
+        for name in ("offload", "optimizer"):
+            if name in given:
+                object.__setattr__(self, name, True)
 
     def allowed(self, units: Sequence[Unit], sharded: Sequence[str]) -> tuple[Unit, ...]:
         """Return units that may be checkpointed; none that contains a unit whose parameters are gathered by itself."""

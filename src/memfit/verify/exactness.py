@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,8 @@ class Difference:
     """Something that is not the same with the plan as without it. `step` counts from 0.
 
     `kind` is loss, gradient, parameter, buffer or random state; `largest` is the largest difference of two values,
-    infinite when one of them is missing or not finite. `rank` is where it is largest, None on one device.
+    infinite when one of them is missing or not finite, and `part` is that as a part of the largest value without the
+    plan. `rank` is where it is largest, None on one device.
     """
 
     kind: str
@@ -30,6 +31,7 @@ class Difference:
     step: int
     largest: float
     rank: int | None = None
+    part: float = math.inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,17 +39,21 @@ class Exactness:
     """How the steps with the plan compare with the same steps without it. The largest difference of a kind comes first.
 
     `reproducible` says whether the step without the plan gives the same when it is run twice; None when that was not
-    asked, because nothing differs.
+    asked, because nothing differs. With a `tolerance` the plan sums in another order: losses and gradients of the first
+    step may differ by that part of their largest value, and what follows from them is not compared. On ranks,
+    `chunked_in_both` says that the loss is in chunks in what the plan is compared with, too.
     """
 
     steps: int
     gradients: int
     differences: tuple[Difference, ...]
     reproducible: bool | None = None
+    tolerance: float | None = None
+    chunked_in_both: bool = False
 
     @property
     def equal(self) -> bool:
-        """Whether everything is the same, bit for bit."""
+        """Whether everything is the same, bit for bit or within the tolerance."""
         return not self.differences
 
     def first(self, kind: str) -> Difference | None:
@@ -136,8 +142,21 @@ def compare_tensors(
     for name in dict.fromkeys((*planned, *plain)):
         one, other = planned.get(name), plain.get(name)
         if one is None or other is None or not same_bits(one, other):
-            found.append(Difference(kind=kind, name=name, step=step, largest=_largest(one, other)))
+            largest = _largest(one, other)
+            whole = 0.0 if other is None else _largest(other, torch.zeros_like(other))
+            part = largest / whole if whole else math.inf
+            found.append(Difference(kind=kind, name=name, step=step, largest=largest, part=part))
     return sorted(found, key=lambda each: -each.largest)
+
+
+def beyond_tolerance(differences: Iterable[Difference], tolerance: float) -> list[Difference]:
+    """Return the differences that another order of sums does not explain: of the first step, beyond the tolerance."""
+    return [
+        each
+        for each in differences
+        if each.kind == "random state"
+        or (each.step == 0 and each.kind in ("loss", "gradient") and not each.part <= tolerance)
+    ]
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

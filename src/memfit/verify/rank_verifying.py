@@ -211,6 +211,7 @@ class _RankVerifier:
             gradients=len(plain.outcomes[0].gradients),
             differences=merged,
             reproducible=reproducible,
+            chunked_in_both=bool(self.plan.chunked_loss),
         )
 
     def _merged(self, own: Sequence[Difference]) -> tuple[Difference, ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from memfit.analysis.report import Report
-from memfit.capture import Category, Phase, Step, Trace, trace
+from memfit.capture import Category, Phase, Step, Trace, chunked_losses, trace
 from memfit.cost import Cost, Runtime
 from memfit.errors import MemfitError
 from memfit.hardware import Target
@@ -145,8 +145,23 @@ class Case:
     def captured(self, step: Step, *, what: str, advice: str = "") -> Trace | None:
         """Capture a changed step; None, and a note with advice, when the step cannot be changed so."""
         return self.noted(
-            attempt(lambda: trace(step, target=self.target, **self.trace.captured_on)), what=what, advice=advice
+            attempt(lambda: self.capture(lambda: trace(step, target=self.target, **self.trace.captured_on))),
+            what=what,
+            advice=advice,
         )
+
+    def capture(self, function: Callable[[], Trace]) -> Trace:
+        """Capture a changed step with the chunks of the loss that the plan has."""
+        plan = self.report.plan
+        if plan is None or not plan.chunked_loss:
+            return function()
+        with chunked_losses(plan.chunked_loss.setting):
+            return function()
+
+    @property
+    def has_early(self) -> bool:
+        """Whether captures that began early, of the step as it was given, are of the step under the plan."""
+        return self.early is not None and (self.report.plan is None or not self.report.plan.chunked_loss)
 
     def noted(self, found: Attempt, *, what: str, advice: str = "") -> Trace | None:
         """Return the trace of an attempt; None, and a note with advice, where there is none."""

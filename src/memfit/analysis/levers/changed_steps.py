@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from memfit.analysis.levers.case import Case, Effect, Lever, attempt
 from memfit.analysis.levers.lifetimes import with_sizes
 from memfit.capture import (
-    NO_INDEX,
+    CHUNKS,
     CapturedOn,
     Category,
+    ChunkedLoss,
     Implementation,
-    Op,
-    Phase,
     Step,
-    TensorRef,
     Trace,
+    chunked_losses,
+    find_copies,
+    find_logits,
     implementations_of_step,
-    patched,
     step_with,
     trace,
 )
@@ -84,21 +81,20 @@ def _without_temporaries(case: Case, named: str) -> Iterator[Lever]:
 
 _NAME = "chunked loss"
 _HOW = "loss = memfit.engines.chunked_cross_entropy(logits.flatten(0, -2), targets.flatten())  # no .float()"
-_NEAR = 4
-"""A likelihood follows its softmax within so many ops."""
 
 
 def loss(case: Case) -> Iterator[Lever]:
     """Yield the lever of a chunked cross entropy: captured where the step calls torch's own, else estimated."""
     logits = find_logits(case.trace)
-    if logits is None:
+    if logits is None or (case.report.plan is not None and case.report.plan.chunked_loss):
         return
-    copies = _copies(case.trace, logits)
+    copies = find_copies(case.trace, logits)
     there = [case.trace.storages[each].bytes for each in copies]
     if not case.matters(sum(there)):
         return
     if case.step is not None:
         step, early = case.step, None if case.early is None else case.early.with_chunked_loss
+        chunks = CHUNKS if case.early is None else case.early.chunks
         captured = case.noted(
             attempt(lambda: capture_with_chunked_loss(step, case.target, logits.shape[-1], case.trace.captured_on))
             if early is None
@@ -106,10 +102,9 @@ def loss(case: Case) -> Iterator[Lever]:
             what=_NAME,
         )
         if captured is not None:
-            yield case.lever(_NAME, _HOW, case.effect(captured), "captured")
+            how = _HOW if chunks == CHUNKS else _HOW.replace("flatten())", f"flatten(), chunks={chunks})")
+            yield case.lever(_NAME, how, case.effect(captured), "captured")
             return
-    from memfit.engines import CHUNKS
-
     parts = {number: -(-case.trace.storages[number].bytes // CHUNKS) for number in copies}
     yield case.lever(
         _NAME,
@@ -122,82 +117,13 @@ def loss(case: Case) -> Iterator[Lever]:
 
 
 def capture_with_chunked_loss(
-    step: Step, target: Target, classes: int, where: CapturedOn | None = None
+    step: Step, target: Target, classes: int, where: CapturedOn | None = None, *, chunks: int = CHUNKS
 ) -> Trace | None:
     """Capture the step with its cross entropies over so many classes in chunks; None where it calls none of torch's."""
-    with chunked_losses(classes) as calls:
+    setting = ChunkedLoss(classes=classes, inside=False, casts=True, chunks=chunks)
+    with chunked_losses(setting) as calls:
         captured = trace(step, target=target, **(where or {}))
     return captured if calls else None
-
-
-@contextlib.contextmanager
-def chunked_losses(classes: int) -> Iterator[list[int]]:
-    """Compute cross entropies over so many classes in chunks inside the block, from logits that are not cast before.
-
-    Gives the rows of each that was.
-    """
-    from memfit.engines import chunked_cross_entropy  # the engines are loaded where the step is captured so
-
-    rows: list[int] = []
-
-    def in_chunks(original: Any) -> Any:
-        def cross_entropy(input: torch.Tensor, target: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-            given = {name: value for name, value in options.items() if value is not None}
-            if args or {"size_average", "reduce"} & given.keys() or input.dim() != 2 or input.shape[-1] != classes:
-                return original(input, target, *args, **options)
-            rows.append(input.shape[0])
-            return chunked_cross_entropy(input, target, **given)
-
-        return cross_entropy
-
-    def not_cast(original: Any) -> Any:
-        def cast(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-            halves = tensor.dtype in (torch.bfloat16, torch.float16)
-            if halves and tensor.dim() > 1 and tensor.shape[-1] == classes and tensor.requires_grad:
-                return tensor
-            return original(tensor, *args, **options)
-
-        return cast
-
-    with patched(F, "cross_entropy", in_chunks), patched(torch.Tensor, "float", not_cast):
-        yield rows
-
-
-def find_logits(trace: Trace) -> TensorRef | None:
-    """Return what the largest softmax reads whose result a negative log likelihood follows."""
-    found = []
-    for index, op in enumerate(trace.ops):
-        if op.phase in (Phase.FORWARD, Phase.LOSS) and op.name == "aten._log_softmax.default":
-            following = trace.ops[index + 1 : index + 1 + _NEAR]
-            if len(op.inputs[0].shape) == 2 and any(_is_likelihood(each) for each in following):
-                found.append(op.inputs[0])
-    return max(found, key=lambda ref: math.prod(ref.shape), default=None)
-
-
-def _is_likelihood(op: Op) -> bool:
-    return op.name.startswith("aten.nll_loss")
-
-
-def _copies(trace: Trace, logits: TensorRef) -> list[int]:
-    """Return storages of the logits' size that the loss makes, but for the last gradient, which the model takes."""
-    classes, count = logits.shape[-1], math.prod(logits.shape)
-    owned = {number for module in trace.modules for number in (*module.parameters, *module.buffers)}
-    made: dict[int, Phase] = {}
-    for index, op in enumerate(trace.ops):
-        for ref in op.outputs:
-            number = ref.storage
-            if (
-                number == NO_INDEX
-                or number in owned
-                or trace.storages[number].alloc_at != index
-                or op.phase is Phase.OPTIMIZER
-            ):
-                continue
-            if ref.shape[-1:] == (classes,) and count <= math.prod(ref.shape) <= 2 * count:
-                made.setdefault(number, op.phase)
-    forward = [number for number, phase in made.items() if phase is not Phase.BACKWARD]
-    backward = [number for number, phase in made.items() if phase is Phase.BACKWARD]
-    return forward[1:] + backward[:-1]
 
 
 # A smaller micro-batch, accumulated to the same batch
@@ -274,9 +200,9 @@ def precision(case: Case) -> Iterator[Lever]:
                 option = "--autocast bfloat16"
                 yield case.lever(name, how, case.effect(captured), "captured", same_numbers=False, option=option)
         name = "bfloat16 parameters, gradients and state"
-        step, early = case.step, None if case.early is None else case.early.in_bfloat16
+        step, early = case.step, case.early.in_bfloat16 if case.early is not None and case.has_early else None
         captured = case.noted(
-            attempt(lambda: capture_in_bfloat16(step, case.target, case.trace.captured_on))
+            attempt(lambda: case.capture(lambda: capture_in_bfloat16(step, case.target, case.trace.captured_on)))
             if early is None
             else early.result(),
             what=name,

@@ -57,6 +57,9 @@ class Plan:
         step = given.step
         if self.optimizer_lever and isinstance(step, Trace):
             raise UsageError("--optimizer-lever captures the step in other ways; give the step, not its trace")
+        changes = self.solver.loss_chunks is not None or set(self.solver.decide) - {"offload"}
+        if changes and isinstance(step, Trace):
+            raise UsageError("--decide and --loss-chunks capture the step in other ways; give the step, not its trace")
         given.show()
         plain = self._shows_levers and isinstance(step, Step) and self.hardware.mesh is None
         with EarlyCaptures(step if plain else None, target) as early:
@@ -64,18 +67,19 @@ class Plan:
 
     def _plan(self, given: ResolvedStep, target: Target, early: EarlyCaptures) -> int:
         from memfit.analysis import Report
-        from memfit.capture import Step
-        from memfit.plans import Inputs, plan_problem, resolve_cost
+        from memfit.capture import CHUNKS, Step
+        from memfit.plans import MOST_CHUNKS, Inputs, plan_problem, resolve_cost
         from memfit.report import levers_in_short, plan_report
+        from memfit.solve import DEFAULT_DECISIONS
 
         step = given.step
         trace = capture_step(step, target, self.hardware, self.solver)
         early.drop_useless(trace)
-        early.begin_chunked_loss(trace)
         ranks = target.ranks
         options = solve_options(
             self.solver, trace, several_ranks=ranks > 1, ranks=ranks, optimizer=self.optimizer_lever
         )
+        early.begin_chunked_loss(trace, MOST_CHUNKS if "loss" in (options.decide or DEFAULT_DECISIONS) else CHUNKS)
         inputs = Inputs(
             step=step if isinstance(step, Step) else None,
             trace=trace,
@@ -83,7 +87,7 @@ class Plan:
             cost=resolve_cost(self.step.cost, target),
             options=options,
         )
-        found, problem = plan_problem(inputs, budget=self.hardware.budget)
+        found, problem = plan_problem(inputs, budget=self.hardware.budget, early=early.chunked_trace)
         if self.output is not None:
             write_text("--output", self.output, found.to_json())
         levers: tuple[Lever, ...] | None = None
