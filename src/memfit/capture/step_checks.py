@@ -143,7 +143,7 @@ _SHARDED = {
 }
 _WHOLE = (
     "Give the model from before it was sharded: memfit.plan(model, batch, ..., ranks=N) plans the sharding itself, and "
-    "plan.apply(model, optimizer) applies it"
+    "plan.apply(model, optimizer) applies it; a model that you sharded yourself gets the checkpoint policies only"
 )
 
 _AS_IT_IS = (

@@ -126,9 +126,13 @@ def warn_policies_only(plan: Plan, model: nn.Module, wrappers: Sequence[str]) ->
             if found is None:
                 return
             differs = f": {found}"
+    advice = ""
+    if plan.ddp is None and plan.ranks > 1 and all("DistributedDataParallel" in each for each in wrappers):
+        advice = '; for DDP plan with options=SolveOptions(shard=ShardOptions(parallel="ddp")), or --parallel ddp'
     warnings.warn(
         f"the model is in {', '.join(wrappers)}: the plan's checkpoint policies are carried out, and nothing else. Its "
-        f"memory was predicted for {planned}{differs or ', without what the wrapper shards, gathers or buckets'}",
+        f"memory was predicted for {planned}{differs or ', without what the wrapper shards, gathers or buckets'}"
+        f"{advice}",
         stacklevel=user_level(),
     )
 

@@ -123,6 +123,8 @@ def _before_and_after(plan: Plan) -> Table:
         if plan.ranks > 1 or plan.predicted.exposed_communication_ms:
             waits = display_ms(plan.predicted.exposed_communication_ms)
             table.add_row("  waiting for communication", *beside, waits)
+        if any(entry.offloaded_bytes for entry in plan.checkpoint):
+            table.add_row("  waiting for offload", *beside, display_ms(plan.predicted.exposed_offload_ms or 0.0))
     table.add_section()
     by_category = [each.peak_by_category for each in columns]
     for category in sorted(Category, key=lambda category: -max(each.get(category, 0) for each in by_category)):
@@ -161,19 +163,29 @@ def _title(words: str) -> Text:
 
 def _counts(plan: Plan) -> str:
     discarded = display_bytes(sum(entry.discarded_bytes for entry in plan.checkpoint))
-    return f"checkpointed: {counted(len(plan.checkpoint), 'unit')}, {discarded} less to hold for backward"
+    recomputing = sum(entry.stop >= 0 for entry in plan.checkpoint)
+    parts = (
+        [f"checkpointed: {counted(recomputing, 'unit')}, {discarded} less to hold for backward"] if recomputing else []
+    )
+    if offloading := [entry for entry in plan.checkpoint if entry.offloaded_bytes]:
+        away = display_bytes(sum(entry.offloaded_bytes or 0 for entry in offloading))
+        parts.append(f"offloaded: {counted(len(offloading), 'unit')}, {away} on the host from forward to backward")
+    return "; ".join(parts)
 
 
 def _checkpoint(groups: list[list[Checkpoint]]) -> Table:
-    table = number_table("unit", "units", "each drops", "share", "recompute")
+    offloads = any(members[0].offloaded_bytes for members in groups)
+    table = number_table("unit", "units", "each drops", "share", "recompute", *(["offloads"] if offloads else []))
     for members in groups:
         first = members[0]
+        away = [display_bytes(first.offloaded_bytes or 0)] if offloads else []
         table.add_row(
             Text.assemble(units_label(members), " ", (first.kind, "dim")),
             str(len(members)),
             display_bytes(first.discarded_bytes),
             f"{first.discard_ratio:.0%}",
             _times(members),
+            *away,
         )
     return table
 
@@ -205,6 +217,7 @@ def same_policy(entry: Checkpoint) -> tuple[object, ...]:
         entry.cached_bytes,
         entry.saved_ops,
         entry.recomputed_ops,
+        entry.offload or (),
     )
 
 
