@@ -41,6 +41,7 @@ def test_a_plan_that_offloads_is_faster_fits_its_budget_and_runs_to_the_same_bit
     without = memfit.plan(step(), target=target, budget=budget, progress=False)
     plan = memfit.plan(step(), target=target, budget=budget, progress=False, options=SolveOptions(offload=True))
     assert any(entry.offload for entry in plan.checkpoint) and plan.gap == 0
+    assert "offloaded: " in str(plan) and "waiting for offload" in str(plan)
     assert plan.predicted is not None and without.predicted is not None
     assert plan.predicted.step_ms <= without.predicted.step_ms
     found = plan.verify(step(), 1, time_tolerance=None)
