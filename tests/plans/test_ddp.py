@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import memfit
@@ -139,3 +140,16 @@ def test_documents_are_consistent(trace: Trace) -> None:
     assert isinstance(plan.ddp, DdpPlan)
     with pytest.raises(InputError, match=r"ddp\.ranks is 8, and ranks is 4"):
         memfit.Plan.from_json(plan.to_json().replace('"ranks": 8,\n  "budget', '"ranks": 4,\n  "budget'))
+
+
+def test_a_model_that_is_wrapped_already_is_not_planned_as_if_it_were_sharded() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+        step = memfit.Step(wrapped, torch.zeros(4, 8), loss=lambda output, _: output.sum())
+        with pytest.raises(InputError, match=r"wrapped in DistributedDataParallel.*parallel='ddp'.*model\.module"):
+            memfit.plan(step, target="cpu", ranks=2, progress=False)
+        planned = memfit.plan(step, target="cpu", ranks=2, options=DDP, progress=False)
+    finally:
+        dist.destroy_process_group()
+    assert isinstance(planned.ddp, DdpPlan)

@@ -107,12 +107,14 @@ class Inputs:
         step = None
         if not isinstance(model, Trace):
             step = resolve_step(model, batch, loss=loss, optimizer=optimizer, autocast=autocast)
+        wanted = _with_engine(resolve_options(options), engine, aim, sizes)
+        _check_replicated(step, aim, wanted, sizes)
         return cls(
             step=step,
             trace=model if isinstance(model, Trace) else None,
             target=aim,
             cost=resolve_cost(cost, aim),
-            options=_with_engine(resolve_options(options), engine, aim, sizes),
+            options=wanted,
             progress=progress,
             mesh=sizes,
             rank=None if sizes is None or rank is None else resolve_rank(rank, sizes),
@@ -274,6 +276,17 @@ def _with_engine(
     if target.ranks == 1:
         raise InputError(f"engine {engine!r} shards a model over several ranks, and there is one; give ranks=...")
     return replace(options, shard=replace(options.shard, engine=engine))
+
+
+def _check_replicated(step: Step | None, target: Target, options: SolveOptions, mesh: Mapping[str, int] | None) -> None:
+    """Refuse to shard a model that its user has wrapped in DDP, which would keep its buckets and not be sharded."""
+    replicated = step is not None and isinstance(step.model, nn.parallel.DistributedDataParallel)
+    if replicated and target.ranks > 1 and mesh is None and options.shard.parallel == "fsdp":
+        raise InputError(
+            f"the model is wrapped in DistributedDataParallel, and a plan for {target.ranks} ranks shards it; write "
+            "options=memfit.solve.SolveOptions(shard=memfit.sharding.ShardOptions(parallel='ddp')) for a plan of DDP, "
+            "or give model.module, which is sharded"
+        )
 
 
 def check_start(start: object) -> None:
