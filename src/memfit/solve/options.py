@@ -15,7 +15,7 @@ from memfit.tradeoff import Unit
 
 Decided = Literal["loss", "offload", "optimizer", "reshard", "prefetch"]
 DECISIONS: tuple[Decided, ...] = get_args(Decided)
-DEFAULT_DECISIONS: tuple[Decided, ...] = ("loss",)
+DEFAULT_DECISIONS: tuple[Decided, ...] = ()
 """What plans decide unless they are told, where `apply` carries it out by itself."""
 POINTS = 24
 _SHOWN = 3
