@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 
 from memfit.sharded.comm import ShardComm
+from memfit.torch_private.dispatch import DisableTorchFunction
 from memfit.torch_private.dtensor import LocalDTensor
 
 if TYPE_CHECKING:
@@ -16,6 +17,30 @@ if TYPE_CHECKING:
 
 _SHORT = (torch.float16, torch.bfloat16)
 """Dtypes in which nothing is summed."""
+
+
+class WholeNorm(torch.Tensor):
+    """A norm, or what was made of norms: the same on every rank, with the methods that FSDP2's scripts call on theirs.
+
+    FSDP2's norms are DTensors, `clip_grad_norm_(...).full_tensor()` is the usual line; ops give such a tensor again.
+    """
+
+    @classmethod
+    def __torch_function__(  # pyrefly: ignore[bad-override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with DisableTorchFunction():
+            made = func(*args, **(kwargs or {}))
+            return made.as_subclass(cls) if type(made) is torch.Tensor else made  # gradients stay what they are
+
+    def full_tensor(self) -> torch.Tensor:
+        """Return the plain tensor."""
+        with DisableTorchFunction():
+            return self.as_subclass(torch.Tensor)
+
+    def to_local(self) -> torch.Tensor:
+        """Return the plain tensor, which every rank has."""
+        return self.full_tensor()
 
 
 def is_flat(value: torch.Tensor) -> TypeGuard[FlatDTensor]:
@@ -110,5 +135,6 @@ def reduce_norms(values: Sequence[torch.Tensor], order: float, dtype: torch.dtyp
                 link.all_reduce(sent, "all-reduce of norms").wait()
             sent = sent ** (1 / order) if order else sent
         for number, norm in zip(numbers, sent.unbind(), strict=True):
-            found[number] = norm.to(values[number].device, (dtype or values[number].dtype).to_real())
+            norm = norm.to(values[number].device, (dtype or values[number].dtype).to_real())
+            found[number] = norm.as_subclass(WholeNorm)
     return found
